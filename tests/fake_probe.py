@@ -1,4 +1,4 @@
-"""Stands for the command that follows a run: notes how it was started, and does what its options say."""
+"""Stands for the command that follows a run: notes how it was started, and does what the names of its files say."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__" and "--dry-run" not in sys.argv:
+if __name__ == "__main__":
     run = Path(sys.argv[2])
     facts = {
         "pid": os.getpid(),
@@ -20,5 +20,6 @@ if __name__ == "__main__" and "--dry-run" not in sys.argv:
     facts |= {"nice": os.nice(0), "cores": len(os.sched_getaffinity(0))}
     (run / "fake.json.tmp").write_text(json.dumps(facts))
     (run / "fake.json.tmp").replace(run / "fake.json")
-    time.sleep(60 if "sleep" in sys.argv else 0)
-    sys.exit(7 if "fail" in sys.argv else 0)
+    names = [Path(word).name for word in sys.argv]
+    time.sleep(60 if "sleep" in names else 0)
+    sys.exit(7 if "fail" in names else 0)

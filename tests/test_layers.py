@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.scores": (
         "pretrain.common pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint pretrain.run "
-        "pretrain.reporting finetune.training finetune.experiments"
+        "pretrain.reporting"
     ),
     "finetune.workflows": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.planning pretrain.run pretrain.reporting "

@@ -14,20 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from finetune.scores.masked_model import (
-    DEFAULT_MODEL,
-    Advance,
-    MaskedModel,
-    MaskedSequence,
-    ModelSettings,
-    progress_bar,
-    text_digest,
-)
-from finetune.scores.record import Record
+from finetune.scores.masked_model import Advance, MaskedModel, MaskedSequence, progress_bar, text_digest
 from pretrain.common.errors import InputError
 
-PART = "blimp"  # of a record
-_UNFINISHED = "blimp_unfinished"  # scores that are to replace finished ones of other settings
+PART = "blimp"  # name of the score
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # of a line
 AT_ONCE = 1 << 18  # tokens of masked copies that are in memory at once
 
@@ -79,70 +69,25 @@ class BlimpScore:
         """Mean accuracy of the paradigms."""
         return statistics.fmean(one.accuracy for one in self.paradigms.values())
 
-    def as_data(self, number: int) -> dict[str, Any]:
-        """For JSON; `number` counts all paradigms, scored or not."""
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
         paradigms = {name: {**asdict(one), "accuracy": one.accuracy} for name, one in self.paradigms.items()}
-        means = {"overall": self.overall, "phenomena": self.phenomena}
-        return {**means, "number_of_paradigms": number, "paradigms": paradigms}
+        return {"overall": self.overall, "phenomena": self.phenomena, "paradigms": paradigms}
 
 
-def blimp_score(
-    folder: Path,
-    data: Path,
-    *,
-    limit: int = 0,
-    settings: ModelSettings = DEFAULT_MODEL,
-    record: Record | None = None,
-) -> BlimpScore:
-    """The accuracies of a checkpoint on BLiMP, with progress on stderr.
+def blimp_score(model: MaskedModel, paradigms: Sequence[Paradigm]) -> BlimpScore:
+    """The accuracies of a model on BLiMP, with progress on stderr.
 
-    Args:
-        folder: what `pretrain.checkpoint.released.read_released` reads.
-        data: folder with BLiMP's .jsonl files, one for each paradigm.
-        limit: pairs of each paradigm to score, the first ones; 0 scores all.
-        settings: how the checkpoint is computed.
-        record: gets each paradigm as it is scored; those that it has are not scored again.
-
-    Raises:
-        InputError: the data or the checkpoint cannot be read, it has no head for masked language modeling, or it has
-            too few positions for a sentence.
-        MachineError: layers are to be compiled, and there is no C++ compiler that works.
+    Raises `InputError` if the model has too few positions for a sentence, `MachineError` if layers are to be compiled
+    and there is no C++ compiler that works.
     """
-    paradigms = read_blimp(data, limit)
-    done: dict[str, ParadigmScore] = {}
-    how = {"data": _data_digest(paradigms), "limit": limit, **settings.how()}
-    if record is not None:
-        earlier = (record.read(PART, how) or record.read(_UNFINISHED, how)).get("paradigms", {})
-        done = {name: ParadigmScore(one["phenomenon"], one["pairs"], one["right"]) for name, one in earlier.items()}
-    left = [one for one in paradigms if one.name not in done]
-    if left:
-        model = MaskedModel(folder, settings)
-        if record is not None:
-            record.check(folder)
-        with progress_bar("BLiMP, sentences", sum(2 * len(one.pairs) for one in left)) as advance:
-            for paradigm in left:
-                right = right_pairs(model, paradigm.pairs, advance)
-                done[paradigm.name] = ParadigmScore(paradigm.phenomenon, len(paradigm.pairs), right)
-                if record is not None:
-                    _keep(record, how, BlimpScore(done).as_data(len(paradigms)))
-    return BlimpScore({one.name: done[one.name] for one in paradigms})
-
-
-def _keep(record: Record, how: Mapping[str, Any], scores: Mapping[str, Any]) -> None:
-    """Write the scores; while paradigms are missing, finished scores of other settings, which took hours, stay."""
-    before = record.content.get(PART)
-    stays = before is not None and before["how"] != how and not missing_paradigms(before["scores"])
-    if stays and missing_paradigms(scores):
-        record.write(_UNFINISHED, how, scores)
-        return
-    record.write(PART, how, scores)
-    record.remove(_UNFINISHED)
-
-
-def missing_paradigms(scores: Mapping[str, Any]) -> int:
-    """How many paradigms an interrupted evaluation has left out of the scores of a record."""
-    done = len(scores["paradigms"])
-    return scores.get("number_of_paradigms", done) - done
+    with progress_bar("BLiMP, sentences", sum(2 * len(one.pairs) for one in paradigms)) as advance:
+        return BlimpScore(
+            {
+                one.name: ParadigmScore(one.phenomenon, len(one.pairs), right_pairs(model, one.pairs, advance))
+                for one in paradigms
+            }
+        )
 
 
 def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
@@ -243,5 +188,6 @@ def _portions(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int,
         yield begin, len(copies)
 
 
-def _data_digest(paradigms: Sequence[Paradigm]) -> str:
+def data_digest(paradigms: Sequence[Paradigm]) -> str:
+    """SHA-256 of the pairs, as hexadecimal digits."""
     return text_digest(json.dumps([asdict(one) for one in paradigms]))

@@ -21,7 +21,7 @@ from finetune.scores.passages import NoScoreError, PassageSettings, sampled, tok
 from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.byte_words import entry_bytes
 
-PART = "common_words"  # of a record
+PART = "common_words"  # name of the score
 LIST = Path(__file__).parent / "common_words.txt"
 
 

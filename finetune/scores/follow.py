@@ -1,7 +1,6 @@
 """Scores of a run's checkpoints as they come: `evaluate-pretrained RUN --follow`, which `pretrain.run.probes` starts.
 
 A due checkpoint is exported, the export is scored as any model, and the scores become a line of the run's probes.jsonl.
-What was not finished when the process ended is continued by the next one.
 """
 
 import contextlib
@@ -12,28 +11,26 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
-from finetune.scores import blimp, common_words, finetuning, held_out, positions, whole_words
-from finetune.scores.finetuning_runs import FINETUNED
-from finetune.scores.masked_model import fingerprint
-from finetune.scores.record import MODEL, MODELS, Record, read_record
+from finetune.scores import blimp, common_words, held_out, positions, whole_words
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import append_open, checkpoint_names, disk_errors, locked
 from pretrain.common.records import keep_until, read_records, with_nulls
 from pretrain.common.run_files import CONFIG_FILE, PROBES
 
-Measure = Callable[..., tuple[Record, RunError | None]]  # called with the model, the folder `out` and a name
+# Called with an exported checkpoint; yields the name of each score, and its `scores`, as it is measured.
+Measure = Callable[[Path], Iterable[tuple[str, Mapping[str, Any]]]]
 
-_FOLDER = "probes"  # of a run: what is kept between checkpoints
+_FOLDER = "probes"  # of a run: the lock, and the export that is scored
 _POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5
-# Part of a record -> the figure that stands for it.
+# Name of a score -> the figure that stands for it.
 _FIELDS = {common_words.PART: "bits", whole_words.PART: "lower", held_out.PART: "nats_per_token", blimp.PART: "overall"}
 
 logger = logging.getLogger(__name__)
@@ -79,7 +76,7 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)
     config, done = state["config"], max((one["step"] for one in read_records(run, PROBES)), default=0)
-    every = max(config["evaluation"]["probes"]["every_steps"], config["checkpoint"]["every_steps"])
+    every = max(config["evaluation"]["every_steps"], config["checkpoint"]["every_steps"])
     # A fork's first checkpoint has its parent's config, and that of a run that was made longer its former one.
     phases = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))["phases"]
     is_last, due = step >= sum(phase["steps"] for phase in phases), step // every - done // every
@@ -90,40 +87,28 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
 
 
 def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, int]) -> None:
-    name, out, began = checkpoint.name, run / _FOLDER, time.time()
-    model, path = out / "model", out / MODELS / f"{checkpoint.name}.json"
+    model, began = run / _FOLDER / "model", time.time()
+    scores, error = dict[str, float](), dict[str, str]()
     shutil.rmtree(model, ignore_errors=True)
     try:
-        hf.export_run(run, model, name, averaged=facts["averaged"] > 0)
-        if path.is_file() and read_record(path)[MODEL]["fingerprint"] != fingerprint(model):  # a step done again
-            path.unlink()
-        _, failure = measure(model=model, out=out, name=name)
-    except Exception as error:
+        hf.export_run(run, model, checkpoint.name, averaged=facts["averaged"] > 0)
+        for part, found in measure(model):
+            scores |= flat(part, found["scores"])
+    except Exception as failure:
         if not (model / "config.json").is_file() and not checkpoint.is_dir():  # the export did not come about
-            raise InputError(f"{checkpoint}: removed") from error
-        failure = error
-        logger.warning("%s", name, exc_info=error)
+            raise InputError(f"{checkpoint}: removed") from failure
+        error = {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())}"}
+        logger.warning("%s", checkpoint.name, exc_info=failure)
     record = {"split": "probe", "step": store.step_of(checkpoint), "time": time.time(), "seconds": time.time() - began}
-    record |= {**facts, **(flat(read_record(path)) if path.is_file() else {})}
-    record |= {} if failure is None else {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())}"}
-    line = json.dumps(with_nulls(record))
+    line = json.dumps(with_nulls({**record, **facts, **scores, **error}))
     with disk_errors(run / PROBES), append_open(run / PROBES) as file:
         file.write(f"{line}\n".encode())
     print(line, flush=True)
-    for folder in (model, out / FINETUNED):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(model, ignore_errors=True)
 
 
-def flat(content: Mapping[str, Any]) -> dict[str, float]:
-    """The scores in a record by the names that they have in probes.jsonl (`pretrain.tracking.events`)."""
-    scores = {part: one["scores"] for part, one in content.items() if "scores" in one}
-    ranges, tuned = scores.get(positions.PART, {}).get("nats", {}), scores.get(finetuning.PART, {})
-    return {
-        **{part: scores[part][field] for part, field in _FIELDS.items() if field in scores.get(part, {})},
-        **{f"{positions.PART}/{name}": nats for name, nats in ranges.items()},
-        **{
-            f"{finetuning.PART}/{name}": one["pretrained_mean"]
-            for name, one in tuned.items()
-            if "pretrained_mean" in one
-        },
-    }
+def flat(part: str, scores: Mapping[str, Any]) -> dict[str, float]:
+    """A score's figures by the names that they have in probes.jsonl (`pretrain.tracking.events`)."""
+    if part == positions.PART:
+        return {f"{part}/{name}": nats for name, nats in scores.get("nats", {}).items()}
+    return {part: scores[_FIELDS[part]]} if _FIELDS[part] in scores else {}

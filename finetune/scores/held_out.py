@@ -14,23 +14,14 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from finetune.scores.masked_model import (
-    DEFAULT_MODEL,
-    MaskedModel,
-    MaskedSequence,
-    ModelSettings,
-    frame,
-    progress_bar,
-    text_digest,
-)
-from finetune.scores.record import Record
+from finetune.scores.masked_model import MaskedModel, MaskedSequence, frame, progress_bar
 from pretrain.batches.masking import Masker, ordinary_ids
 from pretrain.batches.order import draw
 from pretrain.batches.plan import Rows
@@ -41,7 +32,7 @@ from pretrain.corpus.inputs import Problems
 
 logger = logging.getLogger(__name__)
 
-PART = "held_out"  # of a record
+PART = "held_out"  # name of the score
 
 
 @dataclass(frozen=True)
@@ -57,9 +48,6 @@ class HeldOutSettings:
     length: int = 128
     share: float = 0.15
     seed: int = 0
-
-
-DEFAULT_MASKS = HeldOutSettings()
 
 
 @dataclass(frozen=True)
@@ -96,46 +84,15 @@ class TextSequence(NamedTuple):
     tokens: int  # of the text
 
 
-def held_out_score(
-    folder: Path,
-    texts: Sequence[Path],
-    *,
-    how: HeldOutSettings = DEFAULT_MASKS,
-    settings: ModelSettings = DEFAULT_MODEL,
-    record: Record | None = None,
-) -> HeldOutScore:
-    """How well a checkpoint predicts masked tokens of texts that it was not trained on, with progress on stderr.
+def score_held_out(model: MaskedModel, documents: Sequence[str], how: HeldOutSettings) -> HeldOutScore:
+    """The score of a model on documents in which each run of blanks is one.
 
-    Args:
-        folder: what `pretrain.checkpoint.released.read_released` reads.
-        texts: files, or folders of files: plain text (one document a file), JSONL with `text`, WikiExtractor's.
-        how: how the texts are cut and masked.
-        settings: how the checkpoint is computed.
-        record: gets the score; a score that it has is not measured again.
-
-    Raises:
-        InputError: a text or the checkpoint cannot be read, the model has no head for masked language modeling, or
-            fewer positions than `how.length`.
+    Raises `InputError` if they have no token, or the model has fewer positions than `how.length`.
     """
-    documents = read_documents(texts)
-    given = {"texts": text_digest(*documents), **asdict(how), **settings.how()}
-    earlier = record.read(PART, given) if record is not None else {}
-    if earlier.keys() == {field.name for field in fields(HeldOutScore)}:  # else it is one of another version
-        return HeldOutScore(**earlier)
-    model = MaskedModel(folder, settings)
-    if record is not None:
-        record.check(folder)
     if how.length > model.max_positions:
-        default = " (the default)" if how.length == DEFAULT_MASKS.length else ""
-        raise InputError(
-            f"--length: {how.length}{default}, but {folder} has {model.max_positions} positions. "
-            "Lower it to that or less."
-        )
+        raise InputError(f"--length: {how.length}, but the model has {model.max_positions} positions. Lower it.")
     sequences = list(masked_sequences(model.tokenizer, model.special_ids, documents, how))
-    score = _score(model, sequences, len(documents))
-    if record is not None:
-        record.write(PART, given, asdict(score))
-    return score
+    return _score(model, sequences, len(documents))
 
 
 def read_documents(texts: Sequence[Path]) -> list[str]:

@@ -6,16 +6,16 @@ Shape letters: L tokens of a sequence, K tokens to predict, V vocabulary.
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import ModelTokenizer, read_tokenizer
 from pretrain.common.errors import InputError
@@ -43,15 +43,9 @@ class ModelSettings:
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
 
-    def how(self) -> dict[str, Any]:
-        """What a record says of them: what may change a score by more than fp32's rounding.
-
-        Compiled layers keep in fp32 what eager ones round to bf16 between operations, so in bf16 scores differ by as
-        much as for bf16 itself. Eager ones have no key.
-        """
-        how = asdict(self)
-        compiled = how.pop("compile")
-        return {**how, "compile": True} if compiled and self.precision == "bf16" else how
+    def how(self) -> dict[str, str]:
+        """What may change a score by more than fp32's rounding: compiled layers keep in fp32 what eager ones round."""
+        return {"precision": "bf16, compiled" if self.compile and self.precision == "bf16" else self.precision}
 
 
 DEFAULT_MODEL = ModelSettings()
@@ -113,9 +107,11 @@ class MaskedModel:
 
     Args:
         folder: what `pretrain.checkpoint.released.read_released` reads.
-        settings: precision, where tokens are predicted, and whether layers are compiled.
+        settings: precision, and whether layers are compiled.
+        released: the model of the folder, if it has been read already.
 
     Attributes:
+        settings: as given.
         tokenizer: of the `tokenizers` library, truncation and padding off; special tokens in a text are ordinary
             characters, as in a prepared corpus.
         special_ids: ids of the special tokens by role.
@@ -128,13 +124,13 @@ class MaskedModel:
             token.
     """
 
-    def __init__(self, folder: Path, settings: ModelSettings = DEFAULT_MODEL) -> None:
-        released = read_released(folder)
+    def __init__(self, folder: Path, settings: ModelSettings = DEFAULT_MODEL, released: Released | None = None) -> None:
+        self.settings, released = settings, released or read_released(folder)
         state, missing = released.prediction_state()
         if missing:
             raise InputError(
                 f"{folder}: has no head for masked language modeling ({missing} is missing), so it has neither a "
-                "held-out loss nor a BLiMP score. Give a model with one, or fine-tune this one: --finetune."
+                "held-out loss nor a BLiMP score. Give a model with one, or compare fine-tunings: finetune --seeds N."
             )
         _, self.tokenizer, self.special_ids = ModelTokenizer.read(folder, released.vocabulary_size)
         self.tokenizer.encode_special_tokens = True
@@ -220,9 +216,8 @@ def frame(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(before, np.int64), np.array(after, np.int64)
 
 
-def fingerprint(folder: Path) -> str:
-    """SHA-256 of the checkpoint's tensors, its tokenizer and how it computes, as hexadecimal digits."""
-    released = read_released(folder)
+def fingerprint(folder: Path, released: Released) -> str:
+    """SHA-256 of the tensors in `folder`, its tokenizer and how it computes, as hexadecimal digits."""
     tokenizer = read_tokenizer(folder, released.vocabulary_size)
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
     tensors = digest({**released.backbone, **heads, **released.pretraining})

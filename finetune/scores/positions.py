@@ -13,7 +13,7 @@ from finetune.scores.held_out import HeldOutSettings, masked_sequences, tokens_o
 from finetune.scores.masked_model import MaskedModel, frame, progress_bar
 from finetune.scores.passages import NoScoreError
 
-PART = "positions"  # of a record
+PART = "positions"  # name of the score
 _FIRST = 64  # positions of the first range; each later one ends at twice the end before it
 _LEAST = 16  # sequences
 

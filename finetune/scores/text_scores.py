@@ -1,61 +1,52 @@
-"""Scores of a checkpoint on held-out text besides the held-out loss: of common words, whole words, and by position."""
+"""All scores of a checkpoint on held-out text: the held-out loss, common words, whole words, and loss by position."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from finetune.scores import common_words, positions, whole_words
-from finetune.scores.common_words import CommonWordScore, score_common_words
-from finetune.scores.held_out import read_documents
-from finetune.scores.masked_model import DEFAULT_MODEL, MaskedModel, ModelSettings, text_digest
+from finetune.scores import common_words, held_out, positions, whole_words
+from finetune.scores.common_words import score_common_words
+from finetune.scores.held_out import HeldOutSettings, score_held_out
+from finetune.scores.masked_model import MaskedModel, text_digest
 from finetune.scores.passages import NoScoreError, PassageSettings
-from finetune.scores.positions import PositionScore, PositionSettings, score_positions
-from finetune.scores.record import Record
-from finetune.scores.whole_words import WholeWordScore, score_whole_words
+from finetune.scores.positions import PositionSettings, score_positions
+from finetune.scores.whole_words import score_whole_words
 
-WORD_PARTS: tuple[str, ...] = (common_words.PART, whole_words.PART)  # of a record; they compare vocabularies
-PARTS: tuple[str, ...] = (*WORD_PARTS, positions.PART)
+WORD_PARTS: tuple[str, ...] = (common_words.PART, whole_words.PART)  # they compare vocabularies
+PARTS: tuple[str, ...] = (*WORD_PARTS, held_out.PART, positions.PART)
 WHY_NOT = "why_not"  # in the place of a score: why there is none
 
-# What measures, and what it returns, with its settings.
-_SCORES: dict[str, tuple[Callable[..., Any], type[Any], Any]] = {
-    common_words.PART: (score_common_words, CommonWordScore, PassageSettings()),
-    whole_words.PART: (score_whole_words, WholeWordScore, PassageSettings()),
-    positions.PART: (score_positions, PositionScore, PositionSettings()),
+# What measures, and its settings.
+_SCORES: dict[str, tuple[Callable[..., Any], Any]] = {
+    common_words.PART: (score_common_words, PassageSettings()),
+    whole_words.PART: (score_whole_words, PassageSettings()),
+    held_out.PART: (score_held_out, HeldOutSettings()),
+    positions.PART: (score_positions, PositionSettings()),
 }
 
 
 def text_scores(
-    folder: Path,
-    texts: Sequence[Path],
-    *,
-    parts: Sequence[str] = PARTS,
-    settings: ModelSettings = DEFAULT_MODEL,
-    record: Record | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Part -> the fields of its score, or `WHY_NOT`: the vocabulary lacks a word, or the text is too short.
+    model: MaskedModel, documents: Sequence[str], parts: Sequence[str] = PARTS, length: int = 0
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each part as it is measured, with progress on stderr.
 
-    Other args and errors are those of `held_out_score`; its `--length` has no effect here.
+    Yields (part, `how` it was measured and its `scores`); the scores are the fields of the part's class, or `WHY_NOT`:
+    the vocabulary lacks a word, or the text is too short.
+
+    Args:
+        documents: of `read_documents`.
+        length: tokens of a sequence, for the held-out loss; 0: 128, or as many as the model has positions.
+
+    Raises:
+        InputError: the text has no token, or the model fewer positions than `length`.
     """
-    documents, model, found = read_documents(texts), None, dict[str, dict[str, Any]]()
     digest = text_digest(*documents)
     for part in parts:
-        measure, score, chosen = _SCORES[part]
-        how = {"texts": digest, **asdict(chosen), **settings.how()}
-        if part == common_words.PART:
-            how["list"] = text_digest(*common_words.common_words())
-        found[part] = {} if record is None else record.read(part, how)
-        if found[part].keys() in ({field.name for field in fields(score)}, {WHY_NOT}):  # else it is another version's
-            continue
-        if model is None:
-            model = MaskedModel(folder, settings)
-            if record is not None:
-                record.check(folder)
+        measure, chosen = _SCORES[part]
+        if part == held_out.PART:
+            chosen = replace(chosen, length=length or min(chosen.length, model.max_positions))
         try:
-            found[part] = asdict(measure(model, documents, chosen))
+            scores = asdict(measure(model, documents, chosen))
         except NoScoreError as error:
-            found[part] = {WHY_NOT: str(error)}
-        if record is not None:
-            record.write(part, how, found[part])
-    return found
+            scores = {WHY_NOT: str(error)}
+        yield part, {"how": {"texts": digest, **asdict(chosen), **model.settings.how()}, "scores": scores}

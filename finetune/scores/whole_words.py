@@ -23,7 +23,7 @@ from finetune.scores.passages import (
     word_tokens,
 )
 
-PART = "whole_words"  # of a record
+PART = "whole_words"  # name of the score
 _BLANK = 1  # a word's characters are its letters and the blank before it
 
 

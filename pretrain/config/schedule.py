@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pretrain.common.sections import Section
+from pretrain.common.sections import LocalPath, Section
 
 
 class OptimizerConfig(Section):
@@ -227,20 +227,33 @@ class PhaseConfig(Section):
 class ProbesConfig(Section):
     """Scores of checkpoints that a process of its own measures while the run goes on."""
 
-    options: str = Field(
-        default="",
-        description="What is scored: options of evaluate-pretrained, such as --texts held-out.txt; empty: nothing.",
+    texts: tuple[LocalPath, ...] = Field(
+        default=(),
+        description="Held-out text, files or folders as --texts of evaluate-pretrained: loss, and loss by position.",
     )
-    every_steps: int = Field(
-        default=1000, ge=1, description="Optimizer steps between scored checkpoints; the last one is scored, too."
+    common_words: bool = Field(default=False, description="Also score the bits of common words in texts.")
+    blimp: LocalPath = Field(
+        default="", description="Folder with BLiMP's .jsonl files, of which the first 20 pairs each are scored."
     )
     threads: int = Field(default=1, ge=1, description="CPU cores of the launching machine for it, at lowest priority.")
-    wait_seconds: float = Field(default=600.0, ge=0, description="Most that a finished run waits for its last scores.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is scored."""
+        return bool(self.texts or self.blimp)
+
+    @model_validator(mode="after")
+    def _check_texts(self) -> ProbesConfig:
+        if self.common_words and not self.texts:
+            raise ValueError("common_words needs texts, in which it scores the words. Give some")
+        return self
 
 
 class EvaluationConfig(Section):
     """Evaluation on held-out sequences during pretraining."""
 
-    every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between evaluations.")
+    every_steps: int = Field(
+        default=1000, ge=1, description="Optimizer steps between evaluations, and between checkpoints that are scored."
+    )
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
     probes: ProbesConfig = Field(default=ProbesConfig(), description="Scores of checkpoints as they come.")

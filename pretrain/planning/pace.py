@@ -137,9 +137,6 @@ def _with_schedule(
         phase.update(schedule)
     for name, steps in every_steps.items():
         values[name]["every_steps"] = steps
-    evaluation = config.evaluation
-    probed = round(evaluation.probes.every_steps * every_steps["evaluation"] / evaluation.every_steps)
-    values["evaluation"]["probes"]["every_steps"] = max(1, probed)
     return PretrainConfig.model_validate(values)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -22,7 +22,6 @@ _BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
 _CHANGE_PITCH = 66
 _LETTER_WIDTH = 6.5  # about, of the labels of axes
 _LIMIT_HEIGHT = 24  # below the bars, for the name of the limit
-_FAR_LIMIT = 4  # a limit above this multiple of the longest bar is written as text
 _FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
 
 
@@ -94,49 +93,22 @@ def ticks(low: float, high: float, count: int, inside: bool = False) -> list[flo
     return [round(number * step, digits) for number in range(first, last + 1)]
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One bar with the range of its value; `kind` is its CSS class."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    kind: str = "train"
-
-
-def bar_chart(
-    title: str,
-    unit: str,
-    bars: Sequence[Bar],
-    *,
-    form: Form,
-    limit: tuple[str, float] | None = None,
-    whole: float = 0.0,
-) -> str:
-    """A <figure> with title, unit and horizontal bars that start at 0.
+def bar_chart(title: str, unit: str, shares: Mapping[str, float], *, limit: tuple[str, float], form: Form) -> str:
+    """A <figure> with title, unit and a horizontal bar for each share, 0 to 1, with its name.
 
     Args:
         title: what the bars compare.
-        unit: unit of the values.
-        bars: at least one. A value below 0 has no bar, only its number.
-        form: formats a value.
-        limit: (name, value) of a line across the bars. A limit far above the longest bar is written as text instead.
-        whole: value of a bar over the whole width, for charts that share a scale; 0 takes the longest bar.
+        unit: unit of the shares.
+        shares: at least one.
+        limit: (name, share) of a line across the bars.
+        form: formats a share.
     """
-    longest = max(whole, *(bar.high for bar in bars))
-    longest = longest if longest > 0 else 1.0
-    near = limit is not None and limit[1] <= _FAR_LIMIT * longest
-    end = max(longest, limit[1]) if limit and near else longest
-    parts = [_bar(bar, number, end, form) for number, bar in enumerate(bars)]
-    height = len(bars) * _BAR_PITCH + (_LIMIT_HEIGHT if limit else 0)
-    if limit:
-        at = _bar_x(limit[1], end) if near else None
-        parts.append(_limit(limit[0], form(limit[1]), at, len(bars)))
+    parts = [_bar(name, share, number, form) for number, (name, share) in enumerate(shares.items())]
+    height = len(shares) * _BAR_PITCH + _LIMIT_HEIGHT
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b><i>{escape(unit)}</i></figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">'
-        f"{''.join(parts)}</svg></figure>"
+        f"{''.join(parts)}{_limit(limit[0], form(limit[1]), _bar_x(limit[1]), len(shares))}</svg></figure>"
     )
 
 
@@ -240,22 +212,19 @@ def _path(frame: _Frame, points: Points, kind: str) -> str:
     return f'<polyline class="{kind}" points="{steps}"/>'
 
 
-def _bar_x(value: float, end: float) -> float:
-    return round(_BAR_MARGIN + max(0.0, value) / end * (_WIDTH - 2 * _BAR_MARGIN), 1)
+def _bar_x(share: float) -> float:
+    return round(_BAR_MARGIN + max(0.0, share) * (_WIDTH - 2 * _BAR_MARGIN), 1)
 
 
-def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
-    """A bar with its name and value above, and its range as a line."""
+def _bar(name: str, share: float, number: int, form: Form) -> str:
+    """A bar with its name and value above."""
     top, right = number * _BAR_PITCH, _WIDTH - _BAR_MARGIN
-    middle = top + _BAR_TOP + _BAR_HEIGHT / 2
-    low, high = _bar_x(bar.low, end), _bar_x(bar.high, end)
-    width = round(_bar_x(bar.value, end) - _BAR_MARGIN, 1)
+    width = round(_bar_x(share) - _BAR_MARGIN, 1)
     return (
-        f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(bar.name)}</text>'
-        f'<text class="value" x="{right}" y="{top + 13}" text-anchor="end">{escape(form(bar.value))}</text>'
-        f'<rect class="{bar.kind}" x="{_BAR_MARGIN}" y="{top + _BAR_TOP}" '
+        f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(name)}</text>'
+        f'<text class="value" x="{right}" y="{top + 13}" text-anchor="end">{escape(form(share))}</text>'
+        f'<rect class="train" x="{_BAR_MARGIN}" y="{top + _BAR_TOP}" '
         f'width="{width}" height="{_BAR_HEIGHT}" rx="3" />'
-        f'<line class="range" x1="{low}" x2="{high}" y1="{middle}" y2="{middle}" />'
     )
 
 
@@ -265,7 +234,7 @@ def _change(change: Change, number: int, form: Form) -> str:
     middle = top + _BAR_TOP + _BAR_HEIGHT / 2
     values = [value for value in (change.before, change.after) if value is not None]
     dots = zip(("before", "train"), (change.before, change.after), strict=True)
-    at = [_bar_x(value, 1.0) for value in values]
+    at = [_bar_x(value) for value in values]
     joined = f'<line class="change" x1="{at[0]}" x2="{at[1]}" y1="{middle}" y2="{middle}" />' if len(at) == 2 else ""
     said = " \N{RIGHTWARDS ARROW} ".join("?" if v is None else form(v) for v in (change.before, change.after))
     said = f"{change.metric} {said}"
@@ -274,20 +243,16 @@ def _change(change: Change, number: int, form: Form) -> str:
         f'<text class="value" x="{_WIDTH - _BAR_MARGIN}" y="{top + 52}" text-anchor="end">{escape(said)}</text>'
         f'<line class="grid" x1="{_BAR_MARGIN}" x2="{_WIDTH - _BAR_MARGIN}" y1="{middle}" y2="{middle}" />{joined}'
         + "".join(
-            f'<circle class="{kind}" cx="{_bar_x(value, 1.0)}" cy="{middle}" r="6" />'
+            f'<circle class="{kind}" cx="{_bar_x(value)}" cy="{middle}" r="6" />'
             for kind, value in dots
             if value is not None
         )
     )
 
 
-def _limit(name: str, value: str, at: float | None, bars: int) -> str:
-    """A line across each bar with the name of the limit below; without a position `at`, the name only."""
+def _limit(name: str, value: str, at: float, bars: int) -> str:
+    """A line at `at` across each bar, with the name of the limit below."""
     below = bars * _BAR_PITCH + 13
-    if at is None:
-        text = escape(f"{name}: {value}, out of range")
-        text = f"{text} \N{RIGHTWARDS ARROW}"
-        return f'<text class="note" x="{_WIDTH - _BAR_MARGIN}" y="{below}" text-anchor="end">{text}</text>'
     tops = [number * _BAR_PITCH + _BAR_TOP for number in range(bars)]
     lines = (f'<line class="limit" x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />' for top in tops)
     side = "end" if at > _WIDTH / 2 else "start"

@@ -1,6 +1,6 @@
 """Starts the process that scores a run's checkpoints while the run goes on (`evaluation.probes`), and ends it.
 
-It is the console command: `evaluate-pretrained RUN --follow` with the options of the config. It writes probes.jsonl.
+It is the console command: `evaluate-pretrained RUN --follow` with the paths of the config. It writes probes.jsonl.
 Nothing waits for it but the end of a run that finishes.
 """
 
@@ -24,7 +24,10 @@ from pretrain.common.run_files import PROBES
 from pretrain.config import PretrainConfig
 from pretrain.tracking.tracker import send_probes
 
-_SETTING = "evaluation.probes.options"
+WAIT_SECONDS = 600.0  # for the last scores of a run that finishes
+
+_SETTING = "evaluation.probes"
+_BLIMP_PAIRS = 20  # of each of BLiMP's 67 paradigms: the mean to 1.4 percentage points
 _LOWEST_PRIORITY = 19
 _GRACE_SECONDS = 5.0  # for the process to end
 # Of this process's place among others: a submitted job's cluster, torchrun's workers.
@@ -32,12 +35,14 @@ _PLACES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 
 def check(config: PretrainConfig) -> None:
-    """Raise `InputError` if the options are wrong, or a path in them does not exist."""
-    if config.evaluation.probes.options:
-        words = [*_command(config), "--dry-run"]
-        done = subprocess.run(words, env=_environment(1), stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            raise InputError(f"{_SETTING}: {done.stderr.strip().rpartition('error: ')[2]}")
+    """Raise `InputError` if a path to score on does not exist, or the command is not installed."""
+    settings = config.evaluation.probes
+    if missing := [text for text in settings.texts if not (text and _absolute(text).exists())]:
+        raise InputError(f"{_SETTING}.texts: {missing[0]!r} does not exist. Give held-out text.")
+    if settings.blimp and not any(_absolute(settings.blimp).glob("*.jsonl")):
+        raise InputError(f"{_SETTING}.blimp: {settings.blimp!r} has no .jsonl file. Give the folder `data` of BLiMP.")
+    if settings.is_on:
+        _command(config)
 
 
 @contextlib.contextmanager
@@ -50,7 +55,7 @@ def probing(config: PretrainConfig) -> Iterator[None]:
     settings, folder = config.evaluation.probes, config.folder
     names = checkpoint_names(folder)
     keep_until(folder / PROBES, int(names[-1].removeprefix("step-")) if names else -1)
-    if not settings.options:
+    if not settings.is_on:
         yield
         return
     (folder / LOGS).mkdir(exist_ok=True)
@@ -89,14 +94,20 @@ def _command(config: PretrainConfig) -> list[str]:
 
 def _options(config: PretrainConfig) -> list[str]:
     """The command's name and arguments."""
-    try:
-        options = shlex.split(config.evaluation.probes.options)
-    except ValueError as error:
-        raise InputError(f"{_SETTING}: {error}. Quote paths with blanks as on a command line.") from None
-    if without := [option for option in ("--dry-run", "--help", "-h") if option in options]:
-        raise InputError(f"{_SETTING}: with {without[0]} nothing is scored. Leave it out.")
+    settings, options = config.evaluation.probes, list[str]()
+    if settings.texts:
+        words = ["common_words"] if settings.common_words else []
+        options += ["--texts", *(str(_absolute(text)) for text in settings.texts)]
+        options += ["--text-scores", "held_out", "positions", *words]
+    if settings.blimp:
+        options += ["--blimp", str(_absolute(settings.blimp)), "--blimp-limit", str(_BLIMP_PAIRS)]
     own = ["--import", config.objective] if config.objective else []
     return ["evaluate-pretrained", str(config.folder), *options, *own, "--follow"]
+
+
+def _absolute(path: str) -> Path:
+    """The path as an argument, which cannot be taken for an option."""
+    return Path(path).expanduser().absolute()
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -112,14 +123,15 @@ def _watch(child: subprocess.Popen[bytes], ending: threading.Event, log: str) ->
 
 
 def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
-    limit = config.evaluation.probes.wait_seconds
     if child.poll() is None:
-        print(f"  training is done; waiting up to {limit:.0f} s for the scores of the last checkpoint", flush=True)
+        print(
+            f"  training is done; waiting up to {WAIT_SECONDS:.0f} s for the scores of the last checkpoint", flush=True
+        )
     in_main = threading.current_thread() is threading.main_thread()
     try:
         with unwound_when_terminated() if in_main else contextlib.nullcontext():
-            child.wait(limit)
+            child.wait(WAIT_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # the run itself is finished
         command = f"{program()} {shlex.join(_options(config))}"
-        why = "the last checkpoint is not scored yet; the run no longer waits (evaluation.probes.wait_seconds)"
+        why = "the last checkpoint is not scored yet; the run no longer waits"
         print(f"warning: {why}. {command} does it.", file=sys.stderr)

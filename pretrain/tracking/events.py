@@ -27,7 +27,6 @@ PROBE_SCORES: dict[str, Metric] = {
     "held_out": Metric("nats", "Loss per masked token of the held-out text.", "Loss on the probes' text", "held-out"),
     "positions/": Metric("nats", "Loss per masked token in a range of positions.", "Loss at positions"),
     "blimp": Metric("fraction", "Mean accuracy of BLiMP's paradigms.", "BLiMP", "BLiMP"),
-    "finetuning/": Metric("fraction", "Mean score of fine-tunings with a config.", "Fine-tuning", "fine-tuning"),
 }
 """Scores of a checkpoint in probes.jsonl; a name that ends in / stands for several fields."""
 

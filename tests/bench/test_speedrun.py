@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from finetune.scores.held_out import HeldOutScore
-from finetune.scores.record import Record
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.config import PretrainConfig
@@ -320,20 +318,13 @@ def test_budgets_are_short_in_names(budget: float, text: str) -> None:
     assert trial.budget_text(budget) == text
 
 
-def test_scores_of_another_run_of_the_name_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))
-
-    def held_out(*_: Any, record: Record, **__: Any) -> HeldOutScore:
-        record.write("held_out", {}, {"a": 1})
-        return HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1)
-
-    monkeypatch.setattr(scores, "fingerprint", lambda _: "first")
-    monkeypatch.setattr(scores, "held_out_score", held_out)
-    monkeypatch.setattr(scores, "text_scores", lambda *_, **__: WORD_SCORES)
-    assert scores.measure(config, tmp_path, []) == Scores(3.0, 0.4, 1.5, **WORDS_FOUND)
-    monkeypatch.setattr(scores, "fingerprint", lambda _: "second")
-    with pytest.raises(InputError, match="has the scores of another model"):
-        scores.measure(config, tmp_path, [])
+def test_a_run_has_the_scores_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = {"nats_per_token": 3.0, "accuracy": 0.4, "bits_per_character": 1.5}
+    for name, found in {"read_documents": [], "MaskedModel": None}.items():
+        monkeypatch.setattr(scores, name, lambda *_, found=found: found)
+    parts = [(part, {"scores": one}) for part, one in {"held_out": loss, **WORD_SCORES}.items()]
+    monkeypatch.setattr(scores, "text_scores", lambda *_: iter(parts))
+    assert scores.measure(make_config(tmp_path), []) == Scores(3.0, 0.4, 1.5, **WORDS_FOUND)
 
 
 class Trained:

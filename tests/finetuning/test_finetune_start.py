@@ -14,7 +14,7 @@ from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
 from finetune.tasks.base import Task
-from finetune.training.config import FinetuneConfig
+from finetune.training.config import FinetuneConfig, load_config
 from finetune.training.model.start import initial_state, start_table
 from finetune.training.runs import plan
 from finetune.training.train import make_model
@@ -162,3 +162,13 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, changes: dict[st
         assert found.units == 9
         assert "32 tensors -> layers.*" in found.key_mapping
         assert "head.out.*" in found.key_mapping.splitlines()[-1]
+
+
+def test_configs_that_compare_encoders_are_valid_and_say_how_they_are_run() -> None:
+    folder = Path(__file__).parents[2] / "configs" / "finetune" / "transfer"
+    configs = {path: load_config(path, ["start_from=a"]) for path in folder.glob("*.yaml")}
+    assert sorted(path.stem for path in configs) == ["cola", "mrpc", "rte", "sst2", "sst2-2000", "stsb", "wnut17"]
+    for path, config in configs.items():
+        assert (config.name, config.max_length <= 128) == (f"transfer-{path.stem}", True)
+        for command in ("finetune", "sweep"):
+            assert f"{command} configs/finetune/transfer/{path.name} --from MODEL --" in path.read_text()

@@ -30,11 +30,10 @@ def test_all_parts_of_a_schedule_are_scaled(tmp_path: Path) -> None:
         {"warmup_steps": 10, "decay_steps": 40},
         {"steps": 300, "ramp_from": 2, "ramp_steps": 60},
         checkpoint={"every_steps": 50},
-        evaluation={"every_steps": 20, "probes": {"every_steps": 100, "options": "--texts x"}},
+        evaluation={"every_steps": 20, "probes": {"texts": ["x"]}},
     )
     scaled = pace.scale(config, 2.5)
-    assert scaled.evaluation.probes.every_steps == 250
-    assert not pace.timed_run(config, tmp_path / "timed", 7).evaluation.probes.options
+    assert not pace.timed_run(config, tmp_path / "timed", 7).evaluation.probes.is_on
     first, second = scaled.phases
     assert (first.steps, first.warmup_steps, first.decay_steps) == (250, 25, 100)
     assert (second.steps, second.ramp_from, second.ramp_steps) == (750, 2, 150)

@@ -234,7 +234,7 @@ class TestCurves:
         def write(folder: Path) -> Path:
             sources = {"source_loss/wiki": 2.0, "source_loss/books + web": 3.0}
             write_run(folder, [training(10), training(20), evaluated(20, **sources, best=True)])
-            scores = {"blimp": 0.6, "positions/0-63": 4.0, "positions/64-127": 3.5, "finetuning/sst2": 0.8}
+            scores = {"blimp": 0.6, "positions/0-63": 4.0, "positions/64-127": 3.5}
             failed = {"step": 30, "split": "probe", "time": 1e9, "seconds": 2.0, "error": "no such file"}
             probes = [{"step": 10, "split": "probe", "time": 1e9, "seconds": 2.0, "skipped": 0, **scores}, failed]
             (folder / "probes.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in probes))
@@ -249,7 +249,7 @@ class TestCurves:
         assert "Scores on held-out examples" not in charts
         write(tmp_path / "a" / "two")
         charts = charts_of(draw(tmp_path / "a"))
-        for title in ("Held-out loss by source: wiki", "Loss at positions: 64-127", "Fine-tuning: sst2"):
+        for title in ("Held-out loss by source: wiki", "Loss at positions: 64-127"):
             assert [one["name"] for one in charts[title]] == ["one", "two"]
         plots = {panel.title: panel for panel in plots_of(tmp_path / "a") if hasattr(panel, "x")}
         names = {title: [str(getattr(name, "name", name)) for name in panel.y] for title, panel in plots.items()}

@@ -339,33 +339,11 @@ class TestCharts:
         assert charts.line_chart("t", [charts.Series("a", [])], form=str, form_x=str) == ""
 
 
-class TestBarChart:
-    bars = (charts.Bar("ours", 50, 40, 80), charts.Bar("a<b>", 20, 10, 25, "baseline"))
-
-    def chart(self, limit: tuple[str, float] | None) -> str:
-        chart = charts.bar_chart("t & u", "things/s", self.bars, form=str, limit=limit)
-        assert not Page(chart).open
-        return chart
-
-    def widths(self, chart: str) -> list[float]:
-        return [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
-
-    def test_bars_are_as_long_as_their_values_and_the_range_fits(self) -> None:
-        chart = self.chart(None)
-        assert self.widths(chart) == [pytest.approx(388 * 50 / 80, abs=0.1), pytest.approx(388 * 20 / 80, abs=0.1)]
-        ends = [float(x) for x in re.findall(r'x2="([\d.]+)"', chart)]
-        assert max(ends) == 394
-        assert html.escape("a<b>") in chart
-        assert 'class="limit"' not in chart
-
-    def test_a_near_limit_is_a_mark_on_each_bar(self) -> None:
-        chart = self.chart(("peak", 160))
-        assert self.widths(chart) == [pytest.approx(388 * 50 / 160, abs=0.1), pytest.approx(388 * 20 / 160, abs=0.1)]
-        assert re.findall(r'<line class="limit" x1="([\d.]+)"', chart) == ["394.0", "394.0"]
-        assert "peak: 160" in chart
-
-    def test_a_far_limit_is_written_as_text(self) -> None:
-        chart = self.chart(("reading", 100_000))
-        assert self.widths(chart) == self.widths(self.chart(None))
-        assert 'class="limit"' not in chart
-        assert "reading: 100000, out of range" in chart
+def test_bars_are_as_long_as_their_shares_and_crossed_by_the_limit() -> None:
+    chart = charts.bar_chart("t & u", "share", {"ours": 0.75, "a<b>": 0.25}, limit=("chance", 0.5), form=str)
+    assert not Page(chart).open
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
+    assert widths == [pytest.approx(388 * 0.75, abs=0.1), pytest.approx(388 * 0.25, abs=0.1)]
+    assert re.findall(r'<line class="limit" x1="([\d.]+)"', chart) == ["200.0", "200.0"]
+    assert "chance: 0.5" in chart
+    assert html.escape("a<b>") in chart

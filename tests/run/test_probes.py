@@ -18,29 +18,28 @@ import psutil
 import pytest
 import yaml
 from corpora import make_corpus
+from pydantic import ValidationError
 from starts import pretraining, records
 from wandb_files import history
 
-from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.errors import StoppedError
 from pretrain.common.records import read_records
 from pretrain.common.run_files import PROBES
 from pretrain.config import PretrainConfig
 from pretrain.run import api, probes
+from tests.tasks.refusals import refused
 
-OPTIONS = "--texts text.txt --text-scores held_out positions --length 64"
 
-
-def settings(folder: Path, options: str = OPTIONS, **changes: Any) -> dict[str, Any]:
+def settings(folder: Path, *texts: str, **changes: Any) -> dict[str, Any]:
     """A run in `folder` of 12 steps that saves and scores every second one."""
     values = pretraining(folder / "corpus", folder / "run", [(32, 8, 12)], checkpoint__every_steps=2, **changes)
-    probed = {"options": options, "every_steps": 2, "wait_seconds": 120}
-    return {**values, "evaluation": {**values["evaluation"], "probes": probed}}
+    return {**values, "evaluation": {**values["evaluation"], "every_steps": 2, "probes": {"texts": list(texts)}}}
 
 
-def config(folder: Path, options: str, **changes: Any) -> PretrainConfig:
-    read = PretrainConfig.model_validate(settings(folder, options))
-    probed = read.evaluation.probes.model_copy(update=changes)
-    return read.model_copy(update={"evaluation": read.evaluation.model_copy(update={"probes": probed})})
+def config(folder: Path, *texts: str, **probed: Any) -> PretrainConfig:
+    values = settings(folder, *texts)
+    values["evaluation"]["probes"] |= probed
+    return PretrainConfig.model_validate(values)
 
 
 @pytest.fixture
@@ -55,22 +54,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("probed", "said"),
     [
-        ("--texts text.txt --blip x", "unrecognized arguments: --blip x"),
-        ("--texts absent.txt", "--texts: absent.txt does not exist"),
-        ("--texts 'text.txt", "No closing quotation"),
-        ("--length 64", "nothing to measure"),
-        ("--texts text.txt --dry-run", "with --dry-run nothing is scored"),
-        ("--texts text.txt --out elsewhere", "--out: has no effect with --follow"),
+        ({"texts": ["text.txt", "absent.txt"]}, "texts: 'absent.txt' does not exist"),
+        ({"texts": [""]}, "texts: '' does not exist"),
+        ({"blimp": "absent"}, "blimp: 'absent' has no .jsonl file"),
+        ({"blimp": "run"}, "blimp: 'run' has no .jsonl file"),
+        ({"blimp": "text.txt"}, "blimp: 'text.txt' has no .jsonl file"),
     ],
 )
-def test_wrong_options_are_refused_before_the_run(place: Path, options: str, said: str) -> None:
-    probes.check(config(place, OPTIONS))
-    with pytest.raises(InputError, match=r"evaluation\.probes\.options: ") as error:
-        probes.check(config(place, options))
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
+def test_paths_that_cannot_be_scored_are_refused_before_the_run(place: Path, probed: Any, said: str) -> None:
+    probes.check(config(place, "text.txt"))
+    refused(rf"^evaluation\.probes\.{said}", probes.check, config(place, **probed))
+
+
+def test_common_words_need_a_text(place: Path) -> None:
+    with pytest.raises(ValidationError, match="common_words needs texts"):
+        config(place, common_words=True, blimp="blimp")
 
 
 # ---- the process
@@ -100,7 +100,7 @@ def test_it_has_its_share_and_no_gpu_and_an_error_of_the_run_ends_it(fake: Path)
     facts: dict[str, Any] = {}
 
     def train() -> None:
-        with probes.probing(config(fake, "sleep")):
+        with probes.probing(config(fake, "-x.txt", "sleep", common_words=True, blimp="~/data")):
             facts.update(started(fake / "run"))
             assert psutil.pid_exists(facts["pid"])
             group = Path(f"/proc/{facts['pid']}/autogroup")
@@ -111,22 +111,26 @@ def test_it_has_its_share_and_no_gpu_and_an_error_of_the_run_ends_it(fake: Path)
         train()
     assert not psutil.pid_exists(facts["pid"])
     assert (facts["nice"], facts["cores"]) == (19, 1)
-    assert facts["words"] == ["evaluate-pretrained", str(fake / "run"), "sleep", "--follow", "--pid", str(os.getpid())]
+    words = ["--texts", str(fake / "-x.txt"), str(fake / "sleep"), "--text-scores", "held_out", "positions"]
+    words += ["common_words", "--blimp", str(Path.home() / "data"), "--blimp-limit", "20", "--follow"]
+    assert facts["words"] == ["evaluate-pretrained", str(fake / "run"), *words, "--pid", str(os.getpid())]
     assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == ""
     assert not {"RANK", "RAY_ADDRESS"} & facts["environment"].keys()
 
 
-def test_a_finished_run_waits_for_a_limited_time(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with probes.probing(config(fake, "sleep", wait_seconds=0.1)):
+def test_a_finished_run_waits_for_a_limited_time(fake: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(probes, "WAIT_SECONDS", 0.1)
+    with probes.probing(config(fake, "sleep")):
         facts = started(fake / "run")
     assert not psutil.pid_exists(facts["pid"])
     said = capsys.readouterr()
     assert "waiting up to 0 s for the scores of the last checkpoint" in said.out
-    assert f"evaluate-pretrained {fake / 'run'} sleep --follow does it." in said.err
+    texts = f"--texts {fake / 'sleep'} --text-scores held_out positions"
+    assert f"evaluate-pretrained {fake / 'run'} {texts} --follow does it." in said.err
 
 
 def test_sigterm_ends_the_wait_and_not_the_run(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with probes.probing(config(fake, "sleep", wait_seconds=60)):
+    with probes.probing(config(fake, "sleep")):
         started(fake / "run")
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     assert "the run no longer waits" in capsys.readouterr().err
@@ -146,7 +150,7 @@ def test_scores_of_steps_that_are_done_again_are_dropped(fake: Path) -> None:
         (fake / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").touch()
     lines = [json.dumps({"step": step, "split": "probe"}) for step in (2, 6, 8)]
     (fake / "run" / PROBES).write_text("".join(f"{line}\n" for line in lines))
-    with probes.probing(config(fake, "")):
+    with probes.probing(config(fake)):
         pass
     assert [record["step"] for record in read_records(fake / "run", PROBES)] == [2, 6]
 
@@ -196,9 +200,9 @@ def followers(run: Path) -> Sequence[psutil.Process]:
 def test_a_run_with_probes_has_the_losses_of_one_without(place: Path, prepared: Path) -> None:
     """Its last checkpoint is scored when it returns, and W&B has each score once, at the checkpoint's step."""
     (place / "corpus").symlink_to(prepared)
-    values = settings(place, phases=LONG, tracking__wandb="offline")
+    values = settings(place, "text.txt", phases=LONG, tracking__wandb="offline")
     run = api.train(values, no_ray=True)
-    plain = api.train({**settings(place, "", phases=LONG), "run_dir": str(place / "plain")}, no_ray=True)
+    plain = api.train({**settings(place, phases=LONG), "run_dir": str(place / "plain")}, no_ray=True)
     assert losses(run.folder) == losses(plain.folder)
     assert not (plain.folder / PROBES).exists()
     found = read_records(run.folder, PROBES)
@@ -217,7 +221,7 @@ def test_a_run_with_probes_has_the_losses_of_one_without(place: Path, prepared: 
 def test_a_run_that_is_killed_leaves_nothing_and_scores_nothing_twice(place: Path, prepared: Path) -> None:
     (place / "corpus").symlink_to(prepared)
     (place / "text.txt").write_text("a b c d e f g h " * 20000)
-    values = settings(place)
+    values = settings(place, "text.txt")
     values["phases"][0]["steps"] = 20000
     run = place / "run"
     with command(values) as process:

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,10 +17,9 @@ from starts import Start, pretraining, starts
 
 from finetune.cli import main
 from finetune.scores.follow import flat, follow
-from finetune.scores.record import Record
 from pretrain.checkpoint import hf
-from pretrain.common.errors import MachineError, RunError
-from pretrain.common.files import locked
+from pretrain.common.errors import MachineError
+from pretrain.common.files import checkpoint_names, locked
 from pretrain.common.records import read_records
 from pretrain.common.run_files import CONFIG_FILE, PROBES
 from pretrain.config import PretrainConfig, load_config
@@ -38,7 +37,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = make_corpus(folder / "corpus", documents=60, vocabulary_size=300)
     values = pretraining(corpus, folder / "run", [(32, 8, 8)], checkpoint__every_steps=2, checkpoint__keep_last=9)
     values["phases"][0]["averaged_share"] = 0.25
-    values["evaluation"]["probes"] = {"every_steps": 1}  # of the checkpoints, which come every second step
+    values["evaluation"]["every_steps"] = 1  # of the checkpoints, which come every second step
     assert run_workers(1, starts, [Start(values)]) == [[""]]
     record_config(PretrainConfig.model_validate(values))
     return folder / "run"
@@ -52,19 +51,19 @@ def run(parent: Path, tmp_path: Path) -> Path:
 
 
 class Scores:
-    """Measures the number of a checkpoint, and does what is to happen meanwhile."""
+    """Half the number of a checkpoint, as its held-out loss, and what is to happen before and after it is told."""
 
     def __init__(self, **meanwhile: Callable[[], object]) -> None:
-        self.measured: list[str] = []
+        self.measured: list[int] = []
         self.meanwhile = meanwhile
 
-    def __call__(self, *, model: Path, out: Path, name: str) -> tuple[Record, RunError | None]:
+    def __call__(self, model: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         assert (model / "config.json").is_file()
-        self.measured.append(name)
-        record = Record(out / "models" / f"{name}.json", {"name": name, "fingerprint": name})
-        record.write("held_out", {}, {"nats_per_token": int(name[5:]) / 2})
-        failure = self.meanwhile.pop(name.replace("-", "_"), lambda: None)()
-        return record, failure if isinstance(failure, RunError) else None
+        run = model.parents[1]
+        step = int(checkpoint_names(run)[-1].removeprefix("step-"))
+        self.measured.append(step)
+        yield "held_out", {"scores": {"nats_per_token": step / 2}}
+        self.meanwhile.pop(f"at_{step}", lambda: None)()
 
 
 def saved(parent: Path, run: Path, *steps: int) -> None:
@@ -73,7 +72,7 @@ def saved(parent: Path, run: Path, *steps: int) -> None:
 
 
 def test_the_newest_is_scored_and_those_before_it_are_counted(parent: Path, run: Path) -> None:
-    scores = Scores(step_00000002=lambda: saved(parent, run, 4, 6), step_00000006=lambda: saved(parent, run, 8))
+    scores = Scores(at_2=lambda: saved(parent, run, 4, 6), at_6=lambda: saved(parent, run, 8))
     follow(run, scores)
     found = read_records(run, PROBES)
     fields = ("step", "skipped", "averaged", "held_out")
@@ -88,7 +87,7 @@ def test_an_error_is_recorded_with_what_was_scored_before_it(parent: Path, run: 
         saved(parent, run, 8)
         raise ValueError("no\nluck")
 
-    follow(run, Scores(step_00000002=fails, step_00000008=lambda: MachineError("disk full")))
+    follow(run, Scores(at_2=fails, at_8=MagicMock(side_effect=MachineError("disk full"))))
     first, last = read_records(run, PROBES)
     assert (first["error"], first["held_out"]) == ("ValueError: no luck", 1.0)
     assert (last["error"], last["held_out"], last["skipped"]) == ("MachineError: disk full", 4.0, 2)
@@ -114,7 +113,7 @@ def test_an_error_of_the_scores_is_told_though_the_checkpoint_is_gone(parent: Pa
         saved(parent, run, 8)
         raise ValueError("a bug")
 
-    follow(run, Scores(step_00000002=pruned))
+    follow(run, Scores(at_2=pruned))
     found = [(one["step"], one.get("error")) for one in read_records(run, PROBES)]
     assert found == [(2, "ValueError: a bug"), (8, None)]
 
@@ -139,8 +138,6 @@ def test_a_run_that_is_longer_than_its_checkpoint_says_is_followed_on(parent, ru
 
 def test_a_step_that_was_done_again_is_scored_again(parent: Path, run: Path) -> None:
     saved(parent, run, 8)
-    path, model = run / "probes" / "models" / "step-00000008.json", {"name": "step-00000008", "fingerprint": "former"}
-    Record(path, model).write("held_out", {}, {"nats_per_token": 9.0})
     (run / PROBES).write_text('{"step": 2, "split": "probe", "held_out": 1.0}\n{"step": 4, "spl')  # killed in mid-line
     follow(run, Scores())
     assert [(one["step"], one["held_out"]) for one in read_records(run, PROBES)] == [(2, 1.0), (8, 4.0)]
@@ -150,11 +147,11 @@ def test_what_was_interrupted_is_done_by_the_next_call(parent: Path, run: Path) 
     with locked(run / "probes" / ".lock"):
         refused("another process scores the checkpoints of this run", follow, run, Scores())
     with pytest.raises(KeyboardInterrupt):
-        follow(run, Scores(step_00000002=MagicMock(side_effect=KeyboardInterrupt)))
+        follow(run, Scores(at_2=MagicMock(side_effect=KeyboardInterrupt)))
     assert read_records(run, PROBES) == []
-    scores = Scores(step_00000002=lambda: saved(parent, run, 8))
+    scores = Scores(at_2=lambda: saved(parent, run, 8))
     follow(run, scores)
-    assert scores.measured == ["step-00000002", "step-00000008"]
+    assert scores.measured == [2, 8]
 
 
 def test_scores_are_those_of_the_export(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +164,10 @@ def test_scores_are_those_of_the_export(parent: Path, tmp_path: Path, capsys: py
     hf.export_run(run, tmp_path / "export", averaged=True)
     out = ["--out", str(tmp_path / "out")]
     assert main(["evaluate-pretrained", str(tmp_path / "export"), "--texts", str(text), *WORDS, *out]) == 0
-    expected = flat(json.loads((tmp_path / "out" / "models" / "export.json").read_text()))
+    (found,) = json.loads((tmp_path / "out" / "scores.json").read_text())["models"]
+    expected = {
+        name: value for part in ("held_out", "positions") for name, value in flat(part, found[part]["scores"]).items()
+    }
     assert expected.keys() == {"held_out", "positions/0-63"}
     assert {name: record[name] for name in expected} == expected
     assert main(["evaluate-pretrained", str(tmp_path), "--texts", str(text), "--follow"]) == 2
@@ -180,7 +180,7 @@ def test_it_ends_with_the_process_that_started_it(run: Path) -> None:
     program = f"""
 from pathlib import Path
 from finetune.scores.follow import follow
-follow(Path({str(run)!r}), lambda **_: (None, None), {other.pid})
+follow(Path({str(run)!r}), lambda _: (), {other.pid})
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2]) as follower:
         try:
@@ -197,6 +197,6 @@ follow(Path({str(run)!r}), lambda **_: (None, None), {other.pid})
 def test_all_scores_have_names() -> None:
     scores: dict[str, Any] = {"common_words": {"bits": 4.0}, "whole_words": {"why_not": "too short"}}
     scores |= {"blimp": {"overall": 0.6}, "positions": {"nats": {"0-63": 3.0}}}
-    scores["finetuning"] = {"sst2": {"pretrained_mean": 0.8}, "cola": {}}
-    content = {"model": {"name": "a"}, **{part: {"scores": each} for part, each in scores.items()}}
-    assert flat(content) == {"common_words": 4.0, "blimp": 0.6, "positions/0-63": 3.0, "finetuning/sst2": 0.8}
+    found = [flat(part, each) for part, each in scores.items()]
+    assert found == [{"common_words": 4.0}, {}, {"blimp": 0.6}, {"positions/0-63": 3.0}]
+    assert flat("positions", {"why_not": "too short"}) == {}

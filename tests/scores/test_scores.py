@@ -1,4 +1,4 @@
-"""`evaluate-pretrained`: held-out text, BLiMP and fine-tunings of a checkpoint, and what is kept of them."""
+"""`evaluate-pretrained`: held-out text and BLiMP of a checkpoint, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,28 +17,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from finetune.cli import main
-from finetune.scores import blimp, finetuning_runs, held_out, masked_model
+from finetune.scores import blimp, held_out, masked_model
 from finetune.scores.blimp import BlimpScore, ParadigmScore, blimp_score, pseudo_log_likelihoods, read_blimp
-from finetune.scores.finetuning import FinetuningScore, finetuning_scores
-from finetune.scores.finetuning_runs import FinetuningSettings
-from finetune.scores.held_out import HeldOutSettings, held_out_score, masked_sequences, read_documents
+from finetune.scores.held_out import HeldOutSettings, masked_sequences, read_documents, score_held_out
 from finetune.scores.masked_model import MaskedModel, ModelSettings
-from finetune.scores.record import Record
-from finetune.scores.view import finetuning_charts, score_notes, score_rows
-from finetune.training.config import load_config
-from pretrain.common.errors import InputError, MachineError
+from finetune.scores.record import check_model, read_models, write_scores
+from finetune.scores.view import score_rows
+from pretrain.checkpoint.released import read_released
+from pretrain.common.errors import InputError
 from pretrain.model import compile as compiler
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
-from pretrain.run.preflight import only_run
-from tests.fake_trials import hand_out
 from tests.tasks.refusals import refused
-from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
+from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert
 
 SENTENCES = ["the film was good.", "a book is very very bad, and the plot was not great.", "it is fine"]
 SENTENCES += ["the end", "a film or a book", "The FILM was good."]
-Trained = list[
-    tuple[str, bool, int]
-]  # of each run, the checkpoint, whether it begins from random weights, and the seed
 
 
 def make_masked_lm(folder: Path, kind: str = "bert", positions: int = 64) -> Path:
@@ -156,7 +147,8 @@ def write_blimp(folder: Path) -> Path:
 
 def test_blimp_counts_pairs_and_ties_are_wrong(tmp_path: Path, bert: Path) -> None:
     data = write_blimp(tmp_path / "blimp")
-    score, before = blimp_score(bert, data), read_blimp(data)
+    before = read_blimp(data)
+    score = blimp_score(MaskedModel(bert), before)
     for paradigm in before:
         right = sum(naive(bert, good) > naive(bert, bad) for good, bad in paradigm.pairs[:1])
         # The second pairs of two and three have equal tokens.
@@ -172,95 +164,6 @@ def test_phenomena_are_means_of_paradigms() -> None:
     score = BlimpScore({"a": ParadigmScore("x", 10, 1), "b": ParadigmScore("x", 2, 1), "c": ParadigmScore("y", 4, 4)})
     assert score.phenomena == pytest.approx({"x": 0.3, "y": 1.0})
     assert score.overall == pytest.approx(1.6 / 3)
-
-
-def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, path = write_blimp(tmp_path / "blimp"), tmp_path / "record.json"
-    model = {"fingerprint": masked_model.fingerprint(bert), "name": "n", "folder": "d"}
-    whole = blimp_score(bert, data)
-    scored: list[int] = []
-    original = blimp.right_pairs
-
-    def fails_after(count: int) -> Any:
-        def right_pairs(*arguments: Any) -> int:
-            if len(scored) == count:
-                raise KeyboardInterrupt
-            scored.append(1)
-            return original(*arguments)
-
-        return right_pairs
-
-    monkeypatch.setattr(blimp, "right_pairs", fails_after(2))
-    with pytest.raises(KeyboardInterrupt):
-        blimp_score(bert, data, record=Record(path, model))
-    ((title, (shown,)),) = score_rows([Record(path, model).content])
-    assert (title, shown[-9:]) == ("BLiMP, all paradigms", " (2 of 3)"), "no score of phenomena"
-    scored.clear()
-    monkeypatch.setattr(blimp, "right_pairs", fails_after(1))
-    assert blimp_score(bert, data, record=Record(path, model)) == whole
-    assert len(scored) == 1
-    rows = dict(score_rows([Record(path, model).content]))
-    assert "of" not in rows["BLiMP, all paradigms"][0]
-    assert len(rows) == 3
-    # Measured in another way, nothing of it counts, and it replaces what is finished once it is finished itself.
-    finished = Record(path, model).content["blimp"]
-    scored.clear()
-    monkeypatch.setattr(blimp, "right_pairs", fails_after(2))
-    with pytest.raises(KeyboardInterrupt):
-        blimp_score(bert, data, limit=1, record=Record(path, model))
-    assert Record(path, model).content["blimp"] == finished
-    monkeypatch.setattr(blimp, "right_pairs", fails_after(9))
-    blimp_score(bert, data, limit=1, record=Record(path, model))
-    assert len(scored) == 3
-    assert Record(path, model).content["blimp"]["how"]["limit"] == 1
-    assert list(Record(path, model).content) == ["model", "blimp"], "nothing is left of what is finished"
-    refused("another model", Record, path, {**model, "fingerprint": "g"})
-
-
-def test_records_of_eager_layers_are_those_of_compiled_ones_in_fp32_only(tmp_path, bert, monkeypatch) -> None:
-    """In bf16, compiled layers round elsewhere, which changes pairs with close scores."""
-    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
-    data, path = write_blimp(tmp_path / "blimp"), tmp_path / "record.json"
-    model = {"fingerprint": masked_model.fingerprint(bert), "name": "n", "folder": "d"}
-    computed: list[ModelSettings] = []
-    original = MaskedModel.__init__
-
-    def watched(self: MaskedModel, folder: Path, settings: ModelSettings) -> None:
-        computed.append(settings)
-        original(self, folder, settings)
-
-    monkeypatch.setattr(MaskedModel, "__init__", watched)
-
-    def scores(**settings: Any) -> tuple[Any, Any]:
-        given, record = ModelSettings(**settings), Record(path, model)
-        how = HeldOutSettings(64)
-        found = held_out_score(bert, [tmp_path / "text.txt"], how=how, settings=given, record=record)
-        return found, blimp_score(bert, data, settings=given, record=record)
-
-    def how() -> list[list[str]]:
-        return [list(Record(path, model).content[part]["how"]) for part in ("held_out", "blimp")]
-
-    eager = scores()
-    as_ever = [["texts", "length", "share", "seed", "precision"], ["data", "limit", "precision"]]
-    assert how() == as_ever, "else all earlier records would be measured again"
-    assert scores(compile=True) == eager
-    assert len(computed) == 2, "no model was needed"
-    path.unlink()
-    held, pairs = scores(compile=True)
-    assert how() == as_ever
-    assert [settings.compile for settings in computed[2:]] == [True, True]
-    assert pairs == eager[1]
-    assert held.nats_per_token == pytest.approx(eager[0].nats_per_token, rel=1e-5)
-    computed.clear()
-    scores(precision="bf16")
-    assert how() == as_ever
-    first = Record(path, model).content
-    scores(precision="bf16", compile=True)
-    assert len(computed) == 4
-    assert [keys[-1] for keys in how()] == ["compile", "compile"]
-    second = Record(path, model).content
-    assert "BLiMP [2]: compile True" in score_notes([first, second])
-    assert "BLiMP [1]: compile True" in score_notes([second, first])
 
 
 def test_a_machine_that_cannot_compile_is_named(tmp_path: Path, bert: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -285,21 +188,35 @@ def test_a_machine_that_cannot_compile_is_named(tmp_path: Path, bert: Path, monk
         main([*command, "--out", str(tmp_path / "out"), "--compile"])
 
 
-def test_a_model_that_changes_meanwhile_is_refused(tmp_path: Path, bert: Path) -> None:
-    """Such as a run that saves another checkpoint."""
-    folder = Path(shutil.copytree(bert, tmp_path / "run"))
-    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
-    record = Record(tmp_path / "record.json", {"fingerprint": masked_model.fingerprint(folder), "name": "n"})
-    with_weights(folder, -1)
-    changed, text = "its weights have changed since the evaluation began", [tmp_path / "text.txt"]
-    refused(changed, held_out_score, folder, text, record=record)
-    refused(changed, blimp_score, folder, write_blimp(tmp_path / "blimp"), record=record)
-    assert not record.path.exists()
-
-
 def test_a_sentence_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has 9 tokens, but the model has 8 positions"):
         pseudo_log_likelihoods(MaskedModel(make_masked_lm(tmp_path, positions=8)), ["a film or a book or it"])
+
+
+def pair(**changes: Any) -> bytes:
+    row = {"sentence_good": "a", "sentence_bad": "b", "UID": "one", "linguistics_term": "t", **changes}
+    return json.dumps(row).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([pair()[:-2] + b', "x": "\xe9"}\n'], "line 1 is not a pair of BLiMP .UnicodeDecodeError"),
+        ([pair() + pair(sentence_good=None)], "line 2 is not a pair of BLiMP .*a value is not text"),
+        ([pair() + pair(UID="two")], r"line 2 is of another paradigm\. Give a file for each UID"),
+        ([pair() + pair(linguistics_term="u")], "line 2 is of another paradigm"),
+        ([pair(), pair()], r"1\.jsonl: its UID .one. is that of another file"),
+        ([], r"no \.jsonl file"),
+        ([b""], "has no pair"),
+        ([b'{"sentence_good": "a"}\n'], "line 1 is not a pair"),
+        ([b"[1\n"], "line 1 is not a pair"),
+    ],
+)
+def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: str) -> None:
+    for number, content in enumerate(files):
+        (tmp_path / f"{number}.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_blimp(tmp_path, 1)  # whatever the limit is
 
 
 # ---- held-out text
@@ -332,7 +249,7 @@ def test_bits_per_character_compare_vocabularies(tmp_path: Path, bert: Path, mon
         return masked_model.Predictions(np.array([-0.5 * sizes[token] for token in tokens]), np.ones(len(tokens), bool))
 
     monkeypatch.setattr(MaskedModel, "predict", predict)
-    score = held_out_score(bert, [text], how=HeldOutSettings(length=64))
+    score = score_held_out(MaskedModel(bert), read_documents([text]), HeldOutSettings(length=64))
     # "the" at the beginning has no blank before it: at most one character of all.
     assert score.bits_per_character == pytest.approx(0.5 / math.log(2), rel=0.01)
 
@@ -354,26 +271,15 @@ def test_held_out_loss_is_that_of_transformers(tmp_path: Path, bert: Path, monke
             logits = model(torch.tensor([ids.tolist()])).logits[0, places]
         nats -= float(logits.log_softmax(-1)[range(len(labels)), labels].sum())
         hits, count = hits + int((logits.argmax(-1).numpy() == labels).sum()), count + len(labels)
-    score = held_out_score(bert, paths, how=how)
+    score = score_held_out(ours, read_documents(paths), how)
     assert score.nats_per_token == pytest.approx(nats / count, abs=1e-4)
     assert (score.accuracy, score.predictions) == (pytest.approx(hits / count), count)
     assert score.documents == 1 + len(SENTENCES)
     assert score.bits_per_character == pytest.approx(nats / math.log(2) / sum(one.characters for one in sequences))
     monkeypatch.setattr(masked_model, "BATCH_TOKENS", 17)
-    again = held_out_score(bert, paths, how=how)
+    again = score_held_out(ours, read_documents(paths), how)
     assert again.nats_per_token == pytest.approx(score.nats_per_token, abs=1e-5)
     assert again.predictions == score.predictions
-
-
-def test_a_score_of_another_version_is_measured_again(tmp_path: Path, bert: Path) -> None:
-    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
-    record = Record(tmp_path / "record.json", {"fingerprint": masked_model.fingerprint(bert), "name": "n"})
-    score = held_out_score(bert, [tmp_path / "text.txt"], how=HeldOutSettings(16), record=record)
-    kept = record.content["held_out"]
-    for scores in ({**kept["scores"], "further": 1}, {"accuracy": 0.5}):
-        record.write("held_out", kept["how"], scores)
-        assert held_out_score(bert, [tmp_path / "text.txt"], how=HeldOutSettings(16), record=record) == score
-    assert record.content["held_out"] == kept
 
 
 def test_products_in_fp32_are_exact_after_a_training(bert: Path) -> None:
@@ -416,219 +322,89 @@ def test_texts_that_cannot_be_measured_are_refused(tmp_path: Path, bert: Path) -
     (tmp_path / "empty.txt").write_text("\n")
     refused("has no text", read_documents, [tmp_path / "empty.txt"])
     refused("no such file", read_documents, [tmp_path / "none.txt"])
-    (tmp_path / "some.txt").write_text("the film was good.")
-    for length, message in ((65, r"--length: 65, but .* has 64 positions"), (2, "--length: 2 leaves no room")):
-        refused(message, held_out_score, bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=length))
+    for length, message in ((65, "--length: 65, but the model has 64 positions"), (2, "--length: 2 leaves no room")):
+        refused(message, score_held_out, MaskedModel(bert), ["the film was good."], HeldOutSettings(length=length))
 
 
-# ---- fine-tuning
+# ---- the model
 
 
-@pytest.fixture
-def work(tmp_path: Path, bert: Path) -> Path:
-    """A folder with a config, whose data is in data/."""
-    write_reviews(tmp_path / "data")
-    (tmp_path / "reviews.yaml").write_text(
-        "name: reviews\nmax_length: 32\nclassification:\n  train: train.jsonl\n  dev: dev.jsonl\n"
-        "training:\n  steps: 2\n  examples_per_step: 4\nengine:\n  precision: fp32\n  compile: false\n"
-    )
-    return tmp_path
+CLS, SEP, MASK = (SPECIALS.index(name) for name in ("[CLS]", "[SEP]", "[MASK]"))
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """The trials that were run; they score 0.6, 0.7, ... or 0.5 from random."""
-    handed: Trained = []
-
-    def result(task: Any) -> float:
-        config = task.training.config
-        handed.append((Path(config["start_from"]).name, config["random_weights"], config["seed"]))
-        return 0.5 + 0.01 * config["seed"] if config["random_weights"] else 0.6 + 0.1 * config["seed"]
-
-    monkeypatch.setattr(
-        "cluster.workers.trials.launch.run_trials", lambda target, tasks, *, poll, **_: hand_out(tasks, poll, result)
-    )
-    return handed
+def with_tokenizer(bert: Path, folder: Path, replaced: Sequence[tuple[str, str]] = (), **changes: Any) -> Path:
+    """A copy of the model whose tokenizer.json has other values and names."""
+    shutil.copytree(bert, folder)
+    content = {**json.loads(MaskedModel(bert).tokenizer.to_str()), **changes}
+    text = json.dumps(content, ensure_ascii=False)
+    for before, after in replaced:
+        text = text.replace(before, after)
+    (folder / "tokenizer.json").write_text(text)
+    (folder / "vocab.txt").unlink()
+    return folder
 
 
-def test_random_weights_are_trained_once_for_a_shape(work: Path, bert: Path, trained: Trained) -> None:
-    settings = FinetuningSettings((work / "reviews.yaml",), seeds=2, data=work / "data")
-    record = Record(work / "record.json", {"fingerprint": "f", "name": "n", "folder": "d"})
-    first = finetuning_scores(bert, work / "out", "first", settings, record=record)["reviews"]
-    assert first == FinetuningScore("accuracy", "dev", (0.6, 0.7), (0.5, 0.51), runs=2)
-    assert sorted(trained) == sorted((bert.name, random, seed) for random in (False, True) for seed in (0, 1))
-    kept = json.loads((work / "record.json").read_text())["finetuning"]["scores"]["reviews"]
-    assert FinetuningScore.from_data(kept) == first
-    assert kept["pretrained_mean"] == pytest.approx(0.65)
-    # The same shape with other weights.
-    trained.clear()
-    other = with_weights(make_masked_lm(work / "other"), -1)
-    second = finetuning_scores(other, work / "out", "second", settings)["reviews"]
-    assert second == first
-    assert trained == [("other", False, 0), ("other", False, 1)]
-    # Another config stands beside it in the record.
-    (work / "again.yaml").write_text((work / "reviews.yaml").read_text())
-    finetuning_scores(bert, work / "out", "first", replace(settings, configs=(work / "again.yaml",)), record=record)
-    assert list(record.content["finetuning"]["scores"]) == ["reviews", "again"]
-    # One more seed, and other data.
-    trained.clear()
-    more = finetuning_scores(other, work / "out", "second", replace(settings, seeds=3))["reviews"]
-    assert sorted(trained) == [("other", False, 2), ("other", True, 2)]
-    assert len(more.random) == 3
-    trained.clear()
-    write_reviews(work / "data", train=44)
-    finetuning_scores(bert, work / "out", "third", settings)
-    assert len(trained) == 4
+def test_special_tokens_in_a_text_are_ordinary_characters(bert: Path) -> None:
+    model = MaskedModel(bert)
+    text = "the [MASK] film [SEP] [CLS]"
+    ids, ordinary = model.encode(text)
+    (sequence,) = masked_sequences(model.tokenizer, model.special_ids, [text], HeldOutSettings(share=0.01))
+    for found in (ids.tolist(), [*sequence.masked.ids]):
+        assert [found.count(number) for number in (CLS, SEP)] == [1, 1]
+    assert MASK not in ids
+    assert ordinary.tolist() == [False, *[True] * (len(ids) - 2), False]
 
 
-def test_finished_runs_are_found_wherever_their_data_lies(work, bert, trained, monkeypatch) -> None:
-    settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, data=work / "data")
-    first = finetuning_scores(bert, work / "out", "n", settings)
-    trained.clear()
-    monkeypatch.chdir(work)
-    assert finetuning_scores(bert, work / "out", "n", replace(settings, data=Path("data"))) == first
-    shutil.move(work / "data", work / "moved")
-    assert finetuning_scores(bert, work / "out", "n", replace(settings, data=work / "moved")) == first
-    assert trained == []
-    other = replace(settings, data=work / "moved", overrides=("training.steps=3",))
-    assert finetuning_scores(bert, work / "out", "n", other) == first, "the fake's scores depend on the seed alone"
-    assert len(trained) == 2
+def test_a_tokenizer_without_a_template_is_framed_as_in_pretraining(tmp_path: Path, bert: Path) -> None:
+    plain, model = MaskedModel(with_tokenizer(bert, tmp_path / "plain", post_processor=None)), MaskedModel(bert)
+    assert plain.encode("the film")[0].tolist() == model.encode("the film")[0].tolist()
+    for one in (plain, model):
+        (sequence,) = masked_sequences(one.tokenizer, one.special_ids, ["the film was good"], HeldOutSettings())
+        assert (sequence.masked.ids[0], sequence.masked.ids[-1], sequence.tokens) == (CLS, SEP, 4)
 
 
-def test_a_fingerprint_knows_what_changes_random_runs(work: Path, bert: Path) -> None:
-    path = work / "reviews.yaml"
-
-    def digest(folder: Path = bert, *overrides: str) -> str:
-        places = [f"classification.{part}={work / 'data' / f'{part}.jsonl'}" for part in ("train", "dev")]
-        return finetuning_runs.run_fingerprint(load_config(path, [f"start_from={folder}", *places, *overrides]))
-
-    own = digest()
-    assert digest(bert, "name=other", "seed=3", "run_dir=elsewhere") == own
-    assert digest(bert, "training.learning_rate=1e-3") != own
-    assert digest(bert, "max_length=16") != own
-    assert digest(make_bert(work / "wide", hidden=48)) != own
-    lower = make_masked_lm(work / "cased")
-    (lower / "tokenizer_config.json").write_text('{"do_lower_case": false, "tokenizer_class": "BertTokenizer"}')
-    assert digest(lower) != own
-    assert digest(make_masked_lm(work / "same")) == own
-    assert digest(with_config(bert, work / "dropout", classifier_dropout=0.9)) != own
+def test_the_mask_is_found_by_its_role(tmp_path: Path, bert: Path) -> None:
+    renamed = with_tokenizer(bert, tmp_path / "renamed", [("[MASK]", "[BLANK]")])
+    refused("its tokenizer has no mask token", MaskedModel, renamed)
+    (renamed / "tokenizer_config.json").write_text('{"mask_token": "[BLANK]"}')
+    assert MaskedModel(renamed).mask_id == MASK
 
 
 def test_a_fingerprint_knows_how_a_checkpoint_computes(tmp_path: Path, bert: Path) -> None:
-    own = masked_model.fingerprint(bert)
-    assert masked_model.fingerprint(make_masked_lm(tmp_path / "same")) == own
+    def digest(folder: Path) -> str:
+        return masked_model.fingerprint(folder, read_released(folder))
+
+    own = digest(bert)
+    assert digest(make_masked_lm(tmp_path / "same")) == own
     for name, value in {"num_attention_heads": 4, "layer_norm_eps": 1e-2, "classifier_dropout": 0.9}.items():
-        assert masked_model.fingerprint(with_config(bert, tmp_path / name, **{name: value})) != own, name
+        assert digest(with_config(bert, tmp_path / name, **{name: value})) != own, name
     modern = make_masked_lm(tmp_path / "modern", "modernbert")
-    pooled = with_config(modern, tmp_path / "mean", classifier_pooling="mean")
-    assert masked_model.fingerprint(pooled) != masked_model.fingerprint(modern)
-
-
-def test_scores_of_one_row_that_were_measured_differently_have_marks(work: Path, bert: Path, trained: Trained) -> None:
-    settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, random=False, data=work / "data")
-
-    def measured(name: str, folder: Path = bert, **changes: Any) -> dict[str, Any]:
-        record = Record(work / f"{name}.json", {"fingerprint": name, "name": name, "folder": "d"})
-        finetuning_scores(folder, work / "out", name, replace(settings, **changes), record=record)
-        return record.content
-
-    first = measured("first")
-    moved = Path(shutil.copytree(work / "data", work / "moved"))
-    lower = make_masked_lm(work / "cased")
-    (lower / "tokenizer_config.json").write_text('{"do_lower_case": false, "tokenizer_class": "BertTokenizer"}')
-    same = [first, measured("elsewhere", data=moved), measured("other-tokens", lower)]
-    assert score_notes(same) == []
-    assert score_rows(same) == [("reviews, accuracy", ["0.6000"] * 3)]
-    with (moved / "dev.jsonl").open("a") as file:
-        file.write('{"text": "the film was good", "label": "positive"}\n')
-    other_data = measured("other-data", data=moved)
-    assert score_rows([*same, other_data])[0][1] == [*["0.6000 [1]"] * 3, "0.6000 [2]"]
-    assert [note[:18] for note in score_notes([first, other_data])] == [f"reviews [{n}]: data " for n in "12"]
-    (work / "reviews.yaml").write_text((work / "reviews.yaml").read_text().replace("steps: 2", "steps: 3"))
-    assert ["config" in note for note in score_notes([first, measured("other-config")])] == [True, True]
-    assert score_notes([measured("set", overrides=("training.steps=2",)), first]) != []
-    before = json.loads(json.dumps(first))  # of an older version
-    for key in ("config", "data"):
-        del before["finetuning"]["scores"]["reviews"][key]
-    assert "config unknown, data unknown" in score_notes([first, before])[1]
-
-
-def test_differences_are_in_standard_errors() -> None:
-    score = FinetuningScore("f1", "dev", (0.8, 0.9, 0.7), (0.5, 0.5, 0.8))
-    # Deviations 0.1 and 0.1732; errors 0.0577 and 0.1.
-    assert score.difference == pytest.approx(0.2)
-    assert score.difference_in_errors == pytest.approx(0.2 / math.hypot(0.1 / 3**0.5, 0.1))
-    assert FinetuningScore("f1", "dev", (0.8,), (0.5,)).difference_in_errors is None
-    assert FinetuningScore("f1", "dev", (0.8, 0.8), (0.5, 0.5)).difference_in_errors is None
-    assert FinetuningScore("f1", "dev", (0.8, 0.9)).difference is None
-
-
-def test_a_score_below_0_has_no_bar() -> None:
-    score = FinetuningScore("matthews", "dev", (0.2, 0.3), (-0.1, -0.05))
-    model = {"model": {"name": "one"}, "finetuning": {"how": {}, "scores": {"cola": score.as_data()}}}
-    (chart,) = finetuning_charts([model])
-    assert "-0.075" in chart
-    assert 'width="0.0"' in chart
-    assert 'width="-' not in chart
-    assert score_rows([model])[2] == ("  difference", ["+0.3250 (+5.8 SE)"])
-    alone = FinetuningScore("matthews", "dev", (0.2, 0.3), ()).as_data()
-    other = {"model": {"name": "two"}, "finetuning": {"how": {}, "scores": {"cola": alone}}}
-    assert score_rows([model, other])[1] == ("  from random weights", ["-0.0750 ± 0.0250", "–"])
-
-
-def test_two_configs_of_one_name_are_refused(work: Path, bert: Path) -> None:
-    (work / "again").mkdir()
-    (work / "again" / "reviews.yaml").write_text((work / "reviews.yaml").read_text())
-    settings = FinetuningSettings((work / "reviews.yaml", work / "again" / "reviews.yaml"), data=work / "data")
-    refused("another config is called reviews", finetuning_scores, bert, work / "out", "n", settings)
-
-
-def test_a_config_without_a_dev_set_is_refused_before_all_else(work, bert, trained, capsys) -> None:
-    (work / "reviews.yaml").write_text((work / "reviews.yaml").read_text().replace("  dev: dev.jsonl\n", ""))
-    words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
-    words += ["--data", str(work / "data"), "--out", str(work / "out")]
-    assert main(["evaluate-pretrained", str(bert), *words]) == 2
-    assert "--finetune: reviews: no dev set, so there is no score." in capsys.readouterr().err
-    assert (trained, (work / "out").exists()) == ([], False)
-
-
-def test_a_run_that_is_training_is_not_fine_tuned(work: Path, trained: Trained) -> None:
-    """Each fine-tuning would begin from another checkpoint."""
-    run = work / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text("name: run\n")
-    with only_run(run), pytest.raises(InputError, match="this run is training"):
-        finetuning_scores(run, work / "out", "n", FinetuningSettings((work / "reviews.yaml",), data=work / "data"))
-    assert trained == []
-    with only_run(run):
-        assert finetuning_runs.read_plans(run, FinetuningSettings(())) == {}, "its text may be scored meanwhile"
+    assert digest(with_config(modern, tmp_path / "mean", classifier_pooling="mean")) != digest(modern)
 
 
 # ---- the command
 
 
-def test_the_command_puts_models_side_by_side(work: Path, bert: Path, trained: Trained, capsys: Any) -> None:
-    (work / "text.txt").write_text(" ".join(SENTENCES))
-    data, out = write_blimp(work / "blimp"), work / "out"
+def test_the_command_puts_models_side_by_side(tmp_path: Path, bert: Path, capsys: Any) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
+    data, out = write_blimp(tmp_path / "blimp"), tmp_path / "out"
     common = ["evaluate-pretrained", str(bert), "--out", str(out)]
-    tune = ["--finetune", str(work / "reviews.yaml"), "--data", str(work / "data"), "--seeds", "2"]
-    both = ["--blimp", str(data)]
-    assert main([*common, "--name", "one", "--texts", str(work / "text.txt"), "--length", "64", *both, *tune]) == 0
+    held_out = ["--texts", str(tmp_path / "text.txt"), "--text-scores", "held_out"]
+    assert main([*common, "--name", "one", "--blimp", str(data)]) == 0
+    assert main([*common, "--name", "one", *held_out]) == 0, "what was measured before stays"
     printed = capsys.readouterr().out
     assert "held-out text, bits per character" in printed
-    assert "reviews, accuracy" in printed
-    assert "0.6500 ± 0.0500" in printed
-    assert main([*common, "--name", "two", *both, "--json"]) == 0
+    assert "BLiMP, all paradigms" in printed
+    assert main([*common, "--name", "two", "--blimp", str(data), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     one, two = json.loads((out / "scores.json").read_text())["models"]
     assert two == shown
-    assert one["blimp"]["scores"] == two["blimp"]["scores"]
-    assert "finetuning" not in two
+    assert one["held_out"]["how"]["length"] == 64, "of a model with fewer positions than 128"
+    assert one["blimp"] == two["blimp"]
     rows = dict(score_rows([one, two]))
-    assert rows["  from random weights"] == ["0.5050 ± 0.0050", "–"]
+    assert rows["held-out text, accuracy"] == [f"{one['held_out']['scores']['accuracy']:.4f}", "–"]
     assert rows["BLiMP, all paradigms"][0] == rows["BLiMP, all paradigms"][1]
     page = (out / "scores.html").read_text()
-    assert "one, random weights" in page
     assert page.count("chance") == 2
     # Both models have the same bars, and 1.0 is the whole width whatever the highest accuracy is.
     overall = one["blimp"]["scores"]["overall"]
@@ -636,30 +412,53 @@ def test_the_command_puts_models_side_by_side(work: Path, bert: Path, trained: T
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
-def test_a_model_without_a_masked_head_is_only_fine_tuned(work: Path, trained: Trained, capsys: Any) -> None:
-    folder, data = make_bert(work / "sentence-encoder"), write_blimp(work / "blimp")
-    command = ["evaluate-pretrained", str(folder), "--out", str(work / "out"), "--blimp", str(data)]
-    assert main(command) == 2
+def test_what_was_measured_differently_has_separate_rows(tmp_path: Path, bert: Path) -> None:
+    """In fp32, compiled layers give the scores of eager ones; in bf16 they round elsewhere."""
+    data, out = write_blimp(tmp_path / "blimp"), tmp_path / "out"
+    common = ["evaluate-pretrained", str(bert), "--blimp", str(data), "--out", str(out)]
+    for name, options in {"a": [], "b": [], "c": ["--precision", "bf16"], "d": ["--blimp-limit", "1"]}.items():
+        assert main([*common, "--name", name, *options]) == 0
+    rows = [values for title, values in score_rows(read_models(out)) if title == "BLiMP, all paradigms"]
+    assert [[value != "–" for value in values] for values in rows] == [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    assert rows[0][0] == rows[0][1]
+    assert ModelSettings(compile=True).how() == ModelSettings().how()
+    assert len({str(ModelSettings("bf16", compile).how()) for compile in (False, True)}) == 2
+
+
+def test_scores_are_one_model_s_whoever_writes_them(tmp_path: Path) -> None:
+    """Two processes write scores of one model; those of other weights under its name are refused, and damaged files."""
+    model = {"name": "n", "folder": "d", "fingerprint": "f"}
+    write_scores(tmp_path, model, {"blimp": {"scores": {"overall": 1.0}}})
+    write_scores(tmp_path, {**model, "name": "m"}, {"blimp": {"scores": {"overall": 0.5}}})
+    found = write_scores(tmp_path, model, {"held_out": {"scores": {"accuracy": 0.5}}})
+    assert found == read_models(tmp_path)
+    assert [one["model"]["name"] for one in found] == ["m", "n"]
+    assert found[1].keys() == {"model", "blimp", "held_out"}
+    refused(r"another model named n \(d, or what", check_model, tmp_path, {**model, "fingerprint": "g"})
+    refused("another model named n", write_scores, tmp_path, {**model, "fingerprint": "g"}, {})
+    for content in ("{", "[]", '{"scores": {}}', '{"models": [{"held_out": {}}]}'):
+        (tmp_path / "scores.json").write_text(content)
+        refused("scores.json: damaged", read_models, tmp_path)
+
+
+def test_a_model_without_a_masked_head_is_refused(tmp_path: Path, capsys: Any) -> None:
+    folder, data = make_bert(tmp_path / "sentence-encoder"), write_blimp(tmp_path / "blimp")
+    assert main(["evaluate-pretrained", str(folder), "--out", str(tmp_path / "out"), "--blimp", str(data)]) == 2
     assert "has no head for masked language modeling" in capsys.readouterr().err
-    tune = ["--finetune", str(work / "reviews.yaml"), "--data", str(work / "data"), "--seeds", "1", "--no-random"]
-    assert main([*command, *tune]) == 0
-    result = capsys.readouterr()
-    assert [line[:17] for line in result.err.splitlines() if "skipped" in line] == ["skipped: --blimp:"]
-    assert "reviews, accuracy" in result.out
-    assert [random for _, random, _ in trained] == [False]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "nothing to measure"),
-        (["--texts", "a", "--data", "d"], "--data: has no effect without --finetune"),
-        (["--texts", "a", "--seeds", "5"], "--seeds: has no effect without --finetune"),
-        (["--texts", "a", "--grid-set", "training.epochs=1,2"], "--grid-set: has no effect without --finetune"),
+        (["--texts", "a"], "--texts: a does not exist"),
+        (["--texts", ".", "--blimp", "a"], "--blimp: a does not exist"),
         (["--texts", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
-        (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --texts or --blimp"),
-        (["--finetune", "a", "--compile"], "--compile: has no effect without --texts or --blimp"),
-        (["--texts", ".", "--name", "a/b"], "--name: 'a/b' cannot name"),
+        (["--blimp", ".", "--length", "3"], "--length: has no effect without --texts"),
+        (["--blimp", ".", "--text-scores", "held_out"], "--text-scores: has no effect without --texts"),
+        (["--blimp", ".", "--pid", "3"], "--pid: has no effect without --follow"),
+        (["--texts", ".", "--finetune", "a"], "unrecognized arguments: --finetune a"),
         (["--texts", ".", "--out", "run"], "--out: run is the folder of a run"),
     ],
 )
@@ -669,25 +468,3 @@ def test_options_without_effect_are_refused(tmp_path, words, message, capsys, mo
     Path("run", "config.yaml").touch()
     assert main(["evaluate-pretrained", str(tmp_path), "--out", str(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_failed_run_leaves_all_other_scores(work: Path, bert: Path, monkeypatch: Any, capsys: Any) -> None:
-    failing = MagicMock(side_effect=MachineError("2 of 4 runs failed"))
-    monkeypatch.setattr("finetune.scores.command.finetuning_scores", failing)
-    words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
-    words += ["--data", str(work / "data")]
-    assert main(["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--name", "one", *words]) == 3
-    assert "BLiMP, all paradigms" in capsys.readouterr().out
-    assert (work / "out" / "scores.html").is_file()
-
-
-def test_transfer_configs_are_valid(tmp_path: Path) -> None:
-    folder = Path(__file__).parents[2] / "configs" / "finetune" / "transfer"
-    configs = finetuning_runs.read_configs(tmp_path, FinetuningSettings(tuple(folder.glob("*.yaml")), data=tmp_path))
-    assert sorted(configs) == ["cola", "mrpc", "rte", "sst2", "sst2-2000", "stsb", "wnut17"]
-    assert {config.max_length <= 128 for config in configs.values()} == {True}
-    sections = [config.task_settings for config in configs.values()]
-    places = [getattr(one, name, "") for one in sections for name in ("glue_dir", "train", "dev")]
-    assert all(place.startswith(str(tmp_path)) for place in places if place)
-    as_written = finetuning_runs.read_configs(tmp_path, FinetuningSettings((folder / "sst2.yaml",)))["sst2"]
-    assert not any(str(tmp_path) in getattr(as_written.task_settings, name, "") for name in ("train", "dev"))

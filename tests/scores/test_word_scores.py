@@ -23,9 +23,8 @@ from finetune.scores import common_words, masked_model
 from finetune.scores.common_words import LIST, score_common_words, token_groups
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, Predictions, TokenGroups
 from finetune.scores.passages import NoScoreError, PassageSettings, all_words, sampled, tokens_of_words
-from finetune.scores.record import Record
 from finetune.scores.text_scores import text_scores
-from finetune.scores.view import score_notes, score_rows
+from finetune.scores.view import score_notes, score_rows, score_table
 from finetune.scores.whole_words import score_whole_words
 from pretrain.corpus.vocabulary import train_byte_vocabulary, train_vocabulary
 from tests.scores.test_scores import make_masked_lm
@@ -223,24 +222,22 @@ def test_tokens_that_spell_a_word_are_added(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_scored_says_why(tmp_path: Path) -> None:
-    folder, text = make_masked_lm(tmp_path / "bert"), tmp_path / "text.txt"
-    text.write_text("the film was good and very zany " * 40)
-    model = {"fingerprint": masked_model.fingerprint(folder), "name": "small", "folder": "d"}
-    record = Record(tmp_path / "record.json", model)
-    found = text_scores(folder, [text], record=record)
+    folder = make_masked_lm(tmp_path / "bert")
+    found = dict(text_scores(MaskedModel(folder), ["the film was good and very zany " * 40]))
     missing = next(
         word for word in common_words.common_words() if word not in (folder / "vocab.txt").read_text().split()
     )
     reason = f"the vocabulary lacks {missing!r} as a single token"
-    assert found["common_words"] == {"why_not": reason}
-    assert "positions" in found["whole_words"]["why_not"]
-    assert text_scores(folder, [text], record=record) == found
-    assert f"common words, small: no score, {reason}" in score_notes([record.content])
-    assert dict(score_rows([record.content]))["common words, bits"] == ["–"]
+    assert found["common_words"]["scores"] == {"why_not": reason}
+    assert "positions" in found["whole_words"]["scores"]["why_not"]
+    model = {"model": {"name": "small"}, **found}
+    assert f"common words, small: no score, {reason}" in score_notes([model])
+    assert {title.partition(",")[0] for title, _ in score_rows([model])} == {"held-out text"}
+    assert reason in str(score_table([model]).caption)
 
 
 def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """In JSON, the table and the page; a second call measures nothing again, another list everything."""
+    """In JSON, the table and the page; other words need no other name, and replace the scores."""
     folder, text = make_masked_lm(tmp_path / "bert", positions=256), tmp_path / "text.txt"
     text.write_text("the film was good and very fine or a book was great " * 40)
     monkeypatch.setattr(common_words, "common_words", lambda: ("book", "film", "good"))
@@ -255,10 +252,6 @@ def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any, capsys
     assert rows["whole words, bits per character, between"] == [f"{whole['lower']:.4f} and {whole['upper']:.4f}"]
     assert "held-out text, bits per character (within one vocabulary)" in rows
     assert "common words, bits" in (tmp_path / "out" / "scores.html").read_text()
-    monkeypatch.setattr(MaskedModel, "predict", lambda *_: pytest.fail("measured again"))
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out) == found
-    monkeypatch.undo()
     monkeypatch.setattr(common_words, "common_words", lambda: ("film",))
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["common_words"]["scores"]["bits"] == 0

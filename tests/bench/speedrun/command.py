@@ -203,7 +203,7 @@ class _Trials:
         if rollbacks:
             remarks.append(f"{sum(rollbacks):,} steps were rolled back and are not counted")
         with sleeping_when_crowded():
-            scores = measure(config, self._out, self._texts)
+            scores = measure(config, self._texts)
         return self._trial(
             budget,
             flops=flops,

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.scores import common_words, whole_words
-from finetune.scores.held_out import HeldOutSettings, held_out_score
-from finetune.scores.masked_model import fingerprint
-from finetune.scores.record import Record
+from finetune.scores import common_words, held_out, whole_words
+from finetune.scores.held_out import read_documents
+from finetune.scores.masked_model import MaskedModel
 from finetune.scores.text_scores import WHY_NOT, WORD_PARTS, text_scores
 from pretrain.config import PretrainConfig
 
@@ -37,21 +36,21 @@ class Scores:
         return "no score of held-out text"
 
 
-def measure(config: PretrainConfig, out: Path, texts: Sequence[Path]) -> Scores:
-    """The scores of a finished run; what was measured before is read from `out`/scores.
+def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
+    """The scores of a finished run.
 
     ELECTRA's discriminator predicts no tokens, so it has none. Raises as the parts of `evaluate-pretrained`.
     """
     if config.electra.is_on:
         return Scores()
-    run, length = config.folder, min(HeldOutSettings().length, config.model.max_positions)
-    record = Record(out / "scores" / f"{run.name}.json", {"name": run.name, "fingerprint": fingerprint(run)})
-    held_out = held_out_score(run, texts, how=HeldOutSettings(length), record=record)
+    parts = text_scores(MaskedModel(config.folder), read_documents(texts), (*WORD_PARTS, held_out.PART))
+    found = {part: one["scores"] for part, one in parts}
+    loss = found.pop(held_out.PART)
     return Scores(
-        nats=held_out.nats_per_token,
-        accuracy=held_out.accuracy,
-        bits_per_character=held_out.bits_per_character,
-        **_words(text_scores(run, texts, parts=WORD_PARTS, record=record)),
+        nats=loss["nats_per_token"],
+        accuracy=loss["accuracy"],
+        bits_per_character=loss["bits_per_character"],
+        **_words(found),
     )
 
 
