@@ -220,7 +220,7 @@ def test_overrides_reach_sections_lists_and_new_places(write):
             "phases.1={sequence_length: 32, global_sequences: 4, steps: 1, peak_learning_rate: 2e-3}",
             "phases.2={sequence_length: 16, global_sequences: 4, steps: 1, peak_learning_rate: 2e-3}",
             "scheduling.workers=3",
-            "corpus.filters.quality.stop_words=[a, b]",
+            "corpus.filters.contamination.sets=[{path: a, columns: [b, c]}]",
             "tracking.wandb=off",
             "optimizer.epsilon=1e-8",
             "corpus.sources.0.name=x=y",
@@ -234,7 +234,7 @@ def test_overrides_reach_sections_lists_and_new_places(write):
     assert [phase.steps for phase in config.phases] == [77, 1, 1]
     assert (config.phases[1].peak_learning_rate, config.optimizer.epsilon) == (2e-3, 1e-8)
     assert (config.scheduling.workers, config.tracking.wandb) == (3, "off")
-    assert config.corpus.filters.quality.stop_words == ("a", "b")
+    assert config.corpus.filters.contamination.sets[0].columns == ("b", "c")
     assert (config.corpus.sources[0].name, config.run_dir) == ("x=y", "")
     assert config.engine.deepspeed == {"zero_optimization": {"overlap_comm": True}}
 
@@ -277,11 +277,6 @@ def test_overrides_reach_sections_lists_and_new_places(write):
             "electra.generator_width=0.5 --set pairs.objective=none --set start_from=x",
             "electra and start_from (x) do not fit",
         ),
-        ("corpus.filters.quality.rules=[gofer_quality]", "; did you mean gopher_quality?"),
-        ("corpus.filters.quality.thresholds.max_top_2_gram=1.5", "max_top_2_gram: 1.5 is above 1"),
-        ("corpus.filters.quality.thresholds.min_wrods=1", "; did you mean min_words?"),
-        ("corpus.filters.quality={enabled: true, min_words: 9, max_words: 3}", "min_words (9) is above max_words (3)"),
-        ("corpus.filters.quality={enabled: true, rules: []}", "rules: none is left"),
         ("phases.0.weights.wiki=-1", "phases.0.weights.wiki is -1; expected at least 0"),
         ("masking={random_share: 0.9}", "add up to more than 1"),
         ("masking.scheme=whole_word", "'whole_word' is not one of tokens, whole_words; did you mean"),
@@ -453,7 +448,7 @@ def test_an_old_name_is_read_with_a_remark(given: str, now: str, write, capsys: 
 # Where the sections of the table stand in a pretraining's config; others are of fine-tunings.
 PLACES = {name: name for name in PretrainConfig.model_fields} | {"phases": "phases.0"}
 PLACES |= {"vocabulary": "corpus.vocabulary"}
-PLACES |= {name: f"corpus.filters.{name}" for name in ("language", "near_duplicates", "contamination", "quality")}
+PLACES |= {name: f"corpus.filters.{name}" for name in ("near_duplicates", "contamination")}
 LEFT = [
     (commit, PLACES[section], key, value)
     for commit, sections in LEFT_AFTER.items()
@@ -483,7 +478,7 @@ def test_a_setting_that_left_is_named_with_what_to_do(commit: str, section: str,
 
 def test_recorded_configs_of_earlier_versions_are_read(write) -> None:
     """They name all settings; those that left are there without effect."""
-    assert len(LEFT) == 42
+    assert len(LEFT) == 40
     path = write(GOOD)
     without = [f"{section}.{key}={json.dumps(value)}" for _, section, key, value in LEFT]
     assert load_config(path, without) == load_config(path)
@@ -495,20 +490,6 @@ def test_what_left_and_had_no_effect_on_a_run_is_read_with_a_remark(write, capsy
     assert load_config(given) == load_config(path)
     remark = "scheduling.cluster left in 0.2, and has no effect; give --on CLUSTER with --dry-run"
     assert capsys.readouterr().err.endswith(f": {remark}\n")
-
-
-def test_thresholds_of_quality_rules_that_stand_beside_them_are_read(write) -> None:
-    """As configs of 0.1 had them, and recorded configs, which name them all."""
-    quality = "corpus.filters.quality"
-    before = load_config(write(GOOD), [f"{quality}.max_words=70", f"{quality}.min_stop_words=2"])
-    assert before == load_config(write(GOOD), [f"{quality}.thresholds.max_words=70"])
-    assert before.corpus.filters.quality.threshold("min_words") == 50
-    for wrong, message in (
-        ("max_word: 7", "did you mean max_words"),
-        ("max_bullet_lines: 90", "above 1, and is a share"),
-    ):
-        with pytest.raises(InputError, match=message):
-            load_config(write(GOOD), [f"{quality}.thresholds={{{wrong}}}"])
 
 
 def test_aliases_and_merged_sections_are_read(write):
