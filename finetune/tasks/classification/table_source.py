@@ -14,8 +14,6 @@ from finetune.tasks.datasets.table import Key, Table, TableFormat
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting
 
-CONTAINMENT_PAIRS = 60_000  # at most
-
 
 class TableSource:
     """Tables of one config, with the columns text, pair and label.
@@ -28,7 +26,6 @@ class TableSource:
         self._settings = settings
         self._quoting: Quoting | None = quoting
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
-        self._made: Table | None = None  # of the text of `containment`
 
     def parts(self, kind: str) -> tuple[str, ...]:
         """Names of the sets of `kind`, dev or test."""
@@ -51,8 +48,6 @@ class TableSource:
         """None for single texts."""
         if self._glue:
             return self._glue.pair
-        if self._settings.containment:
-            return self._settings.pair_column or "pair"
         return None if self._settings.pair_column == "" else self._settings.pair_column
 
     def read(self, part: str) -> Table:
@@ -109,8 +104,6 @@ class TableSource:
         named = getattr(settings, name, "")
         if name != "train" and settings.dev_share and not named:
             return f"{settings.dev_share:.0%} of the training set, by a hash of the texts"
-        if settings.containment and name == "train":
-            return f"pairs of the text in {settings.containment}"
         if settings.dataset:
             where = " ".join(part for part in (settings.dataset, settings.subset) if part)
             return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")
@@ -140,14 +133,6 @@ class TableSource:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
-        if settings.containment and part == "train":
-            from finetune.tasks.datasets.containment import (
-                containment_pairs,  # loads the readers of all formats of text
-            )
-
-            if self._made is None:
-                self._made = containment_pairs(Path(settings.containment).expanduser(), CONTAINMENT_PAIRS)
-            return self._made
         named = getattr(settings, part)
         if not settings.dataset:
             return self._named(self._read_table(named, self._layout(named), labeled=labeled))
