@@ -135,7 +135,7 @@ def test_a_config_is_the_same_in_every_form(place: Path) -> None:
     ("config", "message"),
     [
         ({**TINY, "phasess": []}, r"^config: phasess is not a known setting; did you mean phases\?$"),
-        ({**TINY, "phases": [{**TINY["phases"][0], "steps": "3"}]}, "^config: phases.0.steps is '3'; expected a whole"),
+        ({**TINY, "phases": [{**TINY["phases"][0], "steps": "3"}]}, "^config: phases.0.steps is '3'; expected a valid"),
         (TASK | {"classification": {"train": "x"}}, "^config: is not the config of a pretraining, which has no max_"),
         ("sst2", r"sst2\.yaml: is not the config of a pretraining, which has no max_length, classification, train"),
         ("minii", r"^minii: no such file; did you mean mini\?"),
