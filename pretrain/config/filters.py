@@ -10,8 +10,6 @@ from pretrain.common.sections import LocalPath, Section
 class NearDuplicatesConfig(Section):
     """Documents that are nearly equal to an earlier one, of any source, found by MinHash and banding."""
 
-    EARLIER = "near_duplicates"
-
     enabled: bool = Field(default=False, description="Drop documents that are similar to an earlier one.")
     threshold: float = Field(
         default=0.5,
@@ -39,8 +37,6 @@ class EvaluationSetConfig(Section):
 
 class ContaminationConfig(Section):
     """Documents that share a sequence of words with an evaluation set (Brown et al. 2020, GPT-3, appendix C)."""
-
-    EARLIER = "contamination"
 
     sets: tuple[EvaluationSetConfig, ...] = Field(default=(), description="Evaluation sets. Without any, it is off.")
 
