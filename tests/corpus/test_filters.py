@@ -121,10 +121,11 @@ def test_the_bytes_are_those_of_one_process(processes: int, sources: Path, tmp_p
 
 
 def test_a_corpus_of_other_filters_is_not_taken_for_this_one(sources: Path, tmp_path: Path) -> None:
-    out, on = tmp_path / "one", {"near_duplicates": {"enabled": True}}
+    out, near = tmp_path / "one", {"enabled": True, "threshold": 0.5}
+    on = {"near_duplicates": near}
     prepare(filtered(sources, out, on), quiet=True)
     assert "already prepared" in prepare(filtered(sources, out, on), quiet=True)
-    on["near_duplicates"] |= {"threshold": 0.6}
+    near["threshold"] = 0.6
     with pytest.raises(InputError, match=r"corpus\.filters\.near_duplicates\.threshold: was 0\.5, is 0\.6"):
         prepare(filtered(sources, out, on), quiet=True)
     with pytest.raises(InputError, match=r"corpus\.filters\.near_duplicates\.threshold: was 0\.5, is None"):
