@@ -16,6 +16,7 @@ NAVIGATION = {
     "Guides": [
         "guides/data",
         "guides/corpus",
+        "guides/web-text",
         "guides/storage",
         "guides/large-corpora",
         "guides/pretraining",

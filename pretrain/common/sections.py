@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeGuard
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, field_validator
 from pydantic.fields import FieldInfo
 
 from pretrain.common.addresses import SCHEMES, check_address, is_remote
@@ -24,6 +24,12 @@ class Section(BaseModel):
 
     PURPOSE: ClassVar[str] = "run"
     """What a config of this kind describes."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _take_lists(cls, value: Any) -> Any:
+        """YAML and JSON have lists, which the strict checks of tuples refuse."""
+        return tuple(value) if isinstance(value, list) else value
 
     def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
         """(setting, package of the kind, name) of each module of the user's own (`pretrain.common.extensions`)."""
@@ -77,14 +83,17 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
+def _sections_in(field: FieldInfo) -> list[type[Section]]:
+    return [one for one in (field.annotation, *typing.get_args(field.annotation)) if is_section(one)]
+
+
 def section_at(model: type[Section], path: Keys) -> type[Section] | None:
     """The section at `path` below `model`; None if there is none."""
     for part in path:
         if isinstance(part, int):
             continue
         field = model.model_fields.get(part)
-        inner = [t for t in (field.annotation, *typing.get_args(field.annotation)) if is_section(t)] if field else []
-        if not inner:
+        if not field or not (inner := _sections_in(field)):
             return None
         model = inner[0]
     return model
@@ -96,16 +105,10 @@ def field_at(model: type[Section], path: Keys) -> FieldInfo | None:
     return section.model_fields.get(str(path[-1])) if section else None
 
 
-def required_names(model: type[Section]) -> list[str]:
-    """The names of the fields without a default."""
-    return [name for name, field in model.model_fields.items() if field.is_required()]
-
-
 def dotted_names(model: type[Section], prefix: str = "") -> Iterator[str]:
     """Dotted names of all settings below `model`; list items have the index 0."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for annotation in (field.annotation, *typing.get_args(field.annotation)):
-            if is_section(annotation):
-                index = "0." if typing.get_origin(field.annotation) is tuple else ""
-                yield from dotted_names(annotation, f"{prefix}{name}.{index}")
+        index = "0." if typing.get_origin(field.annotation) is tuple else ""
+        for section in _sections_in(field):
+            yield from dotted_names(section, f"{prefix}{name}.{index}")

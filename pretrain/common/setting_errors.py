@@ -1,40 +1,43 @@
 """The words of error messages about settings: what was expected, what was given, which name was meant."""
 
 import difflib
-from collections.abc import Callable
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from pretrain.common.sections import Keys, Section, dotted_names, section_at
 
 _LONGEST_VALUE = 60  # characters of a value in a message
 
-_EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
-    "int_type": lambda ctx: "a whole number",
-    "int_from_float": lambda ctx: "a whole number",
-    "float_type": lambda ctx: "a number",
-    "finite_number": lambda ctx: "a finite number",
-    "bool_type": lambda ctx: "true or false",
-    "string_type": lambda ctx: "text; put it in quotes if it looks like a number",
-    "literal_error": lambda ctx: f"one of {ctx['expected']}".replace("True", "true").replace("False", "false"),
-    "tuple_type": lambda ctx: "a list",
-    "dict_type": lambda ctx: "a section of `key: value` lines",
-    "model_type": lambda ctx: "a section of `key: value` lines",
-    "string_pattern_mismatch": lambda ctx: f"text like {ctx['pattern']}",
-    "too_short": lambda ctx: f"at least {ctx['min_length']} item",
-    "greater_than": lambda ctx: f"more than {ctx['gt']:.10g}",
-    "greater_than_equal": lambda ctx: f"at least {ctx['ge']:.10g}",
-    "less_than": lambda ctx: f"less than {ctx['lt']:.10g}",
-    "byte_size": lambda ctx: "a size such as 50GB",
-    "byte_size_unit": lambda ctx: "a size such as 50GB",
-    "less_than_equal": lambda ctx: f"at most {ctx['le']:.10g}",
+_LINES, _SIZE = "expected a section of `key: value` lines", "expected a size such as 50GB"
+_EXPECTED = {
+    "bool_type": "expected true or false",
+    "string_type": "expected text; put it in quotes if it looks like a number",
+    "tuple_type": "expected a list",
+    "too_short": "expected at least one item",
+    "dict_type": _LINES,
+    "model_type": _LINES,
+    "byte_size": _SIZE,
+    "byte_size_unit": _SIZE,
 }
+"""Type of pydantic's error -> its message in the words of YAML."""
+
+_WORDS = {
+    "Input should be": "expected",
+    "String should match pattern": "expected text like",
+    "True": "true",
+    "False": "false",
+}
+"""Words of pydantic's other messages -> ours."""
 
 
-def expected(kind: str, context: dict[str, Any]) -> str:
-    """What the rule `kind` of pydantic expects. Rules without a phrase here are given by pydantic's own name."""
-    return _EXPECTED[kind](context) if kind in _EXPECTED else kind.replace("_", " ")
+def expected(error: ErrorDetails) -> str:
+    """What pydantic expects in place of a value."""
+    message = error["msg"]
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    return _EXPECTED.get(error["type"], message)
 
 
 def first_problem(error: ValidationError) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -25,11 +24,9 @@ from pretrain.common.sections import (
     Keys,
     Section,
     field_at,
-    is_section,
-    required_names,
 )
 from pretrain.common.setting_errors import expected, shortened, shown, suggest
-from pretrain.common.yaml_text import Dumper, child, parse, read_text
+from pretrain.common.yaml_text import Dumper, parse, read_text
 
 _OTHER_KIND = 3  # unknown sections: the config of another kind
 _SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
@@ -57,12 +54,7 @@ def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports
         InputError: one line per problem, each with the line of the file or the override that causes it.
     """
     source = _Document(config, kind, overrides)
-    try:
-        settings = source.validate()
-    except RecursionError:
-        raise InputError(
-            f"{source.origin}: nested too deeply, or an alias (*) refers to itself. Write it out."
-        ) from None
+    settings = source.validate()
     if imports:
         import_named(settings, source.folder, lambda keys: f"{source.where(keys)}: ")
         if (narrowed := settings.narrowed()) is not kind:
@@ -107,9 +99,9 @@ def with_start(overrides: Overrides, start_from: Any) -> list[str]:
 def _plain(value: Any) -> Any:
     """A copy with dictionaries, lists and texts for sections, tuples and paths, as YAML has them."""
     if isinstance(value, Section):
-        return _plain(value.model_dump(exclude_unset=True))
+        value = value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
@@ -121,7 +113,7 @@ def read_values(path: Path | str) -> dict[str, Any]:
     Raises `InputError` if the file cannot be read.
     """
     values = parse(read_text(Path(path)), str(path))[1]
-    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+    return _plain(values) if isinstance(values, dict) else {}
 
 
 def names(path: Path | str) -> set[str]:
@@ -145,32 +137,27 @@ def differences(
     return [
         f"{name} ({old} -> {new})"
         for name, (old, new) in changes(before, after).items()
-        if not any(_is_below(name, pattern) for pattern in free)
+        if not any(fnmatchcase(name, one) or fnmatchcase(name, f"{one}.*") for one in free)
     ]
-
-
-def _is_below(name: str, pattern: str) -> bool:
-    """Whether a dotted name is a setting that `pattern` describes, or below one; * is one part of a name."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def changes(before: Section | Mapping[str, Any], after: Section | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted name -> (value before, value after) of the settings that differ; of sections or their values."""
-    old, new = (dict(_leaves(one.model_dump() if isinstance(one, Section) else one)) for one in (before, after))
+    values = (one.model_dump() if isinstance(one, Section) else one for one in (before, after))
+    old, new = ({".".join(map(str, keys)): value for keys, value in _leaves(one)} for one in values)
     return {
         name: (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)
     }
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every leaf below `value`, that is, everything but sections and lists."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else None
-    if items is None:
-        yield name, value
+def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """(path, value) of everything below `value` but dictionaries and lists."""
+    is_list = isinstance(value, list | tuple)
+    if not is_list and not isinstance(value, Mapping):
+        yield path, value
         return
-    for key, item in items:
-        yield from _leaves(item, f"{name}.{key}" if name else str(key))
+    for key, item in enumerate(value) if is_list else value.items():
+        yield from _leaves(item, (*path, key))
 
 
 class _Document(Generic[S]):
@@ -178,22 +165,18 @@ class _Document(Generic[S]):
 
     def __init__(self, config: AnyConfig, kind: type[S], overrides: Overrides = ()) -> None:
         self.kind = kind
-        self.root: yaml.Node | None = None
         self.folder: Path | None = None
+        self.origin, given, lines = "config", config, {}
         if isinstance(config, Path | str):
             path = config_path(Path(config))
             self.origin, self.folder = str(path), path.parent
-            self.root, self.values = parse(read_text(path), self.origin)
-        elif isinstance(config, Mapping | Section):
-            self.origin, self.values = "config", _plain(config)
-        else:
+            lines, given = parse(read_text(path), self.origin)
+        elif not isinstance(config, Mapping | Section):
             raise InputError(f"config: is {shown(config)}; expected the path of a YAML file, or settings.")
-        if not isinstance(self.values, dict):
-            raise InputError(
-                f"{self.origin}: no settings in this file; expected lines of `key: value`, at least "
-                f"{', '.join(required_names(kind))}."
-            )
-        self.overrides: list[tuple[Keys, str]] = []
+        if not isinstance(given, Mapping | Section):
+            raise InputError(f"{self.origin}: no settings in this file; expected lines of `key: value`.")
+        self.values: dict[str, Any] = _plain(given)
+        self.places = {(): self.origin} | {keys: f"{self.origin}:{line}" for keys, line in lines.items()}
         for override in as_overrides(overrides):
             self.override(override)
 
@@ -204,14 +187,28 @@ class _Document(Generic[S]):
         keys = self._keys_of(name.strip())
         if not equals or "" in keys:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
-        value = parse(written, where)[1] if written.strip() else ""
-        self.overrides.append((keys, where))
+        self._put(keys, _plain(parse(written, where)[1] if written.strip() else ""), where)
+        kept = {path: place for path, place in self.places.items() if path[: len(keys)] != keys}
+        self.places = kept | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in kept}
+
+    def _put(self, keys: Keys, value: Any, where: str) -> None:
+        """Set the value at `keys`, and make the sections and lists above it that are missing."""
         container: Any = self.values
         for depth, key in enumerate(keys):
-            last = depth == len(keys) - 1
-            place = f"{where}: {'.'.join(map(str, keys[:depth])) or self.origin}"
-            new_item: Any = value if last else [] if isinstance(keys[depth + 1], int) else {}
-            container = _enter(container, key, new_item, place, replace=last)
+            is_list = isinstance(container, list)
+            if not (isinstance(key, int) and key <= len(container) if is_list else isinstance(container, dict)):
+                what = f"{key!r} is not one of the indices 0 to {len(container)}" if is_list else "not a section"
+                raise InputError(f"{where}: {'.'.join(map(str, keys[:depth]))} is {shown(container)}; {what}.")
+            key = key if is_list else str(key)
+            if not is_list:
+                container.setdefault(key)
+            elif key == len(container):
+                container.append(None)
+            if depth == len(keys) - 1:
+                container[key] = value
+            elif container[key] is None:
+                container[key] = [] if isinstance(keys[depth + 1], int) else {}
+            container = container[key]
 
     def _keys_of(self, name: str) -> Keys:
         """The keys of a setting's dotted name. Names that are not ours, such as those of sources, may contain dots."""
@@ -225,23 +222,20 @@ class _Document(Generic[S]):
 
     def validate(self) -> S:
         """The validated settings. Raises `InputError` with one line per problem."""
-        if problems := list(self._control_characters(self.values)):
+        if problems := list(self._control_characters()):
             raise InputError("\n".join(problems))
         try:
-            settings = self.kind.model_validate(_with_tuples(self.values, self.kind), strict=True)
+            settings = self.kind.model_validate(self.values, strict=True)
         except ValidationError as error:
-            problems = [problem for problem in error.errors(include_url=False) if not _is_echo(problem)]
+            # A list whose items are refused is too short, too.
+            problems = [
+                one for one in error.errors(include_url=False) if one["type"] != "too_short" or not one["input"]
+            ]
             self._check_kind(problems)
-            problems.sort(key=lambda problem: self.line(problem["loc"]) or 0)
+            order = list(self.places)
+            problems.sort(key=lambda one: order.index(self._known(one["loc"])))
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
-        for path in _secrets(settings):
-            where = self.where(path)
-            if where.startswith("--set "):
-                where = where.partition("=")[0]  # the value must not be printed
-            raise InputError(
-                f"{where}: {'.'.join(map(str, path))} looks like a secret, and configs are stored in logs, job records "
-                "and checkpoints. Set it as an environment variable of the machines that train."
-            )
+        self._check_secrets()
         return settings
 
     def _check_kind(self, problems: Sequence[ErrorDetails]) -> None:
@@ -252,91 +246,53 @@ class _Document(Generic[S]):
                 f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {', '.join(unknown)}."
             )
 
-    def _control_characters(self, value: Any, path: Keys = ()) -> Iterator[str]:
-        """One line for each text below `value` with control characters, which could break out of a line or quotes."""
-        if isinstance(value, dict):
-            for key, item in value.items():
-                if controls := _controls(str(key)):
-                    where = self.where((*path, str(key)))
-                    yield f"{where}: the name {printable(str(key))} contains {controls}. Remove them."
-                else:
-                    yield from self._control_characters(item, (*path, str(key)))
-        elif isinstance(value, list):
-            for number, item in enumerate(value):
-                yield from self._control_characters(item, (*path, number))
-        elif isinstance(value, str):
-            field = field_at(self.kind, path)
+    def _control_characters(self) -> Iterator[str]:
+        """One line for each name and text with control characters, which could break out of a line or quotes."""
+        for path, value in _leaves(self.values):
+            name, field = ".".join(map(str, path)), field_at(self.kind, path)
             allowed = "\t\n" if field is not None and field.json_schema_extra == SEVERAL_LINES else ""
-            if controls := _controls(value, allowed):
-                name = ".".join(map(str, path))
+            if controls := _controls(name):
+                yield f"{self.where(path)}: the name {printable(name)} contains {controls}. Remove them."
+            elif isinstance(value, str) and (controls := _controls(value, allowed)):
                 yield f"{self.where(path)}: {name} is {shown(value)}, which contains {controls}. Remove them."
+
+    def _check_secrets(self) -> None:
+        """Refuse texts under the names of secrets, in what a config passes on to other software; ours hold none."""
+        for path, value in _leaves(self.values):
+            names = [key for key in path if isinstance(key, str)]
+            fields = [field_at(self.kind, tuple(names[: n + 1])) for n in range(len(names))]
+            ours = [field for field in fields if field]
+            public = ours and ours[-1].json_schema_extra == NO_SECRETS
+            if isinstance(value, str) and value and not public and any(map(_SECRET.search, names[len(ours) :])):
+                where = self.where(path)
+                where = where.partition("=")[0] if where.startswith("--set ") else where  # without the value
+                raise InputError(
+                    f"{where}: {'.'.join(map(str, path))} looks like a secret, and configs are stored in logs, job "
+                    "records and checkpoints. Set it as an environment variable of the machines that train."
+                )
 
     def explain(self, error: ErrorDetails) -> str:
         """One line for one problem that pydantic reports."""
         path: Keys = tuple(error["loc"])
-        name = ".".join(map(str, path))
-        kind, context = error["type"], error.get("ctx", {})
-        if kind == "extra_forbidden":
-            return f"{self.where(path)}: {name} is not a known setting; {suggest(self.kind, path)}"
-        if kind == "missing":
+        where, name = self.where(path), ".".join(map(str, path))
+        if error["type"] == "extra_forbidden":
+            return f"{where}: {name} is not a known setting; {suggest(self.kind, path)}"
+        if error["type"] == "missing":
             field = field_at(self.kind, path)
-            return (
-                f"{self.where(path[:-1])}: {name} is missing. {(field.description if field else None) or ''}".rstrip()
-            )
-        if kind == "value_error":
-            message = str(context["error"])
+            return f"{where}: {name} is missing. {(field and field.description) or ''}".rstrip()
+        if error["type"] == "value_error":
+            message = str(error.get("ctx", {})["error"])
             # The message of a check across settings starts with the name of one of them.
             setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
-            if path and field_at(self.kind, setting) is None:
-                setting = path
             return f"{self.where(setting)}: {f'{name}: ' if name else ''}{message}"
-        return f"{self.where(path)}: {name} is {shown(error['input'])}; expected {expected(kind, context)}"
+        return f"{where}: {name} is {shown(error['input'])}; {expected(error)}"
 
     def where(self, path: Keys) -> str:
-        """The override that set `path`, or else the file and the nearest line."""
-        for keys, text in reversed(self.overrides):
-            if path[: len(keys)] == keys:
-                return text
-        below = [text for keys, text in self.overrides if keys[: len(path)] == path]
-        if below and not self.is_in_file(path):  # an override below this section created it
-            return below[-1]
-        line = self.line(path)
-        return f"{self.origin}:{line}" if line else self.origin
+        """The override that set `path`, or else the file and the line of the innermost section that has one."""
+        return self.places[self._known(path)]
 
-    def line(self, path: Keys) -> int | None:
-        """The line of `path` in the file, or of the innermost section around it that the file has."""
-        lines = [line for line, _ in self._walk(path)]
-        return lines[-1] if lines else None
-
-    def is_in_file(self, path: Keys) -> bool:
-        """Whether the file itself has `path`."""
-        return len(list(self._walk(path))) == len(path)
-
-    def _walk(self, path: Keys) -> Iterator[tuple[int, yaml.Node]]:
-        node: yaml.Node | None = self.root
-        for key in path:
-            step = child(node, key)
-            if step is None:
-                return
-            yield step
-            node = step[1]
-
-
-def _secrets(value: Any, path: Keys = (), *, is_named: bool = False) -> Iterator[Keys]:
-    """Paths of texts under the names of secrets, in what a config passes on to other software; ours hold none."""
-    if isinstance(value, Section):
-        for name, field in type(value).model_fields.items():
-            if field.json_schema_extra == NO_SECRETS:
-                continue
-            yield from _secrets(getattr(value, name), (*path, name))
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _secrets(item, (*path, str(name)), is_named=is_named or _SECRET.search(str(name)) is not None)
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _secrets(item, (*path, number), is_named=is_named)
-    elif is_named and isinstance(value, str) and value:
-        yield path
+    def _known(self, path: Keys) -> Keys:
+        return next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.places)
 
 
 def _split_name(name: str) -> Keys:
@@ -348,43 +304,3 @@ def _controls(text: str, allowed: str = "") -> str:
     """The control characters in `text` besides the `allowed` ones, as words for a message; "" if there are none."""
     controls = dict.fromkeys(character for character in text if is_control(character) and character not in allowed)
     return f"control characters ({', '.join(map(printable, controls))})" if controls else ""
-
-
-def _enter(container: Any, key: str | int, value: Any, where: str, replace: bool = False) -> Any:
-    """`container[key]`, after it was set to `value` if it is missing or `replace` is true."""
-    if isinstance(container, list):
-        if not isinstance(key, int) or key > len(container):
-            raise InputError(
-                f"{where} is a list of {len(container)}; {key!r} is not one of the indices 0 to {len(container)}."
-            )
-        if key == len(container):
-            container.append(value)
-        elif replace or container[key] is None:
-            container[key] = value
-        return container[key]
-    if isinstance(container, dict):
-        if replace or container.get(str(key)) is None:
-            container[str(key)] = value
-        return container[str(key)]
-    raise InputError(f"{where} is {shown(container)}, not a section; {key!r} cannot be set in it.")
-
-
-def _with_tuples(value: Any, annotation: Any) -> Any:
-    """`value` with lists converted to tuples wherever the models expect tuples."""
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # an optional section
-        annotation = typing.get_args(annotation)[0]
-    if isinstance(value, dict) and is_section(annotation):
-        fields = annotation.model_fields
-        return {
-            str(key): _with_tuples(item, fields[key].annotation) if key in fields else item
-            for key, item in value.items()
-        }
-    if isinstance(value, list) and typing.get_origin(annotation) is tuple:
-        return tuple(_with_tuples(item, typing.get_args(annotation)[0]) for item in value)
-    return value
-
-
-def _is_echo(problem: ErrorDetails) -> bool:
-    """Whether a list is reported as too short only because pydantic refused an item, which it reports as well."""
-    least = problem.get("ctx", {}).get("min_length", 0)
-    return problem["type"] == "too_short" and len(problem["input"]) >= least

@@ -2,12 +2,14 @@
 
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pretrain.common.errors import InputError, printable
+from pretrain.common.sections import Keys
 from pretrain.common.setting_errors import shown
 
 _MOST_BYTES = 1 << 20  # of a config, far above the settings of any run
@@ -27,8 +29,8 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
-    """The node tree and the values of one YAML text.
+def parse(text: str, where: str) -> tuple[dict[Keys, int], Any]:
+    """The 1-based lines of all items, by their keys in the order of the file, and the values of one YAML text.
 
     Args:
         text: the YAML.
@@ -40,13 +42,12 @@ def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
     in_file = not where.startswith("--set")
     try:
         loader = _Loader(text)
-        try:
-            root = loader.get_single_node()
-            return root, loader.construct_document(root) if root is not None else None
-        except RecursionError:
-            raise InputError(f"{where}: not valid YAML: nested too deeply.") from None
-        finally:
-            loader.dispose()
+        root = loader.get_single_node()
+        values = loader.construct_document(root) if root is not None else None
+        return dict(_lines(root)), values
+    except RecursionError:
+        reason = "nested too deeply, or an alias (*) refers to itself"
+        raise InputError(f"{where}: not valid YAML: {reason}.") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if in_file and error.problem_mark else ""
         raise InputError(f"{where}{line}: not valid YAML: {error.problem or error.context}.") from None
@@ -56,15 +57,15 @@ def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         raise InputError(f"{where}{line}: not valid YAML: the character {character} is not allowed here.") from None
 
 
-def child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:
-    """(1-based line, node) of the item `part` of a mapping or sequence node."""
+def _lines(node: yaml.Node | None, path: Keys = ()) -> Iterator[tuple[Keys, int]]:
+    items: list[Any] = []
     if isinstance(node, yaml.MappingNode):
-        for key, item in node.value:
-            if key.value == str(part):
-                return key.start_mark.line + 1, item
-    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-        return node.value[part].start_mark.line + 1, node.value[part]
-    return None
+        items = [(key.value, key, item) for key, item in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        items = [(number, item, item) for number, item in enumerate(node.value)]
+    for name, marked, item in items:
+        yield (*path, name), marked.start_mark.line + 1
+        yield from _lines(item, (*path, name))
 
 
 class _Loader(yaml.SafeLoader):

@@ -19,9 +19,7 @@ from pretrain.config.filters import (
     ContaminationConfig,
     EvaluationSetConfig,
     FiltersConfig,
-    LanguageConfig,
     NearDuplicatesConfig,
-    QualityConfig,
 )
 from pretrain.config.model import FLASH_WIDTHS, MAX_WIDTH, ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
@@ -57,7 +55,6 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationSetConfig",
     "FiltersConfig",
-    "LanguageConfig",
     "MaskingConfig",
     "ModelConfig",
     "NearDuplicatesConfig",
@@ -67,7 +64,6 @@ __all__ = [
     "Precision",
     "PretrainConfig",
     "PretrainOptimizerConfig",
-    "QualityConfig",
     "R",
     "RunConfig",
     "SchedulingConfig",

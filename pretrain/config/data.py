@@ -162,7 +162,7 @@ class CorpusConfig(Section):
         "count as a word.",
     )
     filters: FiltersConfig = Field(
-        default=FiltersConfig(), description="Optional steps that drop or repair documents, all off by default."
+        default=FiltersConfig(), description="Optional steps that drop documents, all off by default."
     )
     validation_fraction: float = Field(
         default=0.005, ge=0, lt=1, description="Share of the documents held out for validation, chosen by hash."

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import check_name, is_own
 from pretrain.common.sections import Keys, Location, Section, WritableLocation, check_location
+from pretrain.common.setting_errors import first_problem
 from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import MASKING_SCHEMES, SOURCES, CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
@@ -275,9 +276,10 @@ class PretrainConfig(RunConfig):
                 raise ValueError(f"electra and {other} ({value}) do not fit together. Remove one of them")
         try:
             self.electra.generator(self.model)
-        except ValueError as error:
-            reason = " ".join(str(error).split("Value error, ")[-1].split(" [type")[0].split())
-            raise ValueError(f"electra.generator_width ({self.electra.generator_width}): {reason}") from None
+        except ValidationError as error:
+            raise ValueError(
+                f"electra.generator_width ({self.electra.generator_width}): {first_problem(error)}"
+            ) from None
         return self
 
     @model_validator(mode="after")
@@ -387,9 +389,8 @@ class PretrainConfig(RunConfig):
 
 def _refuse_changes(section: str, settings: Section, needed: str) -> None:
     """Raise `ValueError` if a setting is no default: without what is `needed` it has no effect."""
-    for name, value in settings:
-        if value != type(settings).model_fields[name].default:
-            raise ValueError(f"{section}.{name} ({value}) needs {needed}")
+    for name, value in settings.model_dump(exclude_defaults=True).items():
+        raise ValueError(f"{section}.{name} ({value}) needs {needed}")
 
 
 def load_config(

@@ -100,7 +100,7 @@ def write_card(
             card[key] = of_readings
     if filtered:
         card["filters"] = filtered
-        totals["filtered"] = sum(entry["documents"] for entry in filtered if entry["dropped"])
+        totals["filtered"] = sum(entry["documents"] for entry in filtered)
     if evaluation:
         card["evaluation_sets"] = evaluation
     write_json(folder / "card.json", card)
@@ -159,7 +159,7 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
     """Sources of which nothing is left, and what to change if much of the text is lost."""
     for number, source in enumerate(card["sources"]):
         if source["documents_read"] and not source["documents"]:
-            filtered = sum(entry["by_source"][number] for entry in card.get("filters", []) if entry["dropped"])
+            filtered = sum(entry["by_source"][number] for entry in card.get("filters", []))
             yield (
                 f" {source['name']}: none of its {counted(source['documents_read'], 'document')} is left "
                 f"({counted(source['duplicates'], 'duplicate')}, {source['too_short']:,} too short, {filtered:,} "

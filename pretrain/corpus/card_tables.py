@@ -12,20 +12,19 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
     """The section on filters: documents by rule and source, then the examples; [] if no filter did anything."""
     if not filtered:
         return []
-    names = ("filter", "rule", "dropped", "documents", "of those read", *(source["name"] for source in sources))
+    names = ("filter", "rule", "documents", "of those read", *(source["name"] for source in sources))
     read = max(1, sum(source["documents_read"] for source in sources))
     rows = [
         table_row(
             entry["filter"],
             entry["rule"],
-            "yes" if entry["dropped"] else "no",
             f"{entry['documents']:,}",
             f"{100 * entry['documents'] / read:.2f} %",
             *(f"{count:,}" for count in entry["by_source"]),
         )
         for entry in filtered
     ]
-    header = [table_row(*names), table_row(*["---"] * 3, *["---:"] * (2 + len(sources)))]
+    header = [table_row(*names), table_row(*["---"] * 2, *["---:"] * (2 + len(sources)))]
     return [
         "## Filters",
         "",

@@ -11,7 +11,6 @@ from pretrain.common.errors import InputError
 from pretrain.common.kinds import not_one_of
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
-from pretrain.corpus.filters import check_filters
 from pretrain.corpus.manifest import (
     fingerprint_settings,
     numbers_in,
@@ -90,7 +89,6 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     new = list(range(len(corpus.sources)))  # places of the sources that are read
     found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
-        check_filters(corpus.filters)
         check_line_breaks(corpus, tokenizer or given_tokenizer(corpus))
     compared = not any(is_remote(source.path) for source in corpus.sources)  # those at addresses are not fetched
     if manifest and found:

@@ -58,7 +58,7 @@ class ChunkSummary:
     @property
     def dropped(self) -> int:
         """Documents that filters dropped."""
-        return sum(entry["documents"] for entry in self.filtered if entry["dropped"])
+        return sum(entry["documents"] for entry in self.filtered)
 
     def drop_surplus(self, examples: Counter[tuple[str, str]], seen: set[int]) -> None:
         """Drop examples that the card does not show, and texts that were found before; both are kept count of here."""
@@ -406,7 +406,6 @@ class Documents:
             {
                 "filter": "near_duplicates",
                 "rule": "threshold",
-                "dropped": True,
                 "documents": sum(by_source),
                 "examples": self._near.examples,
                 "by_source": by_source,

@@ -4,16 +4,20 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from pretrain.common.errors import InputError
 from pretrain.corpus import inputs
 from pretrain.corpus.inputs import BrokenInputError
-from pretrain.corpus.streams import READ_BYTES, TextStream, open_text
+from pretrain.corpus.streams import TextStream, open_text
 
+MAX_BYTES = 10**9  # of a file that is not one value a line, unpacked; it is read whole
 _HEAD_BYTES = 1000
+_FIRST_BYTES = 16 << 20  # that hold the first value
 _SPREAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*\n\s*")')
 _OBJECT = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"')
 _BETWEEN = re.compile(r"[\s,\[\]\ufeff]*")
-_ESCAPE = 6  # characters of the longest token that may be cut at the end of what is read, "\\ud83d"
+_decode = json.JSONDecoder().raw_decode
 
 
 def begins_with_object(path: Path) -> bool:
@@ -28,71 +32,61 @@ def is_spread(path: Path) -> bool:
         return _SPREAD.match(stream.read(_HEAD_BYTES)) is not None
 
 
-def lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """(values of about a chunk, one a line; bytes of the file read so far).
+def first_value(path: Path) -> Any:
+    """The first value of a file, one a line or not. Raises `OSError`, and `ValueError` if it is too long or broken."""
+    with open_text(path) as stream:
+        text = stream.read(_FIRST_BYTES).decode("utf-8", "replace")
+    return _decode(text, len(_between(text, 0)))[0]
 
-    Raises `BrokenInputError` where the file or a value cannot be read; all before it has been yielded.
+
+def lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """(values of about a chunk, one a line; bytes of the file up to there, about).
+
+    Raises `BrokenInputError` where the file or a value cannot be read; all before it has been yielded. Raises
+    `InputError` if the file is too large.
     """
     with path.open("rb") as raw:
         stream = TextStream(path, raw)
-        values: list[bytes] = []
-        size, broken = 0, None
-        try:
-            for value in _values(stream):
-                values.append(value)
-                size += len(value)
-                if size >= inputs.CHUNK_BYTES:
-                    yield b"\n".join(values), raw.tell()
-                    values, size = [], 0
-        except BrokenInputError as error:
-            broken = error
-        if values:
-            yield b"\n".join(values), raw.tell()
-        if broken is not None:
-            raise broken
-
-
-def _values(stream: TextStream) -> Iterator[bytes]:
-    """The text of one value after the other, without line ends, which JSON has only between its tokens."""
-    decode, is_array = json.JSONDecoder().raw_decode, False
-    text, place, is_ended, between = "", 0, False, ""
+        data, file_bytes = stream.read(MAX_BYTES + 1), raw.tell()
+    if len(data) > MAX_BYTES:
+        raise too_large(path)
+    text, fault = data.decode("utf-8", "surrogateescape"), stream.fault and f"broken file: {stream.fault}"
+    values: list[bytes] = []
+    place = size = 0
+    is_array = False
     while True:
-        start, place = place, _next_place(text, place)
-        between += text[start:place]
+        between = _between(text, place)
+        place, is_array = place + len(between), is_array or "[" in between
+        if place == len(text):
+            break
         try:
-            if place == len(text):
-                raise json.JSONDecodeError("no value", text, place)
-            end = decode(text, place)[1]
+            end = _decode(text, place)[1]
         except (json.JSONDecodeError, RecursionError) as error:
-            if is_ended and place == len(text) and not stream.fault:
-                if is_array and "]" not in between:
-                    raise BrokenInputError("JSON array without an end") from None
-                return
-            if is_ended or not _is_cut(error, text):
-                raise BrokenInputError(_fault(stream, error, is_cut=_is_cut(error, text))) from None
-            read = stream.read(max(READ_BYTES, len(text) - place))
-            is_ended = not read
-            text, place = text[place:] + read.decode("utf-8", "surrogateescape"), 0
-            continue
-        is_array = is_array or "[" in between
-        between = ""
-        yield text[place:end].replace("\n", " ").replace("\r", " ").encode("utf-8", "surrogateescape")
-        place = end
+            fault = fault or f"JSON that cannot be read: {inputs.one_line(error)}"
+            break
+        # JSON has line ends only between its tokens.
+        line = text[place:end].replace("\n", " ").replace("\r", " ")
+        values.append(line.encode("utf-8", "surrogateescape"))
+        place, size = end, size + len(values[-1])
+        if size >= inputs.CHUNK_BYTES:
+            yield b"\n".join(values), file_bytes * place // len(text)
+            values, size = [], 0
+    if values:
+        yield b"\n".join(values), file_bytes * place // len(text)
+    if not fault and is_array and "]" not in between:
+        fault = "JSON array without an end"
+    if fault:
+        raise BrokenInputError(fault)
 
 
-def _next_place(text: str, place: int) -> int:
+def too_large(path: Path) -> InputError:
+    """The error of a file over `MAX_BYTES`."""
+    return InputError(
+        f"{path}: more than {MAX_BYTES // 10**9} GB of JSON that is not one object a line. Write it as JSONL, one "
+        "object a line."
+    )
+
+
+def _between(text: str, place: int) -> str:
     between = _BETWEEN.match(text, place)
-    return between.end() if between else place
-
-
-def _is_cut(error: json.JSONDecodeError | RecursionError, text: str) -> bool:
-    """Whether more text may mend the value."""
-    if isinstance(error, RecursionError):
-        return False
-    return error.msg.startswith("Unterminated") or error.pos >= len(text) - _ESCAPE
-
-
-def _fault(stream: TextStream, error: Exception, *, is_cut: bool) -> str:
-    if stream.fault:
-        return f"broken file: {stream.fault}"
-    return "JSON that ends within a value" if is_cut else f"JSON that cannot be read: {inputs.one_line(error)}"
+    return between.group() if between else ""

@@ -45,7 +45,6 @@ from pretrain.corpus.description import (
 )
 from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words
-from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import CountReadings, Prepared
@@ -166,7 +165,6 @@ class _Preparation:
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
         else:
-            check_filters(self._corpus.filters)
             if self._corpus.vocabulary.added_words and not self._growth:
                 with stoppable(self._folder), self._bar:
                     self._extend()

@@ -155,7 +155,7 @@ def test_a_recorded_config_imports_what_is_asked_for(place, capsys, allowed) -> 
         ("task.kind=mine.unset", "mine.unset: its settings_type must derive from pretrain.common.sections.Section."),
         ("task.kind=lengths", "task: kind: 'lengths' is no dotted name of your own such as my_package.module. "),
         ("task.tran=x", "task.tran is not a known setting; did you mean train?"),
-        ("task.max_windows=many", "task.max_windows is 'many'; expected a whole number"),
+        ("task.max_windows=many", "task.max_windows is 'many'; expected a valid integer"),
         ("task.metric=macrof1", "task: metric: 'macrof1' is not one of accuracy, macro_f1"),
     ],
 )

@@ -118,8 +118,13 @@ def test_ctrl_c_saves_a_checkpoint_and_is_an_exception(place: Path, monkeypatch:
 def test_a_config_is_the_same_in_every_form(place: Path) -> None:
     config = load_config("mini")
     assert load_config(config) == load_config(config.model_dump()) == config
-    changed = {"seed": 3, "scheduling.workers": 2, "run_dir": Path("a #b"), "corpus.filters.quality.stop_words": ("x",)}
-    texts = ["seed=3", "scheduling.workers=2", 'run_dir="a #b"', "corpus.filters.quality.stop_words=[x]"]
+    changed = {
+        "seed": 3,
+        "scheduling.workers": 2,
+        "run_dir": Path("a #b"),
+        "corpus.filters.contamination.sets": ({"path": "x"},),
+    }
+    texts = ["seed=3", "scheduling.workers=2", 'run_dir="a #b"', "corpus.filters.contamination.sets=[{path: x}]"]
     for form in (config, config.model_dump(mode="json"), "mini"):
         assert load_config(form, changed) == load_config("mini", texts)
     assert TINY["corpus"]["sources"][0]["path"] == Path("text.jsonl"), "what is given is not changed"
@@ -130,7 +135,7 @@ def test_a_config_is_the_same_in_every_form(place: Path) -> None:
     ("config", "message"),
     [
         ({**TINY, "phasess": []}, r"^config: phasess is not a known setting; did you mean phases\?$"),
-        ({**TINY, "phases": [{**TINY["phases"][0], "steps": "3"}]}, "^config: phases.0.steps is '3'; expected a whole"),
+        ({**TINY, "phases": [{**TINY["phases"][0], "steps": "3"}]}, "^config: phases.0.steps is '3'; expected a valid"),
         (TASK | {"classification": {"train": "x"}}, "^config: is not the config of a pretraining, which has no max_"),
         ("sst2", r"sst2\.yaml: is not the config of a pretraining, which has no max_length, classification, train"),
         ("minii", r"^minii: no such file; did you mean mini\?"),

@@ -5,16 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pretrain.common.errors import InputError
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
-from pretrain.corpus.filters.contamination import Contamination
+from pretrain.corpus.filters.contamination import Contamination, Matches
 from pretrain.corpus.filters.evaluation_sets import write_table
 from pretrain.corpus.filters.text_columns import text_columns
-from pretrain.corpus.filters.verdicts import Verdicts
 from pretrain.corpus.prepare import prepare
 from tests.corpus.preparing import card
 from tests.corpus.test_filters import filtered, prose, write_lines
@@ -23,10 +21,10 @@ QUESTION = "In which year did the last glacier of the northern valley melt away 
 SHORT = "Green stones of the winter garden sing at night."  # 9 words
 
 
-def judge(folder: Path, texts: list[str], *sets: EvaluationSetConfig, **settings: Any) -> Verdicts:
-    config = ContaminationConfig(sets=sets, **settings)
+def find(folder: Path, texts: list[str], *sets: EvaluationSetConfig) -> Matches:
+    config = ContaminationConfig(sets=sets)
     write_table(config, folder / "table")
-    return Contamination(config, folder / "table").judge(texts, text_columns(texts))
+    return Contamination(config, folder / "table").find(text_columns(texts))
 
 
 def _squad(text: str) -> str:
@@ -50,9 +48,9 @@ def test_a_text_is_found_in_each_format(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     spoken = QUESTION.upper().replace(" ", ",\n ")
     texts = [prose(1), f"{prose(2)} {spoken} {prose(3)}", QUESTION[: QUESTION.index(" form")], prose(50)]
-    verdicts = judge(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / name), columns=columns))
-    assert verdicts.broken.tolist() == [-1, 0, 0, -1]
-    assert str(verdicts.found[1]).startswith("IN,\n WHICH,")
+    matches = find(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / name), columns=columns))
+    assert matches.sets.tolist() == [-1, 0, 0, -1]
+    assert matches.words[1].startswith("IN,\n WHICH,")
 
 
 def _texts_in(path: Path, *columns: str) -> int:
@@ -92,18 +90,18 @@ def test_thirteen_words_are_needed_but_of_shorter_texts_all(tmp_path: Path) -> N
         SHORT.replace("sing", "hum"),
         "Too short to be looked for.",
     ]
-    verdicts = judge(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / "a.txt")))
-    assert verdicts.broken.tolist() == [-1, 0, 0, -1, -1]
-    assert verdicts.seen.tolist() == [0, 1]
+    matches = find(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / "a.txt")))
+    assert matches.sets.tolist() == [-1, 0, 0, -1, -1]
+    assert matches.seen.tolist() == [0, 1]
 
 
 def test_words_of_two_documents_are_no_sequence(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(QUESTION)
     words = QUESTION.split()
-    verdicts = judge(
+    matches = find(
         tmp_path, [" ".join(words[:8]), " ".join(words[8:])], EvaluationSetConfig(path=str(tmp_path / "a.txt"))
     )
-    assert verdicts.broken.tolist() == [-1, -1]
+    assert matches.sets.tolist() == [-1, -1]
 
 
 def test_the_first_set_and_the_first_place_are_named(tmp_path: Path) -> None:
@@ -111,10 +109,9 @@ def test_the_first_set_and_the_first_place_are_named(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
         file.write(QUESTION)
     sets = [EvaluationSetConfig(path=str(tmp_path / name)) for name in ("a.txt", "b.txt.gz")]
-    verdicts = judge(tmp_path, [f"{QUESTION} {SHORT}", QUESTION], *sets)
-    assert verdicts.broken.tolist() == [0, 1]
-    assert verdicts.found == [SHORT[:-1], " ".join(QUESTION.split()[:13])]
-    assert list(verdicts.rules) == ["a", "b"]
+    matches = find(tmp_path, [f"{QUESTION} {SHORT}", QUESTION], *sets)
+    assert matches.sets.tolist() == [0, 1]
+    assert matches.words == [SHORT[:-1], " ".join(QUESTION.split()[:13])]
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +129,7 @@ def test_the_card_reports_the_sets(sources: Path, tmp_path: Path) -> None:
 
     prepare(filtered(sources, tmp_path / "out", {"contamination": {"sets": sets}}), quiet=True)
     (entry,) = card(tmp_path / "out")["filters"]
-    assert (entry["filter"], entry["rule"], entry["dropped"], entry["by_source"]) == (
-        "contamination",
-        "quiz",
-        True,
-        [1, 2],
-    )
+    assert (entry["filter"], entry["rule"], entry["by_source"]) == ("contamination", "quiz", [1, 2])
     assert entry["examples"][1]["found"] == SHORT[:-1]
     assert card(tmp_path / "out")["evaluation_sets"] == [{"name": "quiz", "texts": 3, "found": 2}]
     totals = card(tmp_path / "out")["totals"]

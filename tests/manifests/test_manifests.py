@@ -615,7 +615,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["name=9lives"], "name: '9lives' must begin with a letter"),
         ("kuberay", ["scheduling.workers=9"], "multiple of place.workers_per_node (8)"),
         ("kuberay", ["phases.0.step=1"], "phases.0.step is not a known setting; did you mean"),
-        ("kuberay", ["place.storage=shared"], "place.storage is 'shared'; expected text like ^/"),
+        ("kuberay", ["place.storage=shared"], "place.storage is 'shared'; expected text like '^/"),
         ("kuberay", ["place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
         ("slurm", ["place.storage=s3://bucket/run"], "place.storage: 's3://bucket/run' is a remote address"),
         ("slurm", ['place.storage="a\\nb"'], "place.storage is 'a\\nb', which contains control characters (\\n)"),

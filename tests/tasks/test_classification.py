@@ -553,9 +553,9 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("{}", "train: one of train, dataset, containment and glue is needed"),
+        ("{}", "train: one of train, dataset and glue is needed"),
         ("{glue: rte}", "glue_dir: glue needs the folder"),
-        ("{glue: rte, glue_dir: x, train: y}", "only one of glue, dataset, containment and train"),
+        ("{glue: rte, glue_dir: x, train: y}", "only one of glue, dataset and train"),
         ("{glue: rte, glue_dir: x, dev: y}", "leave dev and test out"),
         ("{glue: rte, glue_dir: x, problem_type: regression}", "labels: glue has its own"),
         ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not one of accuracy; choose one."),

@@ -603,7 +603,7 @@ def test_test_files_need_no_labels(tmp_path):
         ("labels: [PER, PER]", "'PER'; expected types"),
         ("encoding: utf-9", "'utf-9' is not an encoding that Python knows"),
         ("document_context: -1", "-1 tokens of context; expected true, false or a number"),
-        ("scheme: bio", "scheme is 'bio'; expected one of"),
+        ("scheme: bio", "scheme is 'bio'; expected '"),
     ],
 )
 def test_bad_settings(tmp_path, line, message):

@@ -313,7 +313,7 @@ def test_settings_from_yaml(tmp_path):
     assert load(path, QuestionsSettings).unanswerable is True
     assert Questions(load(path, QuestionsSettings), {"threshold": 2.0}).threshold == -1.5
     path.write_text("unanswerable: maybe\n")
-    refused(r"a.yaml:1: unanswerable is 'maybe'; expected one of 'auto', true or false", load, path, QuestionsSettings)
+    refused(r"a.yaml:1: unanswerable is 'maybe'; expected 'auto', true or false", load, path, QuestionsSettings)
 
 
 def test_example():

@@ -38,12 +38,6 @@ class ClassificationSettings(Section):
         default="",
         description="Training set: a .csv, .tsv, .jsonl, .json or .parquet file, also compressed (.gz, .bz2, .xz).",
     )
-    containment: LocalPath = Field(
-        default="",
-        description="Unlabeled text, a file or folder, of which the training set is made: pairs of a passage and "
-        "words that are in it (entailment) or not (not_entailment), at most 60,000. A task before RTE and "
-        "other tasks of pairs.",
-    )
     dev: LocalPath = Field(default="", description="Labeled set that chooses the checkpoint.")
     test: LocalPath = Field(
         default="",
@@ -130,12 +124,10 @@ class ClassificationSettings(Section):
 
     @model_validator(mode="after")
     def _check_sources(self) -> ClassificationSettings:
-        if sum(map(bool, (self.glue, self.dataset, self.containment, self.train and not self.dataset))) > 1:
-            raise ValueError("glue: only one of glue, dataset, containment and train can give the texts")
-        if not (self.glue or self.dataset or self.containment or self.train):
-            raise ValueError("train: one of train, dataset, containment and glue is needed")
-        if self.containment and self.train:
-            raise ValueError("train: the training set is made of the text of containment; leave train out")
+        if sum(map(bool, (self.glue, self.dataset, self.train and not self.dataset))) > 1:
+            raise ValueError("glue: only one of glue, dataset and train can give the texts")
+        if not (self.glue or self.dataset or self.train):
+            raise ValueError("train: one of train, dataset and glue is needed")
         if self.glue and not self.glue_dir:
             raise ValueError("glue_dir: glue needs the folder with the official downloads")
         if self.glue and (self.dev or self.test):

@@ -13,8 +13,6 @@ from finetune.tasks.datasets.files import plain_suffix
 from finetune.tasks.datasets.table import Key, Table, TableFormat
 from pretrain.common.errors import InputError
 
-CONTAINMENT_PAIRS = 60_000  # at most
-
 
 class TableSource:
     """Tables of one config, with the columns text, pair and label."""
@@ -22,7 +20,6 @@ class TableSource:
     def __init__(self, settings: ClassificationSettings) -> None:
         self._settings = settings
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
-        self._made: Table | None = None  # of the text of `containment`
 
     def parts(self, kind: str) -> tuple[str, ...]:
         """Names of the sets of `kind`, dev or test."""
@@ -40,8 +37,6 @@ class TableSource:
         """None for single texts."""
         if self._glue:
             return self._glue.pair
-        if self._settings.containment:
-            return self._settings.pair_column or "pair"
         return None if self._settings.pair_column == "" else self._settings.pair_column
 
     def read(self, part: str) -> Table:
@@ -97,8 +92,6 @@ class TableSource:
         named = getattr(settings, name, "")
         if name != "train" and settings.dev_share and not named:
             return f"{settings.dev_share:.0%} of the training set, by a hash of the texts"
-        if settings.containment and name == "train":
-            return f"pairs of the text in {settings.containment}"
         if settings.dataset:
             where = " ".join(part for part in (settings.dataset, settings.subset) if part)
             return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")
@@ -128,14 +121,6 @@ class TableSource:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
-        if settings.containment and part == "train":
-            from finetune.tasks.datasets.containment import (
-                containment_pairs,  # loads the readers of all formats of text
-            )
-
-            if self._made is None:
-                self._made = containment_pairs(Path(settings.containment).expanduser(), CONTAINMENT_PAIRS)
-            return self._made
         named = getattr(settings, part)
         if not settings.dataset:
             return self._named(self._read_table(named, self._layout, labeled=labeled))

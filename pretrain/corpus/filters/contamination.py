@@ -1,32 +1,45 @@
 """Documents that contain text of evaluation sets: common sequences of 13 words (Brown et al. 2020, appendix C)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pretrain.config import ContaminationConfig
 from pretrain.corpus.filters.evaluation_sets import SHORTEST, set_names
 from pretrain.corpus.filters.text_columns import TextColumns
-from pretrain.corpus.filters.verdicts import Verdicts
 
 _SLOTS_PER_GRAM = 16  # of a table that settles most look-ups: what the beginnings of all n-grams are not
 _MOST_BITS = 26
+
+
+class Matches(NamedTuple):
+    """Text of evaluation sets in D documents.
+
+    sets int64 [D]: the first set that a document has text of, -1 if there is none; words [D]: its first such words;
+    seen int64: the texts of all sets that were found.
+    """
+
+    sets: np.ndarray
+    words: list[str]
+    seen: np.ndarray
 
 
 class Contamination:
     """Finds n-grams of evaluation sets; the table of them is read when the first document is."""
 
     def __init__(self, config: ContaminationConfig, table: Path) -> None:
-        self._names = set_names(config)
+        self.names = set_names(config)
         self._path = table
         self._table: _Table | None = None
 
-    def judge(self, texts: Sequence[str], columns: TextColumns) -> Verdicts:
-        """The verdicts; a document counts for the first set that it has text of."""
+    def find(self, columns: TextColumns) -> Matches:
+        """The matches in the documents of `columns`."""
         if self._table is None:
             self._table = _Table(self._path)
-        broken, places = np.full(len(texts), -1), np.zeros((len(texts), 2), np.int64)
+        count = len(columns.terms) - 1
+        found, places = np.full(count, -1), np.zeros((count, 2), np.int64)
         seen = [np.zeros(0, np.int64)]
         for n, begins, owners in self._table.find(columns):
             sets = np.searchsorted(self._table.first, owners, "right") - 1
@@ -34,11 +47,11 @@ class Contamination:
             seen.append(owners)
             # The last of equal indices wins, so those of the first sets, and of the first places, come last.
             order = np.lexsort((begins, sets))[::-1]
-            order = order[(broken[documents[order]] < 0) | (sets[order] < broken[documents[order]])]
-            broken[documents[order]] = sets[order]
+            order = order[(found[documents[order]] < 0) | (sets[order] < found[documents[order]])]
+            found[documents[order]] = sets[order]
             places[documents[order]] = np.stack([begins[order], begins[order] + n - 1], 1)
-        found = [_words(columns, *places[number]) if broken[number] >= 0 else "" for number in range(len(texts))]
-        return Verdicts(self._names, broken, found, seen=np.unique(np.concatenate(seen)))
+        words = [_words(columns, *place) if one >= 0 else "" for one, place in zip(found, places, strict=True)]
+        return Matches(found, words, np.unique(np.concatenate(seen)))
 
 
 class _Table:

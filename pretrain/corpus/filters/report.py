@@ -1,4 +1,4 @@
-"""What filters dropped or repaired: a count for each rule, and a few examples in the order of the corpus."""
+"""What filters dropped: a count for each rule, and a few examples in the order of the corpus."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,9 +15,9 @@ class Report:
         self.seen: set[int] = set()  # texts of evaluation sets that were found
         self.extend(entries)
 
-    def add(self, name: str, rule: str, text: str, found: Any, *, is_dropped: bool = True) -> None:
+    def add(self, name: str, rule: str, text: str, found: str) -> None:
         """Count a document; `found` says what the filter `name` found in `text`."""
-        entry = self._entry(name, rule, is_dropped)
+        entry = self._entry(name, rule)
         entry["documents"] += 1
         if len(entry["examples"]) < MOST_EXAMPLES:
             entry["examples"].append({"text": excerpt(text), "found": found})
@@ -25,16 +25,16 @@ class Report:
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
         """Add the `entries` of another process, which stand later in the corpus."""
         for entry in entries:
-            mine = self._entry(entry["filter"], entry["rule"], entry["dropped"])
+            mine = self._entry(entry["filter"], entry["rule"])
             mine["documents"] += entry["documents"]
             mine["examples"] += entry["examples"][: MOST_EXAMPLES - len(mine["examples"])]
 
     def entries(self) -> list[dict[str, Any]]:
-        """[{filter, rule, dropped, documents, examples: [{text, found}]}], in order of arrival."""
+        """[{filter, rule, documents, examples: [{text, found}]}], in order of arrival."""
         return list(self._entries.values())
 
-    def _entry(self, name: str, rule: str, is_dropped: bool) -> dict[str, Any]:
-        new = {"filter": name, "rule": rule, "dropped": is_dropped, "documents": 0, "examples": []}
+    def _entry(self, name: str, rule: str) -> dict[str, Any]:
+        new = {"filter": name, "rule": rule, "documents": 0, "examples": []}
         return self._entries.setdefault((name, rule), new)
 
 

@@ -1,8 +1,7 @@
-"""Documents as columns of characters, words and lines, for filters that count: numpy passes over all texts at once.
+"""Documents as columns of characters and terms, for filters that count: numpy passes over all texts at once.
 
-A character is a unit of UTF-16. There are two kinds of words. Those that rules count are separated by blanks. Terms,
-of which n-grams are made, are runs of letters and digits in lower case, or one ideograph or kana each; their hashes do
-not depend on the process.
+A character is a unit of UTF-16. Terms, of which n-grams are made, are runs of letters and digits in lower case, or one
+ideograph or kana each; their hashes do not depend on the process.
 """
 
 import functools
@@ -12,11 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-END, LINE, BLANK, MARK, ODD, DIGIT, LETTER, IDEOGRAPH = range(8)
-"""Kinds of characters: NUL after each document, line end, other white space, punctuation and symbols, ..."""
+_OTHER, _LETTER, _IDEOGRAPH = range(3)  # kinds of characters; digits count as letters
 
 _UNITS = 1 << 16
-_ODD_CATEGORIES = {"Cc", "Co", "Cn", "So", "Sk"}
 _IDEOGRAPHS = ((0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF))  # CJK and kana
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
 
@@ -33,26 +30,16 @@ def mixed(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class TextColumns:
-    """D documents with C characters, W words, T terms and L lines that are not empty.
+    """D documents with C characters and T terms.
 
-    units uint16 [C] and kinds uint8 [C], with a NUL after each document; document_ends int64 [D], place of that NUL;
-    word_starts and word_ends int64 [W]; term_starts, term_ends int64 [T]; line_starts, line_ends int64 [L], without
-    the blanks around a line; words, terms, lines int64 [D+1]: the first word, term and line of each document.
-    term_sums uint64 [T+1]: running sums from which `grams` makes hashes.
+    units uint16 [C], with a NUL after each document; term_starts, term_ends int64 [T]; terms int64 [D+1]: the first
+    term of each document; term_sums uint64 [T+1]: running sums from which `grams` makes hashes.
     """
 
     units: np.ndarray
-    kinds: np.ndarray
-    document_ends: np.ndarray
-    word_starts: np.ndarray
-    word_ends: np.ndarray
     term_starts: np.ndarray
     term_ends: np.ndarray
-    line_starts: np.ndarray
-    line_ends: np.ndarray
-    words: np.ndarray
     terms: np.ndarray
-    lines: np.ndarray
     term_sums: np.ndarray
 
     def sequence_hashes(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -75,37 +62,14 @@ class TextColumns:
 def text_columns(texts: Sequence[str]) -> TextColumns:
     """The columns of `texts`, at least one; a text has no NUL and no lone surrogate."""
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
-    kinds = _kinds()[units]
-    document_ends = np.flatnonzero(kinds == END)
-    solid = kinds > BLANK
-    word_starts, word_ends = _runs(solid)
-    term_starts, term_ends = _term_bounds(kinds)
-    line_starts, line_ends = _line_bounds(kinds, word_starts, word_ends)
+    starts, ends = _term_bounds(_kinds()[units])
     return TextColumns(
         units=units,
-        kinds=kinds,
-        document_ends=document_ends,
-        word_starts=word_starts,
-        word_ends=word_ends,
-        term_starts=term_starts,
-        term_ends=term_ends,
-        line_starts=line_starts,
-        line_ends=line_ends,
-        words=_first_of_each(word_starts, document_ends),
-        terms=_first_of_each(term_starts, document_ends),
-        lines=_first_of_each(line_starts, document_ends),
-        term_sums=_term_sums(units, term_starts, term_ends),
+        term_starts=starts,
+        term_ends=ends,
+        terms=np.concatenate([[0], np.searchsorted(starts, np.flatnonzero(units == 0))]),
+        term_sums=_term_sums(units, starts, ends),
     )
-
-
-@functools.lru_cache(maxsize=256)
-def term_hashes(text: str) -> np.ndarray:
-    """uint64 [T], not to be changed: the hash of each term of `text` by itself, for comparison with `grams(1)`."""
-    return text_columns([text.replace("\0", "")]).grams(1)
-
-
-def _first_of_each(starts: np.ndarray, document_ends: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.searchsorted(starts, document_ends)])
 
 
 def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -116,25 +80,16 @@ def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _term_bounds(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    starts, ends = _runs(kinds >= DIGIT)
-    single = np.flatnonzero(kinds == IDEOGRAPH)
+    inside = kinds >= _LETTER
+    starts, ends = _runs(inside)
+    single = np.flatnonzero(kinds == _IDEOGRAPH)
     if not single.size:
         return starts, ends
     begins, stops = np.zeros(len(kinds), bool), np.zeros(len(kinds) + 1, bool)
     begins[starts] = stops[ends] = begins[single] = stops[single + 1] = True
-    inside = kinds >= DIGIT
     begins[single + 1] |= inside[single + 1]
     stops[single] |= inside[np.maximum(single - 1, 0)] & (single > 0)
     return np.flatnonzero(begins), np.flatnonzero(stops)
-
-
-def _line_bounds(kinds: np.ndarray, word_starts: np.ndarray, word_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First and last word of each line give its bounds without blanks; lines without words are none."""
-    breaks = np.flatnonzero(kinds <= LINE)
-    after = np.searchsorted(word_starts, breaks)
-    before = np.concatenate([[0], after[:-1]])
-    filled = after > before
-    return word_starts[before[filled]], word_ends[after[filled] - 1]
 
 
 def _term_sums(units: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -169,24 +124,13 @@ def _geometric(factor: int, count: int) -> np.ndarray:
 
 @functools.cache
 def _kinds() -> np.ndarray:
-    """uint8 [65536]: the kind of each unit of UTF-16. Halves of a surrogate pair are marks."""
-    kinds = np.fromiter(map(_kind, range(_UNITS)), np.uint8, _UNITS)
+    """uint8 [65536]: the kind of each unit of UTF-16."""
+    letters = (_LETTER if unicodedata.category(chr(unit))[0] in "LMN" else _OTHER for unit in range(_UNITS))
+    kinds = np.fromiter(letters, np.uint8, _UNITS)
     for first, last in _IDEOGRAPHS:
         span = kinds[first : last + 1]
-        span[span == LETTER] = IDEOGRAPH
+        span[span == _LETTER] = _IDEOGRAPH
     return kinds
-
-
-def _kind(unit: int) -> int:
-    character = chr(unit)
-    if unit == 0 or character == "\n":
-        return LINE if unit else END
-    category = unicodedata.category(character)
-    if character.isspace() or category == "Zs":
-        return BLANK
-    if category in _ODD_CATEGORIES or unit == 0xFFFD:
-        return ODD
-    return {"L": LETTER, "M": LETTER, "N": DIGIT}.get(category[0], MARK)
 
 
 @functools.cache

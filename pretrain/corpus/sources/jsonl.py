@@ -1,6 +1,5 @@
 """Files of JSON objects; the text column of each is a document. They are one a line, in an array, or indented."""
 
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from pretrain.corpus.inputs import (
     without_surrogates,
 )
 from pretrain.corpus.records import RecordReader
-from pretrain.corpus.streams import open_text
 
 
 class Reader(RecordReader):
@@ -30,6 +28,9 @@ class Reader(RecordReader):
 
     def find(self, where: str) -> list[Input]:
         files = super().find(where)
+        for file in files:
+            if file.bytes > json_values.MAX_BYTES and json_values.is_spread(path := Path(file.paths[0])):
+                raise json_values.too_large(path)
         check_column(self.config, where, Path(files[0].paths[0]), _column_names)
         return files
 
@@ -72,10 +73,5 @@ def _begins_with_object(file: Path) -> bool:
 
 
 def _column_names(file: Path) -> list[str]:
-    if json_values.is_spread(file):
-        value = next(json_values.lines(file))[0].partition(b"\n")[0]
-    else:
-        with open_text(file) as stream:
-            value = io.BufferedReader(stream).readline()
-    row = json.loads(value.decode("utf-8-sig"))
+    row = json_values.first_value(file)
     return list(row) if isinstance(row, dict) else []
