@@ -9,7 +9,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import logging
 import math
@@ -74,6 +73,7 @@ _HUB_ERRORS = {
     "RepositoryNotFoundError": f"the Hub has no such repository, or it is private. Check its name; {_LOG_IN}",
 }
 _OURS = ("pretrain", "finetune", "cluster")
+_INSTALLED = {"site-packages", "dist-packages"}  # folders of libraries
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
 _MISCONFIGURED = {"SSLCertVerificationError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
 
@@ -385,9 +385,12 @@ def is_of_storage(error: BaseException) -> bool:
     known = {*sys.stdlib_module_names, *_OURS}
     if isinstance(error, (OSError, EOFError)) or {_package(one.__module__) for one in type(error).__mro__} - known:
         return True
-    packages = [_package(frame.f_globals["__name__"]) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    raised_by = next((one for one in reversed(packages) if one not in sys.stdlib_module_names), "")
-    return raised_by not in _OURS and raised_by in importlib.metadata.packages_distributions()
+    frames = [(_package(frame.f_globals["__name__"]), frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_by = [(package, frame) for package, frame in frames if package not in sys.stdlib_module_names][-1:]
+    return any(
+        package not in _OURS and not _INSTALLED.isdisjoint(Path(frame.f_code.co_filename).parts)
+        for package, frame in raised_by
+    )
 
 
 def _is_final(address: str, error: Exception) -> bool:
