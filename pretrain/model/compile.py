@@ -4,7 +4,9 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.common import commands
 from pretrain.common.errors import MachineError
 
 # Inductor's own launcher of kernels holds Python's lock while a GPU's queue is full, so the threads that report
 # heartbeats stand still; Triton's does not. Inductor reads the variable when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
 
 # Whether this torch supports axes whose size the compiler must not rely on; older versions were not tested.
 MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -55,8 +59,7 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
                 for x in argument if isinstance(argument, tuple) else (argument,):
                     if isinstance(x, Tensor):
                         _mark_axes(x, letters)
-        integers = tuple(x if type(x) is int else None for x in arguments)
-        return compiled_function(function, integers)(*arguments)
+        return compiled_function(function)(*arguments)
 
     return call
 
@@ -67,13 +70,11 @@ def compiling(otherwise: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-        cause = getattr(error, "inner_exception", None)
-        lacks_headers = isinstance(cause, CppCompileError) and "Python.h" in cause.output
-        if not (lacks_headers or isinstance(cause, InvalidCxxCompiler)):
+        message = " ".join(str(error).split())
+        found = re.search(r"No working C\+\+ compiler.*|Compiler: \S+ is not found", message)
+        if not found and "Python.h" not in message:
             raise
-        reason = "Python.h: not found" if lacks_headers else " ".join(str(cause).split())[:300]
+        reason = found.group()[:300] if found else "Python.h: not found"
         raise MachineError(
             f"torch.compile failed ({reason}). It needs g++ and Python's headers (apt-get install g++ python3-dev). "
             f"Install them, or {otherwise}."
@@ -81,22 +82,14 @@ def compiling(otherwise: str) -> Iterator[None]:
 
 
 @functools.cache
-def compiled_function(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
-    """The program of `function` in which these arguments are constants; it takes all of them and reads the others.
+def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled for all sizes of the marked axes; other axes and numbers are constants of the code.
 
     The compiler would take an integer for another size that varies. On a GPU, divisions by it in the addresses of
     elements then cost more than to read them: the rotation of heads took forty times as long as its memory traffic.
+    An older torch compiles first for the sizes of the first call, and again for those that have changed.
     """
-
-    def inner(*arguments: Any, integers: tuple[int | None, ...] = integers) -> Any:
-        return function(*(x if n is None else n for x, n in zip(arguments, integers, strict=True)))
-
-    # Dynamo relies on the value of an integer if it is the default of a function that is inlined.
-    @functools.wraps(function)
-    def with_constants(*arguments: Any) -> Any:
-        return inner(*arguments)
-
-    return torch.compile(with_constants if any(n is not None for n in integers) else function, dynamic=True)
+    return torch.compile(function, dynamic=False if MARKS_UNKNOWN_SIZES else None)
 
 
 def _kind(argument: Any, letters: str) -> Any:
@@ -137,20 +130,14 @@ def _configure() -> None:
     if hasattr(_configured, "done"):
         return
     _configured.done = True
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    remove_unfinished(Path(cache_dir()))
-    # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
-    torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
-    torch._dynamo.config.recompile_limit = 32
-    torch._dynamo.config.specialize_float = True
+    commands.compiles.set()
+    remove_unfinished(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    torch.compiler.config.recompile_limit = 32
     # Results of cheap elementwise operations are recomputed in the backward pass: faster, and half the memory.
     torch._functorch.config.aggressive_recomputation = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _mark_axes(x: Tensor, letters: str) -> None:
-    for axis in range(len(letters), x.dim()):
-        torch._dynamo.mark_static(x, axis)
     if not MARKS_UNKNOWN_SIZES:
         return
     mark = torch._dynamo.decorators.mark_unbacked
