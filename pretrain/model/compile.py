@@ -22,7 +22,6 @@ from pretrain.common.errors import MachineError
 # Inductor's own launcher of kernels holds Python's lock while a GPU's queue is full, so the threads that report
 # heartbeats stand still; Triton's does not. Inductor reads the variable when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
 
 # Whether this torch supports axes whose size the compiler must not rely on; older versions were not tested.
 MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -131,7 +130,9 @@ def _configure() -> None:
         return
     _configured.done = True
     commands.compiles.set()
-    remove_unfinished(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    for folder in [Path(given)] if given else Path(tempfile.gettempdir()).glob("torchinductor_*"):
+        remove_unfinished(folder)
     torch.compiler.config.recompile_limit = 32
     # Results of cheap elementwise operations are recomputed in the backward pass: faster, and half the memory.
     torch._functorch.config.aggressive_recomputation = True  # pyright: ignore[reportAttributeAccessIssue]
