@@ -108,7 +108,8 @@ def process_group(worker: Worker) -> Iterator[None]:
     if worker.world_size > 1:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     agreed = False
     try:
         with sleeping_when_crowded():

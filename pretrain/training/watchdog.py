@@ -40,6 +40,7 @@ from pretrain.training.heartbeats import (
     HeartbeatExchange,
     HeartbeatSummary,
     Ranks,
+    Store,
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these bounds
@@ -318,7 +319,7 @@ class ExchangeThread:
     """
 
     def __init__(
-        self, watchdog: Watchdog, connect: Callable[[], dist.TCPStore], rank: int, world_size: int, seconds: float
+        self, watchdog: Watchdog, connect: Callable[[], Store], rank: int, world_size: int, seconds: float
     ) -> None:
         self.heartbeats: list[Heartbeat | None] | None = None
         self.summary: HeartbeatSummary | None = None
@@ -421,7 +422,7 @@ def _stacks() -> str:
         return file.read()
 
 
-def _connection() -> Callable[[], dist.TCPStore] | None:
+def _connection() -> Callable[[], Store] | None:
     """How to connect again to the ranks' store, since training's own connection blocks while training waits.
 
     None if the ranks did not meet by MASTER_ADDR.
@@ -429,8 +430,9 @@ def _connection() -> Callable[[], dist.TCPStore] | None:
     host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
     if not host:
         return None
+    tcp_store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
     timeout = timedelta(seconds=_STORE_SECONDS)
-    return lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return lambda: tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _compilations() -> Any:
