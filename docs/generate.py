@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from finetune.cli import GROUPS, build_parsers, overview
 from pretrain.common import errors
-from pretrain.common.records import FORMER_NAMES, Metric
+from pretrain.common.records import Metric
 from pretrain.common.sections import LocalPath, Location, Section, WritableLocation
 from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS, PROBE_FIELDS
@@ -343,7 +343,6 @@ def _unit(name: str, field: Any) -> str:
 
 def metrics_page() -> str:
     """Every field of metrics.jsonl."""
-    former = ", ".join(f"`{before}` is now `{now}`" for before, now in FORMER_NAMES.items())
     lines = [
         _title("Metrics"),
         "`metrics.jsonl` in the run folder has one JSON object per line: a training record, an evaluation or an event. "
@@ -370,10 +369,6 @@ def metrics_page() -> str:
         "`probes.jsonl` has one JSON object for each checkpoint that was scored.",
         "",
         *_metrics(PROBE_FIELDS),
-        "",
-        "## Former names",
-        "",
-        f"Runs of earlier versions are still read: {former}.",
     ]
     return _joined(lines)
 

@@ -92,6 +92,7 @@ def write_corpus(
         folder,
         {
             "format": 1,
+            "folded": True,
             "fingerprint": digest.hexdigest(),
             "vocabulary_size": len(vocabulary),
             "dtype": np.dtype(dtype).name,

@@ -1,9 +1,18 @@
-"""The project's weight, which `tests/house.yaml` limits. `python -m tests.house` prints both."""
+"""The project's weight, which `tests/house.yaml` limits. `python -m tests.house` prints both.
 
+`python -m tests.house COVERAGE` prints what share of each component's branches the tests reach, by a report of
+`coverage json` (`[tool.coverage]` in pyproject.toml).
+"""
+
+import argparse
 import ast
+import itertools
+import json
 import re
 import subprocess
 import sys
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,23 +30,41 @@ THEIR_PLACES = ("pretrain/objectives/", "pretrain/config/", "pretrain/checkpoint
 DOCUMENTED = {"_exit", "_current_frames", "_typeshed", "_replace", "_asdict", "_fields"}  # the standard library's
 LIBRARY = re.compile(r"(torch|dist|ray|deepspeed|fsspec|wandb)\.(\w+\.)*_[A-Za-z]")
 KERNELS = f"{ROOT / 'pretrain' / 'model' / 'kernels'}/"
+WORD_LIST = "finetune/scores/common_words.txt"  # data, which no one reads
+AT_LEAST = ("test_asserts",)  # limits from below
+_NOT_CODE = frozenset(
+    {tokenize.COMMENT, tokenize.STRING, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    | {tokenize.ENCODING, tokenize.ENDMARKER}
+)
 
 
-def limits() -> dict[str, int]:
+def limits() -> dict[str, float]:
     """The committed limits, by name."""
     return yaml.safe_load((ROOT / "tests" / "house.yaml").read_text(encoding="utf-8"))
 
 
-def weight() -> dict[str, int]:
+def weight() -> dict[str, float]:
     """Today's figures, under the names of the limits."""
+    from cluster.manifests.kuberay import KubeRaySettings
+    from cluster.manifests.slurm import SlurmSettings
+    from finetune.training.config import FinetuneConfig
+    from pretrain.config import PretrainConfig
     from tests.test_layers import MAY_IMPORT
 
-    product = _files(PRODUCT)
+    product, tests = _files(PRODUCT), _files(("tests",))
+    lines, tokens = sum(map(line_count, product)), sum(map(code_tokens, product))
     return {
-        "product_lines": sum(map(line_count, product)) + sum(map(line_count, _tracked("pretrain/*.cpp"))),
-        "test_lines": sum(map(line_count, _files(("tests",)))),
+        "product_lines": lines + sum(map(line_count, _tracked("pretrain/*.cpp"))),
+        "product_lines_of_all_files": sum(map(line_count, _product_files())),
+        "product_code_tokens": tokens,
+        "product_code_tokens_per_line": round(tokens / lines, 2),
+        "test_lines": sum(map(line_count, tests)),
+        "test_code_tokens": sum(map(code_tokens, tests)),
+        "test_asserts": sum(map(_asserts, tests)),
         "private_names_in_tests": len(private_names_in_tests()),
-        "settings": len(_settings()),
+        "settings": len(_settings(PretrainConfig, FinetuneConfig)),
+        "place_settings": len(_settings(KubeRaySettings, SlurmSettings)),
+        **_command_line(),
         "components": len(MAY_IMPORT),
         "permitted_imports": sum(len(components.split()) for components in MAY_IMPORT.values()),
         "files_that_know_an_objective": len(files_that_know_an_objective()),
@@ -52,6 +79,17 @@ def weight() -> dict[str, int]:
         "decisions": len([file for file in _pages() if file.parent.name == "decisions" and file.name[0].isdigit()]),
         "changelog_kilobytes": (ROOT / "CHANGELOG.md").stat().st_size // 1000,
     }
+
+
+def branch_coverage(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """(reached, all) branches of each component, by a report of `coverage json`."""
+    reached: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for name, file in report["files"].items():
+        component = "/".join(Path(name).parts[:2])
+        reached[component] += file["summary"]["covered_branches"]
+        total[component] += file["summary"]["num_branches"]
+    return {component: (reached[component], total[component]) for component in sorted(total)}
 
 
 def files_that_know_an_objective() -> list[str]:
@@ -163,8 +201,38 @@ def _made(page: Path) -> bool:
     return page.relative_to(ROOT).parts[1] == "reference"
 
 
+def _product_files() -> list[Path]:
+    """All of the product's packages: code, templates, scripts, JSON and YAML."""
+    return [file for file in _tracked(*(f"{folder}/*" for folder in PRODUCT)) if file != ROOT / WORD_LIST]
+
+
 def line_count(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def code_tokens(file: Path) -> int:
+    """Names, numbers and operators; a string or an f-string with all that is in it is none, in every Python."""
+    start, end = (getattr(tokenize, f"FSTRING_{name}", None) for name in ("START", "END"))  # of Python 3.12
+    count = depth = 0
+    with file.open("rb") as lines:
+        for token in tokenize.tokenize(lines.readline):
+            depth += token.type == start
+            count += not depth and token.type not in _NOT_CODE
+            depth -= token.type == end
+    return count
+
+
+def _asserts(file: Path) -> int:
+    return sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def _command_line() -> dict[str, int]:
+    from finetune.cli import build_parsers
+
+    _, commands = build_parsers()
+    actions = itertools.chain.from_iterable(parser._actions for parser in commands.values())
+    options = [one for one in actions if one.option_strings and not isinstance(one, argparse._HelpAction)]
+    return {"commands": len(commands), "command_options": len(options)}
 
 
 def function_lengths(file: Path) -> Iterator[int]:
@@ -212,13 +280,10 @@ def _public_methods(file: Path, name: str) -> int:
     return sum(not member.startswith("_") for member in members)
 
 
-def _settings() -> set[tuple[str, str]]:
-    """(section, setting) of both kinds of config. A section in several places counts once."""
-    from finetune.training.config import FinetuneConfig
-    from pretrain.config import PretrainConfig
-
+def _settings(*configs: type[Any]) -> set[tuple[str, str]]:
+    """(section, setting) of these kinds of config. A section in several places counts once."""
     found: set[tuple[str, str]] = set()
-    waiting: list[type[Any]] = [PretrainConfig, FinetuneConfig]
+    waiting = list(configs)
     seen: set[type[Any]] = set()
     while waiting:
         section = waiting.pop()
@@ -243,6 +308,10 @@ def _sections(annotation: Any) -> Iterator[type[Any]]:
 
 
 if __name__ == "__main__":
-    allowed = limits()
-    for key, value in weight().items():
-        print(f"{key:24} {value:>8,}   limit {allowed.get(key, 0):>8,}")
+    if len(sys.argv) > 1:
+        for name, (reached, branches) in branch_coverage(json.loads(Path(sys.argv[1]).read_text())).items():
+            print(f"{name:24} {reached:>6,} of {branches:>6,} branches, {reached / max(branches, 1):.1%}")
+    else:
+        allowed = limits()
+        for key, value in weight().items():
+            print(f"{key:30} {value:>10,}   {'at least' if key in AT_LEAST else 'limit'} {allowed.get(key, 0):>10,}")

@@ -53,7 +53,6 @@ class FaultyProxy:
         plan: faults to come; a fault that has happened `times` times is removed.
         happened: "kind METHOD path" of the faults that have happened.
         requests: "METHOD path" of all requests.
-        hidden_listings: how many listings do not yet show a key that was written through the proxy.
     """
 
     def __init__(self, port: int) -> None:
@@ -61,8 +60,6 @@ class FaultyProxy:
         self.plan: list[Fault] = []
         self.happened: list[str] = []
         self.requests: list[str] = []
-        self.hidden_listings = 0
-        self._hidden: dict[str, int] = {}
         proxy = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -79,7 +76,7 @@ class FaultyProxy:
 
     def reset(self) -> None:
         """An empty bucket, and no faults."""
-        self.plan, self.happened, self.hidden_listings, self._hidden = [], [], 0, {}
+        self.plan, self.happened = [], []
         forget_clients()
         fetched_model.cache_clear()
         system = fsspec.filesystem("s3", skip_instance_cache=True)
@@ -117,7 +114,7 @@ class FaultyProxy:
             return
         if kind == "slow":
             time.sleep(0.3)
-        answer = self._listed(method, path, self._pass_on(head, body))
+        answer = self._pass_on(head, body)
         if kind == "lost":
             connection.shutdown(socket.SHUT_RDWR)
             return
@@ -151,22 +148,6 @@ class FaultyProxy:
             while part := server.recv(1 << 20):
                 parts.append(part)
         return b"".join(parts)
-
-    def _listed(self, method: str, path: str, answer: bytes) -> bytes:
-        """`answer`, without keys that a listing does not show yet."""
-        name = path.split("?")[0].removeprefix(f"/{BUCKET}/")
-        if method == "PUT" and self.hidden_listings:
-            self._hidden[name] = self.hidden_listings
-        if method != "GET" or "list-type=2" not in path:
-            return answer
-        head, body = answer.split(b"\r\n\r\n", 1)
-        for entry in re.findall(rb"<Contents>.*?</Contents>", body, re.DOTALL):
-            key = re.search(rb"<Key>(.*?)</Key>", entry)[1].decode()  # type: ignore[index]
-            if self._hidden.get(key, 0) > 0:
-                self._hidden[key] -= 1
-                body = body.replace(entry, b"")
-        head = re.sub(rb"(?i)content-length: \d+", b"Content-Length: %d" % len(body), head)
-        return head + b"\r\n\r\n" + body
 
 
 def _head(incoming: Any) -> bytes:

@@ -4,6 +4,7 @@ It is closed to everybody without its token. Its processes end with `up`, even i
 """
 
 import contextlib
+import importlib
 import json
 import os
 import secrets
@@ -64,6 +65,7 @@ def up(nodes: int, cpus_per_node: int) -> None:
             write_json(_state_file(), asdict(cluster))
         ends.callback(_state_file().unlink, missing_ok=True)
         use_token(cluster)  # Ray reads it while it is imported
+        importlib.import_module("ray.util.state")  # before there are nodes: a Ctrl-C during an import can be lost
         head = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
         head.append(f"--temp-dir={folder}/{RAY_FOLDER}")
         first = start_node(cluster, cpus, head, ends)

@@ -22,7 +22,6 @@ from finetune.training.config import FinetuneConfig, load_config, run_name
 from finetune.training.saved import MODEL
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer
-from pretrain.common.earlier import as_before
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values
 from pretrain.run import preflight
@@ -258,7 +257,7 @@ def run_members(
 def lasting(config: FinetuneConfig) -> dict[str, Any]:
     """The settings that change what a run comes to, except for the places of its data."""
     return {
-        "config": as_before(config.model_dump(mode="json", exclude={*_FREE, config.task_name})),
+        "config": config.model_dump(mode="json", exclude={*_FREE, config.task_name}),
         "task": config.task_settings.model_dump(mode="json", exclude=set(_FILES)),
     }
 
@@ -279,7 +278,7 @@ def run_fingerprint(config: FinetuneConfig) -> str:
         **lasting(config),
     }
     tokenizer = read_tokenizer(folder, released.vocabulary_size).to_str()
-    return text_digest(json.dumps(as_before(shape), sort_keys=True), tokenizer, runs.digest(config, test_sets=False))
+    return text_digest(json.dumps(shape, sort_keys=True), tokenizer, runs.digest(config, test_sets=False))
 
 
 def _is_seed(folder: Path) -> bool:

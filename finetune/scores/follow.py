@@ -79,8 +79,7 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)
     config, done = state["config"], max((one["step"] for one in read_records(run, PROBES)), default=0)
-    probed = config["evaluation"].get("probes", {}).get("every_steps", 1)  # no runs of earlier versions have it
-    every = max(probed, config["checkpoint"]["every_steps"])
+    every = max(config["evaluation"]["probes"]["every_steps"], config["checkpoint"]["every_steps"])
     # A fork's first checkpoint has its parent's config, and that of a run that was made longer its former one.
     phases = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))["phases"]
     is_last, due = step >= sum(phase["steps"] for phase in phases), step // every - done // every

@@ -18,7 +18,6 @@ from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import ModelTokenizer, read_tokenizer
-from pretrain.common.earlier import as_before
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.common.transfers import PendingCopy, arrivals, to_host
@@ -48,7 +47,7 @@ class ModelSettings:
         """What a record says of them: what may change a score by more than fp32's rounding.
 
         Compiled layers keep in fp32 what eager ones round to bf16 between operations, so in bf16 scores differ by as
-        much as for bf16 itself. Eager ones have no key, as before there was a choice.
+        much as for bf16 itself. Eager ones have no key.
         """
         how = asdict(self)
         compiled = how.pop("compile")
@@ -228,7 +227,7 @@ def fingerprint(folder: Path) -> str:
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
     tensors = digest({**released.backbone, **heads, **released.pretraining})
     # Without defaults, so that a further setting of models changes no fingerprint.
-    shape = as_before({"model": released.model.model_dump(mode="json", exclude_defaults=True)})["model"]
+    shape = released.model.model_dump(mode="json", exclude_defaults=True)
     how = [released.family, shape, released.token_types, released.task_head("sequence")]
     return text_digest(tensors, tokenizer.to_str(), json.dumps(how, sort_keys=True))
 

@@ -45,9 +45,7 @@ class Record:
     def read(self, part: str, how: Mapping[str, Any]) -> dict[str, Any]:
         """The scores of a part; {} if there are none, or they were measured in another way."""
         found = self._content.get(part, {})
-        # Earlier versions had one way more, "shifted"; where it was false it is that of today.
-        before = {key: value for key, value in found.get("how", {}).items() if (key, value) != ("shifted", False)}
-        return found.get("scores", {}) if before == how else {}
+        return found.get("scores", {}) if found.get("how") == how else {}
 
     def write(self, part: str, how: Mapping[str, Any], scores: Mapping[str, Any], *, beside: bool = False) -> None:
         """Replace the scores of a part, and write the file; other processes may write other parts of it.

@@ -12,7 +12,6 @@ from pydantic import Field, ValidationError, create_model, field_validator, mode
 
 from finetune.tasks import own_metric, registry
 from pretrain.common import settings
-from pretrain.common.earlier import LEFT_PRESETS, LeftError
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import check_name
 from pretrain.common.sections import Keys, Location, Section
@@ -83,8 +82,6 @@ _LEAST_STEPS = 300  # more epochs than `_EPOCHS` of few examples, up to `_MOST_E
 class TrainingConfig(Section):
     """Length, batch size and learning rate. `preset` fills what is not given, here and in optimizer and engine."""
 
-    EARLIER = "training"
-
     preset: Literal["auto", "devlin", "stable", "small-bert", "roberta"] = Field(
         default="auto",
         description="Source of the values that are not given: auto chooses learning rate and epochs by the model's "
@@ -130,8 +127,6 @@ class TrainingConfig(Section):
         if not isinstance(values, dict):
             return values
         preset = values.get("preset", "auto")
-        if preset in LEFT_PRESETS:
-            raise LeftError(f"preset: {preset}", "acc156f")
         chosen = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         given = {key: value for key, value in values.items() if key not in _POSITIVE or value != 0}
         return {**chosen, **given}

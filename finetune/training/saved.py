@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from finetune.tasks.base import Task
 from finetune.training.card import CardFacts, model_card
 from finetune.training.config import FinetuneConfig
 from finetune.training.folders import MODEL, SETTINGS, model_folder
 from finetune.training.rows import write_rows
-from pretrain.common.earlier import as_trained
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, of_another_version
 from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
 from pretrain.common.run_files import SCORES
 from pretrain.common.wording import shown_scores
@@ -152,9 +153,9 @@ def load_saved(folder: Path) -> SavedModel:
     path = model_folder(folder) / SETTINGS
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return SavedModel(
-            FinetuneConfig.model_validate(as_trained(values["config"])), values["state"], values["scores"]
-        )
+        return SavedModel(FinetuneConfig.model_validate(values["config"]), values["state"], values["scores"])
+    except ValidationError:
+        raise InputError(of_another_version(path, "Fine-tune again.")) from None
     except (ValueError, KeyError) as error:
         raise InputError(f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again.") from None
 

@@ -324,13 +324,13 @@ def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, warm
 
 
 def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig, job: Finetuning) -> None:
-    if state.get("data", job.digest) != job.digest:
+    if state.get("data") != job.digest:
         raise InputError(
             f"{checkpoint}: was trained on other data, or with another tokenizer, than {config.start_from} and the "
             f"files of {config.task_name} give now. Put them back as they were, or choose another name or run_dir."
         )
     held_out = job.data_digest({})
-    if state.get("held_out", held_out) != held_out:
+    if state.get("held_out") != held_out:
         raise InputError(
             f"{checkpoint}: was scored on another dev set than the files of {config.task_name} give now, and scores on "
             "it choose the model. Put the dev set back as it was, or choose another name or run_dir."

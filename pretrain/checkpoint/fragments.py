@@ -45,7 +45,7 @@ class FragmentIndex:
     """Finds the fragments that a range of a parameter lies in.
 
     Args:
-        entries: as `packed` returns them, or each fragment with its `file`, as manifests of format 1 have them.
+        entries: as `packed` returns them.
         files: names of the ranks' files, by rank.
     """
 
@@ -65,5 +65,5 @@ class FragmentIndex:
             begin = max(0, (start - first) // numel)
             end = min(parts, -(-(stop - first) // numel))
             for number in range(begin, end):
-                file = run["file"] if "file" in run else self._files[int(run["rank"]) + number]
+                file = self._files[int(run["rank"]) + number]
                 yield StoredFragment(first + number * numel, first + (number + 1) * numel, file)

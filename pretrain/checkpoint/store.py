@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.fragments import packed
 from pretrain.checkpoint.reading import CheckpointReader, checkpoint_manifest, retried
-from pretrain.common.errors import InputError, MachineError, RunError
+from pretrain.common.errors import InputError, MachineError, RunError, of_another_version
 from pretrain.common.files import (
     CHECKPOINT_NAME,
     MANIFEST,
@@ -46,7 +46,7 @@ from pretrain.common.files import (
 )
 from pretrain.storage.runs import best_of
 
-FORMAT = 2  # 1 listed every fragment with its file, and is still read
+FORMAT = 2
 _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
 
     Raises:
         InputError: a file is missing or damaged.
-        MachineError: a file cannot be read, or the format is one of a later version.
+        MachineError: a file cannot be read, or the format is one of another version.
     """
 
     def read() -> dict[str, Any]:
@@ -244,12 +244,8 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
             (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
         return verify_manifest(checkpoint, content=content)
 
-    written = retried(checkpoint, read).get("format", 1)
-    if written > FORMAT:
-        raise MachineError(
-            f"{checkpoint}: written by a newer version of bertrain (format {written}; this one reads up to {FORMAT}). "
-            "Install that version."
-        )
+    if retried(checkpoint, read).get("format") != FORMAT:
+        raise MachineError(of_another_version(checkpoint, "Train again."))
 
 
 def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:

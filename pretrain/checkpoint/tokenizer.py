@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from pretrain.checkpoint import store
 from pretrain.common import settings
 from pretrain.common.errors import InputError
-from pretrain.common.files import sha256_file, write_json
+from pretrain.common.files import write_json
 from pretrain.config import CorpusConfig, load_config
 from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.corpus.stored import fetch_without_tokens
@@ -107,7 +106,7 @@ def tokenizer_folder(folder: Path) -> Path:
 def corpus_of(run: Path, corpus: CorpusConfig) -> Path:
     """The folder of `corpus`, that of a run of ours, whose tokenizer is the run's.
 
-    Raises `InputError` if it has another tokenizer by now; checkpoints of earlier versions tell less of it, or nothing.
+    Raises `InputError` if it has another tokenizer by now.
     """
     trained_with = _trained_tokenizer(run)
     folder = fetch_without_tokens(corpus)
@@ -121,28 +120,18 @@ def corpus_of(run: Path, corpus: CorpusConfig) -> Path:
     return folder
 
 
-def _is_tokenizer(corpus: Path, trained_with: Mapping[str, str]) -> bool:
-    """Whether a corpus has the tokenizer that `_trained_tokenizer` tells; what is missing is not another one."""
-    if not (corpus / "vocab.txt").is_file():
-        return True
-    if "tokenizer" in trained_with:
-        return trained_with["tokenizer"] == tokenizer_digest(corpus)
-    return trained_with.get("vocabulary", "") in ("", sha256_file(corpus / "vocab.txt"))
+def _is_tokenizer(corpus: Path, trained_with: str) -> bool:
+    """Whether a corpus has the tokenizer with the digest `trained_with`; what is missing is not another one."""
+    return not (trained_with and (corpus / "vocab.txt").is_file()) or trained_with == tokenizer_digest(corpus)
 
 
-def _trained_tokenizer(run: Path) -> dict[str, str]:
-    """What the newest checkpoint that tells anything tells of the tokenizer that a run was trained with.
-
-    `tokenizer` is its digest; checkpoints of earlier versions have `vocabulary`, the SHA-256 of vocab.txt alone.
-    """
+def _trained_tokenizer(run: Path) -> str:
+    """The digest of the tokenizer that a run was trained with, from its newest readable checkpoint; "" without one."""
     for checkpoint in reversed(store.list_checkpoints(run / "checkpoints")):
         with contextlib.suppress(InputError):
-            if not (checkpoint / "state.json").is_file():  # damaged, or just removed
-                continue
-            state = store.read_state(checkpoint)
-            if found := {name: state[name] for name in ("tokenizer", "vocabulary") if state.get(name)}:
-                return found
-    return {}
+            if (checkpoint / "state.json").is_file():  # else it is damaged, or was just removed
+                return store.read_state(checkpoint).get("tokenizer", "")
+    return ""
 
 
 def copy_tokenizer(

@@ -17,6 +17,11 @@ def is_control(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")
 
 
+def of_another_version(where: object, advice: str) -> str:
+    """The message of an error: what is at `where` has a format or settings that this version does not have."""
+    return f"{where}: made by another version of bertrain. {advice}"
+
+
 class RunError(Exception):
     """An expected error. Its message is one line: where, what is wrong, what to do."""
 

@@ -1,23 +1,17 @@
-"""Rows of delimited text, and whether the quotes of a .tsv file come from its writer or belong to its texts.
+"""Rows of delimited text, whose quotes may come from its writer or belong to its texts.
 
 A text is given as its parts between line ends of any kind, as a stream opened with `newline=""` yields them.
 """
 
 import csv
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from pretrain.common.errors import InputError
 
 Quoting = Literal["standard", "none"]
 """standard: RFC 4180; none: quotes are ordinary characters."""
-
-
-class QuotingDoubt(NamedTuple):
-    """A cell that looks quoted in a file that is read as if nothing were."""
-
-    line: int
-    cell: str
-    reason: str  # why it is read so
 
 
 class QuotingError(ValueError):
@@ -70,73 +64,11 @@ def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list
         raise QuotingError(first, str(error)) from None
 
 
-def detect_quoting(opened: Callable[[], Iterable[str]], delimiter: str) -> tuple[Quoting, QuotingDoubt | None]:
-    """How the quotes of the text that `opened` opens are meant, and a cell that speaks against it, if there is one.
-
-    GLUE's official files quote nothing, and many of their cells start with a quote; pandas and spreadsheets quote.
-    A writer that quotes does so for every cell with a quote in it, so one bare quote shows that nothing is quoted.
-    A doubled quote inside a cell, a fully quoted header or column, or rows that span lines show the opposite. A file
-    that shows neither is read as it is. The text is read once, or twice if its lines have different numbers of cells.
-    """
-    seen = _QuotesSeen()
-    for line, cells in bare_rows(opened(), delimiter):
-        seen.add(line, cells)
-    if seen.first is None:
-        return "none", None
-    if seen.is_ragged:
-        return "standard" if _is_rectangular(opened(), delimiter) else "none", None
-    if not seen.is_bare and (seen.doubled or seen.header_is_quoted or seen.quoted_columns):
-        return "standard", None
-    if seen.is_bare:
-        return "none", QuotingDoubt(*seen.doubled, "others have bare quotes") if seen.doubled else None
-    return "none", QuotingDoubt(*seen.first, "nothing else shows that it is")
-
-
-class _QuotesSeen:
-    """What the rows of a text show if its quotes are taken as ordinary characters."""
-
-    def __init__(self) -> None:
-        self.is_ragged = False  # rows have different numbers of cells
-        self.is_bare = False  # a cell has a quote that no writer who quotes would leave so
-        self.first: tuple[int, str] | None = None  # line and cell of the first quote
-        self.doubled: tuple[int, str] | None = None  # likewise, of the first quoted cell with a doubled quote in it
-        self.header_is_quoted = False  # all its cells are
-        self.quoted_columns: set[int] = set()  # those of which all cells below the header are quoted
-        self._width = 0
-        self._rows = 0
-
-    def add(self, line: int, cells: list[str]) -> None:
-        quoted = set()
-        for column, cell in enumerate(cells):
-            if '"' in cell:
-                self.first = self.first or (line, cell)
-                if not _is_quoted(cell):
-                    self.is_bare = True
-                    continue
-                quoted.add(column)
-                if '""' in cell[1:-1]:
-                    self.doubled = self.doubled or (line, cell)
-        if not self._rows:
-            self._width, self.header_is_quoted = len(cells), len(quoted) == len(cells)
-        self.quoted_columns = quoted if self._rows == 1 else self.quoted_columns & quoted
-        self.is_ragged = self.is_ragged or len(cells) != self._width
-        self._rows += 1
-
-
-def _is_quoted(cell: str) -> bool:
-    """Whether the whole cell is quoted by RFC 4180."""
-    inner = cell[1:-1].replace('""', "")
-    return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
-
-
-def _is_rectangular(text: Iterable[str], delimiter: str) -> bool:
-    """Whether, read by RFC 4180, all rows have the same number of cells."""
-    width = 0
-    try:
-        for _, cells in quoted_rows(text, delimiter):
-            width = width or len(cells)
-            if len(cells) != width:
-                return False
-    except QuotingError:
-        return False
-    return True
+def refuse_quoted(text: Iterable[str], delimiter: str, path: object, setting: str) -> None:
+    """Raise `InputError`, which names the `setting`, if a cell begins with a quote; else both ways of reading agree."""
+    for line, cells in bare_rows(text, delimiter):
+        if quoted := next((cell for cell in cells if cell.startswith('"')), ""):
+            raise InputError(
+                f"{path}:{line}: the cell {quoted[:60]} begins with a quote. Set {setting} to standard if quotes "
+                "surround cells, or to none if they belong to the text; or save the file as .jsonl."
+            )

@@ -13,9 +13,6 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, disk_errors, open_regular
 from pretrain.common.run_files import METRICS
 
-FORMER_NAMES = {"peak_fraction": "mfu"}
-"""Former field names -> today's, so that metrics.jsonl and benchmark results of older versions can be read."""
-
 SOURCE_LOSS = "source_loss/"
 """What fields of an evaluation begin with, before the name of a source: the loss on its text."""
 
@@ -27,7 +24,7 @@ _LATEST_TIME = 253_402_300_799
 
 
 def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
-    """All records of a run's metrics.jsonl, or such a file, in file order, under today's field names; [] without one.
+    """All records of a run's metrics.jsonl, or such a file, in file order; [] without one.
 
     An incomplete last line is ignored: a killed process may leave one.
     Raises `InputError` with the line number if a line before the last one is not a valid record.
@@ -73,7 +70,7 @@ def is_training(record: dict[str, Any]) -> bool:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl, under today's field names; None if the line is not a valid record."""
+    """The record in a line of metrics.jsonl; None if the line is not a valid record."""
     try:
         return _record(line)
     except ValueError:
@@ -94,7 +91,7 @@ def _record(line: bytes) -> dict[str, Any]:
         if expected:
             shown = repr(value)
             raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
-    return {FORMER_NAMES.get(key, key): value for key, value in record.items()}
+    return record
 
 
 def _expected(key: str, value: Any, *, in_event: bool) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeGuard
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
 from pydantic.fields import FieldInfo
 
 from pretrain.common.addresses import SCHEMES, check_address, is_remote
-from pretrain.common.earlier import as_now
 from pretrain.common.files import check_local
 
 Keys = tuple[str | int, ...]
@@ -23,16 +22,8 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    EARLIER: ClassVar[str] = ""
-    """The section's name in `earlier.LEFT_AFTER` and `earlier.RENAMED`, if it is there."""
-
     PURPOSE: ClassVar[str] = "run"
     """What a config of this kind describes."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_earlier_names(cls, values: Any) -> Any:
-        return as_now(cls.EARLIER, values) if cls.EARLIER and isinstance(values, dict) else values
 
     def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
         """(setting, package of the kind, name) of each module of the user's own (`pretrain.common.extensions`)."""

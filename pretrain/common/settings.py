@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pretrain.common.commands import run_argument
-from pretrain.common.earlier import LeftError, name_now, remark
 from pretrain.common.errors import InputError, is_control, printable
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import ask_for_kind
@@ -29,7 +27,6 @@ from pretrain.common.sections import (
     field_at,
     is_section,
     required_names,
-    section_at,
 )
 from pretrain.common.setting_errors import expected, shortened, shown, suggest
 from pretrain.common.yaml_text import Dumper, child, parse, read_text
@@ -37,8 +34,6 @@ from pretrain.common.yaml_text import Dumper, child, parse, read_text
 _OTHER_KIND = 3  # unknown sections: the config of another kind
 _SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
 _LONGEST_OVERRIDE = 200  # characters of an override in a message
-
-_remarked: set[tuple[str, str]] = set()  # a command reads a config several times
 
 S = TypeVar("S", bound=Section)
 
@@ -206,13 +201,10 @@ class _Document(Generic[S]):
         """Apply the override `key.path=value` to the file's values."""
         where = f"--set {shortened(printable(text), _LONGEST_OVERRIDE)}"
         name, equals, written = text.partition("=")
-        given = self._keys_of(name.strip())
-        keys = (*given[:-1], name_now(self._earlier(given[:-1]), given[-1]))
+        keys = self._keys_of(name.strip())
         if not equals or "" in keys:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
         value = parse(written, where)[1] if written.strip() else ""
-        if keys != given:
-            _say(where, remark(self._earlier(given[:-1]), given, value))
         self.overrides.append((keys, where))
         container: Any = self.values
         for depth, key in enumerate(keys):
@@ -242,8 +234,6 @@ class _Document(Generic[S]):
             self._check_kind(problems)
             problems.sort(key=lambda problem: self.line(problem["loc"]) or 0)
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
-        if not (self.folder and (self.folder / "metrics.jsonl").exists()):  # a run recorded the names of its version
-            self._remark_on_earlier_names(self.values)
         for path in _secrets(settings):
             where = self.where(path)
             if where.startswith("--set "):
@@ -261,20 +251,6 @@ class _Document(Generic[S]):
             raise InputError(
                 f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {', '.join(unknown)}."
             )
-
-    def _remark_on_earlier_names(self, value: Any, path: Keys = ()) -> None:
-        """One line on stderr for each old name below `value` that is read."""
-        earlier = self._earlier(path)
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if line := remark(earlier, (*path, key), item):
-                _say(self.where((*path, key)), line)
-            if isinstance(item, (dict, list)):
-                self._remark_on_earlier_names(item, (*path, key))
-
-    def _earlier(self, path: Keys) -> str:
-        """The name in `pretrain.common.earlier` of the section at `path`; "" if there is none."""
-        section = section_at(self.kind, path)
-        return section.EARLIER if section else ""
 
     def _control_characters(self, value: Any, path: Keys = ()) -> Iterator[str]:
         """One line for each text below `value` with control characters, which could break out of a line or quotes."""
@@ -309,10 +285,6 @@ class _Document(Generic[S]):
             )
         if kind == "value_error":
             message = str(context["error"])
-            if isinstance(context["error"], LeftError):
-                left = message.split(" ", 1)[0].rstrip(":")
-                path = path if path[-1:] == (left,) else (*path, left)
-                return f"{self.where(path)}: {'.'.join(map(str, path[:-1]))}.{message}"
             # The message of a check across settings starts with the name of one of them.
             setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
             if path and field_at(self.kind, setting) is None:
@@ -348,13 +320,6 @@ class _Document(Generic[S]):
                 return
             yield step
             node = step[1]
-
-
-def _say(where: str, line: str) -> None:
-    """A remark on stderr, once."""
-    if (where, line) not in _remarked:
-        _remarked.add((where, line))
-        print(f"{where}: {line}", file=sys.stderr)
 
 
 def _secrets(value: Any, path: Keys = (), *, is_named: bool = False) -> Iterator[Keys]:

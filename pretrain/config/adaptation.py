@@ -10,8 +10,6 @@ from pretrain.common.sections import LocalPath, Section
 class AdaptationConfig(Section):
     """How a run continues from the checkpoint in `start_from`."""
 
-    EARLIER = "adaptation"
-
     layer_decay: float = Field(
         default=1.0,
         gt=0,

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from pretrain.common.addresses import is_remote, local
-from pretrain.common.earlier import LeftError
 from pretrain.common.kinds import check_kind
 from pretrain.common.sections import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
@@ -21,8 +20,6 @@ MASKING_SCHEMES = "pretrain.batches.masking"
 
 class SourceConfig(Section):
     """One source of text. `kind` decides whether `path` or `dataset` is required."""
-
-    EARLIER = "sources"
 
     kind: str = Field(
         description="Text format: mediawiki, wikiextractor, books, files, sentences, jsonl, parquet, csv, huggingface "
@@ -46,6 +43,11 @@ class SourceConfig(Section):
     revision: str = Field(default="", description="Only huggingface: commit of the dataset; required for hub datasets.")
     text_column: str = Field(
         default="text", description="Only jsonl, parquet, csv and huggingface: column that holds the text."
+    )
+    quoting: Literal["auto", "standard", "none"] = Field(
+        default="auto",
+        description="Only csv: standard (RFC 4180), none (a quote is a character); auto: standard in .csv; in .tsv "
+        "none, and no cell may begin with a quote.",
     )
     weight: float = Field(
         default=1.0,
@@ -75,8 +77,6 @@ class SourceConfig(Section):
 
 class VocabularyConfig(Section):
     """The vocabulary: trained on the corpus, or read from `path`."""
-
-    EARLIER = "vocabulary"
 
     kind: Literal["wordpiece", "byte_bpe", "released"] = Field(
         default="wordpiece",
@@ -193,8 +193,6 @@ class CorpusConfig(Section):
 class MaskingConfig(Section):
     """Masked language modeling (MLM), Devlin et al. section 3.1."""
 
-    EARLIER = "masking"
-
     probability: float = Field(
         default=0.15,
         gt=0,
@@ -224,8 +222,6 @@ class MaskingConfig(Section):
     @field_validator("scheme")
     @classmethod
     def _check_scheme(cls, scheme: str) -> str:
-        if scheme == "spans":
-            raise LeftError("scheme: spans")
         check_kind(MASKING_SCHEMES, scheme)
         return scheme
 
@@ -243,8 +239,6 @@ class PairsConfig(Section):
 
     Devlin et al. appendix A.2; Liu et al. 2019, section 4.2; Lan et al. 2020, section 3.1.
     """
-
-    EARLIER = "pairs"
 
     objective: Literal["none", "nsp", "sop"] = Field(
         default="nsp",

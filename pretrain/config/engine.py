@@ -30,8 +30,6 @@ _WAITS_IN_PASSES = ("timers", "wall_clock_breakdown", "flops_profiler")
 class EngineConfig(Section):
     """Precision, ZeRO and micro-batches."""
 
-    EARLIER = "engine"
-
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1,
         description="ZeRO stage: what is partitioned across the workers. 0 nothing, 1 optimizer states, "
@@ -70,14 +68,6 @@ class EngineConfig(Section):
         description="Further DeepSpeed settings, passed through unchanged. In ZeRO stages 1 and 2 gradients are summed "
         "in our own buckets, so DeepSpeed's bucket sizes and overlap_comm have no effect there.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_earlier_filler(cls, values: Any) -> Any:
-        """Until 0.3: what cuda_graphs turned on was a setting."""
-        if isinstance(values, dict) and values.get("cuda_graphs") is True:
-            return {name: value for name, value in values.items() if name != "static_shapes"}
-        return values
 
     @model_validator(mode="after")
     def _check_graphs(self) -> EngineConfig:
@@ -123,8 +113,6 @@ class CheckpointConfig(Section):
     Their copy in memory takes 12 bytes per parameter, over all workers together; 16 while weights are averaged.
     """
 
-    EARLIER = "checkpoint"
-
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between checkpoints.")
     keep_last: int = Field(
         default=2,
@@ -144,8 +132,6 @@ class SpikeConfig(Section):
 
     After three rollbacks without a checkpoint past the step that failed, it stops as diverged (exit code 4).
     """
-
-    EARLIER = "guard"
 
     spike_sigmas: float = Field(
         default=10.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,8 +48,6 @@ class QualityConfig(Section):
     Words are separated by spaces, lines are paragraphs; both without the empty ones.
     """
 
-    EARLIER = "quality"
-
     enabled: bool = Field(default=False, description="Drop the documents that break one of the rules.")
     rules: tuple[str, ...] = Field(
         default=("gopher_quality", "gopher_repetition", "fineweb", "characters"),
@@ -68,16 +66,6 @@ class QualityConfig(Section):
         default=("the", "be", "to", "of", "and", "that", "have", "with"),
         description="Frequent words of the language, for min_stop_words; the default is English.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_earlier(cls, values: Any) -> Any:
-        """Until 0.3, a threshold may stand beside `rules`, as configs and cards of 0.1 have it."""
-        if not isinstance(values, dict) or not (beside := values.keys() & _PUBLISHED):
-            return values
-        given = {rule: values[rule] for rule in _PUBLISHED if rule in beside and values[rule] != _PUBLISHED[rule]}
-        kept = {name: value for name, value in values.items() if name not in beside}
-        return {**kept, "thresholds": {**given, **values.get("thresholds", {})}}
 
     @field_validator("thresholds")
     @classmethod
@@ -120,8 +108,6 @@ class QualityConfig(Section):
 class NearDuplicatesConfig(Section):
     """Documents that are nearly equal to an earlier one, of any source, found by MinHash and banding."""
 
-    EARLIER = "near_duplicates"
-
     enabled: bool = Field(default=False, description="Drop documents that are similar to an earlier one.")
     threshold: float = Field(
         default=0.5,
@@ -134,8 +120,6 @@ class NearDuplicatesConfig(Section):
 
 class LanguageConfig(Section):
     """Language identification with lingua, which works offline and is installed separately."""
-
-    EARLIER = "language"
 
     keep: tuple[str, ...] = Field(
         default=(),
@@ -160,8 +144,6 @@ class EvaluationSetConfig(Section):
 
 class ContaminationConfig(Section):
     """Documents that share a sequence of words with an evaluation set (Brown et al. 2020, GPT-3, appendix C)."""
-
-    EARLIER = "contamination"
 
     sets: tuple[EvaluationSetConfig, ...] = Field(default=(), description="Evaluation sets. Without any, it is off.")
 

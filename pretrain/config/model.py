@@ -24,8 +24,6 @@ Positions = Literal["learned", "sinusoidal", "rotary", "rotary_interleaved", "re
 class ModelConfig(Section):
     """Shape of the encoder. `family` and `size` provide the values that are not given."""
 
-    EARLIER = "model"
-
     family: Literal["bert", "roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"] = Field(
         default="bert",
         description="Architecture: sets the parts of the block, from norm to pooling. Each part can be replaced. "

@@ -17,8 +17,6 @@ READ_BY_OBJECTIVES = ("distillation.teacher",)
 class DistillationConfig(Section):
     """Knowledge distillation (Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2)."""
 
-    EARLIER = "distillation"
-
     teacher: Location = Field(
         default="",
         description="Folder or address of the teacher: a released model, an export or a run, with the corpus's "
@@ -46,8 +44,6 @@ class DistillationConfig(Section):
 
 class ElectraConfig(Section):
     """Replaced-token detection (Clark et al. 2020, "ELECTRA", arXiv:2003.10555, section 2)."""
-
-    EARLIER = "electra"
 
     generator_width: float = Field(
         default=0.0,

@@ -35,8 +35,6 @@ R = TypeVar("R", bound="RunConfig")
 class TrackingConfig(Section):
     """Metrics and W&B."""
 
-    EARLIER = "tracking"
-
     log_every_steps: int = Field(default=10, ge=1, description="Optimizer steps between records in metrics.jsonl.")
     wandb: Literal["auto", "offline", "online", "off"] = Field(
         default="auto", description="Mode of W&B. auto is online if a W&B key is set, and offline if not."
@@ -69,8 +67,6 @@ class TrackingConfig(Section):
 
 class SchedulingConfig(Section):
     """Workers, the cluster, and restarts."""
-
-    EARLIER = "scheduling"
 
     workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
     min_workers: int = Field(
@@ -178,7 +174,6 @@ class RunConfig(Section):
 class PretrainConfig(RunConfig):
     """All settings of a pretraining run."""
 
-    EARLIER = "pretraining"
     PURPOSE = "pretraining"
 
     optimizer: PretrainOptimizerConfig = Field(default=PretrainOptimizerConfig(), description="The optimizer.")

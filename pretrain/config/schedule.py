@@ -13,8 +13,6 @@ from pretrain.common.sections import Section
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    EARLIER = "optimizer"
-
     name: Literal["adamw", "stable_adamw", "lamb", "muon"] = Field(
         default="adamw",
         description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
@@ -71,8 +69,6 @@ class PretrainOptimizerConfig(OptimizerConfig):
 
 class PhaseConfig(Section):
     """A part of training with one sequence length and one learning-rate schedule."""
-
-    EARLIER = "phases"
 
     sequence_length: int = Field(ge=8, description="Length of the longest sequence in tokens, special tokens included.")
     global_sequences: int = Field(ge=1, le=1 << 20, description="Sequences per optimizer step, over all workers.")
@@ -244,8 +240,6 @@ class ProbesConfig(Section):
 
 class EvaluationConfig(Section):
     """Evaluation on held-out sequences during pretraining."""
-
-    EARLIER = "evaluation"
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between evaluations.")
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")

@@ -66,13 +66,12 @@ def write_card(
     filtered: list[dict[str, Any]] | None = None,
     evaluation: list[dict[str, Any]] | None = None,
     before: dict[str, Any] | None = None,
-    not_compared: list[str] | None = None,
 ) -> None:
     """Write card.json and card.md.
 
     `hashes` has {path: SHA-256} of each source's files, `extension` further facts about an extended vocabulary,
     `filtered` what filters did, `evaluation` the evaluation sets whose text was looked for. `before` is the card of the
-    corpus that this one grew from, whose sources come first and have no `hashes`; `not_compared` what was not compared.
+    corpus that this one grew from, whose sources come first and have no `hashes`.
     """
     earlier = (before or {}).get("sources", [])
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS} | _lost(sources)
@@ -96,12 +95,10 @@ def write_card(
         "sources": listed,
         "problems": [{**problem, "path": shown(problem["path"])} for problem in faults],
     }
-    if lines := dict.fromkeys([*(before or {}).get("not_compared", []), *(not_compared or [])]):
-        card["not_compared"] = [*lines]
     for key, of_readings in zip(("readings", "phases"), readings, strict=True):
         if of_readings:
             card[key] = of_readings
-    if filtered:  # cards without filters stay as they were before there were any
+    if filtered:
         card["filters"] = filtered
         totals["filtered"] = sum(entry["documents"] for entry in filtered if entry["dropped"])
     if evaluation:
@@ -112,7 +109,7 @@ def write_card(
 
 
 def _lost(sources: list[dict[str, Any]]) -> dict[str, int]:
-    """How many documents held-out ones replace; left out if there are none, as in cards of earlier versions."""
+    """How many documents held-out ones replace; left out if there are none."""
     lost = sum(source.get("lost_to_held_out", 0) for source in sources)
     return {"lost_to_held_out": lost} if lost else {}
 
@@ -127,7 +124,7 @@ _KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "R
 
 
 def _kind_of(kind: str) -> dict[str, str]:
-    """The kind as an entry of the card; that of a WordPiece is left out, as in cards from before there were kinds."""
+    """The kind as an entry of the card; that of a WordPiece is left out."""
     return {} if kind == "wordpiece" else {"kind": kind}
 
 
@@ -194,7 +191,6 @@ def _markdown(card: dict[str, Any]) -> str:
         "# Corpus card",
         "",
         *_overview(card),
-        *card.get("not_compared", []),
         "",
         *_sources(card["sources"]),
         *reading_lines(card.get("readings", []), card.get("phases", [])),

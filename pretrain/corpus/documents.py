@@ -212,7 +212,7 @@ class Documents:
         documents, hashes = records["document"], records["hash"]
         drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
         first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(records))))
-        below = hashes[:, 0] < self._below  # a corpus of an earlier version lists what its fraction holds out, too
+        below = hashes[:, 0] < self._below
         lost, (near, trained, held_out) = others & ~others[first], np.zeros((3, len(records)), bool)
         for its_hashes, are_trained in known:
             here = are_among(its_hashes, hashes)
@@ -220,7 +220,6 @@ class Documents:
             trained |= here & bool(are_trained)
             # Without the search for near-duplicates, all that is left out has an equal document in the corpus.
             held_out |= here & (below | (are_trained is False or (are_trained is None and not near_duplicates)))
-        trained &= ~below
         lost |= others & held_out & ~trained
         self._trained += self._by_source(documents[trained & ~others])
         if near_duplicates:

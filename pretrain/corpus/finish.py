@@ -17,13 +17,13 @@ from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
 from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
-from pretrain.corpus.growth import FOLDED, Growth, grown_filters, grown_sets, write_signatures
+from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
 from pretrain.corpus.released import kind_of
 from pretrain.corpus.samples import compare, stored
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
-from pretrain.corpus.vocabulary import fold_of, save_tokenizer, vocabulary_size
+from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
 _EXTENSION_FACTS = ("added", "saved_share", "first_added")
 
@@ -61,8 +61,8 @@ class Prepared:
     problems: Problems
     evaluation_texts: Sequence[int]
 
-    def write(self, count_readings: CountReadings | None, say: Callable[[str], None]) -> None:
-        """Write what is left. `say` tells people what was not compared, `count_readings` is that of `prepare`."""
+    def write(self, count_readings: CountReadings | None) -> None:
+        """Write what is left. `count_readings` is that of `prepare`."""
         growth, folder = self.growth, self.corpus.folder
         before: dict[str, Any] = growth.manifest if growth else {"sources": [], "shards": [], "files": {}}
         if not growth:
@@ -83,12 +83,10 @@ class Prepared:
             others=[name for names in signatures for name in names],
             before=before["files"],
         )
-        if not growth or FOLDED in growth.manifest:
-            manifest[FOLDED] = True
         if growth:
             manifest["grown"] = 1 + growth.manifest.get("grown", 0)
             growth.begin_card()
-        self._write_card(manifest, self._readings(manifest, count_readings), say)
+        self._write_card(manifest, self._readings(manifest, count_readings))
         put_manifest(folder, with_card(folder, manifest))
 
     def _compare_samples(self, tokenizer: Tokenizer) -> None:
@@ -103,17 +101,8 @@ class Prepared:
     def _nearly(self) -> bool:
         return self.corpus.filters.near_duplicates.enabled
 
-    def _write_card(
-        self,
-        manifest: dict[str, Any],
-        readings: tuple[list[dict[str, Any]], list[str]],
-        say: Callable[[str], None],
-    ) -> None:
+    def _write_card(self, manifest: dict[str, Any], readings: tuple[list[dict[str, Any]], list[str]]) -> None:
         before = self.growth.card(self.work) if self.growth else {}
-        fold = fold_of(self.corpus.vocabulary, self.tokenizer)
-        not_compared = self.growth.not_compared(fold, nearly=self._nearly) if self.growth else []
-        for line in not_compared:
-            say(line)
         count = len(manifest["sources"])
         extension = {key: x for key, x in before.get("vocabulary", {}).items() if key in _EXTENSION_FACTS}
         evaluation = self.documents.evaluation(self.evaluation_texts, set_names(self.corpus.filters.contamination))
@@ -133,7 +122,6 @@ class Prepared:
             filtered=grown_filters(before.get("filters", []), self.documents.filtered(count), count),
             evaluation=grown_sets(before.get("evaluation_sets", []), evaluation),
             before=before,
-            not_compared=not_compared,
         )
 
     def _readings(

@@ -3,8 +3,7 @@
 Each source keeps the signatures of its documents: their hashes (uint64 [D, 2], ascending; `source-00003.hashes` for
 training, `.others` for those that are held out or left out) and, where near-duplicates are searched, their sketches.
 New documents are compared with them, so a text that the corpus has is not taken again. If it is for training and is to
-be held out now, that is an error. Corpora of earlier versions have no `.others`, and ignore case in all hashes, or that
-of ASCII letters alone. The manifest is replaced last, in one rename.
+be held out now, that is an error. The manifest is replaced last, in one rename.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from typing import Any
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.common.files import put_manifest, write_json
-from pretrain.common.wording import counted
 from pretrain.config import SourceConfig
 from pretrain.corpus import sources
 from pretrain.corpus.documents import SPLITS, Documents
 from pretrain.corpus.filters import near_duplicates
 from pretrain.corpus.manifest import by_source, readable_manifest, source_name, without_card
 from pretrain.corpus.shards import source_fingerprint
-from pretrain.corpus.vocabulary import Fold
 
-FOLDED = "folded"  # in the manifest: hashes ignore the case of all letters, and accents, as the vocabulary does
 _CARD = "card-before.json"  # in the work folder
 _HASHES, _OTHERS, _SKETCHES = ".hashes", ".others", near_duplicates.SUFFIX
 
@@ -71,7 +67,7 @@ class Growth:
 
     @property
     def hashes(self) -> list[tuple[Path, bool | None]]:
-        """Those of the documents of each source that has them, and whether these are for training.
+        """Those of the documents of each source, and whether these are for training.
 
         None is for documents that are held out or left out.
         """
@@ -85,12 +81,6 @@ class Growth:
         """The files of hashes of documents for training."""
         return tuple(path for path, are_trained in self.hashes if are_trained)
 
-    def fold(self, now: Fold) -> Fold:
-        """What the hashes of the corpus ignore, if those of a new one ignore `now`; all sources keep to one rule."""
-        if not self.signatures(_HASHES).keys() <= self.signatures(_OTHERS).keys():
-            return Fold.ASCII_CASE
-        return now if FOLDED in self.manifest else now & Fold.ASCII_CASE
-
     def link_sketches(self, work: Path) -> None:
         """Put the sketches that the corpus has into the work folder, before those of the new documents."""
         for number, path in self.signatures(_SKETCHES).items():
@@ -100,27 +90,6 @@ class Growth:
                 os.link(path, target)
             except OSError:  # a file system without links
                 shutil.copyfile(path, target)
-
-    def not_compared(self, now: Fold, *, nearly: bool) -> list[str]:
-        """What is not compared with the new text, for people: sources from before there were signatures.
-
-        `now` is that of `fold`.
-        """
-        lines = []
-        if now & ~self.fold(now):
-            lines.append(
-                f"{self.folder}: prepared by an earlier version, so documents that differ in accents, or in the case "
-                "of letters beyond a to z, are not equal. Prepare all sources into another corpus.dir to find them."
-            )
-        for suffix, what in ((_HASHES, "equal"), *(((_SKETCHES, "nearly equal"),) if nearly else ())):
-            have = self.signatures(suffix)
-            without = [source["name"] for n, source in enumerate(self.manifest["sources"]) if n not in have]
-            if without:
-                lines.append(
-                    f"{self.folder}: {counted(len(without), 'source')} of an earlier version ({', '.join(without)}) "
-                    f"kept no signatures, so documents {what} to theirs are not noticed."
-                )
-        return lines
 
     def keep_card(self, work: Path) -> None:
         """Copy the card to the work folder: an interrupted growth may have replaced it."""

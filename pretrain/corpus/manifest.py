@@ -1,5 +1,6 @@
 """The manifest of a prepared corpus: its settings, sources, shards and files, and the fingerprint of its samples."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -17,7 +18,7 @@ from pretrain.corpus.byte_level import LINE_JOINER
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.filters import filter_settings
 from pretrain.corpus.inputs import Input
-from pretrain.corpus.shards import FORMAT, source_fingerprint, token_dtype
+from pretrain.corpus.shards import FOLDED, FORMAT, check_version, source_fingerprint, token_dtype
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.vocabulary import TOKENIZER_FILES, tokens_digest, vocabulary_size
 
@@ -48,6 +49,7 @@ def make_manifest(
     size = vocabulary_size(tokenizer)
     manifest = {
         "format": FORMAT,
+        FOLDED: True,
         "fingerprint": "",
         "vocabulary_size": size,
         "dtype": token_dtype(size).name,
@@ -114,12 +116,12 @@ def fingerprint_settings(
     settings: dict[str, Any] = {"version": FORMAT}
     for key in ("language", "min_document_words", "validation_fraction", "shard_tokens"):
         settings[f"corpus.{key}"] = getattr(corpus, key)
-    if vocabulary.kind != "wordpiece":  # corpora from before there were kinds stay as they are
+    if vocabulary.kind != "wordpiece":
         settings["corpus.vocabulary.kind"] = vocabulary.kind
-    if corpus.line_breaks == "keep":  # corpora from before there was this setting stay as they are
+    if corpus.line_breaks == "keep":
         settings["corpus.line_breaks"] = "keep"
     settings["corpus.vocabulary.lowercase"] = vocabulary.lowercase
-    if vocabulary.strip_accents not in (None, vocabulary.lowercase):  # corpora from before it stay as they are
+    if vocabulary.strip_accents not in (None, vocabulary.lowercase):
         settings["corpus.vocabulary.strip_accents"] = vocabulary.strip_accents
     if tokenizer is not None:
         settings["corpus.vocabulary.path"] = tokens_digest(tokenizer)
@@ -142,8 +144,10 @@ def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
     settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
     if is_own(source.kind):
         settings["module"] = hashes().get(source.kind)
-    if source.held_out:  # corpora from before there was this setting stay as they are
+    if source.held_out:
         settings["held_out"] = True
+    if source.quoting != "auto":
+        settings["quoting"] = source.quoting
     return {**settings, "path": state}
 
 
@@ -282,18 +286,13 @@ def readable_manifest(folder: Path) -> dict[str, Any] | None:
 def refuse_other_content(folder: Path) -> None:
     """Raise `InputError` if `folder` holds something else than a corpus of this version, complete or not."""
     other = next((path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))), None)
-    if (folder / MANIFEST).exists():
-        try:
-            manifest = read_manifest(folder)
-        except InputError:  # damaged: the corpus is prepared again
-            manifest = {"format": FORMAT, "shards": []}
-        if "shards" not in manifest:
-            other = folder / MANIFEST
-        elif manifest.get("format") != FORMAT:
-            raise InputError(
-                f"{folder / MANIFEST}: has format {manifest.get('format')}, this version reads {FORMAT}. Install the "
-                "version that wrote it, or choose another corpus.dir."
-            )
+    manifest = None
+    with contextlib.suppress(InputError):  # damaged: the corpus is prepared again
+        manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
+    if manifest and "shards" not in manifest:
+        other = folder / MANIFEST
+    elif manifest:
+        check_version(manifest, folder)
     if other is not None:
         raise InputError(f"{folder}: holds something else than a corpus ({other.name}). Choose another corpus.dir.")
 

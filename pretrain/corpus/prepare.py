@@ -29,7 +29,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.common.addresses import is_remote
-from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.common.settings import import_named
@@ -209,8 +208,6 @@ class _Preparation:
         manifest = read_manifest(self._folder)
         numbers = numbers_in(self._folder, manifest, self._all, self._all_inputs, self._settings, same_tokenizer)
         before = read_manifest(self._folder)
-        for one in (manifest, before):
-            one["sources"] = [as_now("sources", entry) for entry in one["sources"]]
         for source, number in zip(self._all, numbers, strict=True):
             if number < len(manifest["sources"]):
                 manifest["sources"][number] |= source_facts(source)
@@ -275,7 +272,7 @@ class _Preparation:
             problems=self._problems,
             evaluation_texts=self._evaluation_texts,
         )
-        prepared.write(self._count_readings, self._bar.say)
+        prepared.write(self._count_readings)
 
     def _extend(self) -> None:
         """Let the checkpoint's tokenizer have further words, and keep what they save."""
@@ -314,8 +311,7 @@ class _Preparation:
 
     @property
     def _fold(self) -> Fold:
-        fold = fold_of(self._corpus.vocabulary, self._tokenizer)
-        return self._growth.fold(fold) if self._growth else fold
+        return fold_of(self._corpus.vocabulary, self._tokenizer)
 
     @contextlib.contextmanager
     def _locked_work(self) -> Iterator[None]:
@@ -331,7 +327,7 @@ class _Preparation:
         path, growth = self._work / "settings.json", self._growth
         # Part files are known by their chunk.
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
-        if self._fold & ~Fold.ASCII_CASE:
+        if self._fold:
             now["duplicates"] += ", all letters folded"
         if self._corpus.vocabulary.added_words:
             now["words_added"] = "first"

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from pretrain.common.errors import InputError, MachineError
+from pretrain.common.errors import InputError, MachineError, of_another_version
 from pretrain.common.files import (
     MANIFEST,
     allow_open_files,
@@ -39,6 +39,7 @@ from pretrain.corpus.block_cache import BlockCache
 from pretrain.corpus.blocks import BLOCK, write_blocks
 
 FORMAT = 1
+FOLDED = "folded"  # in the manifest: hashes of documents ignore the case of all letters, and accents, as the vocabulary
 _TOKENS_AT_ONCE, _STREAMED_PARTS = 1 << 24, 16
 _PROVEN = ".proven.json"
 _ARRAYS = ("tokens", "sentences", "documents")
@@ -63,7 +64,7 @@ class Shard:
     tokens: np.ndarray
     sentences: np.ndarray
     documents: np.ndarray
-    blocks: np.ndarray | None = None  # BLOCK; shards of earlier versions have no table of them
+    blocks: np.ndarray | None = None  # BLOCK; None if the shard is not from a disk, and has no table of them
     cache: BlockCache | None = None  # which holds the blocks of a streamed shard
 
 
@@ -137,7 +138,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
         raise InputError(f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first.")
-    return shards_of(folder, _check_format(folder, verify_manifest(folder, content=False)), split)
+    return shards_of(folder, check_version(verify_manifest(folder, content=False), folder), split)
 
 
 def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards:
@@ -163,7 +164,7 @@ def verify_shards(folder: Path) -> None:
     files keeps what was verified, if the folder can be written.
     """
     folder = Path(folder)
-    manifest = _check_format(folder, verify_manifest(folder, content=False))
+    manifest = check_version(verify_manifest(folder, content=False), folder)
     try:
         proven = json.loads((folder / _PROVEN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -199,12 +200,11 @@ def _state_of(path: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
 
 
-def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    if manifest.get("format") != FORMAT or "shards" not in manifest:
-        raise InputError(
-            f"{folder / MANIFEST}: has format {manifest.get('format')}, but this version reads {FORMAT}. "
-            "Prepare the corpus again."
-        )
+def check_version(manifest: dict[str, Any], where: Path | str) -> dict[str, Any]:
+    """The manifest of the corpus at `where`. Raises `InputError` if it is of another version."""
+    if manifest.get("format") != FORMAT or FOLDED not in manifest:
+        advice = "Prepare the text again, into another corpus.dir or after removing this one."
+        raise InputError(of_another_version(where, advice))
     return manifest
 
 
@@ -217,7 +217,7 @@ def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -
                 f"{dtype} {shape}. Prepare the corpus again."
             )
     tokens, sentences, documents = (arrays[part] for part in _ARRAYS)
-    blocks = read_blocks(folder, entry, manifest)
+    blocks = read_blocks(folder, entry)
     return Shard(entry["name"], entry["split"], entry["source"], tokens, sentences, documents, blocks)
 
 
@@ -230,11 +230,9 @@ def array_types(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, tu
     }
 
 
-def read_blocks(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> np.ndarray | None:
-    """The table of a shard's blocks; None if it was prepared without one."""
+def read_blocks(folder: Path, entry: dict[str, Any]) -> np.ndarray:
+    """The table of a shard's blocks."""
     name = f"{entry['name']}.{BLOCKS}.npy"
-    if name not in manifest["files"]:
-        return None
     try:
         blocks = np.load(folder / name, allow_pickle=False)
     except OSError as error:

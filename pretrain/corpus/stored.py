@@ -23,6 +23,7 @@ from pretrain.corpus.shards import (
     Shard,
     TokenShards,
     array_types,
+    check_version,
     mapped,
     open_shards,
     read_blocks,
@@ -69,13 +70,11 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
 
     Args:
         tokens: whether its text is read. Otherwise the shards of one that is streamed are left out.
-
-    Raises `InputError` also if a streamed corpus has no tables of blocks.
     """
     if not is_streamed(corpus):
         return open_shards(corpus.folder, split)
     content = (corpus.folder / _STREAMED / MANIFEST).read_bytes()
-    manifest = check_manifest(content, join(corpus.dir, MANIFEST))
+    manifest = check_version(check_manifest(content, join(corpus.dir, MANIFEST)), corpus.dir)
     if split != "train":
         return shards_of(corpus.folder, manifest, split)
     entries = [entry for entry in manifest["shards"] if entry["split"] == split] if tokens else []
@@ -86,7 +85,7 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     text = [manifest["files"][f"{entry['name']}.{part}.npy"] for entry in entries for part in PARTS]
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
     remove_unused(folder)
-    tables = _tables(corpus, folder / "blocks.npy", entries, manifest)
+    tables = _tables(corpus, folder / "blocks.npy", entries)
     stored = [StoredShard(_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
     cache = BlockCache(corpus.dir, folder, stored, most_bytes=int(corpus.cache))
     shards = [
@@ -96,20 +95,13 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     return replace(described, fingerprints=fingerprints, shards=shards)
 
 
-def _tables(
-    corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]], manifest: dict[str, Any]
-) -> list[np.ndarray]:
+def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> list[np.ndarray]:
     """The tables of blocks of all shards, in one file whose pages the processes of the machine share."""
     with locked(file.with_suffix(".lock")):
         try:
             whole = mapped(file)
         except (InputError, MachineError):  # not there, or damaged
-            tables = [table for entry in entries if (table := read_blocks(corpus.folder, entry, manifest)) is not None]
-            if len(tables) < len(entries):
-                raise InputError(
-                    f"{corpus.dir}: was prepared by a version that kept no tables of blocks, so it cannot be streamed. "
-                    "Remove corpus.cache to copy it to each machine, or prepare it again."
-                ) from None
+            tables = [read_blocks(corpus.folder, entry) for entry in entries]
             with disk_errors(file), atomic_open(file) as opened:
                 np.save(opened, np.concatenate(tables), allow_pickle=False)
             whole = mapped(file)
@@ -145,8 +137,10 @@ def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
     """The manifest of the prepared corpus, of which nothing else is read or fetched; None if it is not prepared."""
     if is_remote(corpus.dir):
         content = folders.read_stored_manifest(corpus.dir, ObjectStore())
-        return None if content is None else check_manifest(content, join(corpus.dir, MANIFEST))
-    return read_manifest(corpus.folder) if (corpus.folder / MANIFEST).exists() else None
+        manifest = None if content is None else check_manifest(content, join(corpus.dir, MANIFEST))
+    else:
+        manifest = read_manifest(corpus.folder) if (corpus.folder / MANIFEST).exists() else None
+    return manifest and check_version(manifest, corpus.dir)
 
 
 @contextlib.contextmanager

@@ -126,8 +126,8 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
 
 def text_hashes(raw: bytes, count: int, *, fold: Fold = Fold.NOTHING) -> np.ndarray:
     """uint64 [count, 2]: BLAKE2b of each text without its ASCII blanks and what `fold` says, composed (NFC)."""
-    kept = raw.translate(_LOWER if Fold.ASCII_CASE in fold else None, b" \t\r\n")
-    if fold & ~Fold.ASCII_CASE and not kept.isascii():
+    kept = raw.translate(_LOWER if Fold.CASE in fold else None, b" \t\r\n")
+    if fold and not kept.isascii():
         kept = b"".join(_folded_runs(kept, fold))
     folded = kept.split(b"\0")[:count]
     if any(lead in raw for lead in _DECOMPOSED):

@@ -111,10 +111,8 @@ class Fold(enum.Flag):
     """What does not tell texts apart: case, accents."""
 
     NOTHING = 0
-    ASCII_CASE = 1
-    OTHER_CASE = 2
-    CASE = ASCII_CASE | OTHER_CASE
-    ACCENTS = 4
+    CASE = 1
+    ACCENTS = 2
 
 
 def fold_of(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> Fold:

@@ -58,9 +58,26 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
                 for x in argument if isinstance(argument, tuple) else (argument,):
                     if isinstance(x, Tensor):
                         _mark_axes(x, letters)
-        return compiled_function(function)(*arguments)
+        compiled = compiled_function(function)
+        try:
+            return compiled(*arguments)
+        except RuntimeError as error:
+            if not _forget_killed(error):
+                raise
+        return compiled(*arguments)
 
     return call
+
+
+def _forget_killed(error: RuntimeError) -> bool:
+    """Whether a signal ended g++. It was to the process group, as torchrun's, whose stop saves this step first."""
+    cause = getattr(error, "inner_exception", None)
+    if getattr(cause and cause.__cause__, "returncode", 0) >= 0:
+        return False
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()  # they have the failure
+    return True
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.records import SOURCE_LOSS, is_training, metric_lines, metrics_of, read_records
 from pretrain.common.run_files import PROBES, read_fork
@@ -362,7 +361,7 @@ _SOURCE_COLUMNS = (
 
 def card_page(card: dict[str, Any]) -> dict[str, Any]:
     """The corpus card in the layout of the page: totals, sources, length histograms, input errors."""
-    sources = [as_now("sources", source) for source in card.get("sources", [])]
+    sources = card.get("sources", [])
     facts = {**card.get("totals", {}), "language": card.get("language")}
     facts.update({f"vocabulary {key}": value for key, value in card.get("vocabulary", {}).items()})
     for one in card.get("readings", []):

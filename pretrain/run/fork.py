@@ -116,9 +116,10 @@ def _recorded(run: str, folder: Path) -> str:
 def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     """Raise `InputError` if the checkpoint is damaged, or `config` differs in what lies before its step."""
     from pretrain.checkpoint import store
+    from pretrain.run.preflight import trained_with
 
     store.verify(checkpoint)
-    before = PretrainConfig.model_validate(store.read_state(checkpoint)["config"])
+    before = trained_with(PretrainConfig, store.read_state(checkpoint), checkpoint)
     if others := changed_for_resume(before, config, step):
         raise InputError(
             f"fork_from: {config.fork_from}: other settings before step {step}: {', '.join(others)}. Set them to the "

@@ -10,11 +10,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.errors import InputError, NothingSavedError, StoppedError
+from pydantic import ValidationError
+
+from pretrain.common.errors import InputError, NothingSavedError, StoppedError, of_another_version
 from pretrain.common.extensions import hashes
 from pretrain.common.files import (
     MANIFEST,
@@ -103,6 +105,14 @@ def recorded_config(config: R) -> R | None:
     """The config that an earlier start in the run's folder recorded; None before the first."""
     path = config.folder / CONFIG_FILE
     return load(path, type(config)) if path.is_file() else None
+
+
+def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
+    """The config in the state of a checkpoint. Raises `InputError` if another version wrote it."""
+    try:
+        return kind.model_validate(state["config"])
+    except ValidationError:
+        raise InputError(of_another_version(checkpoint, "Train again.")) from None
 
 
 def check_run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[str]], *, resume: bool) -> R:

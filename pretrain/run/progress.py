@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
 from pretrain.config import CheckpointConfig, R
 from pretrain.run import preflight
 from pretrain.training.engine import Engine, FragmentReader
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -90,12 +85,8 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """The progress in a checkpoint's state.json."""
-        state = as_now("progress", state)
         values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
-        skipped = values["skipped"]
-        if isinstance(skipped, list):  # of a fine-tuning by an earlier version: [step, number of steps] of each
-            skipped = {"steps": sum(count for _, count in skipped)}
-        return cls(**{**values, "skipped": skipped, "window": Window(**values["window"])})
+        return cls(**{**values, "window": Window(**values["window"])})
 
 
 def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:
@@ -130,12 +121,8 @@ def check_settings(
     Args:
         changed: as of `preflight.check_run_folder`.
     """
-    try:
-        before = type(config).model_validate(state.get("config"))
-    except ValidationError:  # of a version with other settings
-        logger.warning("%s: its settings cannot be compared; this version does not know all of them", checkpoint)
-    else:
-        preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
+    before = preflight.trained_with(type(config), state, checkpoint)
+    preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
 
 
 class AveragedWeights:

@@ -23,7 +23,7 @@ from pretrain.batches.sampler import SAMPLER, Rollback, rolled_back
 from pretrain.checkpoint import hf
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, of_another_version
 from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker
@@ -310,11 +310,8 @@ def check_state(
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
     """Raise `InputError` unless a run with this config can go on from a checkpoint with this state."""
-    if state.get("sampler", 1) != SAMPLER:
-        raise InputError(
-            f"{checkpoint}: was trained on samples in the order of another version of bertrain. Finish the run with "
-            "that version, or export it and start a new run with start_from: the exported folder."
-        )
+    if state.get("sampler") != SAMPLER:  # the order of the samples
+        raise InputError(of_another_version(checkpoint, "Train again."))
     _check_read(state, checkpoint, config, shards, mixtures)
     check_settings(state, checkpoint, config, changed_for_resume)
     if state["step"] > config.total_steps:

@@ -5,6 +5,7 @@ that grow exponentially and vary at random, until a total time is over. What no 
 credentials or a missing bucket, is an `InputError` at once.
 """
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -138,6 +139,20 @@ class ObjectStore:
         """Write a small object."""
         self._retried(address, "written", lambda: _system(address).pipe_file(_name(address), content))
 
+    def create(self, address: str, content: bytes) -> bool:
+        """Write a small object where there is none, by a conditional write; whether the object has this content now."""
+
+        def work() -> bool:
+            try:
+                _system(address).pipe_file(_name(address), content, mode="create")
+            except Exception:  # each library has its own for an object that exists
+                with contextlib.suppress(FileNotFoundError):
+                    return _system(address).cat_file(_name(address)) == content  # its answer may have been lost
+                raise
+            return True
+
+        return self._retried(address, "written", work)
+
     def upload(self, path: Path, address: str) -> None:
         """Store the file `path` at `address`, in parts if it is large. The size there is compared afterward."""
         size = path.stat().st_size
@@ -183,10 +198,7 @@ class ObjectStore:
             fsync_folder(path.parent)
 
     def listing(self, address: str) -> dict[str, ListedObject]:
-        """All objects below `address`, by the rest of their names; {} if there are none.
-
-        A store may list a new object late, and a deleted one still.
-        """
+        """All objects below `address`, by the rest of their names; {} if there are none."""
 
         def work() -> dict[str, ListedObject]:
             system, prefix = _system(address), _name(address)

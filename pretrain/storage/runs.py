@@ -5,11 +5,10 @@ The run trains in the local folder of its address (`addresses.local_run`). What 
     checkpoints/step-00001000/...     as on disk; deleting begins with the manifest. The names of other files end with
                                       their SHA-256, so what a start still uploads after another has begun
                                       overwrites nothing of the other's
-    checkpoints/index.json            names of the checkpoints, for stores whose listings lag
     config.yaml, metrics.jsonl, ...   as they were when the last checkpoint was stored, or when the run ended
-    writer.json                       which start of the run may write, and on which machine: the last one
+    writers/writer-3                  the third start of the run, and its machine; only the last start may write
 
-A checkpoint without a manifest does not exist; the index and the listing only say where to look for one.
+A checkpoint without a manifest does not exist.
 """
 
 import contextlib
@@ -44,7 +43,8 @@ from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, O
 from pretrain.storage.released import fetch_released, is_offline
 
 SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
-INDEX, WRITER = "index.json", "writer.json"
+WRITER = "writer.json"  # in the local folder: what its last start wrote at the address
+_WRITERS, _WRITER = "writers", "writer-{}"
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 
@@ -112,7 +112,7 @@ class _StoredState(NamedTuple):
     Attributes:
         checkpoints: the manifests of the stored checkpoints, by name.
         model: the manifest of the model of a finished fine-tuning.
-        writer: writer.json.
+        writer: what the last start of the run wrote.
     """
 
     checkpoints: dict[str, bytes]
@@ -123,15 +123,6 @@ class _StoredState(NamedTuple):
     def newest(self) -> str:
         """The name of the newest checkpoint; "" if there is none."""
         return max(self.checkpoints, default="")
-
-
-class _Claim(NamedTuple):
-    """What `StoredRun.claim` wrote to writer.json, and what there was before it."""
-
-    writer: bytes
-    stored: bytes | None  # writer.json at the address
-    ours: bytes | None  # writer.json in the local folder
-    results: set[bytes]  # of the local folder
 
 
 class StoredRun:
@@ -148,7 +139,7 @@ class StoredRun:
         self._objects = ObjectStore(retry_seconds)
         self._manifests: dict[str, bytes] | None = None  # of the stored checkpoints by name, once they are known
         self._states: dict[str, dict[str, Any]] = {}
-        self._claim: _Claim | None = None
+        self._replaced: tuple[int, set[bytes]] | None = None  # number of this start, and results, if one was elsewhere
 
     def names(self) -> list[str]:
         """Names of the stored checkpoints, the oldest first."""
@@ -204,27 +195,28 @@ class StoredRun:
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
-        ours = self._folder / WRITER
-        claim = _Claim(writer, self._objects.read(self._at(WRITER)), _content(ours), self._results())
-        self._write_index()  # shows whether the address can be written to, before anything is claimed
+        ours, (number, stored) = self._folder / WRITER, self._last_writer()
+        number += 1
+        while not self._objects.create(self._writer(number), writer):  # another start has just taken this number
+            number += 1
+        if stored not in (None, _content(ours)):
+            self._replaced = number, self._results()
         try:
-            self._objects.write(self._at(WRITER), writer)
             with atomic_open(ours) as file:
                 file.write(writer)
         except BaseException:
             with contextlib.suppress(RunError):
-                self._undo_claim(claim)
+                self._objects.delete(self._writer(number))
             raise
-        self._claim = claim
 
     def end(self, *, failed: bool = False) -> None:
         """Store what this start leaves, as `complete`, unless it `failed` and leaves nothing.
 
-        Then nothing is stored, and the claim is undone: the start before it may still run elsewhere.
+        Then nothing is stored, and the start before it, which may still run elsewhere, is the last again.
         """
-        claim = self._claim
-        if failed and claim and claim.stored not in (None, claim.ours) and self._results() <= claim.results:
-            self._undo_claim(claim)
+        if failed and self._replaced and self._results() <= self._replaced[1]:
+            self._objects.delete(self._writer(self._replaced[0]))
+            (self._folder / WRITER).unlink()
         else:
             self.complete()
 
@@ -246,14 +238,13 @@ class StoredRun:
             self._objects.upload(checkpoint / name, self._at("checkpoints", checkpoint.name, stored))
 
     def publish(self, checkpoint: Path) -> None:
-        """Store the rest of a checkpoint whose tensors are stored: state, run files, then the manifest; the index."""
+        """Store the rest of a checkpoint whose tensors are stored: state, run files, then the manifest."""
         self.put(checkpoint, [_STATE])
         self._check_claim()  # storing the tensors took time
         self.put_files()
         manifest = (checkpoint / MANIFEST).read_bytes()
         self._objects.write(self._at("checkpoints", checkpoint.name, MANIFEST), manifest)
         self._stored_manifests()[checkpoint.name] = manifest
-        self._write_index()
 
     def put_files(self) -> None:
         """Store the run's small files as they are now."""
@@ -280,15 +271,13 @@ class StoredRun:
         """Delete all other stored checkpoints, and what interrupted or repeated saves left up to the newest step."""
         self._check_claim()  # another start may be storing one of these steps
         kept, newest = set(names), max(self.names(), default="")
-        files: dict[str, set[str]] = {name: set() for name in self.names() if name not in kept}
-        for name, _, file in (one.partition("/") for one in self._objects.listing(self._at("checkpoints"))):
-            if name in kept and self._is_left(name, file):
+        listed = [one.partition("/") for one in self._objects.listing(self._at("checkpoints"))]
+        for name, _, file in sorted(listed, key=lambda one: (one[0], one[2] != MANIFEST)):  # manifests first
+            is_gone = CHECKPOINT_NAME.fullmatch(name) and name <= newest and name not in kept
+            if is_gone or (name in kept and self._is_left(name, file)):
                 self._objects.delete(self._at("checkpoints", name, file))
-            elif name in files or (CHECKPOINT_NAME.fullmatch(name) and name < newest and name not in kept):
-                files.setdefault(name, set()).add(file)
-        for name, listed in sorted(files.items()):
-            self._delete(name, listed)
-        self._write_index()
+                if is_gone:
+                    self._forget(name)
 
     def complete(self) -> None:
         """Store what the local folder has and the store lacks: the newest checkpoint, the run's files, the results.
@@ -314,24 +303,10 @@ class StoredRun:
         manifests = (_content(self._folder / name / MANIFEST) for name in (*checkpoints, _MODEL))
         return {manifest for manifest in manifests if manifest is not None}
 
-    def _undo_claim(self, claim: _Claim) -> None:
-        """Undo `claim`; at the address not if the run was started elsewhere since."""
-        if self._objects.read(self._at(WRITER)) == claim.writer:
-            if claim.stored is None:
-                self._objects.delete(self._at(WRITER))
-            else:
-                self._objects.write(self._at(WRITER), claim.stored)
-        ours = self._folder / WRITER
-        if claim.ours is None:
-            ours.unlink(missing_ok=True)
-        else:
-            with atomic_open(ours) as file:
-                file.write(claim.ours)
-
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
         ours = self._folder / WRITER
-        stored = self._objects.read(self._at(WRITER)) if ours.is_file() else None
+        stored = self._last_writer()[1] if ours.is_file() else None
         if stored is None or stored == ours.read_bytes():
             return
         other = json.loads(stored)
@@ -343,14 +318,23 @@ class StoredRun:
     def _at(self, *names: str) -> str:
         return join(self.address, *names)
 
+    def _writer(self, number: int) -> str:
+        return self._at(_WRITERS, _WRITER.format(number))
+
+    def _last_writer(self) -> tuple[int, bytes | None]:
+        """The number of the last start of the run, and what it wrote; (0, None) before the first."""
+        names = self._objects.listing(self._at(_WRITERS))
+        number = max((int(n) for name in names if (n := name.removeprefix("writer-")).isdecimal()), default=0)
+        return number, self._objects.read(self._writer(number)) if number else None
+
     def _stored_manifests(self) -> dict[str, bytes]:
         """The manifests of the stored checkpoints by name, read at the first call."""
         if self._manifests is None:
             listed = self._objects.listing(self._at("checkpoints"))
-            names = {name.partition("/")[0] for name in listed if name.endswith(f"/{MANIFEST}")}
-            names = {name for name in (*self._index(), *names) if CHECKPOINT_NAME.fullmatch(name)}
+            names = (name for name, _, file in (one.partition("/") for one in listed) if file == MANIFEST)
+            names = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
             found = {name: folders.read_stored_manifest(self._at("checkpoints", name), self._objects) for name in names}
-            # Others were listed late, or deleted.
+            # Others were deleted meanwhile.
             self._manifests = {name: manifest for name, manifest in found.items() if manifest is not None}
         return self._manifests
 
@@ -358,8 +342,8 @@ class StoredRun:
         """What is at the address; `again`: of what was looked up before, nothing is taken."""
         if again:
             self._manifests = None
-        model, writer = (self._objects.read(self._at(*names)) for names in ((_MODEL, MANIFEST), (WRITER,)))
-        return _StoredState(dict(self._stored_manifests()), model, writer)
+        model = self._objects.read(self._at(_MODEL, MANIFEST))
+        return _StoredState(dict(self._stored_manifests()), model, self._last_writer()[1])
 
     def _is_downloaded(self, there: _StoredState) -> bool:
         """Whether the local folder has the newest of what is `there`, by the manifests alone."""
@@ -434,24 +418,14 @@ class StoredRun:
         folders.fetch(self._at("checkpoints", name), self._objects, folder=folder, trusted=False, place=place)
 
     def _place(self, checkpoint: str, name: str, sha256: str) -> str:
-        """The address of a checkpoint's file. Before there were SHA-256 in names, it was the name alone."""
-        address = self._at("checkpoints", checkpoint, _stored_name(name, sha256))
-        return address if self._objects.facts(address) else self._at("checkpoints", checkpoint, name)
+        """The address of a checkpoint's file."""
+        return self._at("checkpoints", checkpoint, _stored_name(name, sha256))
 
     def _is_left(self, name: str, file: str) -> bool:
         """Whether an earlier save of the stored checkpoint `name` left this file: an intact manifest lacks it."""
         entries = folders.files_of(self._stored_manifests().get(name))
         named = {_stored_name(one, entry["sha256"]) for one, entry in entries.items()}
-        return bool(entries) and file not in {MANIFEST, *entries, *named}
-
-    def _delete(self, name: str, files: set[str]) -> None:
-        """Delete a checkpoint, the manifest first; `files` are those of its files that a listing showed."""
-        entries = folders.files_of(self._stored_manifests().get(name))
-        files = files | {_stored_name(file, entry["sha256"]) for file, entry in entries.items()}
-        self._objects.delete(self._at("checkpoints", name, MANIFEST))
-        self._forget(name)
-        for file in sorted(files - {MANIFEST}):
-            self._objects.delete(self._at("checkpoints", name, file))
+        return bool(entries) and file not in {MANIFEST, *named}
 
     def _newest_intact(self) -> str:
         """The name of the newest checkpoint of the local folder that `verify_manifest` accepts; "" if there is none."""
@@ -463,15 +437,6 @@ class StoredRun:
                 continue
             return name
         return ""
-
-    def _index(self) -> list[str]:
-        try:
-            return [str(name) for name in json.loads(self._objects.read(self._at("checkpoints", INDEX)) or b"[]")]
-        except (ValueError, TypeError):
-            return []
-
-    def _write_index(self) -> None:
-        self._objects.write(self._at("checkpoints", INDEX), json.dumps(self.names()).encode())
 
     def _forget(self, name: str) -> None:
         self._stored_manifests().pop(name, None)

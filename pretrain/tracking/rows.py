@@ -72,7 +72,7 @@ class MetricRows:
     def _read(self) -> tuple[int, int] | None:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            return (int(found["step"]), int(found.get("probe", -1))) if found["id"] == self._id else None
+            return (int(found["step"]), int(found["probe"])) if found["id"] == self._id else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

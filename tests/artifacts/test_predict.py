@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from finetune.artifacts.predictor import Predictor
 from finetune.cli import main
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.task import Classification
-from finetune.tasks.datasets.table import TableFormat
-from finetune.tasks.datasets.tables import read_table
 from finetune.tasks.questions.metrics import squad_v2
 from finetune.training import runs
 from finetune.training.config import FinetuneConfig
@@ -381,78 +378,33 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     assert FinetuneConfig.model_validate({"name": "x", "classification": hub}).repeated_sets() == [("dev", "train")]
 
 
-def rows_of(path: Path, caplog: pytest.LogCaptureFixture, **layout: Any) -> tuple[list[str], str]:
-    """The texts, and what was said of the file."""
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        table = read_table(path, ["text", "label"], layout=TableFormat(**layout))
-    return table.columns["text"], caplog.text
+TABLES = {
+    "bare": '"We are here , he said .\t1\na film\t1\n" No "\t1\nthe book "\t1\n',  # as in MRPC and QQP
+    "quoted": '"He said ""no"", twice"\t1\nplain\t1\n"a\ttab"\t1\n"two\nlines"\t1\n',
+    "inside": 'the "odd" film\t1\na ""b""\t1\n',
+}
+TEXTS = {
+    ("bare", "none"): ['"We are here , he said .', "a film", '" No "', 'the book "'],
+    ("quoted", "standard"): ['He said "no", twice', "plain", "a\ttab", "two\nlines"],
+    **{("inside", quoting): ['the "odd" film', 'a ""b""'] for quoting in ("auto", "none", "standard")},
+}
 
 
-def test_quotes_that_belong_to_texts_swallow_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in MRPC and QQP: pandas' default would read the first cell up to the second quote, three lines on."""
+@pytest.mark.parametrize(("name", "quoting"), [*TEXTS, ("bare", "auto"), ("quoted", "auto")])
+def test_quotes_of_a_tsv_file_are_read_as_is_set_and_never_guessed(tmp_path: Path, name: str, quoting: Any) -> None:
     path = tmp_path / "a.tsv"
-    texts = ['"We are here , he said .', "a film", '" No "', 'the book "']
-    path.write_text("text\tlabel\n" + "".join(f"{text}\t1\n" for text in texts))
-    assert rows_of(path, caplog) == (texts, "")
-
-
-@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
-def test_quotes_that_a_writer_put_there_are_taken_off(tmp_path: Path, caplog: Any, quoting: Any) -> None:
-    texts = ['He said "no", twice', "plain", "a\ttab", "two\nlines", '"whole"']
-    rows = [[text, "1"] for text in texts]
-    path = write_csv(tmp_path / "a.tsv", ["text", "label"], rows, delimiter="\t", quoting=quoting)
-    assert rows_of(path, caplog) == (texts, "")
-    form: dict[str, Any] = {"delimiter": "\t", "quoting": quoting, "lineterminator": "\n"}
-    path = write_csv(tmp_path / "b.tsv", ["text", "label"], rows[:2], **form)
-    assert rows_of(path, caplog) == (texts[:2], "")
-
-
-@pytest.mark.parametrize("is_quoted", [False, True])
-def test_quotes_are_those_of_the_training_file(tmp_path: Path, is_quoted: bool) -> None:
-    """A later file may be too short to show what its quotes are."""
-    bare, quoted = 'text\tlabel\n"Fine" film\ta\nbad\tb\n', 'text\tlabel\n"a ""fine"" film"\ta\nbad\tb\n'
-    alone, among = 'text\tlabel\n"good film"\ta\n', 'text\tlabel\n"good film"\ta\nbad\tb\n'
-    train = put(tmp_path / "train.tsv", quoted if is_quoted else bare)
-    later = put(tmp_path / "dev.tsv", among if is_quoted else alone)
-    trained = Classification(ClassificationSettings(train=train, dev=later))
-    trained.read_train()
-    state = json.loads(json.dumps(trained.state()))
-    again = Classification(ClassificationSettings(train="gone.tsv", dev=later), state)
-    expected = "good film" if is_quoted else '"good film"'
-    for one in (trained, again):
-        assert one.read_held_out()["dev"][0].text == expected
-        assert one.read_file(later, labeled=False)[0].text == expected
-    csv_file = put(tmp_path / "a.csv", 'text,label\n"good film",a\n')
-    assert again.read_file(csv_file)[0].text == "good film", "other formats have their own quotes"
-    older = {key: value for key, value in state.items() if key != "quoting"}
-    plain = Classification(ClassificationSettings(train="gone.tsv"), older)
-    assert plain.read_file(put(tmp_path / "b.tsv", alone))[0].text == "good film", "as the file shows"
-
-
-def test_a_training_file_without_quotes_does_not_decide_for_later_ones(tmp_path: Path) -> None:
-    trained = Classification(ClassificationSettings(train=put(tmp_path / "a.tsv", "text\tlabel\nx\ta\ny\tb\n")))
-    trained.read_train()
-    assert trained.state()["quoting"] is None
-    assert trained.read_file(put(tmp_path / "b.tsv", 'text\tlabel\n"good film"\ta\n'))[0].text == "good film"
-
-
-def put(path: Path, text: str) -> str:
-    path.write_text(text)
-    return str(path)
-
-
-def test_a_file_whose_quotes_may_be_either_is_remarked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "a.tsv"
-    path.write_text('text\tlabel\n"Never mind."\t1\na film\t0\n')
-    texts, said = rows_of(path, caplog)
-    assert texts == ['"Never mind."', "a film"]
-    assert "a.tsv:2: the cell" in said
-    assert "looks quoted, but nothing else shows that it is" in said
-    assert "`quoting: standard`" in said
-    assert rows_of(path, caplog, quoting="standard") == (["Never mind.", "a film"], "")
-    path.write_text('text\tlabel\n"He said ""no""."\t1\nan "odd" film\t0\n')
-    texts, said = rows_of(path, caplog)
-    assert texts == ['"He said ""no""."', 'an "odd" film']
-    assert "a.tsv:2: the cell" in said
-    assert "others have bare quotes" in said
+    path.write_text(f"text\tlabel\n{TABLES[name]}")
+    trained = Classification(ClassificationSettings(train="gone.jsonl", labels=("1", "2"), quoting=quoting))
+    if texts := TEXTS.get((name, quoting)):
+        assert [one.text for one in trained.read_file(str(path))] == texts
+        return
+    with pytest.raises(InputError) as refusal:
+        trained.read_file(str(path))
+    cell = TABLES[name].partition("\t")[0]
+    assert str(refusal.value) == (
+        f"{path}:2: the cell {cell} begins with a quote. Set classification.quoting to standard if quotes surround "
+        "cells, or to none if they belong to the text; or save the file as .jsonl."
+    )
+    csv_file = tmp_path / "a.csv"
+    csv_file.write_text('text,label\n"good film",1\n')
+    assert trained.read_file(str(csv_file))[0].text == "good film", "other formats have their own quotes"

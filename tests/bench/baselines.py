@@ -63,7 +63,7 @@ def bench_config(
             "name": "bench",
             "corpus": {"dir": corpus},
             "model": {"size": size, **model},
-            "pairs": {"next_sentence": model.get("family", "bert") == "bert"},
+            "pairs": {"objective": "nsp" if model.get("family", "bert") == "bert" else "none"},
             "phases": [phase],
             "engine": {"zero_stage": 1, "micro_batch_tokens": sequences * length, "precision": precision},
         }

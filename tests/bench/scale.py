@@ -75,7 +75,7 @@ def _maker(shards: TokenShards, ranks: int, each: int, length: int, *, whole_wor
             "name": "bench",
             "corpus": {"dir": "nowhere"},
             "phases": [phase],
-            "masking": {"whole_word": whole_word},
+            "masking": {"scheme": "whole_words" if whole_word else "tokens"},
             "engine": {"micro_batch_tokens": each * length},
         }
     )

@@ -72,6 +72,7 @@ class Corpus:
         counts = {part: _PLACES * length for part, length in _LENGTHS.items()}
         manifest = {
             "format": 1,
+            "folded": True,
             "fingerprint": "made-up",
             "vocabulary_size": _VOCABULARY,
             "dtype": "uint16",

@@ -62,9 +62,3 @@ def test_another_name_or_kind_has_no_fragments() -> None:
 def test_parts_on_other_ranks_in_turn_are_not_joined() -> None:
     fragments = [entry("a", 0, 5, 0), entry("a", 5, 10, 2), entry("a", 10, 15, 3), entry("b", 15, 20, 4)]
     assert [(run["start"], run.get("parts", 1)) for run in packed(fragments)] == [(0, 1), (5, 2), (15, 1)]
-
-
-def test_manifests_that_name_the_file_of_each_piece_are_read() -> None:
-    old = [{"name": "a", "start": 5 * n, "numel": 5, "kinds": KINDS, "file": f"file-{n}"} for n in (1, 0)]
-    found = list(FragmentIndex(old, []).covering("weight", "a", 3, 6))
-    assert [fragment.file for fragment in found] == ["file-0", "file-1"]

@@ -208,13 +208,13 @@ class TestExportRun:
     def test_a_corpus_prepared_again_is_not_the_runs(
         self, run: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
     ) -> None:
-        """It has as many entries; checkpoints of earlier versions tell of vocab.txt alone, or of nothing."""
+        """It has as many entries."""
         monkeypatch.setattr(reading.time, "sleep", lambda _: pytest.fail("what is missing does not come"))
         corpus, newest = run.parent / "corpus", run / "checkpoints/step-00003000/state.json"
-        trained_on = files.sha256_file(corpus / "vocab.txt")
+        trained_on = tokenizer_digest(corpus)
         write_tokenizer(corpus, [*VOCABULARY[:-2], *reversed(VOCABULARY[-2:])])
         hf.export_run(run, run / "export")
-        write_checkpoint(run, 2900, 1.0, vocabulary=trained_on)
+        write_checkpoint(run, 2900, 1.0, tokenizer=trained_on)
         newest.unlink() if damage is None else newest.write_text(damage)
         refuse_tokenizer(run)
         write_tokenizer(corpus, VOCABULARY)

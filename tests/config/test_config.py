@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.common.earlier import INSTEAD, LEFT_AFTER
 from pretrain.common.errors import InputError
 from pretrain.common.sections import Section, is_section
 from pretrain.common.settings import dump
@@ -280,7 +279,10 @@ def test_overrides_reach_sections_lists_and_new_places(write):
         ("corpus.filters.quality.rules=[gofer_quality]", "; did you mean gopher_quality?"),
         ("corpus.filters.quality.thresholds.max_top_2_gram=1.5", "max_top_2_gram: 1.5 is above 1"),
         ("corpus.filters.quality.thresholds.min_wrods=1", "; did you mean min_words?"),
-        ("corpus.filters.quality={enabled: true, min_words: 9, max_words: 3}", "min_words (9) is above max_words (3)"),
+        (
+            "corpus.filters.quality={enabled: true, thresholds: {min_words: 9, max_words: 3}}",
+            "min_words (9) is above max_words (3)",
+        ),
         ("corpus.filters.quality={enabled: true, rules: []}", "rules: none is left"),
         ("phases.0.weights.wiki=-1", "phases.0.weights.wiki is -1; expected at least 0"),
         ("masking={random_share: 0.9}", "add up to more than 1"),
@@ -428,87 +430,6 @@ def test_dumped_text_stays_text(text: str, write):
     config = load_config(CONFIGS[0], [f"tracking.group={json.dumps(text)}"])
     assert config.tracking.group == text
     assert load_config(write(dump(config))).tracking.group == text
-
-
-@pytest.mark.parametrize(
-    ("given", "now"),
-    [
-        ("pairs.next_sentence=false", "pairs.objective=none"),
-        ("pairs.next_sentence=true", "pairs.objective=nsp"),
-        ("masking.whole_word=true", "masking.scheme=whole_words"),
-        ("masking.whole_word=false", "masking.scheme=tokens"),
-    ],
-)
-def test_an_old_name_is_read_with_a_remark(given: str, now: str, write, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(GOOD)
-    assert load_config(path, [given]) == load_config(path, [now])
-    assert load_config(path, [given]) == load_config(path, [now])
-    new, old = now.replace("=", ": "), given.replace("=", ": ")
-    assert capsys.readouterr().err == f"--set {given}: {old} is now {new}; the old name is read until 0.3\n", "once"
-    # As earlier versions recorded it, with the new name beside it.
-    assert load_config(path, ["pairs={next_sentence: false, objective: sop}"]).pairs.objective == "sop"
-    assert load_config(path, ["pairs={next_sentence: false, objective: ''}"]).pairs.objective == "none"
-
-
-# Where the sections of the table stand in a pretraining's config; others are of fine-tunings.
-PLACES = {name: name for name in PretrainConfig.model_fields} | {"phases": "phases.0"}
-PLACES |= {"vocabulary": "corpus.vocabulary"}
-PLACES |= {name: f"corpus.filters.{name}" for name in ("language", "near_duplicates", "contamination", "quality")}
-LEFT = [
-    (commit, PLACES[section], key, value)
-    for commit, sections in LEFT_AFTER.items()
-    for section, left in sections.items()
-    for key, value in left.items()
-    if section in PLACES
-]
-
-
-def with_an_effect(value: object) -> str:
-    """Another value of the kind."""
-    if isinstance(value, bool):
-        return str(not value).lower()
-    return "x" if isinstance(value, str) else "[x]" if isinstance(value, list) else f"{value}1"
-
-
-@pytest.mark.parametrize(("commit", "section", "key", "value"), [*LEFT, ("02149e8", "masking", "scheme", "")])
-def test_a_setting_that_left_is_named_with_what_to_do(commit: str, section: str, key: str, value, write) -> None:
-    name, given = f"{section}.{key}", "spans" if key == "scheme" else with_an_effect(value)
-    message = f"left in 0.2; the last commit that had it is {commit}; {INSTEAD.get(key, 'remove the line')}"
-    shown = f"{name}: {given}" if key == "scheme" else name
-    assert problems(write(GOOD), f"{name}={given}") == [f"--set {name}={given}: {shown} {message}"]
-    if "." not in section and section != "engine":
-        [line] = problems(write(f"{GOOD}{section}:\n  {key}: {given}\n"))
-        assert line == f"run.yaml:19: {shown} {message}"
-
-
-def test_recorded_configs_of_earlier_versions_are_read(write) -> None:
-    """They name all settings; those that left are there without effect."""
-    assert len(LEFT) == 42
-    path = write(GOOD)
-    without = [f"{section}.{key}={json.dumps(value)}" for _, section, key, value in LEFT]
-    assert load_config(path, without) == load_config(path)
-
-
-def test_what_left_and_had_no_effect_on_a_run_is_read_with_a_remark(write, capsys) -> None:
-    path = write(GOOD)
-    given = write(f"{GOOD}\nscheduling: {{cluster: 8xH100}}\n")
-    assert load_config(given) == load_config(path)
-    remark = "scheduling.cluster left in 0.2, and has no effect; give --on CLUSTER with --dry-run"
-    assert capsys.readouterr().err.endswith(f": {remark}\n")
-
-
-def test_thresholds_of_quality_rules_that_stand_beside_them_are_read(write) -> None:
-    """As configs of 0.1 had them, and recorded configs, which name them all."""
-    quality = "corpus.filters.quality"
-    before = load_config(write(GOOD), [f"{quality}.max_words=70", f"{quality}.min_stop_words=2"])
-    assert before == load_config(write(GOOD), [f"{quality}.thresholds.max_words=70"])
-    assert before.corpus.filters.quality.threshold("min_words") == 50
-    for wrong, message in (
-        ("max_word: 7", "did you mean max_words"),
-        ("max_bullet_lines: 90", "above 1, and is a share"),
-    ):
-        with pytest.raises(InputError, match=message):
-            load_config(write(GOOD), [f"{quality}.thresholds={{{wrong}}}"])
 
 
 def test_aliases_and_merged_sections_are_read(write):

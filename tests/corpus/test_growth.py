@@ -229,37 +229,6 @@ def test_a_grown_corpus_that_is_damaged_is_not_prepared_again(tmp_path, first, s
     assert manifest(folder)["grown"] == 1
 
 
-def test_what_a_corpus_without_signatures_cannot_compare_is_said(tmp_path, first, capsys, folder) -> None:
-    from pretrain.common.files import put_manifest, read_manifest
-
-    old = read_manifest(folder)
-    old["files"] = {name: entry for name, entry in old["files"].items() if not name.startswith("source-")}
-    put_manifest(folder, old)
-    again = source(write_lines(tmp_path / "again.jsonl", [text(seed) for seed in (*NEW, OLD[0])]))
-    prepare(config(folder, first, again))
-    line = "1 source of an earlier version (first) kept no signatures, so documents equal to theirs are not noticed"
-    assert line in " ".join(capsys.readouterr().err.split())
-    assert line in (folder / "card.md").read_text()
-    assert manifest(folder)["sources"][1]["documents"] == len(NEW) + 1
-    third = source(write_lines(tmp_path / "third.jsonl", [text(seed) for seed in (*range(500, 520), NEW[0])]))
-    prepare(config(folder, first, again, third))
-    assert manifest(folder)["sources"][2]["documents"] == 20
-
-
-def test_a_corpus_of_an_earlier_version_keeps_its_rule_of_equal_text(tmp_path, first, capsys, folder) -> None:
-    from pretrain.common.files import put_manifest, read_manifest
-
-    put_manifest(folder, {key: x for key, x in read_manifest(folder).items() if key != "folded"})
-    texts = [f"É {text(seed)}" for seed in NEW]
-    some = source(write_lines(tmp_path / "some.jsonl", texts))
-    upper = source(write_lines(tmp_path / "upper.jsonl", [f"é {one[2:].upper()}" for one in texts]))
-    for last in (1, 2):
-        prepare(config(folder, first, *(some, upper)[:last]))
-        assert "in the case of letters beyond a to z, are not equal" in " ".join(capsys.readouterr().err.split())
-        assert (folder / "card.md").read_text().count("are not equal") == 1
-    assert [one["duplicates"] for one in manifest(folder)["sources"]] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("place", ["write_card", "with_card", "put_manifest"])
 def test_an_error_at_the_end_leaves_the_old_corpus(place, tmp_path, first, second, monkeypatch) -> None:
     folder, whole = tmp_path / "corpus", tmp_path / "whole"

@@ -251,12 +251,12 @@ def test_a_folder_with_something_else_is_left_as_it_is(sources: Path, tmp_path: 
     for folder, files in (
         (model, {"config.json": "{}", "vocab.txt": "a"}),
         (export, {"manifest.json": '{"files": {}}', "tokenizer.json": "{}"}),
-        (newer, {"manifest.json": '{"format": 99, "shards": [], "files": {}}'}),
+        (newer, {"manifest.json": '{"format": 99, "folded": true, "shards": [], "files": {}}'}),
     ):
         folder.mkdir()
         for name, value in files.items():
             (folder / name).write_text(value)
-        with pytest.raises(InputError, match="something else" if folder != newer else "format 99") as error:
+        with pytest.raises(InputError, match="something else" if folder != newer else "another version") as error:
             prepare(config(sources, folder), quiet=True)
         assert "another corpus.dir" in str(error.value)
         with pytest.raises(InputError, match=r"another corpus\.dir"):

@@ -178,7 +178,6 @@ def test_wikiextractor_documents_are_those_of_one_pattern(parts: list[str]) -> N
 
 BARE = ['"' * (n in (10, 60)) + f"Row {n}." for n in range(100)]
 BARE_TSV = "id\ttext\n" + "".join(f"{n}\t{row}\n" for n, row in enumerate(BARE))
-DOUBLED = '"A ""doubled"" one."'
 QUOTED = ['Two\nlines, and "quotes".', "plain", "a\ttab"]
 QUOTED_TSV = 'text\tid\n"Two\nlines, and ""quotes""."\t1\nplain\t2\n"a\ttab"\t3\n'
 CSV = 'id,text\n1,"Two\nlines, and ""quotes""."\n2,plain\n3,too,many\n'
@@ -190,7 +189,6 @@ WRONG = [
     "line without 'text', line 5 of block 0: 2",
 ]
 UNCLOSED, LEFT_OUT = "<doc> that is not closed or has no title", "row left out, 3 columns instead of 2"
-LOOKS_QUOTED = "cell that looks quoted, but others have bare quotes: read as it is, line 102"
 BAD_BYTES, READ_SO = (f"Te{bad} {bad} pa{nul}per {'word ' * 99}\n" for bad, nul in (("\xff", "\0"), ("\ufffd", "")))
 NO_UTF8 = "bytes that are not UTF-8, near byte"
 
@@ -204,10 +202,6 @@ NO_UTF8 = "bytes that are not UTF-8, near byte"
         ("t.csv", f"{CSV}4,bad \xff\n", [*QUOTED[:2], "bad \ufffd"], [f"{NO_UTF8} 4: 1", f"{LEFT_OUT}: 1"]),
         ("t.csv", "id,text\n1,one\n" + "2,too,many\n" * 3 + "3\n4,two\n", ["one", "two"], [f"{LEFT_OUT}: 4"]),
         ("t.tsv.gz", "text\tid\nfrom a tab\t1\n", ["from a tab"], []),
-        ("t.tsv", QUOTED_TSV, QUOTED, []),
-        ("t.tsv.xz", QUOTED_TSV, QUOTED, []),
-        ("t.tsv", BARE_TSV, BARE, []),
-        ("t.tsv", f"{BARE_TSV}100\t{DOUBLED}\n", [*BARE, DOUBLED], [f"{LOOKS_QUOTED}: 1"]),
         ("a.jsonl", "", [], ["empty file, : 1"]),
         ("a.jsonl.gz", "", [], ["empty file, : 1"]),
         ("a.jsonl", WRONG_LINES + "[" * 100_000 + "\n", ["fine", "half ?"], WRONG),
@@ -225,6 +219,16 @@ def test_faults_are_counted_with_their_place_and_the_rest_is_read(tmp_path, name
     assert found == texts
     assert {problem["path"] for problem in problems} <= {str(tmp_path / name)}
     assert sorted(f"{one['fault']}, {one['first']}: {one['count']}" for one in problems) == faults
+
+
+@pytest.mark.parametrize(("text", "texts"), [(QUOTED_TSV, QUOTED), (BARE_TSV, BARE)], ids=["standard", "none"])
+def test_quotes_of_a_tsv_file_are_read_as_is_set(tmp_path: Path, text: str, texts: list[str]) -> None:
+    path = tmp_path / "t.tsv.xz"
+    path.write_bytes(COMPRESS[".xz"](text.encode()))
+    quoting: Any = "standard" if text is QUOTED_TSV else "none"
+    assert read(SourceConfig(kind="csv", path=str(path), quoting=quoting)) == (texts, [])
+    with pytest.raises(InputError, match=r'xz:\d+: the cell ".* Set `quoting` of its source to standard if'):
+        read(SourceConfig(kind="csv", path=str(path)))
 
 
 def test_chunks_do_not_grow_with_the_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field
 from docs import build, chart, conf, generate
 from finetune.cli import build_parsers
 from finetune.training import config as finetune_config
-from pretrain.common.records import FORMER_NAMES, SOURCE_LOSS
+from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.sections import Section
 from pretrain.config import resume
 from pretrain.reporting.dashboard.panels import EVENTS, panels
@@ -138,7 +138,7 @@ def test_a_stale_page_is_noticed(tmp_path: Path):
 
 
 def test_every_metric_and_event_of_the_dashboard_is_described():
-    described = {*TRAINING_METRICS, *EVALUATION_FIELDS, *PROBE_FIELDS, *FORMER_NAMES, SOURCE_LOSS}
+    described = {*TRAINING_METRICS, *EVALUATION_FIELDS, *PROBE_FIELDS, SOURCE_LOSS}
     assert {name for panel in panels() for name in panel.metrics} <= described
     assert set(EVENTS) <= set(EVENT_KINDS)
 

@@ -21,7 +21,6 @@ from finetune.training.train import make_model
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.released_writer import their_tensors
-from pretrain.common.earlier import as_trained
 from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
 from tests.starts import with_changes
@@ -163,13 +162,3 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, changes: dict[st
         assert found.units == 9
         assert "32 tensors -> layers.*" in found.key_mapping
         assert "head.out.*" in found.key_mapping.splitlines()[-1]
-
-
-def test_a_model_that_was_trained_with_settings_that_left_is_read() -> None:
-    now = make_config().model_dump(mode="json")
-    left = {"preset": "few-sample", "reinitialised_layers": 1, "reinitialise_pooler": True}  # as 0.1 spelled it
-    optimizer = {**now["optimizer"], "normalised": True}  # as 0.1 spelled it
-    before = {**now, "training": {**now["training"], **left}, "optimizer": optimizer}
-    assert FinetuneConfig.model_validate(as_trained(before)) == FinetuneConfig.model_validate(now)
-    with pytest.raises(ValueError, match=r"preset: few-sample left in 0\.2"):
-        FinetuneConfig.model_validate(before)

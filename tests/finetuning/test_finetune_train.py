@@ -387,7 +387,6 @@ OTHER = ["finetune", "{config}", "--set", "name=other"]
         (["finetune", "{config}"], "already holds a finished model"),
         ([*OTHER, "--from", "nowhere"], "nowhere: no such folder"),
         ([*OTHER, "--set", "max_length=96"], "max_length: 96, but .* has 64 positions"),
-        ([*OTHER, "--set", "training.preset=few-sample"], "preset: few-sample left in 0.2; the last commit that had"),
         (["finetune", "{config}", "--set", "trainng.epochs=2"], "did you mean training"),
         (["finetune", "{config}", "--set", "entities.train=x"], "exactly one task is needed"),
         (["finetune", "{config}", "--workers", "17"], "every worker needs an example"),

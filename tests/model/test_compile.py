@@ -1,6 +1,7 @@
 """torch.compile: settings in every thread, code that no batch size shaped, launches without Python's lock."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from pretrain.config import ModelConfig
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES, program, remove_unfinished
@@ -148,3 +149,13 @@ def test_libraries_that_a_killed_linker_left_are_removed(tmp_path: Path) -> None
     (folder / "now.so").touch()
     remove_unfinished(tmp_path)
     assert sorted(path.stem for path in folder.iterdir()) == ["now", "whole"]
+
+
+def test_a_compilation_that_a_signal_to_the_process_group_ends_is_repeated(tmp_path: Path) -> None:
+    compiler, killed = tmp_path / "g++", tmp_path / "killed"
+    once = f'[ -e {killed} ] || case "$*" in *.main.cpp*) touch {killed}; kill $$;; esac'
+    compiler.write_text(f'#!/bin/sh\n{once}\nexec {shutil.which("g++")} "$@"')
+    compiler.chmod(0o755)
+    with fresh_cache(), inductor_config.patch({"cpp.cxx": (str(compiler),)}):
+        assert program(lambda x: x * 2 + 1, True, ("T",))(torch.ones(3)).tolist() == [3] * 3
+    assert killed.exists()

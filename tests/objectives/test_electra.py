@@ -181,7 +181,7 @@ def settings(corpus: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     small = {
         "engine__micro_batch_tokens": 128,
         "evaluation__every_steps": 2,
-        "pairs__next_sentence": False,
+        "pairs__objective": "none",
         "model__embedding": 24,
         "electra__generator_width": 0.5,
     }

@@ -177,14 +177,6 @@ def test_a_checkpoint_without_an_average_is_refused(runs, tmp_path: Path) -> Non
         hf.export_run(run, tmp_path / "out", "step-00000002", averaged=True)
 
 
-def test_a_run_without_averaging_keeps_none(corpus: Path, tmp_path: Path) -> None:
-    values = pretraining(corpus, tmp_path / "run", [(32, 12, 4), (64, 6, 2)])
-    for share, first in ((0.0, 6), (1.0, 0), (0.01, 5), (0.5, 3)):
-        values["averaging"] = {"share": share}  # of all steps, as in earlier versions
-        config = PretrainConfig.model_validate(values)
-        assert [step for step in range(STEPS) if config.averaged_steps(step)] == list(range(first, STEPS))
-
-
 def test_a_mean_has_the_last_steps_of_its_phase_alone(corpus: Path, tmp_path: Path) -> None:
     values = pretraining(corpus, tmp_path / "run", [(32, 12, 10), (32, 12, 8), (32, 12, 6)])
     for phase, share in zip(values["phases"], (0.5, 1.0, 0.5), strict=True):

@@ -554,7 +554,7 @@ def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: 
         ObjectStore().write(f"{RUN}/checkpoints/{name}", b"x")
     save(make_saver(StoredRun(RUN, local(RUN)), local(RUN)), 2)
     listed = {name.split("/")[0] for name in ObjectStore().listing(f"{RUN}/checkpoints")}
-    assert listed == {"index.json", "other", "step-00000002", "step-00000009"}
+    assert listed == {"other", "step-00000002", "step-00000009"}
 
 
 def test_files_of_a_checkpoint_that_is_stored_once_more_are_deleted(proxy: FaultyProxy, tmp_path: Path) -> None:
@@ -591,6 +591,31 @@ def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_
     assert StoredRun(RUN, tmp_path / "fresh").names()[-1] == "step-00000003"
 
 
+def test_starts_at_the_same_time_have_different_numbers(proxy: FaultyProxy, tmp_path: Path, monkeypatch) -> None:
+    """One of them is the last; an answer that is lost, or an object that is there, is no other start."""
+    proxy.plan = [Fault("lost", "PUT .*writer-1"), Fault("503", "PUT .*writer-2")]
+    runs_there = [StoredRun(RUN, tmp_path / str(number)) for number in range(4)]
+    runs_there[0].claim()
+    seen, listing = threading.Barrier(3), ObjectStore.listing
+
+    def together(self: ObjectStore, address: str) -> dict[str, ListedObject]:
+        found = listing(self, address)
+        seen.wait()
+        return found
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(ObjectStore, "listing", together)
+        list(pool.map(StoredRun.claim, runs_there[1:]))
+    assert not proxy.plan
+    assert sorted(listing(ObjectStore(), RUN)) == [f"writers/writer-{number}" for number in (1, 2, 3, 4)]
+    troubles = []
+    for number, run in enumerate(runs_there):
+        saver = make_saver(run, tmp_path / str(number))
+        save(saver, 1)
+        troubles.append("the run was started again" in saver.trouble)
+    assert sorted(troubles) == [False, True, True, True]
+
+
 def test_a_late_upload_of_a_replaced_start_overwrites_nothing(proxy, tmp_path, monkeypatch) -> None:
     here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
     here.claim()
@@ -612,25 +637,6 @@ def test_a_late_upload_of_a_replaced_start_overwrites_nothing(proxy, tmp_path, m
     save(make_saver(there, tmp_path / "there"), 2)
     listed = ObjectStore().listing(f"{RUN}/checkpoints")
     assert not [name for name in listed if "step-00000001" in name], "what came late is deleted too"
-
-
-def test_checkpoints_without_sha256_in_their_names_are_read_and_deleted(proxy: FaultyProxy, tmp_path: Path) -> None:
-    """As they were stored before."""
-    run = StoredRun(RUN, tmp_path / "here")
-    saver = make_saver(run, tmp_path / "here")
-    save(saver, 1, validation_loss=1.0)
-    at, objects = f"{RUN}/checkpoints/step-00000001", ObjectStore()
-    for path in (tmp_path / "here/checkpoints/step-00000001").iterdir():
-        objects.write(f"{at}/{path.name}", path.read_bytes())
-    for name in objects.listing(at):
-        if name.rpartition(".")[2] not in ("json", "safetensors"):
-            objects.delete(f"{at}/{name}")
-    fresh = StoredRun(RUN, tmp_path / "fresh")
-    fresh.download()
-    assert store.read_weights(tmp_path / "fresh/checkpoints/step-00000001")["a"].tolist() == [1.0] * 4
-    assert fresh.best() == "step-00000001"
-    save(make_saver(fresh, tmp_path / "fresh"), 2, validation_loss=0.5)
-    assert not objects.listing(at)
 
 
 def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: FaultyProxy, tmp_path: Path) -> None:
@@ -664,11 +670,9 @@ def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that
     here, there = tmp_path / "here", tmp_path / "there"
     run = StoredRun(RUN, here)
     run.claim()  # and trains, with nothing stored yet
-    writer = ObjectStore().read(f"{RUN}/writer.json")
     with pytest.raises(MachineError, match=r"does not fit$"), launch.storing(start_of(there), False):
         fail_untrained(there)
-    assert ObjectStore().read(f"{RUN}/writer.json") == writer
-    assert sorted(ObjectStore().listing(RUN)) == ["checkpoints/index.json", "writer.json"]
+    assert sorted(ObjectStore().listing(RUN)) == ["writers/writer-1"]
     saver = make_saver(run, here)
     save(saver, 1)
     assert saver.trouble == ""
@@ -722,7 +726,7 @@ def contents(address: str) -> dict[str, bytes | None]:
 def test_a_claim_that_fails_is_undone(proxy, tmp_path, monkeypatch, earlier) -> None:
     if earlier:
         StoredRun(RUN, tmp_path / "here").claim()
-    before = ObjectStore().read(f"{RUN}/writer.json")
+    before = [*ObjectStore().listing(RUN)]
 
     def fail(path: Path) -> Any:
         raise MachineError(f"{path}: disk full")
@@ -730,7 +734,7 @@ def test_a_claim_that_fails_is_undone(proxy, tmp_path, monkeypatch, earlier) -> 
     monkeypatch.setattr(runs, "atomic_open", fail)
     with pytest.raises(MachineError, match=r"disk full$"), launch.storing(start_of(tmp_path / "there"), False):
         pass
-    assert ObjectStore().read(f"{RUN}/writer.json") == before
+    assert [*ObjectStore().listing(RUN)] == before == ["writers/writer-1"] * earlier
 
 
 @pytest.mark.parametrize("error", [MachineError("no memory"), RuntimeError("a bug"), KeyboardInterrupt()])
@@ -884,7 +888,6 @@ def test_a_finished_fine_tuning_is_stored_without_checkpoints(proxy: FaultyProxy
     shutil.rmtree(folder / "checkpoints")
     run.complete()
     assert sorted(ObjectStore().listing(RUN)) == [
-        "checkpoints/index.json",
         "metrics.jsonl",
         "model/finetune.json",
         "model/manifest.json",
@@ -893,18 +896,3 @@ def test_a_finished_fine_tuning_is_stored_without_checkpoints(proxy: FaultyProxy
     StoredRun(RUN, folder).download()
     verify_manifest(folder / "model")
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n', "a record that was half-written is not stored"
-
-
-@pytest.mark.parametrize("kind", ["drop", "503"])
-def test_checkpoints_are_found_by_the_index_or_by_the_listing(proxy: FaultyProxy, kind: str) -> None:
-    proxy.hidden_listings = 10_000
-    saver = make_saver(StoredRun(RUN, local(RUN)), local(RUN))
-    save(saver, 1)
-    proxy.plan = [Fault(kind, "GET .*list-type", 2)]
-    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"], "the listing shows nothing"
-    proxy.hidden_listings = 0
-    proxy._hidden.clear()
-    ObjectStore().write(f"{RUN}/checkpoints/index.json", b"damaged")
-    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"], "the index says nothing"
-    ObjectStore().write(f"{RUN}/checkpoints/index.json", b'["step-00000001", "step-00000009"]')
-    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"], "the index says too much"

@@ -35,7 +35,7 @@ from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.run.session import check_shared
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
-from pretrain.storage.runs import fetched_model
+from pretrain.storage.runs import StoredRun, fetched_model
 from tests.distributed import run_workers
 from tests.object_store import BUCKET, Fault, FaultyProxy
 from tests.starts import _StopsAt, pretraining, records
@@ -83,7 +83,6 @@ def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(proxy:
     local_config = write_config(tmp_path / "local.yaml", corpus, tmp_path / "run")
     config = write_config(tmp_path / "stored.yaml", f"s3://{BUCKET}/corpora/one", address)
     cache = str(tmp_path / "cache")
-    proxy.hidden_listings = 1000  # no listing ever shows what the run writes
     proxy.plan = [
         Fault("503", "GET .*corpora/one/manifest"),
         Fault("cut", r"GET .*tokens\.npy", 2),
@@ -99,7 +98,7 @@ def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(proxy:
         Fault("slow", "PUT .*metrics.jsonl"),
         Fault("cut", "GET .*step-00000003/rank", 3),
         Fault("503", "GET .*metrics.jsonl"),
-        Fault("drop", "GET .*index.json", 2),
+        Fault("drop", "PUT .*writer-", 2),
     ]
 
     def changed(name: str, *changes: str) -> list[str]:
@@ -125,9 +124,7 @@ def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(proxy:
     assert losses(folder) == losses(tmp_path / "run")
     assert [step for step, _ in losses(folder)] == list(range(1, STEPS + 1))
     assert _weights(folder, STEPS) == _weights(tmp_path / "run", STEPS)
-    proxy.hidden_listings = 0
-    names = json.loads(ObjectStore().read(f"{address}/checkpoints/index.json") or b"")
-    assert names == ["step-00000004", "step-00000006"]
+    assert StoredRun(address, folder).names() == ["step-00000004", "step-00000006"]
     for name in ("more", "student"):
         assert len(losses(tmp_path / name)) == 1
     verify_manifest(folders.fetch(f"s3://{BUCKET}/exports/mini"))
@@ -153,7 +150,7 @@ def test_a_run_at_an_address_forks_from_another_there(proxy: FaultyProxy, tmp_pa
         Command(forked("other", "--set", "phases.0.steps=5", "--resume"), forget=cache),
     ]
     assert run_workers(1, codes, commands) == [[0, 0, 2, 2, 75, 2, 0]]
-    assert ObjectStore().read(f"{address}/checkpoints/index.json") == b'["step-00000002", "step-00000006"]'
+    assert StoredRun(address, local(address)).names() == ["step-00000002", "step-00000006"]
     stem, same, other = (stored_losses(f"s3://{BUCKET}/runs/{name}") for name in ("stem", "same", "other"))
     assert same == stem
     assert other[:2] == same[:2]
@@ -195,7 +192,7 @@ def test_a_fine_tuning_on_s3_starts_resumes_and_ends_there(proxy: FaultyProxy, t
     assert run_workers(1, codes, commands) == [[75, 2, 0, 0, 0, 2, 0]]
     assert not proxy.plan
     stored = ObjectStore().listing(address)
-    assert [name for name in stored if name.startswith("checkpoints")] == ["checkpoints/index.json"]
+    assert not [name for name in stored if name.startswith("checkpoints")]
     model = folders.fetch(f"{address}/model")
     assert (model / "model.safetensors").read_bytes() == (tmp_path / "run/model/model.safetensors").read_bytes()
     assert "model.safetensors" in ObjectStore().listing(exported)

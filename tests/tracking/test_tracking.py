@@ -184,13 +184,6 @@ class TestMetricsFile:
             read_records(tmp_path)
         assert str(caught.value) == f"{path}:2: {reason}. Remove the line, or restore the file."
 
-    def test_a_former_metric_name_is_read_as_the_current_one(self, tmp_path: Path) -> None:
-        (tmp_path / "metrics.jsonl").write_text('{"step": 10, "peak_fraction": 0.4}\n{"step": 20, "mfu": 0.5}\n')
-        records = [{"step": 10, "mfu": 0.4}, {"step": 20, "mfu": 0.5}]
-        assert read_records(tmp_path) == records
-        start(tmp_path, run_id="tiny-1", step=20).close()  # a resumed run
-        assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == records
-
     def test_a_killed_writer_leaves_a_readable_file(self, tmp_path: Path) -> None:
         program = """
             import sys, itertools
@@ -533,10 +526,9 @@ class TestFollow:
         assert lines[-1].startswith("phase 1/2 (128)  step 20/100  loss 2.000")
         assert "\x1b" not in screen.getvalue()
 
-    @pytest.mark.parametrize("mfu", ["mfu", "peak_fraction"])  # peak_fraction: as older versions wrote it
-    def test_a_terminal_gets_one_live_line(self, run: Path, mfu: str) -> None:
+    def test_a_terminal_gets_one_live_line(self, run: Path) -> None:
         with following(run, terminal=True) as screen:
-            append(run, {"step": 90, "loss": 3.0, mfu: 0.415, "skipped_steps": 2})
+            append(run, {"step": 90, "loss": 3.0, "mfu": 0.415, "skipped_steps": 2})
         text = screen.getvalue()
         assert "starting the workers" in text or "step 90/100" in text
         last = text[text.rindex("━") :]

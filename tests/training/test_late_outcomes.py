@@ -24,7 +24,9 @@ BAD = {(22 * 12, 12): math.nan, (37 * 12, 12): 30.0, **{(SECOND + 11 * n, 11): m
 def settings(corpus: Path, run_dir: Path) -> dict[str, Any]:
     often = {"checkpoint__every_steps": 10, "evaluation__every_steps": 15, "tracking__log_every_steps": 4}
     phases = [(32, 12, 38), (32, 11, 32)]
-    return pretraining(corpus, run_dir, phases, model__layers=1, averaging__share=0.2, **often)
+    values = pretraining(corpus, run_dir, phases, model__layers=1, **often)
+    values["phases"][1]["averaged_share"] = 14 / 32
+    return values
 
 
 def read_late(starts: list[Start]) -> list[tuple[str, int]]:

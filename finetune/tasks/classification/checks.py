@@ -1,37 +1,14 @@
 """What is suspicious in labeled texts without being wrong, as warnings of one line each."""
 
-import re
-import unicodedata
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from finetune.tasks.datasets.labels import Label, listed
 from finetune.tasks.datasets.table import Table
 from pretrain.common.wording import counted
 
-_ZEROS = re.compile(r"(?<=\d)\.0*$")  # of 1.0
 _SEVERAL = 5  # examples of a class that is never predicted, for a warning
 _MOST_PLACES = 5  # of empty texts, in a message
-
-
-def similar_labels(names: Iterable[str], source: str) -> Iterator[str]:
-    """A warning for each group of labels that differ only in capitals, blanks, or how Unicode or a number is written.
-
-    Args:
-        names: the labels as the files have them.
-        source: the file or data set.
-    """
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        groups[_plain(name)].append(name)
-    for group in groups.values():
-        if len(group) > 1:
-            # Names that look the same are shown with their code points.
-            shown = [repr(name) if name.isascii() else ascii(name) for name in group]
-            yield (
-                f"{source}: the labels {listed(shown)} differ only in capitals, blanks or Unicode. "
-                "They are different classes; write them the same way if they are not."
-            )
 
 
 def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: str) -> Iterator[str]:
@@ -88,13 +65,6 @@ def never_predicted(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> I
         f"the model {what}. Train longer (training.epochs) or with another training.learning_rate; if one class is "
         "frequent, set classification.class_weights: balanced."
     )
-
-
-def _plain(name: str) -> str:
-    """The label without what one does not see: blanks, zero-width characters, capitals, and forms of a number."""
-    name = unicodedata.normalize("NFKC", name).casefold()
-    name = "".join(one for one in name if not one.isspace() and unicodedata.category(one) != "Cf")
-    return _ZEROS.sub("", name)
 
 
 def _has_text(cell: object) -> bool:

@@ -26,8 +26,6 @@ SCORES: dict[Problem, tuple[str, ...]] = {
 class ClassificationSettings(Section):
     """Classes, sets of labels or values of texts, or of pairs of texts."""
 
-    EARLIER = "classification"
-
     glue: GlueName = Field(default="", description="Name of a GLUE task; sets its official files, labels and scores.")
     glue_dir: LocalPath = Field(default="", description="glue: folder with the official downloads (CoLA, SST-2, ...).")
     dataset: LocalPath = Field(
@@ -78,7 +76,7 @@ class ClassificationSettings(Section):
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
         description='csv, tsv: standard (RFC 4180: "" inside quotes), none (a quote is a character); auto: standard in '
-        ".csv, in .tsv what the training file shows.",
+        ".csv; in .tsv none, and no cell may begin with a quote.",
     )
     text_column: str | int = Field(default="text", description="Column of the text: its name, or its number from 0.")
     pair_column: str | int = Field(

@@ -56,7 +56,7 @@ class ExampleSource:
         self._settings, self._metric = settings, metric
         self._problem: Problem = problem
         self._class_weights: np.ndarray | None = None
-        self.tables = TableSource(settings, state.get("quoting") if state else None)  # older models do not have it
+        self.tables = TableSource(settings)
         self._names: dict[str, str] | None = None  # label in the files -> its name, in order of the outputs
         if state is not None:
             self._names = dict(zip(state["values"], state["labels"], strict=True))
@@ -264,7 +264,6 @@ class ExampleSource:
         """Warn of what is suspicious in the training set: the table, and what `dev_share` leaves of it."""
         _log(checks.empty_texts(table))
         if self._problem != "regression":
-            _log(checks.similar_labels(self.names, table.source))
             _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:

@@ -12,21 +12,15 @@ from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.files import plain_suffix
 from finetune.tasks.datasets.table import Key, Table, TableFormat
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting
 
 CONTAINMENT_PAIRS = 60_000  # at most
 
 
 class TableSource:
-    """Tables of one config, with the columns text, pair and label.
+    """Tables of one config, with the columns text, pair and label."""
 
-    Args:
-        quoting: how the quotes of the training set were read, if a trained model knows it.
-    """
-
-    def __init__(self, settings: ClassificationSettings, quoting: Quoting | None = None) -> None:
+    def __init__(self, settings: ClassificationSettings) -> None:
         self._settings = settings
-        self._quoting: Quoting | None = quoting
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
         self._made: Table | None = None  # of the text of `containment`
 
@@ -35,11 +29,6 @@ class TableSource:
         if self._glue:
             return self._glue.dev if kind == "dev" else self._glue.test
         return (kind,) if getattr(self._settings, kind) else ()
-
-    @property
-    def quoting(self) -> Quoting | None:
-        """How the quotes of the training set, a .tsv, are read; None if it has none or was not read yet."""
-        return self._quoting
 
     @property
     def text_column(self) -> Key:
@@ -62,8 +51,6 @@ class TableSource:
             wanted = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
             hint = " or set dev_share" if part == "dev" else ""
             raise InputError(f"classification.glue_dir: no {wanted}. Download it{hint}.")
-        if part == "train":
-            self._quoting = self._quoting or table.quoting
         return table
 
     def read_unlabeled(self, part: str) -> Table | None:
@@ -82,9 +69,10 @@ class TableSource:
             split = (settings.dev if settings.dataset else "") or "train"
             table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
             return self._named(table)
-        kind, layout = tables.format_of(place), self._layout(path)
+        kind, layout = tables.format_of(place), self._layout
         if kind and kind != tables.format_of(settings.train):
-            layout = TableFormat(encoding=settings.encoding, header=settings.header)
+            quoting = settings.quoting if kind == "tsv" else "auto"
+            layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
         if not labeled and not kind and not layout.format:
             if plain_suffix(place) == ".txt" and "pair" not in keys:
                 return tables.read_texts(place, settings.encoding)
@@ -150,7 +138,7 @@ class TableSource:
             return self._made
         named = getattr(settings, part)
         if not settings.dataset:
-            return self._named(self._read_table(named, self._layout(named), labeled=labeled))
+            return self._named(self._read_table(named, self._layout, labeled=labeled))
         return self._named(
             read_dataset(
                 settings.dataset,
@@ -210,9 +198,8 @@ class TableSource:
         classes = table.classes.get(keys.get("label", ""), [])
         return replace(table, columns=columns, classes={"label": classes} if classes else {})
 
-    def _layout(self, path: str) -> TableFormat:
-        """How a file is read. Quotes are read as in the training set, since a short file may not show what they are."""
-        settings, quoting = self._settings, self._settings.quoting
-        if quoting == "auto" and self._quoting and (settings.format or tables.format_of(path)) == "tsv":
-            quoting = self._quoting
-        return TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
+    @property
+    def _layout(self) -> TableFormat:
+        """How a file of the config is read."""
+        settings = self._settings
+        return TableFormat(settings.format, settings.encoding, settings.delimiter, settings.quoting, settings.header)

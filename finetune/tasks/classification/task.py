@@ -31,7 +31,7 @@ class Classification(Task[Example]):
     """The task of predicting classes, labels or values of texts.
 
     Args:
-        state: what a trained model keeps: its labels, its threshold and how quotes of its training set were read.
+        state: what a trained model keeps: its labels and its threshold.
     """
 
     kind = "classification"
@@ -76,7 +76,6 @@ class Classification(Task[Example]):
             "labels": list(self.labels),
             "values": list(self._source.names),
             "threshold": float(self.threshold),
-            "quoting": self._source.tables.quoting,
         }
 
     # ------------------------------------------------------------ for people

@@ -1,16 +1,13 @@
-"""CSV, TSV, and lines of label and text, with the detection of how quotes are meant."""
+"""CSV, TSV, and lines of label and text."""
 
 import io
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed, shown
+from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting, QuotingError, bare_rows, detect_quoting, quoted_rows, split_lines
+from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted, split_lines
 from pretrain.common.wording import counted
-
-logger = logging.getLogger(__name__)
 
 
 def read_delimited(
@@ -50,8 +47,7 @@ def read_delimited(
             column.append(fields[position])
         if wanted.others:
             others.append({name: fields[position] for name, position in rest.items()})
-    shown = quoting if kind == "tsv" and '"' in text else None
-    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others, quoting=shown)
+    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
 
 
 def _delimiter(kind: Format, layout: TableFormat) -> str:
@@ -63,7 +59,9 @@ def _quoting(path: Path, text: str, kind: Format, layout: TableFormat) -> Quotin
         return "none"
     if layout.quoting != "auto":
         return layout.quoting
-    return "standard" if kind == "csv" else _detected(path, text, _delimiter(kind, layout))
+    if kind == "tsv":
+        refuse_quoted(opened(text), _delimiter(kind, layout), path, "classification.quoting")
+    return "standard" if kind == "csv" else "none"
 
 
 def _rows(path: Path, text: str, kind: Format, delimiter: str, quoting: Quoting) -> Iterator[tuple[int, list[str]]]:
@@ -88,23 +86,6 @@ def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, l
             f"{path}:{error.line}: not CSV ({error.reason}). Double the quotes inside quoted texts, or set "
             "`quoting: none`."
         ) from None
-
-
-def _detected(path: Path, text: str, delimiter: str) -> Quoting:
-    """How the quotes of a .tsv file are meant, with a warning in the log if that is not certain."""
-    if '"' not in text:
-        return "none"
-    quoting, doubt = detect_quoting(lambda: opened(text), delimiter)
-    if doubt:
-        logger.warning(
-            "%s:%d: the cell %s looks quoted, but %s; quotes are read as part of the texts. If they are not, "
-            "set `quoting: standard`.",
-            path,
-            doubt.line,
-            shown(doubt.cell),
-            doubt.reason,
-        )
-    return quoting
 
 
 def _chain(line: int, fields: list[str], rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:

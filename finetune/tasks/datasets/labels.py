@@ -3,7 +3,6 @@
 import difflib
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ Problem = Literal["single_label", "multi_label", "regression"]
 
 _TRUTHS: dict[Any, bool] = {0: False, 1: True}  # also of 0.0 and True
 _TEXT_TRUTHS: dict[Any, bool] = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
-_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 
 Label = str | tuple[str, ...] | float
 """By problem: a class name, the names of a set of labels, or a value."""
@@ -166,10 +164,6 @@ def _value(cell: Any, where: str) -> float:
 def _renamed(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
-    # A column of whole numbers is written as 1 or, where cells are missing, as 1.0.
-    numbers = (one for one in names if _NUMBER.fullmatch(one)) if _NUMBER.fullmatch(value) else ()
-    if same := next((one for one in numbers if float(one) == float(value)), ""):
-        return names[same]
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(names)}."
     raise InputError(f"{where}: label {shown(value)} is not in the training set or `labels`; {hint}")

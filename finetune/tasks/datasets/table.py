@@ -22,7 +22,7 @@ class TableFormat:
     format: Format = ""
     encoding: str = "utf-8"  # a byte order mark of UTF-8 is skipped
     delimiter: str = ""  # one character; "" is a comma, in .tsv a tab
-    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard, in .tsv as detected
+    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; in .tsv none, and cells begin with no quote
     header: bool = True
 
 
@@ -36,7 +36,6 @@ class Table:
     place: str  # separator of source and place: ":" before a line
     classes: dict[Key, list[str]] = field(default_factory=dict)  # names of the classes that a data set defines
     others: Sequence[Mapping[str, Any]] = ()  # [N], the cells of all other columns, if they were requested
-    quoting: Quoting | None = None  # how the quotes of a .tsv were read, if it has any
 
     def __len__(self) -> int:
         return len(self.places)

@@ -19,8 +19,6 @@ _FORM = (
 class EntitiesSettings(Section):
     """Named entities from CoNLL columns or JSON lines."""
 
-    EARLIER = "entities"
-
     train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
     dev: LocalPath = Field(default="", description="Labeled file that chooses the checkpoint; empty for none.")
     test: LocalPath = Field(

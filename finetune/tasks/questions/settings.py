@@ -11,8 +11,6 @@ from pretrain.common.sections import LocalPath, Section
 class QuestionsSettings(Section):
     """Span questions: the answer is a span of the context (SQuAD v1.1), or there is none (v2.0)."""
 
-    EARLIER = "questions"
-
     train: LocalPath = Field(
         default="",
         description="Training questions: SQuAD's nested .json of v1.1 or v2.0, or flat records as .json, .jsonl, "

@@ -18,7 +18,7 @@ import numpy as np
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
-from pretrain.common.quoting import bare_rows, detect_quoting, quoted_rows
+from pretrain.common.quoting import bare_rows, quoted_rows
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
 from pretrain.corpus.filters.text_columns import text_columns
 from pretrain.corpus.inputs import BROKEN, files_in, open_file, plain_suffix
@@ -129,11 +129,8 @@ def _lines(raw: IO[Any], _: EvaluationSetConfig) -> Iterator[str]:
 def _cells(raw: IO[Any], one: EvaluationSetConfig, delimiter: str = ",") -> Iterator[str]:
     text = raw.read().decode("utf-8-sig")
 
-    def opened() -> io.StringIO:
-        return io.StringIO(text, newline="")
-
-    is_bare = delimiter == "\t" and detect_quoting(opened, delimiter)[0] == "none"
-    rows = bare_rows(opened(), delimiter) if is_bare else quoted_rows(opened(), delimiter)
+    # Quotes of a .tsv may be of the text or of its writer; none is a part of an n-gram.
+    rows = (bare_rows if delimiter == "\t" else quoted_rows)(io.StringIO(text, newline=""), delimiter)
     _, names = next(rows, (1, []))
     if missing := [name for name in one.columns if name not in names]:
         raise ValueError(f"no column {missing[0]!r}; it has {', '.join(names)}")

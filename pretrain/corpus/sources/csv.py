@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting, detect_quoting
+from pretrain.common.quoting import Quoting, refuse_quoted
 from pretrain.common.wording import counted
 from pretrain.corpus import inputs, records
 from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, Span
@@ -41,21 +41,20 @@ class Reader(ColumnReader):
         import pyarrow as pa
 
         try:
-            for batch, read in _batches(path, self.config.text_column, _quoting(path, problems), problems):
+            for batch, read in _batches(path, self.config.text_column, self._quoting(path), problems):
                 yield batch.column(0).to_pylist(), read
         except (ValueError, pa.ArrowException, *inputs.BROKEN) as error:
             if "Empty CSV" not in str(error):
                 raise BrokenInputError(f"broken file: {inputs.one_line(error)}") from None
 
-
-def _quoting(path: Path, problems: Problems) -> Quoting:
-    """How the quotes of a file are meant; a cell that speaks against it goes to `problems`."""
-    if _delimiter(path) == ",":
-        return "standard"
-    quoting, doubt = detect_quoting(lambda: _text(path), _delimiter(path))
-    if doubt:
-        problems.add(str(path), f"cell that looks quoted, but {doubt.reason}: read as it is", f"line {doubt.line}")
-    return quoting
+    def _quoting(self, path: Path) -> Quoting:
+        """How the quotes of a file are meant. Raises `InputError` if that is to be set."""
+        if self.config.quoting != "auto":
+            return self.config.quoting
+        if _delimiter(path) == ",":
+            return "standard"
+        refuse_quoted(_text(path), _delimiter(path), path, "`quoting` of its source")
+        return "none"
 
 
 def _text(path: Path) -> Iterator[str]:
