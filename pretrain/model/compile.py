@@ -58,7 +58,8 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
                 for x in argument if isinstance(argument, tuple) else (argument,):
                     if isinstance(x, Tensor):
                         _mark_axes(x, letters)
-        compiled = compiled_function(function)
+        integers = tuple(x if type(x) is int else None for x in arguments)
+        compiled = compiled_function(function, integers)
         try:
             return compiled(*arguments)
         except RuntimeError as error:
@@ -98,14 +99,22 @@ def compiling(otherwise: str) -> Iterator[None]:
 
 
 @functools.cache
-def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled for all sizes of the marked axes; other axes and numbers are constants of the code.
+def compiled_function(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
+    """The program of `function` in which these arguments are constants; it takes all of them and reads the others.
 
     The compiler would take an integer for another size that varies. On a GPU, divisions by it in the addresses of
     elements then cost more than to read them: the rotation of heads took forty times as long as its memory traffic.
-    An older torch compiles first for the sizes of the first call, and again for those that have changed.
     """
-    return torch.compile(function, dynamic=False if MARKS_UNKNOWN_SIZES else None)
+
+    def inner(*arguments: Any, integers: tuple[int | None, ...] = integers) -> Any:
+        return function(*(x if n is None else n for x, n in zip(arguments, integers, strict=True)))
+
+    # Dynamo relies on the value of an integer if it is the default of a function that is inlined.
+    @functools.wraps(function)
+    def with_constants(*arguments: Any) -> Any:
+        return inner(*arguments)
+
+    return torch.compile(with_constants if any(n is not None for n in integers) else function, dynamic=True)
 
 
 def _kind(argument: Any, letters: str) -> Any:
@@ -150,12 +159,17 @@ def _configure() -> None:
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     for folder in [Path(given)] if given else Path(tempfile.gettempdir()).glob("torchinductor_*"):
         remove_unfinished(folder)
+    # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
+    torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.compiler.config.recompile_limit = 32
+    torch._dynamo.config.specialize_float = True
     # Results of cheap elementwise operations are recomputed in the backward pass: faster, and half the memory.
     torch._functorch.config.aggressive_recomputation = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _mark_axes(x: Tensor, letters: str) -> None:
+    for axis in range(len(letters), x.dim()):
+        torch._dynamo.mark_static(x, axis)
     if not MARKS_UNKNOWN_SIZES:
         return
     mark = torch._dynamo.decorators.mark_unbacked

@@ -79,8 +79,8 @@ def note_compiled_functions() -> dict[str, Call]:
     """From now on, torch.compile notes how a function is called, and calls it as it is: modes exclude compilation."""
     calls: dict[str, Call] = {}
 
-    def note(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
-        assert not dynamic
+    def note(function: Callable[..., Any], dynamic: bool = True) -> Callable[..., Any]:
+        assert dynamic
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             noted = Call(function, arguments, keywords)
@@ -121,7 +121,7 @@ def write_kernels(call: Call) -> None:
     config.force_non_lazy_backward_lowering = True  # type: ignore[attr-defined]
     arguments, keywords = tree_map_only(Tensor, leaf, (call.arguments, call.keywords))
     try:
-        compile_really(call.function, dynamic=False, backend=backend)(*arguments, **keywords)
+        compile_really(call.function, dynamic=True, backend=backend)(*arguments, **keywords)
     except Compiled:
         return
     raise AssertionError(f"{call.name}: was not compiled")
@@ -133,6 +133,9 @@ def leaf(x: Tensor) -> Tensor:
     for name, value in vars(x).items():
         if name.startswith("_dynamo"):
             setattr(new, name, value)
+    if isinstance(x, nn.Parameter):  # of a real one the compiler knows; of a fake one's class it does not
+        for axis in range(x.dim()):
+            torch._dynamo.mark_static(new, axis)
     return new
 
 

@@ -1,5 +1,6 @@
 """torch.compile: settings in every thread, code that no batch size shaped, launches without Python's lock."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -34,17 +35,18 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 def test_every_thread_has_the_settings() -> None:
     """A backward pass on CUDA runs, and may compile, in a thread of its own."""
-    found: dict[str, tuple[int, bool]] = {}
+    found: dict[str, tuple[int, bool, bool]] = {}
 
     def run(name: str) -> None:
         assert program(double, True, ("M",))(torch.ones(3)).tolist() == [2.0] * 3
-        found[name] = torch.compiler.config.recompile_limit, functorch_config.aggressive_recomputation
+        config, symbols = torch._dynamo.config, importlib.import_module("torch.fx.experimental._config")
+        found[name] = config.recompile_limit, config.specialize_float, symbols.use_duck_shape
 
     run("main")
     thread = threading.Thread(target=run, args=("other",))
     thread.start()
     thread.join()
-    assert found == {"main": (32, True), "other": (32, True)}
+    assert found == {"main": (32, True, False), "other": (32, True, False)}
 
 
 def rows_of_heads(x_TND: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:

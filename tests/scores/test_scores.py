@@ -105,9 +105,9 @@ def watch_compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     called: set[str] = set()
     original = compiler.compiled_function
 
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
         called.add(function.__name__)
-        return original(function)
+        return original(function, integers)
 
     monkeypatch.setattr(compiler, "compiled_function", watched)
     return called
@@ -268,7 +268,7 @@ def test_a_machine_that_cannot_compile_is_named(tmp_path: Path, bert: Path, monk
         def fail(*arguments: Any) -> Any:
             raise error
 
-        return lambda function: torch.compile(function, backend=fail)
+        return lambda function, integers: torch.compile(function, backend=fail)
 
     monkeypatch.setattr(compiler, "compiled_function", failing(InvalidCxxCompiler()))
     command = ["evaluate-pretrained", str(bert), "--blimp", str(write_blimp(tmp_path / "blimp"))]
