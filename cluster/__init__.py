@@ -6,6 +6,7 @@ Workers are started with `cluster.workers.launch.run`, which does not import `ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,15 +14,21 @@ if TYPE_CHECKING:
 
 
 def submit(
-    command: str, config: Any, *, address: str = "", wait_for_nodes: bool = False, plain_http: bool = False, **job: Any
+    function: Callable[..., Any],
+    config: Any,
+    *,
+    address: str = "",
+    wait_for_nodes: bool = False,
+    plain_http: bool = False,
+    **job: Any,
 ) -> SubmittedJob:
-    """Run a config as a job on a cluster, or continue its run there: `cluster.submit("pretrain", "my.yaml")`.
+    """Run a config as a job on a cluster, or continue its run there: `cluster.submit(pretrain.train, "my.yaml")`.
 
-    `job` are options of `cluster.jobs.submission.make_job`, the others those of `cluster.jobs.client.Jobs`.
+    `function` is `pretrain.train`, `pretrain.prepare` or `finetune.train`. `job` are options of
+    `cluster.jobs.submission.make_job`, the others those of `cluster.jobs.client.Jobs`.
     """
     from cluster.jobs.client import Jobs
     from cluster.jobs.submission import make_job
-    from finetune.cli import job_kinds
 
-    made = make_job(command, config, job_kinds(), **job)
+    made = make_job(function, config, **job)
     return Jobs(address, plain_http=plain_http).submit(made, wait_for_nodes=wait_for_nodes)

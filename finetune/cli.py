@@ -6,12 +6,12 @@ Building it imports nothing heavy: a command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
-import functools
+import os
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.doctor import command as doctor
 from cluster.jobs import command as jobs
@@ -27,9 +27,6 @@ from pretrain.common.examples import listing, text_of
 from pretrain.common.wording import did_you_mean
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
-
-if TYPE_CHECKING:
-    from cluster.jobs.submission import Kind
 
 MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
 # All commands, as --help and the reference list them.
@@ -47,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if words == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # in a cluster, for `submit`
+        from cluster.jobs import entrypoint
+
+        entrypoint.run(job_functions)
+        return 0
     first = words[0] if words else "help"
     parser, parsers = build_parsers()
     if first not in (*parsers, "-h", "--help", "help"):
@@ -71,7 +73,7 @@ def build_parsers(listed: str | None = argparse.SUPPRESS) -> tuple[Parser, Mappi
     for component in (demo, run, adaptation, artifacts, experiments, scores):
         component.add_to(commands)
     reporting.add_to(commands, _find_job)
-    jobs.add_to(commands, job_kinds)
+    jobs.add_to(commands, job_functions)
     manifests.add_to(commands, _config_type)
     doctor.add_to(commands, MEASURES)
     _add_configs(commands)
@@ -133,19 +135,12 @@ def _completion(arguments: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- what components are handed of others
 
 
-def job_kinds() -> Mapping[str, Kind]:
-    """What `submit` runs, by name."""
-    from cluster.jobs.submission import Kind
+def job_functions() -> Mapping[str, Callable[..., Any]]:
+    """What a job runs, by command."""
     from finetune.training import api as finetuning
     from pretrain.run import api
 
-    # A checkpoint in start_from is the cluster's to read.
-    load = functools.partial(api.load_config, imports=True)
-    return {
-        "pretrain": Kind(load, f"{api.__name__}:train"),
-        "prepare": Kind(load, f"{api.__name__}:prepare", trains=False),
-        "finetune": Kind(finetuning.read_config, f"{finetuning.__name__}:train"),
-    }
+    return {"pretrain": api.train, "prepare": api.prepare, "finetune": finetuning.train}
 
 
 def _config_type(path: Path) -> type[Any]:

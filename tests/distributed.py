@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch._C._distributed_c10d import TCPStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -50,7 +49,7 @@ def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) 
     `function` must be importable. An exception in any process fails the caller with its traceback.
     """
     # Held here and not by rank 0: a port that is looked up for later may be another test's by then.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     return _start(range(world_size), (world_size, store.port), function, arguments)
 
 
@@ -89,7 +88,7 @@ def _worker(
     os.environ |= {**environment, "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
     if port:
-        store = TCPStore("127.0.0.1", port, is_master=False)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -27,6 +27,8 @@ LONG_FILE = 500  # lines
 # and in the layouts of released models. DistilBERT is such a model.
 OBJECTIVES = re.compile(r"electra|replaced.?tokens|\brtd|discriminator|distil(?!bert)|\bteacher", re.IGNORECASE)
 THEIR_PLACES = ("pretrain/objectives/", "pretrain/config/", "pretrain/checkpoint/layouts/")
+DOCUMENTED = {"_exit", "_current_frames", "_typeshed", "_replace", "_asdict", "_fields"}  # the standard library's
+LIBRARY = re.compile(r"(torch|dist|ray|deepspeed|fsspec|wandb)\.(\w+\.)*_[A-Za-z]")
 KERNELS = f"{ROOT / 'pretrain' / 'model' / 'kernels'}/"
 WORD_LIST = "finetune/scores/common_words.txt"  # data, which no one reads
 AT_LEAST = ("test_asserts",)  # limits from below
@@ -47,7 +49,6 @@ def weight() -> dict[str, float]:
     from cluster.manifests.slurm import SlurmSettings
     from finetune.training.config import FinetuneConfig
     from pretrain.config import PretrainConfig
-    from pretrain.training.engine.deepspeed_patches import PRIVATE_NAMES
     from tests.test_layers import MAY_IMPORT
 
     product, tests = _files(PRODUCT), _files(("tests",))
@@ -72,7 +73,7 @@ def weight() -> dict[str, float]:
         "bert_forward_files": len(forward := _forward_pass()),
         "bert_forward_lines": sum(map(line_count, forward)),
         "engine_public_methods": _public_methods(ROOT / "pretrain/training/engine/engine.py", "Engine"),
-        "deepspeed_private_names": len(PRIVATE_NAMES),
+        "private_names": len(private_names()) + len(unlisted_private_names()),
         "readme_lines": line_count(ROOT / "README.md"),
         "docs_kilobytes": sum(file.stat().st_size for file in _pages()) // 1000,
         "decisions": len([file for file in _pages() if file.parent.name == "decisions" and file.name[0].isdigit()]),
@@ -118,6 +119,43 @@ def private_names_in_tests() -> list[str]:
     return found
 
 
+def private_names() -> list[tuple[str, str]]:
+    """(owner, name) of other libraries' private names, from the table of the decision; owner is module or module:Class.
+
+    A name that ends in * counts once.
+    """
+    page = (ROOT / "docs/decisions/0158-private-names.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `([\w.:]+)` \| `(\w+\*?)` \| .+ \|$", page, re.MULTILINE)
+
+
+def unlisted_private_names() -> list[str]:
+    """`file:line: name` of every use in the product of another library's private name that the table lacks."""
+    listed = re.compile("|".join(name.replace("*", r"\w*") for _, name in private_names()))
+    product = {name for file in _files(PRODUCT) for name in _defined(file)} | DOCUMENTED
+    found = []
+    for file in _files(PRODUCT):
+        inner: set[int] = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for name in [] if id(node) in inner else _dotted(node):
+                parts = re.findall(r"\w+", name)
+                private = {part for part in parts if re.match(r"_[A-Za-z]", part)} - product
+                if (private or LIBRARY.match(name)) and not any(map(listed.fullmatch, parts)):
+                    found.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}")
+            inner |= {id(node.value)} if isinstance(node, ast.Attribute) else set()
+    return found
+
+
+def _dotted(node: Any) -> list[str]:
+    """Dotted names in a node, and names of keyword arguments."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{one.name}" for one in node.names]
+    if isinstance(node, ast.Import):
+        return [one.name for one in node.names]
+    if isinstance(node, ast.keyword) and node.arg:
+        return [node.arg]
+    return [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+
+
 def _used(node: Any) -> list[str]:
     """Names of other modules and objects in a node."""
     if isinstance(node, ast.ImportFrom):
@@ -138,7 +176,7 @@ def _defined(file: Path) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             yield node.attr
 
 

@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.training"
     ),
     "cluster.jobs": "pretrain.common pretrain.config cluster.workers",
+    "cluster": "cluster.jobs",
     "cluster.manifests": "pretrain.common pretrain.config cluster.workers",
     "cluster.doctor": "pretrain.common cluster.workers cluster.jobs",
     "pretrain.reporting": (
@@ -69,7 +70,6 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.run pretrain.reporting cluster.jobs cluster.manifests cluster.doctor "
         "finetune.training finetune.artifacts finetune.experiments finetune.scores finetune.workflows"
     ),
-    "cluster": "cluster.jobs finetune",
 }
 
 # Libraries that one place owns: what another place needs of them goes through it.

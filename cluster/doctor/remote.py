@@ -34,7 +34,7 @@ def check(measures: str, address: str, folder: Path, *, plain_http: bool = False
         access = Finding("access", "answers without a token", WARN, advice)
     name = f"doctor-{secrets.token_hex(4)}"
     metadata = {"bertrain": "doctor", "folder": str(folder.absolute()), "measures": measures}
-    cluster.start(name, "cluster.doctor.driver", metadata)
+    cluster.start(name, "python -m cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS, "The cluster's head is too busy for the checks; try again later.")
         return [access, *findings_in(cluster.log(name), f"{name} on {cluster.shown}", job)]

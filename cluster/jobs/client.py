@@ -30,7 +30,7 @@ from cluster.workers.address import (
 )
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
-from cluster.workers.processes import JOB_ENTRYPOINT
+from cluster.workers.processes import JOB_COMMAND
 from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
 from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
@@ -48,12 +48,14 @@ _MONITOR_SECONDS = 2.5  # within which Ray's own monitor of a job notices its en
 _AGENT_SECONDS = 20.0
 _MOST_NODES = 10_000  # that a dashboard lists, and not just 100
 _OTHER_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray would prefer them to the address it is given
+_NOT_FOUND = 127  # the exit code of a shell that does not find a command
 _MEANING = {
     InputError.exit_code: "your input is wrong; see its log",
     MachineError.exit_code: "the machine or cluster was unsuitable; see its log",
     DivergedError.exit_code: "training diverged; see its log",
     StoppedError.exit_code: "stopped, its state is saved; submit it again to continue",
     NothingSavedError.exit_code: "stopped, no step is saved; submit it again to start",
+    _NOT_FOUND: "its Ray has no `bertrain` on the PATH; install this project there, then start Ray with that PATH",
 }
 _NO_STEP, _STEP = "No step", re.compile(r"^step [\d,]+/", re.MULTILINE)
 _SAVED = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last one in a log counts
@@ -64,9 +66,8 @@ class Job:
     """One run to submit.
 
     Attributes:
-        kind: pretrain, finetune or prepare.
-        target: "package.module:function", called on the cluster with the config.
-        resumes: whether the function takes `resume`.
+        kind: the console command that it runs: pretrain, finetune or prepare.
+        resumes: whether it trains, and resumes.
         name: the run's id.
         config: the resolved settings, as plain data for JSON.
         run_dir: the run folder, or the address of a run that is stored; the cluster decides where that one trains.
@@ -76,7 +77,6 @@ class Job:
     """
 
     kind: str
-    target: str
     resumes: bool
     name: str
     config: dict[str, Any]
@@ -177,11 +177,11 @@ class Jobs:
             _check_capacity(nodes, job, self.shown)
         if earlier is not None:
             self._forget(earlier)
-        self.start(job.name, JOB_ENTRYPOINT, job_metadata(job))
+        self.start(job.name, JOB_COMMAND, job_metadata(job))
         return SubmittedJob(job.name, self)
 
-    def start(self, name: str, module: str, metadata: dict[str, str]) -> None:
-        """Run `python -m MODULE` on the cluster as a job of this name; `InputError` if there is one already."""
+    def start(self, name: str, command: str, metadata: dict[str, str]) -> None:
+        """Run `command` on the cluster as a job of this name; `InputError` if there is one already."""
         deadline = time.monotonic() + _AGENT_SECONDS
         with self.answering(), tempfile.TemporaryDirectory(prefix="bertrain-") as aside:
             environment = carrying(self._runtime_env, Path(aside))
@@ -189,7 +189,7 @@ class Jobs:
                 try:
                     self.client.submit_job(
                         submission_id=name,
-                        entrypoint=f"python -m {module}",
+                        entrypoint=command,
                         metadata=metadata,
                         runtime_env=environment,
                     )
@@ -234,8 +234,8 @@ class Jobs:
         """
         metadata, code = job.metadata or {}, job.driver_exit_code
         if job.status != "STOPPED" or "resumes" not in metadata:
-            code = {"SUCCEEDED": 0, "STOPPED": StoppedError.exit_code}.get(job.status, code or MachineError.exit_code)
-            return code, state(job)
+            code = MachineError.exit_code if code in (None, 0, _NOT_FOUND) else code
+            return {"SUCCEEDED": 0, "STOPPED": StoppedError.exit_code}.get(job.status, code), state(job)
         log, folder = "", local_run(metadata["run_dir"])
         with contextlib.suppress(MachineError):  # there is no log of a job that had not started
             log = self._log(str(job.submission_id)).rstrip()
@@ -453,7 +453,6 @@ def job_metadata(job: Job) -> dict[str, str]:
     return {
         **({"runs": str(runs())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
-        "target": job.target,
         **({"resumes": "yes"} if job.resumes else {}),
         "config": json.dumps(job.config, separators=(",", ":")),
         "folder": str(job.folder),

@@ -13,12 +13,13 @@ from pretrain.common.errors import NothingSavedError, printable
 
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
-    from cluster.jobs.submission import Kind
+
+Functions = Callable[[], Mapping[str, Callable[..., Any]]]  # what `submit` runs, by command
 
 
-def add_to(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
-    """Add the commands to the subcommands of a parser; `kinds` tells what `submit` runs, by name."""
-    _add_submit(commands, kinds)
+def add_to(commands: Any, functions: Functions) -> None:
+    """Add the commands to the subcommands of a parser."""
+    _add_submit(commands, functions)
     for add in (_add_list, _add_job_commands, _add_logs, _add_up):
         add(commands)
 
@@ -32,11 +33,11 @@ def _up(arguments: argparse.Namespace) -> None:
     local.up(arguments.nodes, arguments.cpus_per_node)
 
 
-def _submit(kinds: Callable[[], Mapping[str, Kind]], arguments: argparse.Namespace) -> int:
+def _submit(functions: Functions, arguments: argparse.Namespace) -> int:
     from cluster.jobs.submission import make_job, read_words
 
-    command, config, given = read_words(arguments.run, kinds())
-    made = make_job(command, config, kinds(), workers=arguments.workers, folder=arguments.dir, **given)
+    command, config, given = read_words(arguments.run)
+    made = make_job(functions()[command], config, workers=arguments.workers, folder=arguments.dir, **given)
     job = _jobs(arguments).submit(made, wait_for_nodes=arguments.wait_for_nodes)
     if arguments.follow:
         return follow_log(job.jobs, job.name)
@@ -125,11 +126,11 @@ def follow_log(cluster: Jobs, name: str) -> int:
 # ---------------------------------------------------------------- their parsers
 
 
-def _add_submit(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
+def _add_submit(commands: Any, functions: Functions) -> None:
     parser = add_command(
         commands,
         "submit",
-        functools.partial(_submit, kinds),
+        functools.partial(_submit, functions),
         "run a config as a job on a cluster, or resume its run there",
         """
   ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.jobs.client import Job
 from pretrain.common.commands import add_config
 from pretrain.common.errors import InputError
-from pretrain.common.kinds import not_one_of
 from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
-from pretrain.config import PretrainConfig, RunConfig
+from pretrain.config import PretrainConfig
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a job can run."""
-
-    load: Callable[[AnyConfig, Overrides], RunConfig]  # reads its config, with overrides
-    target: str  # "package.module:function", called on the cluster with the config
-    trains: bool = True  # and takes `resume`
+# The console command that calls each function that a job can run.
+_COMMANDS = {"pretrain.train": "pretrain", "pretrain.prepare": "prepare", "finetune.train": "finetune"}
 
 
 def make_job(
-    command: str,
+    function: Callable[..., Any],
     config: AnyConfig,
-    kinds: Mapping[str, Kind],
     *,
     overrides: Overrides = (),
     start_from: Any = None,
@@ -41,30 +34,31 @@ def make_job(
     """A job that runs a config.
 
     Args:
-        command: one of `kinds`, which a job can run, by name: pretrain, finetune or prepare.
+        function: `pretrain.train`, `pretrain.prepare` or `finetune.train`; its module reads the config.
         config, overrides, start_from: as for `pretrain.train`.
         workers: number of worker processes, or an elastic range such as "2-4".
         folder: working directory of the job, shared by the cluster's machines; None for the current one.
 
     Raises `InputError` for any mistake that would end the run before its first step and is visible from here.
     """
-    if command not in kinds:
-        raise InputError(f"submit: {not_one_of(command, kinds)}")
-    kind = kinds[command]
+    module = getattr(function, "__module__", "")
+    command = _COMMANDS.get(f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}")
+    if command is None:
+        raise InputError(f"submit: {function!r} cannot be a job. Pass one of the functions {', '.join(_COMMANDS)}.")
+    trains = command != "prepare"
     given = with_start([*as_overrides(overrides), *([] if workers is None else _workers(str(workers)))], start_from)
-    read = kind.load(config, given)
+    read = sys.modules[module].load_config(config, given, imports=True)  # a checkpoint to start from is the cluster's
     values = read.model_dump(mode="json")
     if isinstance(read, PretrainConfig) and read.start_from:
         values |= _undecided(config, given, values)
-    if kind.trains:
+    if trains:
         read.tracking.check_names()
         values["tracking"]["run_id"] = read.tracking.run_id or read.name
     scheduling = read.scheduling
     return Job(
         kind=command,
-        target=kind.target,
-        resumes=kind.trains,
-        name=read.name if kind.trains else f"{command}-{read.name}"[:63],
+        resumes=trains,
+        name=read.name if trains else f"{command}-{read.name}"[:63],
         config=values,
         run_dir=read.address or str(read.folder),
         folder=Path(folder or Path.cwd()).absolute(),
@@ -73,9 +67,9 @@ def make_job(
     )
 
 
-def read_words(words: Sequence[str], kinds: Mapping[str, Kind]) -> tuple[str, Path, dict[str, Any]]:
+def read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
     """(command, config, options of `make_job`) of `COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]`."""
-    options, unknown = _parser(tuple(kinds)).parse_known_args(list(words))
+    options, unknown = _parser().parse_known_args(list(words))
     if unknown:
         raise InputError(
             f"submit: unrecognized after `--`: {' '.join(unknown)}. Options of submit, such as --workers, go before "
@@ -99,8 +93,8 @@ def _workers(text: str) -> list[str]:
     return [f"scheduling.workers={high}", f"scheduling.min_workers={low if low < high else 0}"]
 
 
-def _parser(kinds: Sequence[str]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="submit --", allow_abbrev=False)
-    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("kind", choices=tuple(_COMMANDS.values()))
     add_config(parser, "checkpoint to start from")
     return parser

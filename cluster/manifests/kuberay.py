@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 from cluster.manifests.base import RUN_COMMANDS, STORED_RUNS, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_yaml
 from cluster.workers.actors import PROCESS_TITLE
-from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
+from cluster.workers.processes import DRIVER, JOB_COMMAND
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import InputError
 from pretrain.common.sections import NO_SECRETS, LocalPath
@@ -27,7 +27,7 @@ _FILES = "/etc/bertrain"  # where every container mounts the ConfigMap
 _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
 # The regular expression with which pgrep finds the run's processes: of start.sh, or of a job that `submit` started.
-COMMAND = "-m ({})".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, JOB_ENTRYPOINT, DRIVER)))
+COMMAND = "-m ({})|/{}".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER)), JOB_COMMAND)
 _HEAD = "BERTRAIN_HEAD"  # set in the head's pod: names of pods begin with the run's, and may contain anything
 _USER = 1000  # of the Containerfile
 _INSTANCE = "app.kubernetes.io/instance"
@@ -440,7 +440,7 @@ def _stop_script(job: ManifestJob, settings: KubeRaySettings) -> str:
     # Not from a pod without processes of the run: the run may continue elsewhere, or have been started again.
     ask = f"{{ {ours} && touch -- {stop} 2>/dev/null; }} || exit 0 # no process of the run, or no run folder"
     if settings.kind == "RayCluster":  # The launcher of each job, whatever its run's name; not the shell above it.
-        jobs = f"^[^ ]*python[0-9.]* -m {re.escape(JOB_ENTRYPOINT)}"
+        jobs = f"^[^ ]*python[0-9.]* [^ ]*/{JOB_COMMAND}"
         ask = f"pkill --signal TERM -f '{jobs}' || exit 0 # no jobs in this pod"
     # The run continues with the other pods, or with a replacement, if the command itself is not in this pod.
     # If the control store does not answer, `ray drain-node` waits for many minutes, longer than the pod has.

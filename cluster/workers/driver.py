@@ -144,6 +144,7 @@ def _start_ray(request: DriverRequest) -> None:
 
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gradients need not leave the machine
+    os.environ["RAY_TMPDIR"] = str(request.launch.ray_dir)  # in which Ray makes `RAY_FOLDER`
     try:
         ray.init(
             address="local",
@@ -151,7 +152,6 @@ def _start_ray(request: DriverRequest) -> None:
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
-            _temp_dir=f"{request.launch.ray_dir}/{RAY_FOLDER}",
         )
         _trim_node()
     except Exception as error:
@@ -169,9 +169,9 @@ def _trim_node() -> None:
     In the end, kill the others at once: they do not get the SIGTERM after which Ray waits for a second each.
     """
     with contextlib.suppress(ImportError, AttributeError):  # another version of Ray: there is no public way
-        from ray._private import worker
+        from ray._private.worker import global_worker
 
-        node: Any = worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
+        node: Any = global_worker.node
         kill = node.kill_all_processes
         node.kill_log_monitor(check_alive=False)
         node.kill_all_processes = lambda **_: kill(check_alive=False)

@@ -112,7 +112,7 @@ def start_node(
                     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
                     "RAY_USAGE_STATS_ENABLED": "0",
                     "MALLOC_ARENA_MAX": "1",  # as cluster.workers.driver sets it for its workers
-                    # A job's command is `python`, which must be this interpreter.
+                    # A job's command is `bertrain`, which must be this interpreter's.
                     "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 },
                 stdin=subprocess.DEVNULL,

@@ -92,9 +92,9 @@ def usable_nodes(patience: float = _CONNECT_SECONDS) -> list[Node]:
     Raises one of Ray's errors if the head does not answer within `patience` seconds.
     """
     import ray
-    from ray._private.state import available_resources_per_node
+    from ray._private.state import state
 
-    draining, free = _draining(patience), available_resources_per_node()
+    draining, free = _draining(patience), state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():
         if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):

@@ -1,4 +1,4 @@
-"""The modules that run as processes of their own, `python -m NAME`. Manifests find these processes by name, too."""
+"""What runs as processes of their own. Manifests find these processes by name, too."""
 
-DRIVER = "cluster.workers.driver"  # Ray's driver of a training run
-JOB_ENTRYPOINT = "cluster.jobs.entrypoint"  # what the cluster runs for a submitted job
+DRIVER = "cluster.workers.driver"  # Ray's driver of a training run: `python -m`
+JOB_COMMAND = "bertrain job"  # what the cluster runs for a submitted job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import select
 import signal
 import sys
@@ -25,6 +26,8 @@ EXIT_CODES = (
     "3 unsuitable machine or cluster, 4 training diverged, 75 stopped and resumable, 130 interrupted."
 )
 
+# Set where this process starts compilations: torch would let its end wait for them, for up to five minutes.
+compiles = threading.Event()
 
 # The commands that read what a run recorded, which imports no module of the user's own by itself.
 _READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "dashboard", "attention")
@@ -49,7 +52,7 @@ def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> i
     output that ends, such as `head`, ends the command quietly, with the code of SIGPIPE. SIGTERM is a Ctrl-C.
 
     One of torchrun's processes that has failed beside others ends at once, as `_has_group` says why; so does one that
-    was stopped, which torch would let wait for compilations in progress, for up to five minutes.
+    was stopped while it compiles.
     """
     try:
         code = _exit_code(run)
@@ -59,7 +62,7 @@ def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> i
         traceback.print_exc()
         code = 1
     stopped = code in (StoppedError.exit_code, NothingSavedError.exit_code)
-    if code and (_has_group() or (ends_process and stopped and "torch._inductor.async_compile" in sys.modules)):
+    if code and (_has_group() or (ends_process and stopped and compiles.is_set())):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -120,14 +123,14 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._is_inside = True  # parse_known_intermixed_args calls this method again
         try:
-            kinds = ("?",) if "--" in (args or ()) else ("?", "+")  # all after -- is the list
-            optional = any(action.nargs in kinds for action in self._get_positional_actions())
+            many = "" if "--" in (args or ()) else r"( \.\.\.)?"  # all after -- is the list
+            optional = re.search(rf" \[[A-Z]+{many}\](?!\])", self.format_usage())
             parse = self.parse_known_intermixed_args if optional else super().parse_known_args
             found, unknown = parse(args, namespace)
         finally:
             self._is_inside = False
         if unknown:
-            nearest = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            nearest = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", self.format_help()))
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest and f'; {nearest}'}")
         return found, unknown
 

@@ -57,6 +57,7 @@ class Pool:
         elif self._processes == 1:
             stages.start_process(*self._begin_with, child=False)
         else:
+            self._others = _children()
             context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
             self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._begin_with)
             with _without_tokenizers_threads():
@@ -70,7 +71,7 @@ class Pool:
             self._ending.join()
         elif self._executor is not None:
             if error is not None and isinstance(self._executor, ProcessPoolExecutor):
-                _stop_calls(self._executor)
+                _stop_calls(_children() - self._others)
             self._executor.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
@@ -107,10 +108,13 @@ class Pool:
             yield item, result_of(result)
 
 
-def _stop_calls(executor: ProcessPoolExecutor) -> None:
+def _children() -> set[int]:
+    return {child.pid for child in multiprocessing.active_children() if child.pid}
+
+
+def _stop_calls(processes: set[int]) -> None:
     """Interrupt the calls that run: one may read a shard of a data set for hours."""
-    # The executor has no public name for its processes; it is None after a process was killed.
-    for process in list(executor._processes or ()):
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, stages.STOP)
 
@@ -118,12 +122,11 @@ def _stop_calls(executor: ProcessPoolExecutor) -> None:
 class _SpawnedProcess(SpawnProcess):
     """A process that does not run the user's script again, which need not have `if __name__ == "__main__"`."""
 
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
+    def start(self) -> None:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")  # neither a file nor a spec
         try:
-            return SpawnProcess._Popen(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
+            super().start()
         finally:
             sys.modules["__main__"] = main
 

@@ -4,7 +4,9 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.common import commands
 from pretrain.common.errors import MachineError
 
 # Inductor's own launcher of kernels holds Python's lock while a GPU's queue is full, so the threads that report
@@ -84,13 +87,11 @@ def compiling(otherwise: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-        cause = getattr(error, "inner_exception", None)
-        lacks_headers = isinstance(cause, CppCompileError) and "Python.h" in cause.output
-        if not (lacks_headers or isinstance(cause, InvalidCxxCompiler)):
+        message = " ".join(str(error).split())
+        found = re.search(r"No working C\+\+ compiler.*|Compiler: \S+ is not found", message)
+        if not found and "Python.h" not in message:
             raise
-        reason = "Python.h: not found" if lacks_headers else " ".join(str(cause).split())[:300]
+        reason = found.group()[:300] if found else "Python.h: not found"
         raise MachineError(
             f"torch.compile failed ({reason}). It needs g++ and Python's headers (apt-get install g++ python3-dev). "
             f"Install them, or {otherwise}."
@@ -154,12 +155,13 @@ def _configure() -> None:
     if hasattr(_configured, "done"):
         return
     _configured.done = True
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    remove_unfinished(Path(cache_dir()))
+    commands.compiles.set()
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    for folder in [Path(given)] if given else Path(tempfile.gettempdir()).glob("torchinductor_*"):
+        remove_unfinished(folder)
     # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
     torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
-    torch._dynamo.config.recompile_limit = 32
+    torch.compiler.config.recompile_limit = 32
     torch._dynamo.config.specialize_float = True
     # Results of cheap elementwise operations are recomputed in the backward pass: faster, and half the memory.
     torch._functorch.config.aggressive_recomputation = True  # pyright: ignore[reportAttributeAccessIssue]

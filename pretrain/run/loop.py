@@ -25,7 +25,7 @@ from pretrain.run.callbacks import Callbacks
 from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import AveragedWeights, Progress, Stopwatch, Window, checkpoint_state, restore
-from pretrain.run.session import newest_checkpoint, stored_run
+from pretrain.run.session import collective_timeout, newest_checkpoint, stored_run
 from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
 from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
 from pretrain.run.stragglers import RankTimes
@@ -120,7 +120,7 @@ class Fit(Generic[S]):
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
         self.saver = Saver(
             checkpoints,
-            engine.workers.aside(),
+            engine.workers.aside(collective_timeout(plan.config)),
             keep_last=plan.config.checkpoint.keep_last,
             stored=stored_run(plan.config),
         )

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,8 @@ def started(
         starting.write_phase(config.folder, starting.CONNECT)
     with process_group(worker), watched(config, worker, launching) as watchdog:
         if worker.world_size > 1:
-            dist.distributed_c10d._set_pg_timeout(collective_timeout(config))
+            ranks: Any = dist.group.WORLD
+            ranks.set_timeout(collective_timeout(config))
         _check_same_config(config, resume)
         check_shared(config, worker)
         config, device = choose_device(config, worker)
@@ -106,7 +108,8 @@ def process_group(worker: Worker) -> Iterator[None]:
     if worker.world_size > 1:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
     else:
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
+        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     agreed = False
     try:
         with sleeping_when_crowded():

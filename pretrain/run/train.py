@@ -39,7 +39,7 @@ from pretrain.run.continuation import Continuation, Corpora
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import check_settings
 from pretrain.run.run import Training, run
-from pretrain.run.session import check_same_data, started
+from pretrain.run.session import check_same_data, collective_timeout, started
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.initial_weights import InitialWeights
@@ -167,7 +167,7 @@ class Pretraining:
             maker.check_batch()
             self.mixtures.append(maker.sampler.identity)
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
-                self._exchange = Exchange(engine.workers.aside())
+                self._exchange = Exchange(engine.workers.aside(collective_timeout(config)))
             self._validation[number] = validation_batches(corpora.held_out, config, number, **place)
             if corpora.replay_corpus is not None:
                 self._general[number] = validation_batches(corpora.replay_corpus, config, number, **place)

@@ -300,13 +300,10 @@ def _part_file(path: Path, expected: ListedObject, sha256: str) -> Path:
 
 
 def _system(address: str) -> Any:
-    """The fsspec file system of an address: one for each process, scheme and account."""
-    import fsspec
-
+    """The fsspec file system of an address: one for each process and bucket."""
     scheme = scheme_of(address)
     try:
-        account = fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(address)
-        return _systems(os.getpid(), scheme, tuple(sorted(account.items())))
+        return _systems(os.getpid(), "/".join(address.split("/")[:3]))
     except ImportError:
         raise AccessError(
             f"{address}: {scheme}:// needs a package that is not installed. "
@@ -315,13 +312,13 @@ def _system(address: str) -> Any:
 
 
 @functools.cache
-def _systems(_process: int, scheme: str, account: tuple[tuple[str, Any], ...]) -> Any:
+def _systems(_process: int, bucket: str) -> Any:
     # Not fsspec's own cache, which may keep a file system for each thread: every save has a new one.
     import fsspec
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what is retried here
-    options = {**_OPTIONS.get(scheme, {}), **dict(account)}
-    return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
+    options = _OPTIONS.get(scheme_of(bucket), {})
+    return fsspec.url_to_fs(bucket, use_listings_cache=False, skip_instance_cache=True, **options)[0]
 
 
 def _parts(address: str, size: int) -> dict[str, int]:
@@ -332,7 +329,9 @@ def _parts(address: str, size: int) -> dict[str, int]:
 
 
 def _name(address: str) -> str:
-    return _system(address)._strip_protocol(address)
+    from fsspec.core import strip_protocol
+
+    return strip_protocol(address)
 
 
 def _listed(facts: dict[str, Any]) -> ListedObject:

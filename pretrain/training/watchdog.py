@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from pretrain.common.errors import MachineError
 from pretrain.common.files import write_json
@@ -41,6 +40,7 @@ from pretrain.training.heartbeats import (
     HeartbeatExchange,
     HeartbeatSummary,
     Ranks,
+    Store,
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these bounds
@@ -56,35 +56,17 @@ _DUMP_SECONDS = 4.0
 _WRITE_SECONDS = 10.0  # for stacks and hang.json; the storage may be what hangs
 _INNERMOST = 8  # frames of a stack that are read
 # Python modules in whose functions a rank waits for others.
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", COLLECTIVE_MODULES)
-# NCCL's calls return at once. The host waits for their results in these functions, as the innermost Python frame.
-DEVICE_WAITS = {
-    ("pretrain.training.engine.workers", "sum_over_workers"),
-    ("pretrain.training.engine.state_layouts", "step"),
-    ("pretrain.training.engine.state_layouts", "_update"),
-    ("torch.cuda", "synchronize"),
-    ("torch.cuda.streams", "synchronize"),
-}
-# On a GPU, these modules and functions, and those that a watchdog is handed, only launch kernels and copies. A host
-# that stays in one has filled the device's queue, whose first kernel is a collective that waits for another rank.
+COLLECTIVES = ("torch.distributed", COLLECTIVE_MODULES)
+# On a GPU, these modules and functions, and those that a watchdog is handed, only launch kernels and copies, or read a
+# result. A host that stays in one waits for a collective, or has filled the device's queue, whose first kernel is one.
 LAUNCHING = (
-    "deepspeed.runtime.engine",
-    "deepspeed.runtime.fp16.loss_scaler",
+    "deepspeed.runtime",
     "pretrain.common.transfers",
     "pretrain.model",
     "pretrain.training.engine",
     "pretrain.training.optim",
-    "torch._dynamo",
-    "torch._functorch",
-    "torch._inductor",
-    "torch._ops",
-    "torch._tensor",
-    "torch._utils",
-    "torch.autograd",
-    "torch.cuda.streams",
-    "torch.nn",
-    "torch.optim",
-    "triton",
+    "torch.",
+    "triton.",
 )
 
 _Check = Callable[[float], Hang | None]  # which rank hangs, at a time of `Clock`
@@ -337,7 +319,7 @@ class ExchangeThread:
     """
 
     def __init__(
-        self, watchdog: Watchdog, connect: Callable[[], TCPStore], rank: int, world_size: int, seconds: float
+        self, watchdog: Watchdog, connect: Callable[[], Store], rank: int, world_size: int, seconds: float
     ) -> None:
         self.heartbeats: list[Heartbeat | None] | None = None
         self.summary: HeartbeatSummary | None = None
@@ -422,14 +404,14 @@ def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
     frame, modules = sys._current_frames().get(thread), []
     if frame is not None:
         module, name = frame.f_globals.get("__name__") or "", frame.f_code.co_name
-        if (module, name) in DEVICE_WAITS or f"{module}.{name}".startswith(launching):
+        if f"{module}.{name}".startswith(launching):
             return True
     while frame is not None and len(modules) < _INNERMOST:
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
     # ZeRO 3 waits for gathered parameters on handles, whose `wait` has no frame.
     on_handle = any(name.startswith(GATHERING_MODULES) for name in modules[:1])
-    return on_handle or any(name.startswith(_COLLECTIVES) for name in modules)
+    return on_handle or any(name.startswith(COLLECTIVES) for name in modules)
 
 
 def _stacks() -> str:
@@ -440,22 +422,17 @@ def _stacks() -> str:
         return file.read()
 
 
-def _connection() -> Callable[[], TCPStore] | None:
+def _connection() -> Callable[[], Store] | None:
     """How to connect again to the ranks' store, since training's own connection blocks while training waits.
 
-    None if the ranks have no TCPStore.
+    None if the ranks did not meet by MASTER_ADDR.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
+    host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
+    if not host:
         return None
-    host, port = store.host, store.port
-
-    def connect() -> TCPStore:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS))
-
-    return connect
+    tcp_store: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    timeout = timedelta(seconds=_STORE_SECONDS)
+    return lambda: tcp_store(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _compilations() -> Any:

@@ -170,7 +170,7 @@ def join_single_process_group(device: torch.device) -> None:
     """Initialize a process group of this process only; DeepSpeed requires one."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class EngineTrainer:

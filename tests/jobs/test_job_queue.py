@@ -188,7 +188,7 @@ def dashboard() -> Iterator[str]:
 def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
     """Each job that waits is a process on the cluster's head."""
     script = (
-        "import sys; from cluster.jobs import entrypoint, job_queue\n"
+        "import sys, finetune.cli; from cluster.jobs import entrypoint, job_queue\n"
         f"job_queue.find_dashboard = lambda: {dashboard!r}\n"
         "job_queue.pause = lambda _: 0.01\n"
         "job_queue.wait_in_queue('mine')\n"

@@ -22,6 +22,7 @@ import requests
 import yaml
 from ray.job_submission import JobStatus
 
+import pretrain
 from cluster.jobs import client, entrypoint
 from cluster.jobs.client import Job
 from cluster.jobs.command import follow_log
@@ -30,7 +31,7 @@ from cluster.workers import local
 from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
 from cluster.workers.local import LocalCluster
-from finetune.cli import job_kinds, main
+from finetune.cli import job_functions, main
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import load_config
 from tests.chaos import wait_for
@@ -49,8 +50,8 @@ def config(tmp_path: Path) -> Path:
 
 
 def read(config: Path, *more: str, workers: str | None = None) -> Job:
-    command, path, given = read_words(["pretrain", str(config), *more], job_kinds())
-    return make_job(command, path, job_kinds(), folder="/shared", workers=workers, **given)
+    command, path, given = read_words(["pretrain", str(config), *more])
+    return make_job(job_functions()[command], path, folder="/shared", workers=workers, **given)
 
 
 def ray_job(name: str, **fields: Any) -> Any:
@@ -93,6 +94,20 @@ def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkey
     assert client.progress(job) == ["step 3, loss 2.0000, 7 tokens/s"]
 
 
+def given_job(job: client.Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the environment in which a cluster runs it."""
+    metadata = {**client.job_metadata(job), "job_submission_id": "trial"}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": metadata}))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+
+
+def test_a_cluster_without_the_console_command_is_named() -> None:
+    job = ray_job("mini", status=JobStatus.FAILED, driver_exit_code=127, metadata={"resumes": "yes"})
+    code, state = jobs_of().end_of(job)
+    assert code == MachineError.exit_code
+    assert "no `bertrain` on the PATH" in state
+
+
 WHERE = [("", "/mine", "/mine"), ("/its", "/mine", "/its"), ("", "", "")]
 
 
@@ -102,13 +117,11 @@ def test_a_job_trains_where_the_cluster_says_or_its_client(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BERTRAIN_RUNS", mine)
-    job = make_job("pretrain", config, job_kinds(), folder=tmp_path)
-    metadata = {**client.job_metadata(job), "job_submission_id": "trial"}
+    given_job(make_job(pretrain.train, config, folder=tmp_path), monkeypatch)
     monkeypatch.setenv("BERTRAIN_RUNS", of_cluster)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(entrypoint, "wait_in_queue", lambda _: None)
     monkeypatch.setattr("pretrain.run.api.train", lambda config, resume: None)
-    entrypoint.run(metadata)
+    assert main(["job"]) == 0
     assert os.environ["BERTRAIN_RUNS"] == expected
 
 
@@ -116,11 +129,10 @@ def test_a_job_calls_what_the_command_line_calls(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With its config in memory: a job that is killed leaves no file behind."""
-    job = make_job("prepare", config, job_kinds(), overrides={"seed": 5}, folder=tmp_path)
+    given_job(make_job(pretrain.prepare, config, overrides={"seed": 5}, folder=tmp_path), monkeypatch)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr("pretrain.run.api.prepare", load_config)
-    entrypoint.run({**client.job_metadata(job), "job_submission_id": "trial"})
+    assert main(["job"]) == 0
     printed = capsys.readouterr().out
     assert "seed=5" in printed
     assert "address='127.0.0.1:1'" in printed

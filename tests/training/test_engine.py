@@ -549,9 +549,10 @@ def test_fp16_scales_the_loss_in_every_stage() -> None:
 
 def groups_timeouts() -> set[float]:
     """Of the groups that an engine and DeepSpeed use, in seconds."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(hours=5))
+    world: Any = dist.group.WORLD
+    world.set_timeout(timedelta(hours=5))
     engine = make_engine(0)
-    side: Any = engine.workers.aside()._group
+    side: Any = engine.workers.aside(timedelta(hours=5))._group
     used = [dist.group.WORLD, engine._deepspeed.data_parallel_group, side]
     dist.barrier(side)  # a rank that ended now would cut the other's connection off
     left = (group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in used)

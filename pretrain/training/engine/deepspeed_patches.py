@@ -1,76 +1,21 @@
-"""Every private name of DeepSpeed that we read or replace, and the functions that do so.
+"""The functions that read or replace private names of DeepSpeed (docs/decisions/0158-private-names.md).
 
 The rest of this folder uses what DeepSpeed makes public: its engine's methods, the tensors that it gives our optimizer
-to step, and a wrapper's `step`. When DeepSpeed is upgraded, the tests report the names in `PRIVATE_NAMES` that are
-gone; read the others again in its source and raise `CHECKED`.
+to step, and a wrapper's `step`. When DeepSpeed is upgraded, the tests report the names that are gone; read the others
+again in its source and raise `CHECKED`.
 """
 
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 CHECKED = "0.19.8"  # the version of DeepSpeed whose source was read for all names below
-
-_STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-
-
-class PrivateName(NamedTuple):
-    """A name that DeepSpeed does not document.
-
-    Attributes:
-        owner: "module" or "module:Class" that defines or assigns the name.
-        name: the attribute.
-        buys: what we have of it, with a figure.
-        checked: the version of DeepSpeed that has the name with the meaning we rely on.
-    """
-
-    owner: str
-    name: str
-    buys: str
-    checked: str = CHECKED
-
-
-PRIVATE_NAMES = (
-    PrivateName(
-        "deepspeed.ops",
-        "__compatible_ops__",
-        "on a CPU, 18 to 25 s of the first start, in which an op would be compiled",
-    ),
-    PrivateName(
-        "deepspeed.utils.groups",
-        "_WORLD_GROUP",
-        "one group of all ranks instead of two: on GPUs a communicator of NCCL, on CPUs a connection to each rank; "
-        "DeepSpeed's own would also end waits after torch's 10 or 30 minutes, whatever the run's limit is",
-    ),
-    PrivateName(
-        _STAGES_1_AND_2,
-        "process_gradients",
-        "fp32 sums of gradients: some 50 bytes of memory traffic for each entry, 30 of the 154 ms of a fine-tuning "
-        "step on a CPU; one rounding, where gloo has one for each worker",
-    ),
-    PrivateName(
-        _STAGES_1_AND_2,
-        "independent_gradient_partition_epilogue",
-        "4 bytes of zeros, written for each entry of this rank's part after each backward pass",
-    ),
-    PrivateName(
-        _STAGES_1_AND_2,
-        "nccl_start_alignment_factor",
-        "parts of the weights begin at 16 bytes, which copies and NCCL move at once: without it not those of 0.1 % of "
-        "BERT-Large's entries, of 57 % with 3 workers; and another padding rounds the norm otherwise, by 5e-9",
-    ),
-    PrivateName(
-        "deepspeed.runtime.zero.partition_parameters",
-        "ds_tensor",
-        "each rank reads its own part of a checkpoint in stage 3, 1/N of the bytes, and has the weights bit for bit",
-    ),
-)
 
 # Prefixes of modules in whose functions a rank waits for others. In ZeRO 3 only the innermost frame is in the second,
 # since handles of gathered parameters have a `wait` without a frame.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,13 +27,11 @@ class RankGroup:
     device: torch.device
     _group: Any = None
 
-    def aside(self) -> RankGroup:
+    def aside(self, timeout: timedelta) -> RankGroup:
         """The same ranks for another thread, on the CPU: its collectives are separate from those of this group."""
         cpu = torch.device("cpu")
         if self.world_size == 1:
             return RankGroup(self.rank, self.world_size, cpu)
-        ranks: Any = dist.group.WORLD
-        timeout = ranks._get_backend(self.device).options._timeout  # a new group has torch's own
         return RankGroup(self.rank, self.world_size, cpu, dist.new_group(backend="gloo", timeout=timeout))
 
     def sum_over_workers(self, values: Tensor) -> Tensor:
