@@ -80,7 +80,7 @@ OWNERS = {
     "wandb": ("pretrain/tracking/",),
     "fsspec": ("pretrain/storage/",),
     "s3fs": (),
-    "wandb_workspaces": ("pretrain/reporting/dashboard/",),
+    "wandb_workspaces": ("pretrain/reporting/workspace.py",),
 }
 
 

@@ -27,7 +27,7 @@ EXIT_CODES = (
 
 
 # The commands that read what a run recorded, which imports no module of the user's own by itself.
-_READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "dashboard", "attention")
+_READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "attention")
 _READ_RUNS += ("finetune", "sweep", "glue", "evaluate", "predict", "evaluate-pretrained")
 
 

@@ -1,4 +1,4 @@
-"""The dashboard as a W&B workspace: written as JSON, and saved to W&B if a key is set.
+"""The panels of runs as a W&B workspace: written as JSON, and saved to W&B if a key is set.
 
 The only module that uses `wandb_workspaces`.
 """
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
-from pretrain.reporting.dashboard.panels import EVENTS, Panel, panels_for
-from pretrain.reporting.dashboard.runs import RunRecords
-from pretrain.reporting.dashboard.subjects import by_subject, differing
+from pretrain.reporting.panels import EVENTS, GENERAL, Panel, panels_for
+from pretrain.reporting.runs import RunRecords
+from pretrain.reporting.subjects import by_subject, differing
 from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, wandb_entity, wandb_mode, wandb_names
 from pretrain.tracking.rows import PROBE_STEP
 
@@ -59,7 +59,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
     name = ", ".join(groups[:3]) if several else runs[0].name
     return workspaces.Workspace(
         # The library refuses emojis, and it mistakes characters such as < for emojis.
-        name=re.sub(r"[^\w .,:()/-]", "", f"{name} dashboard"),
+        name=re.sub(r"[^\w .,:()/-]", "", f"{name} report"),
         entity=entity,
         project=_tracking(runs[0]).get("project") or "bertrain",
         auto_generate_panels=False,
@@ -151,7 +151,7 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
 def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     """The panel's metrics under their names in W&B, without the number of a rank, which has another unit."""
     names: dict[str, None] = {}
-    for metric in panel.metrics:
+    for metric in (*panel.metrics, *(GENERAL + metric for metric in panel.metrics)):
         for records in itertools.chain.from_iterable((run.training, run.evaluations, run.probes) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
             if last:
