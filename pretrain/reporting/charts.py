@@ -17,7 +17,8 @@ Form = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MOST_POINTS = 300  # longer curves are averaged down to this number
+_MOST_POINTS, _FEWEST_POINTS = 300, 60  # of a curve; longer ones are averaged
+_POINTS_OF_ALL = 2400  # of all curves of a chart, unless that leaves them too few
 _BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
 _LETTER_WIDTH = 6.5  # about, of the labels of axes
 _LIMIT_HEIGHT = 24  # below the bars, for the name of the limit
@@ -58,7 +59,8 @@ def line_chart(
     shown = [one for one in series if one.points]
     if not shown:
         return ""
-    curves = [_Curve.of(one) for one in shown]
+    most = min(_MOST_POINTS, max(_FEWEST_POINTS, _POINTS_OF_ALL // len(shown)))
+    curves = [_Curve.of(one, most) for one in shown]
     xs = [x for curve in curves for x, _ in curve.raw]
     ys = [y for curve in curves for _, y in curve.raw]
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys), 4)
@@ -137,7 +139,7 @@ def bar_chart(
 
 @dataclass(frozen=True)
 class _Curve:
-    """A series as drawn: `line` over `raw`, averaged down to `_MOST_POINTS`, smoothed if requested and long enough."""
+    """A series as drawn: `line` over `raw`, averaged down, smoothed if requested and long enough."""
 
     name: str
     kind: str
@@ -145,8 +147,8 @@ class _Curve:
     line: Points
 
     @classmethod
-    def of(cls, series: Series) -> _Curve:
-        raw, line = _thin(series.points)
+    def of(cls, series: Series, most: int) -> _Curve:
+        raw, line = _thin(series.points, most)
         smooth = series.smooth and len(line) > _FEW_POINTS
         return cls(series.name, series.kind, raw, _smooth(line) if smooth else line)
 
@@ -240,9 +242,9 @@ def _legend(series: Sequence[Series]) -> str:
     return "".join(f'<span class="{one.kind}">{escape(one.name)}</span>' for one in series)
 
 
-def _thin(points: Points) -> tuple[Points, Points]:
-    """(lowest and highest point, mean) of at most `_MOST_POINTS` equal intervals, so that every spike stays."""
-    size = math.ceil(len(points) / _MOST_POINTS)
+def _thin(points: Points, most: int) -> tuple[Points, Points]:
+    """(lowest and highest point, mean) of at most `most` equal intervals, so that every spike stays."""
+    size = math.ceil(len(points) / most)
     if size < 2:
         return points, points
     intervals = [points[first : first + size] for first in range(0, len(points), size)]

@@ -45,15 +45,13 @@ def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path != "/":
-                self.send_error(404)
-                return
             try:
                 with drawing:
-                    page = draw().read_bytes()
+                    page = draw().read_bytes() if self.path == "/" else b""
             except RunError as error:
-                self.send_error(500, explain=str(error))
-                return
+                return self.send_error(500, explain=str(error))
+            if not page:
+                return self.send_error(404)
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(page)))

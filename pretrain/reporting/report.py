@@ -34,6 +34,7 @@ from pretrain.tracking.live import phases_of, work
 SENTENCES, SHOWN = 100, 10  # that the model fills a word in, and those of them on the page
 FINETUNED = "finetuned.json"
 _MOST_PROBLEMS = 50  # of the input, on the page
+_DETAILS = (CONFIG_FILE, ENVIRONMENT_FILE)  # shown as they are
 _REFRESH_SECONDS = 10  # of a page that is watched
 
 
@@ -69,7 +70,9 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         **(_pretraining_parts(runs[0], config, charts) if config else {}),
         charts=charts,
         details=[
-            (run.label, _config_text(run), list(_flat(_read_json(run.folder / ENVIRONMENT_FILE)))) for run in runs
+            (f"{run.label}/{name}", _read_text(run.folder / name))
+            for run in runs
+            for name in (CONFIG_FILE, ENVIRONMENT_FILE)
         ],
         refresh_seconds=_REFRESH_SECONDS if watched and any(run.state == UNFINISHED for run in runs) else 0,
     )
@@ -152,8 +155,7 @@ def _seconds(run: RunRecords) -> float:
     return dict(*run.training[-1:]).get("seconds") or 0.0
 
 
-def _config_text(run: RunRecords) -> str:
-    path = run.folder / CONFIG_FILE
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
@@ -193,9 +195,9 @@ def _pretraining_parts(run: RunRecords, config: PretrainConfig, charts: Charts) 
 
 def _worth(results: list[dict[str, Any]]) -> list[str]:
     """A chart of the scores of each fine-tuning task from pretrained and from random weights; [] without any score."""
-    names = {"pretrained": ("{}", "train"), "random": ("the same from random weights", "baseline")}
+    names = {"pretrained": ("{title} {metric}", "train"), "random": ("the same from random weights", "baseline")}
     bars = [
-        Bar(name.format(result["title"]), score, score, score, kind)
+        Bar(name.format(**result), score, score, score, kind)
         for result in results
         for start, (name, kind) in names.items()
         if (score := result["scores"].get(start)) is not None
@@ -212,21 +214,18 @@ def _finetuned_lines(run: RunRecords) -> Iterator[str]:
 
 
 def _read_finetuned(run: RunRecords) -> list[dict[str, Any]]:
-    path = run.folder / FINETUNED
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return json.loads(_read_text(run.folder / FINETUNED) or "[]")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """An optional JSON object; {} if the file is missing."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        return json.loads(_read_text(path) or "{}")
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged ({error}). Restore it, or remove it.") from None
 
 
-# ---- the corpus card and the environment
+# ---- the corpus card
 
 _COUNTS = ("files", "documents", "sentences", "words", "tokens", "duplicates", "too_short")
 _SOURCE_COLUMNS = ("name", "kind", "license", "weight", *_COUNTS)
@@ -274,18 +273,6 @@ def bars(histograms: list[dict[str, int]]) -> list[tuple[str, int, float]]:
 def _short(lengths: str) -> str:
     """16384-32767 -> 16k-32k, which fits below a bar."""
     return "-".join(f"{(int(n) + 1) // 1024}k" if int(n) > 2000 else n for n in lengths.split("-"))
-
-
-def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested objects as flat rows, such as (`packages torch`, `2.13.0`)."""
-    for key, value in values.items():
-        name = f"{before} {key}".strip()
-        if isinstance(value, dict):
-            yield from _flat(value, name)
-        elif isinstance(value, list):
-            yield name, ", ".join(map(str, value)) or "none"
-        elif value is not None:
-            yield name, value
 
 
 def _label(key: str) -> str:

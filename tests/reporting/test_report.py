@@ -102,7 +102,7 @@ class TestPage:
 
     def test_shows_the_figures_of_the_last_evaluation_and_the_medians(self, page: Page) -> None:
         figures = ("3.250", "40.5%", "75.0%", "held-out, step 100", "2,055", "40% MFU", "100k", "1:40")
-        for expected in (*figures, "2 workers", "2 layers x 16", "packages torch", "2.13.0"):
+        for expected in (*figures, "2 workers", "2 layers x 16", "run/config.yaml", '{"torch": "2.13.0"}'):
             assert expected in page.text, expected
 
     def test_draws_every_curve_there_is(self, page: Page) -> None:
@@ -152,8 +152,13 @@ class TestPage:
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
         refused(r"no metrics\.jsonl in this folder", report.write_report, [tmp_path / "export"], tmp_path / "r.html")
-        (run / "environment.json").write_text("[")
-        refused(r"environment\.json: damaged", report.write_report, [run], tmp_path / "report.html")
+        corpus = tmp_path / "corpus"
+        corpus.mkdir()
+        (corpus / "card.json").write_text("[")
+        text = re.sub(r"(?m)^  dir: .*$", f"  dir: {corpus}", (run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(text)
+        (run / "export").unlink()
+        refused(r"card\.json: damaged", report.write_report, [run], tmp_path / "report.html")
         assert not (tmp_path / "report.html").exists()
 
     def test_an_unfinished_demo_shows_the_scores_that_exist(self, run: Path, tmp_path: Path) -> None:
@@ -172,9 +177,9 @@ class TestPage:
         ]
         page = Page(report.write_report([run], tmp_path / "report.html").read_text())
         bars = re.findall(r'<text class="name"[^>]*>([^<]*)</text><text class="value"[^>]*>([^<]*)<', page.html)
-        pairs = (("Which?", 0.75), ("Where?", 0.5))
+        pairs = (("Which? f1", 0.75), ("Where? f1", 0.5))
         expected = [one for name, score in pairs for one in ((name, score), ("the same from random weights", 0.5))]
-        assert [(name, float(value)) for name, value in bars] == [*expected, ("Which words?", 0.25)]
+        assert [(name, float(value)) for name, value in bars] == [*expected, ("Which words? f1", 0.25)]
         titles = re.findall(r"<figcaption><b>(.*?)</b>", page.html)
         assert titles[:2] == ["What pretraining added", "MLM accuracy"]
         assert titles.count("MLM accuracy") == 1
@@ -337,6 +342,11 @@ class TestCharts:
         drawn = [float(point.split(",")[1]) for point in faint.split()]
         assert len(drawn) == 600
         assert drawn.count(min(drawn)) == 1
+
+    def test_many_curves_share_the_points_of_a_chart(self) -> None:
+        series = [charts.Series(str(run), [(float(step), 1.0) for step in range(1000)]) for run in range(20)]
+        (drawn,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts
+        assert {len(curve["points"]) for curve in drawn} == {112}  # means of 9 steps
 
     def test_nothing_to_draw(self) -> None:
         assert charts.line_chart("t", [charts.Series("a", [])], form=str, form_x=str) == ""
