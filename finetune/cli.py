@@ -32,7 +32,7 @@ MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
 # All commands, as --help and the reference list them.
 GROUPS = {
     "Start here": ("demo", "configs", "completion", "doctor"),
-    "Pretrain": ("prepare", "pretrain", "adapt", "report", "dashboard", "attention"),
+    "Pretrain": ("prepare", "pretrain", "adapt", "report", "attention"),
     "Fine-tune": ("finetune", "evaluate", "predict", "sweep", "evaluate-pretrained", "export"),
     "Run on a cluster": ("submit", "list", "status", "logs", "stop", "delete", "manifest", "up"),
 }

@@ -37,7 +37,7 @@ _PACKAGES = {
     "test_object_storage": "moto",
     "test_stored_runs": "moto",
     "test_streamed": "moto",
-    "test_dashboard": "wandb_workspaces",
+    "test_runs": "wandb_workspaces",
 }
 _WORKER_BYTES = 3 << 30  # of a pytest worker at its highest: a test with two training processes, or with Ray
 

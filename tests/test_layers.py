@@ -79,7 +79,7 @@ OWNERS = {
     "wandb": ("pretrain/tracking/",),
     "fsspec": ("pretrain/storage/",),
     "s3fs": (),
-    "wandb_workspaces": ("pretrain/reporting/dashboard/",),
+    "wandb_workspaces": ("pretrain/reporting/workspace.py",),
 }
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.scores import blimp, common_words, held_out, positions, whole_words
 from finetune.scores.record import MODEL
 from finetune.scores.text_scores import WHY_NOT
-from pretrain.reporting.charts import bar_chart
+from pretrain.reporting.charts import Bar, bar_chart
 from pretrain.reporting.pages import write_page
 
 if TYPE_CHECKING:
@@ -127,10 +127,10 @@ def _blimp_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A chart for each model, so that they stand side by side."""
     for model in models:
         if scores := _scores(model, blimp.PART):
-            shares = {"all paradigms": scores["overall"]}
-            shares |= {_readable(name): value for name, value in scores["phenomena"].items()}
+            bars = [Bar("all paradigms", scores["overall"])]
+            bars += [Bar(_readable(name), value) for name, value in scores["phenomena"].items()]
             name, unit = model[MODEL]["name"], f"accuracy{_of_pairs(model)}"
-            yield bar_chart(name, unit, shares, limit=("chance", _CHANCE), form=lambda value: f"{value:.3f}")
+            yield bar_chart(name, unit, bars, limit=("chance", _CHANCE), form="{:.3f}".format, whole=1.0)
 
 
 def _of_pairs(model: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ EXIT_CODES = (
 compiles = threading.Event()
 
 # The commands that read what a run recorded, which imports no module of the user's own by itself.
-_READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "dashboard", "attention")
+_READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "attention")
 _READ_RUNS += ("finetune", "sweep", "evaluate", "predict", "evaluate-pretrained")
 
 

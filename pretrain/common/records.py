@@ -17,7 +17,7 @@ SOURCE_LOSS = "source_loss/"
 """What fields of an evaluation begin with, before the name of a source: the loss on its text."""
 
 _TEXT_FIELDS = ("split", "event", "message", "error")
-# Larger values, infinities and NaN break the arithmetic of reports and dashboards.
+# Larger values, infinities and NaN break the arithmetic of reports.
 _LARGEST = 1e300
 # The end of the year 9999, the last that datetime can show.
 _LATEST_TIME = 253_402_300_799

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -17,9 +17,9 @@ Form = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MOST_POINTS = 300  # longer curves are averaged down to this number
+_MOST_POINTS, _FEWEST_POINTS = 300, 60  # of a curve; longer ones are averaged
+_POINTS_OF_ALL = 2400  # of all curves of a chart, unless that leaves them too few
 _BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
-_CHANGE_PITCH = 66
 _LETTER_WIDTH = 6.5  # about, of the labels of axes
 _LIMIT_HEIGHT = 24  # below the bars, for the name of the limit
 _FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
@@ -53,13 +53,14 @@ def line_chart(
         form: formats a y value.
         form_x: formats an x value.
         x_name: name of the x axis.
-        marks: vertical lines, such as phase boundaries: (x, label on the left, label on the right).
+        marks: vertical lines: of phase boundaries (x, label on the left, label on the right), of events without labels.
         from_zero: start the y axis at 0.
     """
     shown = [one for one in series if one.points]
     if not shown:
         return ""
-    curves = [_Curve.of(one) for one in shown]
+    most = min(_MOST_POINTS, max(_FEWEST_POINTS, _POINTS_OF_ALL // len(shown)))
+    curves = [_Curve.of(one, most) for one in shown]
     xs = [x for curve in curves for x, _ in curve.raw]
     ys = [y for curve in curves for _, y in curve.raw]
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys), 4)
@@ -93,50 +94,42 @@ def ticks(low: float, high: float, count: int, inside: bool = False) -> list[flo
     return [round(number * step, digits) for number in range(first, last + 1)]
 
 
-def bar_chart(title: str, unit: str, shares: Mapping[str, float], *, limit: tuple[str, float], form: Form) -> str:
-    """A <figure> with title, unit and a horizontal bar for each share, 0 to 1, with its name.
+@dataclass(frozen=True)
+class Bar:
+    """A bar; `kind` is its CSS class."""
+
+    name: str
+    value: float
+    kind: str = "train"
+
+
+def bar_chart(
+    title: str,
+    unit: str,
+    bars: Sequence[Bar],
+    *,
+    form: Form,
+    limit: tuple[str, float] | None = None,
+    whole: float = 0.0,
+) -> str:
+    """A <figure> with title, unit and horizontal bars that start at 0.
 
     Args:
         title: what the bars compare.
-        unit: unit of the shares.
-        shares: at least one.
-        limit: (name, share) of a line across the bars.
-        form: formats a share.
+        unit: unit of the values.
+        bars: at least one. A value below 0 has no bar, only its number.
+        form: formats a value.
+        limit: (name, value) of a line across the bars.
+        whole: value of a bar over the whole width, for charts that share a scale; 0 takes the longest bar.
     """
-    parts = [_bar(name, share, number, form) for number, (name, share) in enumerate(shares.items())]
-    height = len(shares) * _BAR_PITCH + _LIMIT_HEIGHT
+    longest = max(whole, *(bar.value for bar in bars), limit[1] if limit else 0.0)
+    end = longest if longest > 0 else 1.0
+    parts = [_bar(bar, number, end, form) for number, bar in enumerate(bars)]
+    height = len(bars) * _BAR_PITCH + (_LIMIT_HEIGHT if limit else 0)
+    if limit:
+        parts.append(_limit(limit[0], form(limit[1]), _bar_x(limit[1], end), len(bars)))
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b><i>{escape(unit)}</i></figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">'
-        f"{''.join(parts)}{_limit(limit[0], form(limit[1]), _bar_x(limit[1]), len(shares))}</svg></figure>"
-    )
-
-
-@dataclass(frozen=True)
-class Change:
-    """One figure before and after, such as a score from random and from pretrained weights; None is unknown."""
-
-    name: str
-    metric: str
-    before: float | None
-    after: float | None
-
-
-def change_chart(title: str, unit: str, changes: Sequence[Change], *, before: str, after: str, form: Form) -> str:
-    """A <figure> with one row for each change: two dots on a scale from 0 to 1, joined by a line.
-
-    Args:
-        title: what the rows compare.
-        unit: unit of the values, which are between 0 and 1.
-        changes: at least one.
-        before, after: names of the two dots, for the legend.
-        form: formats a value.
-    """
-    parts = [_change(one, number, form) for number, one in enumerate(changes)]
-    height = len(changes) * _CHANGE_PITCH
-    legend = f'<span class="before">{escape(before)}</span><span class="train">{escape(after)}</span>'
-    return (
-        f'<figure class="chart"><figcaption><b>{escape(title)}</b>{legend}<i>{escape(unit)}</i></figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">'
         f"{''.join(parts)}</svg></figure>"
     )
@@ -144,7 +137,7 @@ def change_chart(title: str, unit: str, changes: Sequence[Change], *, before: st
 
 @dataclass(frozen=True)
 class _Curve:
-    """A series as drawn: averaged down to `_MOST_POINTS`, and smoothed if requested and long enough."""
+    """A series as drawn: `line` over `raw`, averaged down, smoothed if requested and long enough."""
 
     name: str
     kind: str
@@ -152,10 +145,10 @@ class _Curve:
     line: Points
 
     @classmethod
-    def of(cls, series: Series) -> _Curve:
-        raw = _thin(series.points)
-        smooth = series.smooth and len(raw) > _FEW_POINTS
-        return cls(series.name, series.kind, raw, _smooth(raw) if smooth else raw)
+    def of(cls, series: Series, most: int) -> _Curve:
+        raw, line = _thin(series.points, most)
+        smooth = series.smooth and len(line) > _FEW_POINTS
+        return cls(series.name, series.kind, raw, _smooth(line) if smooth else line)
 
 
 @dataclass(frozen=True)
@@ -194,7 +187,7 @@ def _tick_x(frame: _Frame, x: float, label: str) -> str:
 def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
     at = frame.x(x)
     return (
-        f'<line class="mark" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" />'
+        f'<line class="{"mark" if left else "event"}" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" />'
         f'<text x="{at - 5}" y="{_TOP + 10}" text-anchor="end">{escape(left)}</text>'
         f'<text x="{at + 5}" y="{_TOP + 10}">{escape(right)}</text>'
     )
@@ -212,46 +205,24 @@ def _path(frame: _Frame, points: Points, kind: str) -> str:
     return f'<polyline class="{kind}" points="{steps}"/>'
 
 
-def _bar_x(share: float) -> float:
-    return round(_BAR_MARGIN + max(0.0, share) * (_WIDTH - 2 * _BAR_MARGIN), 1)
+def _bar_x(value: float, end: float) -> float:
+    return round(_BAR_MARGIN + max(0.0, value) / end * (_WIDTH - 2 * _BAR_MARGIN), 1)
 
 
-def _bar(name: str, share: float, number: int, form: Form) -> str:
+def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
     """A bar with its name and value above."""
     top, right = number * _BAR_PITCH, _WIDTH - _BAR_MARGIN
-    width = round(_bar_x(share) - _BAR_MARGIN, 1)
+    width = round(_bar_x(bar.value, end) - _BAR_MARGIN, 1)
     return (
-        f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(name)}</text>'
-        f'<text class="value" x="{right}" y="{top + 13}" text-anchor="end">{escape(form(share))}</text>'
-        f'<rect class="train" x="{_BAR_MARGIN}" y="{top + _BAR_TOP}" '
+        f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(bar.name)}</text>'
+        f'<text class="value" x="{right}" y="{top + 13}" text-anchor="end">{escape(form(bar.value))}</text>'
+        f'<rect class="{bar.kind}" x="{_BAR_MARGIN}" y="{top + _BAR_TOP}" '
         f'width="{width}" height="{_BAR_HEIGHT}" rx="3" />'
     )
 
 
-def _change(change: Change, number: int, form: Form) -> str:
-    """A row: its name above, the scale from 0 to 1 with both dots, the values below, so that none meets a long name."""
-    top = number * _CHANGE_PITCH
-    middle = top + _BAR_TOP + _BAR_HEIGHT / 2
-    values = [value for value in (change.before, change.after) if value is not None]
-    dots = zip(("before", "train"), (change.before, change.after), strict=True)
-    at = [_bar_x(value) for value in values]
-    joined = f'<line class="change" x1="{at[0]}" x2="{at[1]}" y1="{middle}" y2="{middle}" />' if len(at) == 2 else ""
-    said = " \N{RIGHTWARDS ARROW} ".join("?" if v is None else form(v) for v in (change.before, change.after))
-    said = f"{change.metric} {said}"
-    return (
-        f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(change.name)}</text>'
-        f'<text class="value" x="{_WIDTH - _BAR_MARGIN}" y="{top + 52}" text-anchor="end">{escape(said)}</text>'
-        f'<line class="grid" x1="{_BAR_MARGIN}" x2="{_WIDTH - _BAR_MARGIN}" y1="{middle}" y2="{middle}" />{joined}'
-        + "".join(
-            f'<circle class="{kind}" cx="{_bar_x(value)}" cy="{middle}" r="6" />'
-            for kind, value in dots
-            if value is not None
-        )
-    )
-
-
 def _limit(name: str, value: str, at: float, bars: int) -> str:
-    """A line at `at` across each bar, with the name of the limit below."""
+    """A line across each bar, with the name of the limit below."""
     below = bars * _BAR_PITCH + 13
     tops = [number * _BAR_PITCH + _BAR_TOP for number in range(bars)]
     lines = (f'<line class="limit" x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />' for top in tops)
@@ -266,13 +237,15 @@ def _legend(series: Sequence[Series]) -> str:
     return "".join(f'<span class="{one.kind}">{escape(one.name)}</span>' for one in series)
 
 
-def _thin(points: Points) -> Points:
-    """At most `_MOST_POINTS` points: the means of equal intervals."""
-    size = math.ceil(len(points) / _MOST_POINTS)
+def _thin(points: Points, most: int) -> tuple[Points, Points]:
+    """(lowest and highest point, mean) of at most `most` equal intervals, so that every spike stays."""
+    size = math.ceil(len(points) / most)
     if size < 2:
-        return points
+        return points, points
     intervals = [points[first : first + size] for first in range(0, len(points), size)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in intervals]
+    ends = [{min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in intervals]
+    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in intervals]
+    return [point for part in ends for point in sorted(part)], means
 
 
 def _smooth(points: Points) -> Points:

@@ -6,41 +6,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.commands import add_address, add_command, add_follow, local_path, local_text
-from pretrain.run.arguments import add_run
+from pretrain.common.addresses import is_remote
+from pretrain.common.commands import add_address, add_command, at, checked_address, local_path, local_text
+from pretrain.run.arguments import add_run, run_path
 
 FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 
 
 def add_to(commands: Any, find_job: FindJob) -> None:
-    """Add `report`, `dashboard` and `attention` to the subcommands of a parser; `find_job` finds a job's run folder."""
-    _add_report(commands)
-    _add_dashboard(commands, find_job)
+    """Add `report` and `attention` to the subcommands of a parser; `find_job` finds a job's run folder."""
+    _add_report(commands, find_job)
     _add_attention(commands)
 
 
 # ---------------------------------------------------------------- what the commands do
 
 
-def _report(arguments: argparse.Namespace) -> None:
-    from pretrain.reporting import report
-
-    path = report.write_report(arguments.run, arguments.out or arguments.run / "report.html")
-    print(f"{report.summary(arguments.run)}\n\n{path.resolve().as_uri()}")
+def _place(text: str) -> str:
+    return checked_address(text) if is_remote(text) else local_text(text)
 
 
-def _dashboard(find_job: FindJob, arguments: argparse.Namespace) -> None:
-    from pretrain.reporting import dashboard
+def _report(find_job: FindJob, arguments: argparse.Namespace) -> None:
+    from pretrain.reporting import pages, report, workspace
+    from pretrain.reporting.runs import find_folder, read_runs
 
-    print(
-        dashboard.write_dashboard(
-            arguments.run,
-            arguments.out,
-            follow=arguments.follow,
-            address=arguments.address,
-            find_job=functools.partial(find_job, plain_http=arguments.allow_plain_http),
-        )
-    )
+    find = functools.partial(find_job, plain_http=arguments.allow_plain_http)
+    folders = [run_path(run) if is_remote(run) else find_folder(run, arguments.address, find) for run in arguments.run]
+    out: Path = arguments.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    draw = functools.partial(report.write_report, folders, out, watched=arguments.watch)
+    print(f"{report.summary(folders)}\n\n{draw().resolve().as_uri()}")
+    if arguments.workspace:
+        print(workspace.write(read_runs(folders), out.with_suffix(".workspace.json")))
+    if arguments.watch:
+        pages.serve(draw)
 
 
 def _attention(arguments: argparse.Namespace) -> None:
@@ -54,41 +52,32 @@ def _attention(arguments: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- their parsers
 
 
-def _add_report(commands: Any) -> None:
+def _add_report(commands: Any, find_job: FindJob) -> None:
     parser = add_command(
         commands,
         "report",
-        _report,
-        "write a run's curves, corpus card and fill-mask examples as one HTML page",
+        functools.partial(_report, find_job),
+        "write the curves and scores of one or several runs as one HTML page",
         """
   ./launch.sh report runs/bert-mini
-  ./launch.sh report runs/bert-mini --out bert-mini.html""",
+  ./launch.sh report bert-mini bert-small --out both.html
+  ./launch.sh report bert-mini --watch
+  ./launch.sh report runs/glue --workspace
+  ./launch.sh report --address http://127.0.0.1:8265 my-job""",
     )
-    add_run(parser, "run", "a run, which may still be training")
-    parser.add_argument("--out", type=local_path, metavar="FILE", help="page to write (default: RUN/report.html)")
-
-
-def _add_dashboard(commands: Any, find_job: FindJob) -> None:
-    parser = add_command(
-        commands,
-        "dashboard",
-        functools.partial(_dashboard, find_job),
-        "write the curves and scores of runs as an HTML page and a W&B workspace",
-        """
-  ./launch.sh dashboard bert-mini
-  ./launch.sh dashboard runs/glue --out glue.html
-  ./launch.sh dashboard runs/bert-mini --follow
-  ./launch.sh dashboard --address http://127.0.0.1:8265 bert-mini""",
-    )
+    what = f"{at('a run, which may still be training')}; a folder of runs; or a job"
+    parser.add_argument("run", nargs="+", type=_place, metavar="RUN", help=what)
+    add_address(parser, "dashboard URL of the cluster that runs the jobs")
     parser.add_argument(
-        "run",
-        type=local_text,
-        metavar="RUN|JOB",
-        help="run folder, folder of several runs, name of a run in runs/, or job",
+        "--out",
+        type=local_path,
+        metavar="FILE",
+        help="page to write (default: report.html in the run's folder, or here for several)",
     )
-    add_address(parser, "dashboard URL of the cluster that runs the job")
-    parser.add_argument("--out", type=local_path, metavar="FILE", help="page to write (default: RUN/dashboard.html)")
-    add_follow(parser, "update the page every 10 s until the run finishes")
+    parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, drawn again as runs go on")
+    parser.add_argument(
+        "--workspace", action="store_true", help="write the panels as a W&B workspace, too, and save it if a key is set"
+    )
 
 
 def _add_attention(commands: Any) -> None:

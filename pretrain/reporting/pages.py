@@ -1,10 +1,14 @@
 """Self-contained HTML pages: one layout and style sheet for all (templates/page.html.j2), no external resources."""
 
+import contextlib
 import datetime
+import http.server
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import atomic_open
 
 _START = b"<!doctype html"
@@ -33,3 +37,35 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
     with atomic_open(out, "w") as file:
         file.write(page)
     return out
+
+
+def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
+    """A server on a free port of 127.0.0.1 that answers with the page that `draw` writes."""
+    drawing = threading.Lock()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            try:
+                with drawing:
+                    page = draw().read_bytes() if self.path == "/" else b""
+            except RunError as error:
+                return self.send_error(500, explain=str(error))
+            if not page:
+                return self.send_error(404)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *_: object) -> None:
+            """Requests are not worth a line."""
+
+    return http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+
+def serve(draw: Callable[[], Path]) -> None:
+    """Serve the page until Ctrl-C."""
+    with make_server(draw) as server, contextlib.suppress(KeyboardInterrupt):
+        print(f"http://127.0.0.1:{server.server_port}: draws the page again while it is open; Ctrl-C stops", flush=True)
+        server.serve_forever()

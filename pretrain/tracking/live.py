@@ -8,7 +8,6 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +22,14 @@ from pretrain.tracking.events import PROBE_SCORES
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
+    from rich.progress import Progress
 
     from pretrain.config import PhaseConfig
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 30.0
-_SETTLING_SECONDS = 2.0  # a shorter time span gives no reliable speed
+_SPEED_SECONDS = 1800.0  # over which the speed for the time left is taken
+_BAR_WIDTH = 24
 
 
 @contextlib.contextmanager
@@ -40,17 +40,17 @@ def follow(
 
     `metrics` says how those of a pretraining are shown; a fine-tuning has scores.
 
-    One live line shows step, loss, accuracy, useful tokens/s, MFU, data stalls and time left. Evaluations are printed
-    above it. Before the first record, the line shows the phase of the start. If stdout is not a terminal, a plain line
-    is printed for each phase of the start, and then every 30 s.
+    One live line, drawn by rich, shows step, loss, time left, accuracies, useful tokens/s, MFU and data stalls; a
+    narrow terminal cuts its end off. Evaluations are printed above it. Before the first record, the line shows the
+    phase of the start. If stdout is not a terminal, a plain line is printed for each phase of the start, and then every
+    30 s.
     """
     console = console or make_console(highlight=False, soft_wrap=True)
     starting.end_phases(run_dir)  # a killed start leaves its phase
     progress = LiveProgress(run_dir, total_steps, console, metrics)
     progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
-    draw = _draw_live if console.is_terminal else _print_plain
-    thread = threading.Thread(target=draw, args=(progress, stop), name="follow", daemon=True)
+    thread = threading.Thread(target=_show, args=(progress, stop), name="follow", daemon=True)
     thread.start()
     try:
         yield
@@ -121,20 +121,29 @@ class LiveProgress:
         self._known_events = {_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
         # Whether records of this start have arrived, other than events.
         self.has_news = False
-        # (clock, work done) of recent records, for the time left.
-        self._pace: deque[tuple[float, float]] = deque(maxlen=60)
         self._best = math.inf
         self._phases: list[PhaseConfig] = []
         self._waiting = ""
         self.phase_of_start = starting.WORKERS
+        self.bar = _make_bar(console)
+        self._task = self.bar.add_task("", total=None)
 
     def poll(self) -> None:
-        """Read new records; print evaluations, events and waits for nodes on separate lines."""
+        """Read new records; print evaluations, events and waits for nodes on separate lines; update the bar."""
+        self._read()
+        if self.started_training:
+            self.bar.update(self._task, total=self._work(self.total_steps), completed=self._work(self.step))
+            self.bar.update(self._task, description="  ".join(self.pieces()))
+        else:
+            started = f"{self.phase_of_start}, {clock(time.monotonic() - self.started)}"
+            self.bar.update(self._task, description=started)
+
+    def _read(self) -> None:
         self._print_wait()
         self._read_start()
         for record in self._probes.read()[0]:
             if record.get("time", 0.0) > self._began:
-                self.console.print(_probe_line(record))
+                self.console.print(_probe_line(record), markup=False)
         records, fresh = self._tail.read()
         if not records and not fresh:
             return
@@ -171,7 +180,7 @@ class LiveProgress:
     def _start_again(self) -> None:
         """Show the phases of a start until the next record."""
         self.has_news, self.started = False, time.monotonic()
-        self._pace.clear()
+        self.bar.reset(self._task, total=None)
 
     def _take_event(self, record: dict[str, Any]) -> None:
         if _key(record) in self._known_events:
@@ -189,14 +198,9 @@ class LiveProgress:
             best = record.get("best", loss is not None and loss < self._best)
             self._best = loss if best and loss is not None else self._best
             if self.has_news:
-                self.console.print(_evaluation_line(record, self.metrics, best))
+                self.console.print(_evaluation_line(record, self.metrics, best), markup=False)
             return
         self.last = record
-        if self.has_news:
-            self._pace.append((time.monotonic(), self._work(self.step)))
-
-    def live_metrics(self) -> list[tuple[str, Metric]]:
-        return [(name, metric) for name, metric in self.metrics.items() if metric.live]
 
     @property
     def started_training(self) -> bool:
@@ -207,15 +211,27 @@ class LiveProgress:
     def step(self) -> int:
         return self.last.get("step", 0)
 
-    def seconds_left(self) -> float | None:
-        """Estimated from the speed of recent records and the tokens of later phases. None until it is known."""
-        if len(self._pace) < 2:
-            return None
-        (before, first), (now, last) = self._pace[0], self._pace[-1]
-        if last <= first or now - before < _SETTLING_SECONDS:
-            return None
-        left = (self._work(self.total_steps) - last) * (now - before) / (last - first)
-        return max(0.0, left - (time.monotonic() - now))
+    def pieces(self) -> list[str]:
+        """The parts of the line, the most important first."""
+        last, left = self.last, self.bar.tasks[0].time_remaining
+        live = [
+            metric.line(last[name])
+            for name, metric in self.metrics.items()
+            if metric.live and last.get(name) is not None
+        ]
+        pieces = [
+            f"step {self.step:,}/{self.total_steps:,}",
+            _piece(last.get("loss"), "loss {:.3f}"),
+            "" if left is None else f"{clock(left)} left",
+            _piece(last.get("skipped_steps") or None, "{:,} skipped"),
+            *live[:1],
+            _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
+            _piece(last.get("mfu"), "{:.0%} MFU"),
+            self.phase(),
+            *live[1:],
+            _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
+        ]
+        return [piece for piece in pieces if piece]
 
     def phase(self) -> str:
         """Number and sequence length of the phase, such as `phase 1/2 (128)`; "" if there is only one phase."""
@@ -245,120 +261,63 @@ def _key(event: dict[str, Any]) -> str:
     return json.dumps(event, sort_keys=True)
 
 
-def _draw_live(progress: LiveProgress, stop: threading.Event) -> None:
-    from rich.live import Live
+def _make_bar(console: Console) -> Progress:
+    """The live line: a bar, which pulses while the run starts, and text, which is cut off where the line ends."""
+    from rich.highlighter import ReprHighlighter
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
 
-    with Live(console=progress.console, auto_refresh=False) as live:
+    text = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    return Progress(
+        BarColumn(min(_BAR_WIDTH, console.width // 6)),
+        TextColumn("{task.description}", markup=False, highlighter=ReprHighlighter(), table_column=text),
+        console=console,
+        auto_refresh=False,
+        expand=True,
+        speed_estimate_period=_SPEED_SECONDS,
+        get_time=lambda: time.monotonic(),
+    )
+
+
+def _show(progress: LiveProgress, stop: threading.Event) -> None:
+    """Show the live line on a terminal; elsewhere, print a plain line for each phase of the start and every 30 s."""
+    console = progress.console
+    printed_at, printed_step, printed_phase = time.monotonic(), 0, ""
+    with progress.bar if console.is_terminal else contextlib.nullcontext():
         while True:
             final = stop.is_set()
             progress.poll()
-            live.update(live_line(progress, progress.console.width), refresh=True)
+            due = printed_step == 0 or final or time.monotonic() - printed_at >= _PLAIN_SECONDS
+            if console.is_terminal:
+                progress.bar.refresh()
+            elif not progress.started_training:
+                if progress.phase_of_start != printed_phase:
+                    printed_phase = progress.phase_of_start
+                    console.print(f"  {printed_phase}", markup=False)
+            elif due and progress.step > printed_step:
+                console.print("  ".join(progress.pieces()), markup=False)
+                printed_at, printed_step = time.monotonic(), progress.step
             if final:
                 return
             stop.wait(_REFRESH_SECONDS)
-
-
-def _print_plain(progress: LiveProgress, stop: threading.Event) -> None:
-    printed_at, printed_step, printed_phase = time.monotonic(), 0, ""
-    while True:
-        final = stop.is_set()
-        progress.poll()
-        if progress.phase_of_start != printed_phase and not progress.started_training:
-            printed_phase = progress.phase_of_start
-            progress.console.print(f"  {printed_phase}", style="dim", markup=False)
-        due = printed_step == 0 or final or time.monotonic() - printed_at >= _PLAIN_SECONDS
-        if due and progress.started_training and progress.step > printed_step:
-            progress.console.print("  ".join(_pieces(progress).values()))
-            printed_at, printed_step = time.monotonic(), progress.step
-        if final:
-            return
-        stop.wait(_REFRESH_SECONDS)
-
-
-def _pieces(progress: LiveProgress) -> dict[str, str]:
-    """The parts of the line in display order; empty parts are left out."""
-    last = progress.last
-    left = progress.seconds_left()
-    pieces = {
-        "phase": progress.phase(),
-        "step": f"step {progress.step:,}/{progress.total_steps:,}",
-        "loss": _piece(last.get("loss"), "loss {:.3f}"),
-        **{name: metric.line(last[name]) for name, metric in progress.live_metrics() if last.get(name) is not None},
-        "speed": _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
-        "mfu": _piece(last.get("mfu"), "{:.0%} MFU"),
-        "stall": _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
-        "skipped": _piece(last.get("skipped_steps") or None, "{:,} skipped"),
-        "left": "" if left is None else f"{clock(left)} left",
-    }
-    return {key: text for key, text in pieces.items() if text}
 
 
 def _piece(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-# In order of importance: on a narrow terminal the last ones are left out first. The first metric stands before the
-# others.
-_PRIORITY, _LATER, _LAST = ("step", "loss", "left", "skipped", "speed"), ("mfu", "phase"), ("stall",)
-_STYLES = {
-    "loss": "bold",
-    "speed": "cyan",
-    "mfu": "cyan",
-    "skipped": "yellow",
-    "left": "magenta",
-}
+def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric], best: bool) -> str:
+    scores = _shown_scores(record, metrics)
+    return "  ".join([f"  step {record.get('step', 0):,} held-out", *scores, *(["best"] if best else [])])
 
 
-def live_line(progress: LiveProgress, width: int) -> Text:
-    """The line that a terminal shows, of at most `width` columns."""
-    from rich.text import Text
-
-    if not progress.started_training:
-        spin = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() / _REFRESH_SECONDS) % 10]
-        return Text(f"{spin} {progress.phase_of_start}, {clock(time.monotonic() - progress.started)}", style="dim")
-    pieces = _pieces(progress)
-    measured = [name for name, _ in progress.live_metrics()]
-    shown: set[str] = set()
-    bar_width = max(0, min(24, width // 6))
-    width_left = width - 1 - bar_width - 2
-    first, others = measured[:1], measured[1:]
-    for key in (*_PRIORITY, *first, *_LATER, *others, *_LAST):
-        if key in pieces and len(pieces[key]) + 2 <= width_left:
-            shown.add(key)
-            width_left -= len(pieces[key]) + 2
-    line = Text(no_wrap=True, overflow="crop")
-    line.append_text(_bar(progress.step / max(1, progress.total_steps), bar_width)).append("  ")
-    for key, text in pieces.items():
-        if key in shown:
-            line.append(text, style=_STYLES.get(key, "green" if key in measured else "")).append("  ")
-    return line
-
-
-def _bar(share: float, width: int) -> Text:
-    from rich.text import Text
-
-    full = round(min(1.0, share) * width)
-    return Text("━" * full, style="cyan").append("━" * (width - full), style="bright_black")
-
-
-def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric], best: bool) -> Text:
-    from rich.text import Text
-
-    line = Text(f"  step {record.get('step', 0):,} held-out", style="dim", no_wrap=True, overflow="crop")
-    for score in _shown_scores(record, metrics):
-        line.append("  ").append(score, style="default not dim bold")
-    return line.append("  best" if best else "", style="default not dim green")
-
-
-def _probe_line(record: dict[str, Any]) -> Text:
-    from rich.text import Text
-
-    line = Text(f"  step {record.get('step', 0):,} probes", style="dim")
-    for score in metric_lines(record, metrics_of(record, PROBE_SCORES)):
-        line.append("  ").append(score, style="default not dim bold")
+def _probe_line(record: dict[str, Any]) -> str:
+    scores = metric_lines(record, metrics_of(record, PROBE_SCORES))
     if skipped := record.get("skipped"):
-        line.append(f"  {counted(skipped, 'checkpoint')} skipped")
-    return line.append(f"  {record['error']}" if "error" in record else "", style="default not dim yellow")
+        scores.append(f"{counted(skipped, 'checkpoint')} skipped")
+    return "  ".join(
+        [f"  step {record.get('step', 0):,} probes", *scores, *([record["error"]] if "error" in record else [])]
+    )
 
 
 _MOST_SCORES = 4

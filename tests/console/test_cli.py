@@ -339,18 +339,6 @@ def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Cal
     assert cli("pretrain", config_file) == 0
 
 
-def test_report_writes_into_the_run_folder_by_default(monkeypatch: pytest.MonkeyPatch, capsys):
-    from pretrain.reporting import report
-
-    seen = []
-    monkeypatch.setattr(report, "write_report", lambda run, out: seen.append((run, out)) or out)
-    monkeypatch.setattr(report, "summary", lambda run: "short")
-    assert cli("report", "runs/a") == 0
-    assert cli("report", "runs/a", "--out", "b.html") == 0
-    assert seen == [(Path("runs/a"), Path("runs/a/report.html")), (Path("runs/a"), Path("b.html"))]
-    assert "short" in capsys.readouterr().out
-
-
 def test_export_takes_a_run_by_folder_or_name_and_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from pretrain.checkpoint import hf
 
@@ -383,8 +371,6 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
     "arguments",
     [
         ["report", "runs/a", "--out", "gs://bucket/page.html"],
-        ["dashboard", "s3://bucket/run"],
-        ["dashboard", "runs/a", "--out", "s3://bucket/page.html"],
         ["prepare", "s3://bucket/run.yaml"],
         ["predict", "runs/a", "--text", "x", "--out", "s3://bucket/lines.jsonl"],
         ["evaluate", "runs/a", "--out", "s3://bucket/scores"],

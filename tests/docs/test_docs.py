@@ -17,7 +17,7 @@ from finetune.training import config as finetune_config
 from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.sections import Section
 from pretrain.config import resume
-from pretrain.reporting.dashboard.panels import EVENTS, panels
+from pretrain.reporting.panels import EVENTS, panels
 from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.tracking.events import EVALUATION_FIELDS, PROBE_FIELDS
 from pretrain.tracking.events import EVENTS as EVENT_KINDS
@@ -137,7 +137,7 @@ def test_a_stale_page_is_noticed(tmp_path: Path):
     assert generate.stale(tmp_path) == ["metrics.md", "exit-codes.md"]
 
 
-def test_every_metric_and_event_of_the_dashboard_is_described():
+def test_every_metric_and_event_of_the_panels_is_described():
     described = {*TRAINING_METRICS, *EVALUATION_FIELDS, *PROBE_FIELDS, SOURCE_LOSS}
     assert {name for panel in panels() for name in panel.metrics} <= described
     assert set(EVENTS) <= set(EVENT_KINDS)

@@ -14,7 +14,6 @@ from pretrain.config import PretrainConfig, load_config
 from pretrain.objectives import REGISTRY, MaskedTokens, objective_metrics, objective_of
 from pretrain.planning import estimate
 from pretrain.reporting import report
-from pretrain.reporting.dashboard import write_dashboard
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 from tests.toy_objective import Places
@@ -66,13 +65,11 @@ def test_it_is_trained_and_its_metrics_are_recorded(run: Path) -> None:
 
 
 def test_pages_show_its_metrics(run: Path) -> None:
-    page = report.write_report(run, run / "report.html").read_text()
-    assert ">Loss of places<" in page
-    assert page.count(">Places found<") == 1 + page.count(">Loss of places<")  # a tile, too
+    page = report.write_report([run], run / "report.html").read_text()
+    assert ">Loss of places, nats<" in page
+    assert page.count(">Places found<") == 2  # a chart and a tile
     last = records(run, "validation")[-1]
-    assert f"place {last['place_accuracy']:.1%}" in report.summary(run)
-    write_dashboard(str(run), run / "dashboard.html")
-    assert "Places found" in (run / "dashboard.html").read_text()
+    assert f"Places found      {last['place_accuracy']:.1%}" in report.summary([run])
     assert list(objective_metrics())[-1] == "place_accuracy"
 
 

@@ -14,6 +14,7 @@ import torch
 from corpora import make_corpus
 from html_page import Page
 
+from pretrain.checkpoint import hf
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
@@ -181,7 +182,7 @@ def test_the_report_draws_heads_and_kinds_over_the_steps(runs: dict[str, Path], 
     found = read_history(runs["with"])
     found["records"][-1]["shares"]["previous"] = [[0.1, 0.2], [0.7, 0.4]]
     (tmp_path / "with" / history.HISTORY).write_text(json.dumps(found))
-    page = Page(report.write_report(tmp_path / "with", tmp_path / "report.html").read_text())
+    page = Page(report.write_report([tmp_path / "with"], tmp_path / "report.html").read_text())
     page.assert_stands_alone()
     assert page.html.count('<svg class="matrix"') == 3 * 3  # heads, evaluations
     titles = [curve["name"] for chart in page.charts for curve in chart]
@@ -191,7 +192,12 @@ def test_the_report_draws_heads_and_kinds_over_the_steps(runs: dict[str, Path], 
     assert strongest["name"] == "head 2-1"
     assert [curve["points"][-1][3] for curve in (strongest, mean)] == [percent(0.7), percent(0.35)]
     assert "Head 2-1: 70% to the previous token" in page.text
-    assert "<h2>Attention</h2>" not in report.write_report(tmp_path / "without", tmp_path / "no.html").read_text()
+    assert 'id="heads"' not in page.html, "no export"
+    hf.export_run(tmp_path / "with", tmp_path / "with" / "export")
+    page = Page(report.write_report([tmp_path / "with"], tmp_path / "report.html").read_text())
+    page.assert_stands_alone()
+    assert 'id="heads"' in page.html
+    assert "<h2>Attention</h2>" not in report.write_report([tmp_path / "without"], tmp_path / "no.html").read_text()
 
 
 def test_a_picture_shades_the_fields_by_the_root_of_their_weight() -> None:

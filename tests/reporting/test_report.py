@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.checkpoint import hf
-from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
@@ -92,7 +91,7 @@ def records() -> list[dict[str, Any]]:
 class TestPage:
     @pytest.fixture
     def page(self, run: Path, tmp_path: Path) -> Page:
-        return Page(report.write_report(run, tmp_path / "report.html").read_text())
+        return Page(report.write_report([run], tmp_path / "report.html").read_text())
 
     def test_is_self_contained_and_escapes_the_text_of_the_corpus(self, page: Page) -> None:
         page.assert_stands_alone()
@@ -103,13 +102,13 @@ class TestPage:
 
     def test_shows_the_figures_of_the_last_evaluation_and_the_medians(self, page: Page) -> None:
         figures = ("3.250", "40.5%", "75.0%", "held-out, step 100", "2,055", "40% MFU", "100k", "1:40")
-        for expected in (*figures, "2 workers", "2 layers x 16", "packages torch", "2.13.0"):
+        for expected in (*figures, "2 workers", "2 layers x 16", "run/config.yaml", '{"torch": "2.13.0"}'):
             assert expected in page.text, expected
 
     def test_draws_every_curve_there_is(self, page: Page) -> None:
         # The gradient norm was never finite: there is no curve of it, and no error.
-        assert len(page.charts) == 8
-        training, held_out = page.charts[0]
+        assert len(page.charts) == 10
+        training, held_out = page.charts[1]
         assert [point[2:] for point in held_out["points"]] == [["step 50", "3.5"], ["step 100", "3.25"]]
         assert training["points"][0][2:] == ["step 10", "3.8"]
         assert training["points"][-1][2:] == ["step 100", "2"]
@@ -137,28 +136,29 @@ class TestPage:
         config.write_text(re.sub(r"(?m)^  dir: .*$", f"  dir: {corpus}", text))
         (run / "export").unlink()
 
-        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
+        page = Page(report.write_report([run], tmp_path / "report.html").read_text())
         figures = ("20,000", "1,234,567", "0.125%", "8,000", "and 10 more")
         for expected in (*figures, "novels", "CC-BY-SA-4.0", "sha256 ab12", "bad-49.txt"):
             assert expected in page.text, expected
         assert "bad-50.txt" not in page.text
         lengths: list[Any] = [first["sentence_lengths"], second["sentence_lengths"]]
         assert report.bars(lengths) == [("2-3", 1, 0.1), ("8-15", 10, 1)]
-        assert "21 documents   1.23M words" in report.summary(run)
 
     def test_without_an_export_it_says_so(self, run: Path, tmp_path: Path) -> None:
         (run / "export").unlink()
         (run / "environment.json").unlink()
-        text = Page(report.write_report(run, tmp_path / "report.html").read_text()).text
+        text = Page(report.write_report([run], tmp_path / "report.html").read_text()).text
         assert "Not shown: the run has no export folder" in text
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
-        refused("not a run folder", report.write_report, tmp_path, tmp_path / "report.html")
-        (tmp_path / "config.yaml").write_text("name: x\ntraining: {epochs: 1}\n")
-        with pytest.raises(InputError, match=r"a fine-tuning, .*`dashboard` draws its curves"):
-            report.write_report(tmp_path, tmp_path / "report.html")
-        (run / "metrics.jsonl").write_text("")
-        refused(r"metrics\.jsonl: no training record yet", report.summary, run)
+        refused(r"no metrics\.jsonl in this folder", report.write_report, [tmp_path / "export"], tmp_path / "r.html")
+        corpus = tmp_path / "corpus"
+        corpus.mkdir()
+        (corpus / "card.json").write_text("[")
+        text = re.sub(r"(?m)^  dir: .*$", f"  dir: {corpus}", (run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(text)
+        (run / "export").unlink()
+        refused(r"card\.json: damaged", report.write_report, [run], tmp_path / "report.html")
         assert not (tmp_path / "report.html").exists()
 
     def test_an_unfinished_demo_shows_the_scores_that_exist(self, run: Path, tmp_path: Path) -> None:
@@ -169,30 +169,32 @@ class TestPage:
             for title, each in scores.items()
         ]
         (run / report.FINETUNED).write_text(json.dumps(tasks))
-        assert [" ".join(line.split()) for line in report.summary(run).splitlines()[-4:]] == [
+        assert [" ".join(line.split()) for line in report.summary([run]).splitlines()[-4:]] == [
             "Which? f1 0.750 from pretrained weights, 0.500 from random weights",
             "Where? f1 0.500 from pretrained weights, 0.500 from random weights",
-            "Which words? f1 0.250 from pretrained weights, not finished from random weights",
-            "Who? not finished from pretrained weights, not finished from random weights",
+            "Which words? f1 0.250 from pretrained weights",
+            "Who? not finished",
         ]
-        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
-        text = " ".join(page.text.split())
-        for expected in (
-            "What pretraining added",
-            "f1 0.500 \N{RIGHTWARDS ARROW} 0.750",
-            "? \N{RIGHTWARDS ARROW} 0.250",
-            "Pretraining helped: Which?",
-            "Pretraining did not help: Where?",
-            "Which words? Not finished: the model from random weights.",
-            "Who? Not finished: the model from pretrained weights, and the one from random weights.",
-        ):
-            assert expected in text, expected
+        page = Page(report.write_report([run], tmp_path / "report.html").read_text())
+        bars = re.findall(r'<text class="name"[^>]*>([^<]*)</text><text class="value"[^>]*>([^<]*)<', page.html)
+        pairs = (("Which? f1", 0.75), ("Where? f1", 0.5))
+        expected = [one for name, score in pairs for one in ((name, score), ("the same from random weights", 0.5))]
+        assert [(name, float(value)) for name, value in bars] == [*expected, ("Which words? f1", 0.25)]
+        titles = re.findall(r"<figcaption><b>(.*?)</b>", page.html)
+        assert titles[:2] == ["What pretraining added", "MLM accuracy"]
+        assert titles.count("MLM accuracy") == 1
 
     def test_the_summary_has_the_figures(self, run: Path) -> None:
-        lines = report.summary(run).splitlines()
-        assert lines[0] == "small: step 100 of 100, 1:40 of training on 2 workers"
-        assert "mlm loss 3.250   mlm 40.5%   nsp 75.0%   (step 100)" in lines[2]
-        assert "2,055 useful tokens/s   40% MFU   data stall 1.0%" in lines[3]
+        (run / "fork.json").write_text('{"name": "first", "step": 7}')
+        assert [re.split("  +", line.strip()) for line in report.summary([run]).splitlines()] == [
+            ["small: finished at step 100, forked from first at step 7"],
+            ["MLM loss", "3.250", "held-out, step 100"],
+            ["MLM accuracy", "40.5%", "held-out, step 100"],
+            ["NSP accuracy", "75.0%", "held-out, step 100"],
+            ["useful tokens/s", "2,055", "median, 40% MFU, data stall 1.0%"],
+            ["tokens trained on 100k", "in 100 steps"],
+            ["training time", "1:40", "on 2 workers"],
+        ]
 
 
 class TestFillings:
@@ -330,20 +332,33 @@ class TestCharts:
         assert not few & set(sorted(many)[1:-1])
         assert 'class="train raw"' in html
 
-    def test_a_long_curve_is_averaged_not_sampled(self) -> None:
+    def test_a_long_curve_is_averaged_not_sampled_and_keeps_a_spike(self) -> None:
         points = [(float(i), float(i % 2)) for i in range(6000)]
-        (curve,) = Page(charts.line_chart("t", [charts.Series("a", points)], form=str, form_x=str)).charts[0]
-        assert {float(text) for *_, text in curve["points"]} == {0.5}
+        points[4321] = (4321.0, 41.0)
+        html = charts.line_chart("t", [charts.Series("a", points)], form=str, form_x=str)
+        (curve,) = Page(html).charts[0]
+        assert {float(text) for *_, text in curve["points"]} == {0.5, 2.5}
+        (faint,) = re.findall(r'class="train raw" points="([^"]*)"', html)
+        drawn = [float(point.split(",")[1]) for point in faint.split()]
+        assert len(drawn) == 600
+        assert drawn.count(min(drawn)) == 1
+
+    def test_many_curves_share_the_points_of_a_chart(self) -> None:
+        series = [charts.Series(str(run), [(float(step), 1.0) for step in range(1000)]) for run in range(20)]
+        (drawn,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts
+        assert {len(curve["points"]) for curve in drawn} == {112}  # means of 9 steps
 
     def test_nothing_to_draw(self) -> None:
         assert charts.line_chart("t", [charts.Series("a", [])], form=str, form_x=str) == ""
 
 
-def test_bars_are_as_long_as_their_shares_and_crossed_by_the_limit() -> None:
-    chart = charts.bar_chart("t & u", "share", {"ours": 0.75, "a<b>": 0.25}, limit=("chance", 0.5), form=str)
+@pytest.mark.parametrize(("limit", "end"), [(None, 80), (("peak", 160), 160)])
+def test_bars_are_as_long_as_their_values(limit: tuple[str, float] | None, end: int) -> None:
+    bars = (charts.Bar("ours", 80), charts.Bar("a<b>", 20, "baseline"))
+    chart = charts.bar_chart("t & u", "things/s", bars, form=str, limit=limit)
     assert not Page(chart).open
     widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
-    assert widths == [pytest.approx(388 * 0.75, abs=0.1), pytest.approx(388 * 0.25, abs=0.1)]
-    assert re.findall(r'<line class="limit" x1="([\d.]+)"', chart) == ["200.0", "200.0"]
-    assert "chance: 0.5" in chart
+    assert widths == [pytest.approx(388 * value / end, abs=0.1) for value in (80, 20)]
     assert html.escape("a<b>") in chart
+    assert re.findall(r'<line class="limit" x1="([\d.]+)"', chart) == ["394.0", "394.0"] * (limit is not None)
+    assert ("peak: 160" in chart) == (limit is not None)

@@ -216,8 +216,8 @@ def _finish(arguments: argparse.Namespace, started: float) -> None:
     out: Path = arguments.out
     with contextlib.suppress(OSError):  # where links do not exist, the report shows no predictions
         (out / "run" / "export").symlink_to(Path("..") / "model")
-    page = report.write_report(out / "run", out / "run" / "report.html")
-    print(f"\n{report.summary(out / 'run')}")
+    page = report.write_report([out / "run"], out / "run" / "report.html")
+    print(f"\n{report.summary([out / 'run'])}")
     print("\n".join(["\nGained and lost", *(f"  {line}" for line in gain_lines(out / "run"))]))
     if not arguments.general:
         print("  What the model lost on other text is unknown: name some with --general.")

@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
     from pretrain.reporting import report
 
     _print_title(arguments, 5 + len(_tasks(arguments)), "report")
-    path = report.write_report(arguments.run_dir, arguments.run_dir / "report.html")
-    print(report.summary(arguments.run_dir))
+    path = report.write_report([arguments.run_dir], arguments.run_dir / "report.html")
+    print(report.summary([arguments.run_dir]))
     if arguments.quick:
         print("\nA minute of pretraining is too short to help. The whole demo trains longer, on three tasks.")
     print(f"\nAll stages took {time.monotonic() - started:.0f} s.")

@@ -2,7 +2,7 @@
 
 import base64
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,25 +51,31 @@ def write_attention_page(
         if not lines:
             raise InputError("attention: no text is given. Add --text TEXT, or --texts FILE.")
         text = lines[0]
+    values = page_values(folder, text, pair, lines)
+    write_page(out, "attention.html.j2", name=folder.resolve().name, folder=folder, heads=values)
+    lines = ["the heads (layer-head) that attend most to"]
+    for kind, even, heads in values["strongest"]:
+        named = "   ".join(f"{head.name} {head.value:.1%}" for head in heads)
+        lines.append(f"  {kind:26}{named}   (evenly {even})")
+    return "\n".join(lines)
+
+
+def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequence[str] = ()) -> dict[str, Any]:
+    """What the template heads.html.j2 draws of the model in `folder`; averages are taken over `lines`, or `text`."""
     model = AttentionModel(folder)
     shown = _drawable(model, text, pair)
     weights = model.weights(shown)
     statistics = _statistics(model, lines) if lines else HeadStatistics()
     if not lines:
         statistics.add(weights, shown.marked)
-    write_page(
-        out,
-        "attention.html.j2",
-        name=folder.resolve().name,
-        folder=folder,
-        model=_model_line(model),
-        data=_page_data(shown, weights, statistics),
-        tokens=len(shown),
-        averaged=_averaged_over(statistics, from_file=bool(lines)),
-        strongest=[(KINDS[kind], f"{even:.1%}", heads) for kind, even, heads in _strongest(statistics)],
-        strips=list(_strips(statistics)),
-    )
-    return _summary(statistics)
+    return {
+        "model": _model_line(model),
+        "data": _page_data(shown, weights, statistics),
+        "tokens": len(shown),
+        "averaged": _averaged_over(statistics, from_file=bool(lines)),
+        "strongest": [(KINDS[kind], f"{even:.1%}", heads) for kind, even, heads in _strongest(statistics)],
+        "strips": list(_strips(statistics)),
+    }
 
 
 def read_texts(path: Path) -> list[str]:
@@ -103,7 +109,7 @@ def _drawable(model: AttentionModel, text: str, pair: str | None) -> ShownTokens
     return shown
 
 
-def _statistics(model: AttentionModel, lines: list[str]) -> HeadStatistics:
+def _statistics(model: AttentionModel, lines: Sequence[str]) -> HeadStatistics:
     statistics = HeadStatistics()
     for line in lines:
         for window in model.windows(line, min(_WINDOW, model.shape.max_positions)):
@@ -170,12 +176,3 @@ def _averaged_over(statistics: HeadStatistics, *, from_file: bool) -> str:
     if not from_file:
         return f"the {statistics.tokens:,} tokens of this text"
     return f"{statistics.tokens:,} tokens of {statistics.texts:,} text{'s' if statistics.texts > 1 else ''}"
-
-
-def _summary(statistics: HeadStatistics) -> str:
-    """The strongest head of each kind in a few lines."""
-    lines = ["the heads (layer-head) that attend most to"]
-    for kind, even, heads in _strongest(statistics):
-        named = "   ".join(f"{head.name} {head.value:.1%}" for head in heads)
-        lines.append(f"  {KINDS[kind]:26}{named}   (evenly {even:.1%})")
-    return "\n".join(lines)

@@ -89,7 +89,7 @@ const makeChoices = () => {
 
 // ---- one head: its matrix
 
-const matrix = document.querySelector(".matrix"), canvas = matrix.appendChild(make("canvas"));
+const matrix = document.querySelector("div.matrix"), canvas = matrix.appendChild(make("canvas"));
 const frame = { cell: 1, left: 0, top: 0 };
 const shortened = (context, text, room) => {
   while (text.length > 1 && context.measureText(text).width > room) text = text.slice(0, -2) + "…";

@@ -1,12 +1,14 @@
-"""The dashboard: one list of panels, as a self-contained page and as a W&B workspace that can be read back."""
+"""Runs side by side: one list of panels, as the charts of a report and as a W&B workspace that can be read back."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import math
 import re
 import shutil
+import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +17,18 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from html_page import Page
-from hypothesis import given
-from hypothesis import strategies as st
 
 from finetune.cli import main
 from finetune.tasks import registry
 from finetune.training.config import TASKS, FinetuneConfig
-from pretrain.common.errors import InputError
 from pretrain.common.records import is_training, note_end, read_records
 from pretrain.common.run_files import FAILED, SCORES
 from pretrain.config import PretrainConfig
 from pretrain.objectives import objective_of
-from pretrain.reporting import dashboard
-from pretrain.reporting.dashboard import curves, workspace
-from pretrain.reporting.dashboard.panels import panels, panels_for
-from pretrain.reporting.dashboard.runs import find_folder, read_runs
-from pretrain.reporting.dashboard.subjects import subject
+from pretrain.reporting import pages, report, workspace
+from pretrain.reporting.panels import panels, panels_for
+from pretrain.reporting.runs import read_runs
+from pretrain.reporting.subjects import subject
 from pretrain.run import loop
 from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.run.progress import Progress, Stopwatch, Window
@@ -76,21 +74,20 @@ def write_scores(folder: Path, metric: str, **scores: Any) -> None:
     (folder / SCORES).write_text(json.dumps({"metric": metric, "step": 2, "scores": {"dev": scores}, "details": {}}))
 
 
-def draw(folder: Path) -> Path:
-    """The page of the runs in this folder."""
-    dashboard.write_dashboard(str(folder))
-    return folder / "dashboard.html"
+def draw(*folders: Path, watched: bool = False) -> Page:
+    """The page of these runs, written into the first folder."""
+    page = Page(report.write_report(folders, folders[0] / "report.html", watched=watched).read_text())
+    page.assert_stands_alone()
+    return page
+
+
+def written(folder: Path) -> str:
+    return workspace.write(read_runs([folder]), folder / "workspace.json")
 
 
 def plots_of(folder: Path) -> list[Any]:
-    """The panels of the workspace beside the page."""
-    return [one for section in workspace.read(folder / "dashboard.json").sections for one in section.panels]
-
-
-def data_of(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
-    assert found
-    return json.loads(found[1])
+    """The panels of the workspace in the folder."""
+    return [one for section in workspace.read(folder / "workspace.json").sections for one in section.panels]
 
 
 def write_tuned(folder: Path, score: float, **config: Any) -> Path:
@@ -110,20 +107,20 @@ def write_tasks(folder: Path) -> None:
         write_tuned(folder / f"{name}-random", random_score, random_weights=True, **data)
 
 
-def tables_of(page: Path) -> dict[str, list[list[str]]]:
+def tables_of(page: Page) -> dict[str, list[list[str]]]:
     """The cells of each table as text, by its heading."""
     found: dict[str, list[list[str]]] = {}
-    table = r"<h2>([^<]*)</h2>\s*<div[^>]*><div[^>]*><table[^>]*>(.*?)</table>"
-    for heading, body in re.findall(table, page.read_text(), re.S):
-        rows = [
-            re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.S) for row in re.findall(r"<tr>(.*?)</tr>", body, re.S)
-        ]
-        found[heading] = [[" ".join(re.sub(r"<[^>]+>", " ", cell).split()) for cell in row] for row in rows]
+    for heading, body in re.findall(r"<h2>([^<]*)</h2>\s*<div[^>]*><div[^>]*><table>(.*?)</table>", page.html, re.S):
+        rows = re.findall(r"<tr>(.*?)</tr>", body, re.S)
+        found[heading] = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row, re.S) for row in rows]
     return found
 
 
-def charts_of(page: Path) -> dict[str, list[dict[str, Any]]]:
-    return {chart["title"]: chart["curves"] for chart in data_of(page)["charts"]}
+def charts_of(page: Page) -> dict[str, dict[str, list[list[str]]]]:
+    """Title of a chart -> name of a curve -> step and value of each point, as text."""
+    titles = re.findall(r'<figure class="chart" data-chart[^>]*><figcaption><b>(.*?)</b>', page.html)
+    curves = [{curve["name"]: [point[2:] for point in curve["points"]] for curve in chart} for chart in page.charts]
+    return dict(zip(titles, curves, strict=True))
 
 
 @pytest.fixture
@@ -197,159 +194,86 @@ class TestPanels:
         assert (recognized.data_key, recognized.data) == (f"{task.kind}.train", f"{task.kind}: a.tsv")
 
 
-class TestCurves:
-    @given(
-        st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300),
-        st.integers(1, 40),
-        st.integers(1, 7),
-    )
-    def test_a_stretch_keeps_its_least_and_most(self, values: list[float | None], most: int, apart: int) -> None:
-        steps = [7 + apart * number for number in range(len(values))]
-        curve = curves.thin("a", "training", steps, values, most)
-        finite = [value for value in values if value is not None]
-        assert len(curve.x) <= most or len(values) <= most
-        assert curve.x == sorted(set(curve.x))
-        assert curve.not_finite == len(values) - len(finite)
-        low, high = (those or curve.y for those in (curve.low, curve.high))
-        for ours, theirs, pick in ((low, finite, min), (high, finite, max)):
-            shown = [value for value in ours if value is not None]
-            assert bool(shown) == bool(theirs)
-            if theirs:
-                assert pick(shown) == pytest.approx(pick(theirs), rel=1e-5)
-
-    def test_one_spike_in_a_hundred_thousand_is_there(self) -> None:
-        values: list[float | None] = [1.0] * 100_000
-        values[54_321], values[60_000], values[70_000] = 9.0, math.nan, None
-        curve = curves.thin("a", "training", range(10, 1_000_010, 10), values)
-        assert len(curve.x) == curves.BUCKETS
-        spike = curve.high.index(9.0)
-        assert abs(curve.x[spike] - 543_220) < 1_000_000 / curves.BUCKETS
-        assert sum(value == 9.0 for value in curve.high) == 1
-        assert set(curve.low) == {1.0}
-        assert curve.not_finite == 2
-
-    def test_sources_and_probes_have_curves(self, tmp_path: Path) -> None:
-        """Of one run a curve for each source and range; of several runs a chart for each."""
-
-        def write(folder: Path) -> Path:
-            sources = {"source_loss/wiki": 2.0, "source_loss/books + web": 3.0}
-            write_run(folder, [training(10), training(20), evaluated(20, **sources, best=True)])
-            scores = {"blimp": 0.6, "positions/0-63": 4.0, "positions/64-127": 3.5}
-            failed = {"step": 30, "split": "probe", "time": 1e9, "seconds": 2.0, "error": "no such file"}
-            probes = [{"step": 10, "split": "probe", "time": 1e9, "seconds": 2.0, "skipped": 0, **scores}, failed]
-            (folder / "probes.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in probes))
-            return folder
-
-        charts = charts_of(draw(write(tmp_path / "a" / "one")))
-        found = [(one["name"], one["x"], one["y"]) for one in charts["Held-out loss by source"]]
-        assert found == [("wiki", [20], [2.0]), ("books + web", [20], [3.0])]
-        found = [(one["name"], one["x"], one["y"]) for one in charts["Loss at positions"]]
-        assert found == [("0-63", [10], [4.0]), ("64-127", [10], [3.5])]
-        assert [one["y"] for one in charts["BLiMP"]] == [[0.6]]
-        assert "Scores on held-out examples" not in charts
-        write(tmp_path / "a" / "two")
-        charts = charts_of(draw(tmp_path / "a"))
-        for title in ("Held-out loss by source: wiki", "Loss at positions: 64-127"):
-            assert [one["name"] for one in charts[title]] == ["one", "two"]
-        plots = {panel.title: panel for panel in plots_of(tmp_path / "a") if hasattr(panel, "x")}
-        names = {title: [str(getattr(name, "name", name)) for name in panel.y] for title, panel in plots.items()}
-        assert names["BLiMP"] == ["probe/blimp"]
-        assert "probe/step" in str(plots["BLiMP"].x)
-        assert names["Held-out loss by source"] == ["eval/source_loss/wiki", "eval/source_loss/books + web"]
-
-    def test_many_ranks_are_three_curves(self, tmp_path: Path) -> None:
-        seconds = [float(n) for n in range(16)], [1.0] * 15
-        records = [training(step, rank_forward_seconds=one) for step, one in enumerate(seconds, 1)]
-        (run,) = read_runs(write_run(tmp_path / "r", records))
-        (panel,) = [panel for panel in panels() if panel.metrics == ("rank_forward_seconds",)]
-        found = {curve.name: curve.y for curve in curves.curves(panel, [run])}
-        assert found == {"slowest of 16": [15.0, 1.0], "median of 16": [8.0, 1.0], "fastest of 16": [0.0, 1.0]}
-
-
 class TestPage:
-    def test_is_self_contained_and_shows_only_the_records(self, run: Path) -> None:
+    def test_a_run_has_its_curves_ranks_and_events(self, run: Path) -> None:
         page = draw(run)
-        Page(page.read_text()).assert_stands_alone()
         charts = charts_of(page)
-        found = [(one["name"], one["x"], one["y"]) for one in charts["Loss"]]
-        assert found == [("training", [10, 20, 30], [8.9, 8.8, 8.7]), ("held-out", [30], [7.5])]
-        assert charts["Gradient norm before clipping"][0]["y"] == [1.5, None, 1.5]
-        assert charts["Gradient norm before clipping"][0]["not_finite"] == 1
-        found = [(one["name"], one["y"]) for one in charts["Forward time by rank"]]
-        assert found == [("rank 0", [0.5]), ("rank 1", [0.75])]
-        marks = [(mark["kind"], mark["step"]) for mark in data_of(page)["marks"]]
-        assert marks == [("restart", 23), ("phase", 20)]
-        text = Page(page.read_text()).text
-        for expected in ("Training: step 30 of 60", "7.000", "2,000", "0:30 left at this speed"):
-            assert expected in text, expected
+        assert charts["Loss, nats"] == {
+            "training": [["step 10", "8.9"], ["step 20", "8.8"], ["step 30", "8.7"]],
+            "held-out": [["step 30", "7.5"]],
+        }
+        assert charts["Gradient norm before clipping"] == {"training": [["step 10", "1.5"], ["step 30", "1.5"]]}
+        assert charts["Forward time by rank, s"] == {"rank 0": [["step 30", "0.5"]], "rank 1": [["step 30", "0.75"]]}
+        loss = page.html[page.html.index(">Loss, nats<") :].partition("</svg>")[0]
+        assert loss.count('class="event"') == loss.count('class="mark"') == 1
+        assert "length 128" in loss
+        for expected in ("Not finished at step 30 of 60", "7.000", "2,000", "0:30 left at this speed", HOSTILE):
+            assert expected in page.text, expected
+
+    def test_of_many_ranks_three_are_shown(self, tmp_path: Path) -> None:
+        times = [0.1 * number for number in range(1, 17)]
+        charts = charts_of(draw(write_run(tmp_path / "r", [training(1, rank_forward_seconds=times)])))
+        found = {name: value for name, ((_, value),) in charts["Forward time by rank, s"].items()}
+        assert found == {"slowest of 16": "1.6", "median of 16": "0.9", "fastest of 16": "0.1"}
 
     def test_strangers_text_stays_text(self, tmp_path: Path) -> None:
         records = [training(1), {"event": HOSTILE, "step": 1, "message": HOSTILE}]
         run = write_run(tmp_path / "<b>&", records, phases=[{"steps": 5, "sequence_length": 8}])
         (run / "config.yaml").write_text(json.dumps({"name": HOSTILE, "tracking": {"group": HOSTILE}}))
-        html = draw(run).read_text()
-        assert "alert(1)" in html
-        assert "<script>alert" not in html
-        Page(html).assert_stands_alone()
-        assert data_of(run / "dashboard.html")["marks"][0]["message"] == HOSTILE
-        assert "alert(1)" in workspace.read(run / "dashboard.json").name
-        section = json.loads((run / "dashboard.json").read_text())["spec"]["section"]
+        page = draw(run)
+        assert "alert(1)" in page.html
+        assert "<script>alert" not in page.html
+        written(run)
+        assert "alert(1)" in workspace.read(run / "workspace.json").name
+        section = json.loads((run / "workspace.json").read_text())["spec"]["section"]
         (filtered,) = section["runSets"][0]["filters"]["filters"]
         assert filtered["value"] == [HOSTILE]
 
-    def test_events_of_several_runs_are_listed_with_their_runs_and_not_drawn(self, tmp_path: Path) -> None:
-        for name in ("one", "two"):
-            write_run(tmp_path / name, [training(1), {"event": "restart", "step": 1, "message": f"worker of {name}"}])
-        page = draw(tmp_path)
-        assert data_of(page)["marks"] == []
-        text = Page(page.read_text()).text
-        assert "worker of one" in text
-        assert "worker of two" in text
-
     def test_steps_undone_by_a_rollback_are_not_plotted(self, tmp_path: Path) -> None:
         records = [training(10), training(20, loss=99.0), training(30), {"event": "rollback", "step": 30}, training(20)]
-        assert charts_of(draw(write_run(tmp_path / "r", records)))["Loss"][0]["y"] == [8.9, 8.8]
+        charts = charts_of(draw(write_run(tmp_path / "r", records)))
+        assert charts["Loss, nats"] == {"training": [["step 10", "8.9"], ["step 20", "8.8"]]}
 
-    def test_runs_beside_each_other_and_their_scores(self, tmp_path: Path) -> None:
-        for seed, accuracy in enumerate((0.5, 0.75)):
-            folder, scores = tmp_path / "glue" / "rte" / f"seed-{seed}", {"accuracy": accuracy, "f1": 0.1}
-            config: dict[str, Any] = {"seed": seed, "classification": {"glue": "rte"}, "start_from": "bert"}
-            write_run(folder, [training(2), evaluated(2, **scores)], **config)
-            write_scores(folder, "accuracy", **scores)
-        failed = write_run(tmp_path / "glue" / "rte" / "seed-2", [training(1)])
-        (failed / FAILED).write_text(json.dumps({"message": HOSTILE}))
-        page = draw(tmp_path / "glue")
+    def test_pretrainings_lie_over_each_other(self, run: Path, tmp_path: Path) -> None:
+        other = write_run(tmp_path / "other", [training(10, loss=5.0), {"event": "stop", "step": 10, "message": "x"}])
+        page = draw(run, other)
         charts = charts_of(page)
-        assert [one["name"] for one in charts["Loss, held-out"]] == ["rte/seed-0", "rte/seed-1"]
-        assert [one["y"] for one in charts["Scores on held-out examples: accuracy"]] == [[0.5], [0.75]]
-        text = Page(page.read_text()).text
-        summary = "3 runs: 2 finished, 1 diverged"
-        for expected in (summary, "classification: rte", "0.6250 ± 0.1768", "mean of 2", "alert(1)"):
-            assert expected in text, expected
+        assert charts["Loss, training, nats"]["other"] == [["step 10", "5"]]
+        assert list(charts["Loss, training, nats"]) == ["mini", "other"]
+        assert charts["Loss, held-out, nats"] == {"mini": [["step 30", "7.5"]]}
+        assert list(charts["Learning rate"]) == ["mini", "other"]
+        assert not any("by rank" in title for title in charts)
+        tables = tables_of(page)
+        assert tables["Runs"] == [
+            ["run", "state", "MLM loss", "MLM accuracy", "tokens/s", "training time"],
+            ["mini", "not finished at step 30 of 60", "7.000", "20.0%", "2,000", "0:30"],
+            ["other", "stopped at step 10", "", "", "2,000", "0:10"],
+        ]
+        assert [row[:3] for row in tables["Events"][1:]] == [["other", "stop", "10"], ["mini", "restart", "23"]]
+        assert 'class="event"' not in page.html, "no line would show whose event it is"
+        assert report.summary([run, other]).splitlines()[1].split()[:4] == ["mini", "not", "finished", "at"]
 
-    def test_scores_of_evaluate_pretrained_are_skipped(self, run: Path) -> None:
-        for folder in (run.parent / "scores", run):
-            folder.mkdir(exist_ok=True)
-            (folder / SCORES).write_text(json.dumps({"models": [{"name": "mini"}]}))
-        assert "Fine-tuning scores" not in tables_of(draw(run.parent))
-
-    def test_only_seeds_of_one_thing_are_averaged(self, tmp_path: Path) -> None:
+    def test_fine_tunings_have_their_scores_side_by_side(self, tmp_path: Path) -> None:
         """Two tasks scored by the same metric, each from pretrained weights (two seeds) and from random ones."""
         write_tasks(tmp_path)
+        failed = tmp_path / "names-9"
+        failed.mkdir()
+        (failed / FAILED).write_text(json.dumps({"message": "loss is NaN"}))
         page = draw(tmp_path)
-        table = tables_of(page)["Fine-tuning scores by task and initial checkpoint"]
-        assert table == [
+        tables = tables_of(page)
+        assert tables["Fine-tuning scores by task and initial checkpoint"] == [
             ["task", "metric", "set", "from runs/demo/export", "from random weights"],
-            ["entities: names.jsonl", "f1", "dev", "0.8000 ± 0.1414 mean of 2, 0.7000 to 0.9000", "0.2000"],
-            ["questions: returns.jsonl", "f1", "dev", "0.5000 ± 0.1414 mean of 2, 0.4000 to 0.6000", "0.1000"],
+            ["entities: names.jsonl", "f1", "dev", "0.8000 ± 0.1414 (mean of 2, 0.7000 to 0.9000)", "0.2000"],
+            ["questions: returns.jsonl", "f1", "dev", "0.5000 ± 0.1414 (mean of 2, 0.4000 to 0.6000)", "0.1000"],
         ]
-        assert not any("mean of" in " ".join(row) for row in tables_of(page)["Fine-tuning scores"])
-        assert "mean of 6" not in Page(page.read_text()).text
+        scores = {row[0]: row[1:3] for row in tables["Runs"]}
+        assert scores["names-0"] == ["finished at step 2", "dev: f1 0.7000, exact 0.0000"]
+        assert scores["names-9"] == ["diverged at step 0", "loss is NaN"]
+        assert "7 runs: 6 finished, 1 diverged" in page.text
         charts = charts_of(page)
         for data, names in (("entities: names.jsonl", "names"), ("questions: returns.jsonl", "returns")):
-            shown = {one["name"]: one["y"] for one in charts[f"Scores on held-out examples: f1, {data}"]}
+            shown = charts[f"Scores on held-out examples: f1, {data}"]
             assert set(shown) == {f"{names}-0", f"{names}-1", f"{names}-random"}
-            assert all(len(values) == 1 for values in shown.values())
 
     def test_runs_of_other_settings_are_rows_of_their_own(self, tmp_path: Path) -> None:
         data = {"entities": {"train": "a/names.jsonl"}, "start_from": "bert"}
@@ -359,53 +283,74 @@ class TestPage:
                 write_tuned(tmp_path / f"{rate}-{seed}", score, seed=seed, **data, **ours)
         rows = tables_of(draw(tmp_path))["Fine-tuning scores by task and initial checkpoint"][1:]
         task = "entities: names.jsonl, training.learning_rate"
-        assert rows == [
-            [f"{task} 1e-05", "f1", "dev", "0.2500 ± 0.0000 mean of 2, 0.2500 to 0.2500"],
-            [f"{task} 5e-05", "f1", "dev", "0.7500 ± 0.0000 mean of 2, 0.7500 to 0.7500"],
+        assert [row[:1] + row[3:] for row in rows] == [
+            [f"{task} 1e-05", "0.2500 ± 0.0000 (mean of 2, 0.2500 to 0.2500)"],
+            [f"{task} 5e-05", "0.7500 ± 0.0000 (mean of 2, 0.7500 to 0.7500)"],
         ]
+
+    def test_scores_of_evaluate_pretrained_are_skipped(self, run: Path) -> None:
+        for folder in (run.parent / "scores", run):
+            folder.mkdir(exist_ok=True)
+            (folder / SCORES).write_text(json.dumps({"models": [{"name": "mini"}]}))
+        assert list(tables_of(draw(run.parent))) == ["Events"]
 
     def test_a_torn_last_line_is_left_out(self, run: Path) -> None:
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 40, "lo')
-        assert charts_of(draw(run))["Loss"][0]["x"] == [10, 20, 30]
+        assert [step for step, _ in charts_of(draw(run))["Loss, nats"]["training"]] == ["step 10", "step 20", "step 30"]
 
-    def test_follow_ends_with_the_run(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        page, seen = run / "dashboard.html", []
+    def test_a_watched_page_is_drawn_again_until_the_run_ends(self, run: Path) -> None:
+        out = run / "report.html"
+        server = pages.make_server(lambda: report.write_report([run], out, watched=True))
+        assert server.server_address[0] == "127.0.0.1"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
 
-        def sleep(seconds: float) -> None:
-            seen.append('http-equiv="refresh"' in page.read_text())
-            add(run, training(60))
+        def get(path: str = "/") -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}") as answer:
+                return answer.read().decode()
 
-        monkeypatch.setattr(dashboard.time, "sleep", sleep)
-        dashboard.write_dashboard(str(run), follow=True)
-        assert seen == [True]
-        assert 'http-equiv="refresh"' not in page.read_text()
-        assert "Finished at step 60 of 60" in page.read_text()
+        try:
+            for step, said, refreshed in ((40, "Not finished at step 40 of 60", 1), (60, "Finished at step 60", 0)):
+                add(run, training(step))
+                page = get()
+                assert said in page
+                assert page.count('http-equiv="refresh"') == refreshed
+                assert page == out.read_text()
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                get("/metrics.jsonl")
+            (run / "metrics.jsonl").write_text("damaged\n\n")
+            with pytest.raises(urllib.error.HTTPError, match="500") as refusal:
+                get()
+            assert "not a JSON object" in refusal.value.read().decode()
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
 
     @pytest.mark.parametrize("event", ["stop", "diverged"])
-    def test_follow_ends_with_a_run_that_ended_early(self, run: Path, monkeypatch: Any, event: str) -> None:
-        monkeypatch.setattr(dashboard.time, "sleep", lambda _: note_end(run, event, "as it was asked to: --resume"))
-        dashboard.write_dashboard(str(run), follow=True)
-        [state] = [one.state for one in read_runs(run)]
-        assert state == {"stop": "stopped", "diverged": "diverged"}[event]
+    def test_a_run_that_ended_early_is_over(self, run: Path, event: str) -> None:
+        note_end(run, event, "as it was asked to: --resume")
+        assert read_runs([run])[0].state == {"stop": "stopped", "diverged": "diverged"}[event]
+        assert 'http-equiv="refresh"' not in draw(run, watched=True).html
         add(run, training(60))
-        assert read_runs(run)[0].state == "finished"
+        assert read_runs([run])[0].state == "finished"
 
     def test_a_stopped_run_that_was_started_again_has_not_ended(self, run: Path) -> None:
         add(run, {"event": "stop", "step": 30, "time": 1e9, "message": "as it was asked to"})
         for started, state in ((1e9 - 60, "stopped"), (1e9 + 60, "not finished")):
             when = datetime.datetime.fromtimestamp(started, datetime.timezone.utc).isoformat(timespec="seconds")
             (run / "environment.json").write_text(json.dumps({"started": when}))
-            assert read_runs(run)[0].state == state
+            assert read_runs([run])[0].state == state
 
     def test_time_left_weighs_phases_by_their_tokens(self, tmp_path: Path) -> None:
         phase = {"sequence_length": 128, "global_sequences": 8, "steps": 20, "peak_learning_rate": 1e-3}
         run = write_run(tmp_path / "r", [training(10)], phases=[phase, {**phase, "sequence_length": 512}])
         # 1 s a step: 10 more steps of length 128, then 20 that cost four times as much
-        assert "1:30 left at this speed" in Page(draw(run).read_text()).text
+        assert "1:30 left at this speed" in draw(run).text
 
 
-class TestRefusals:
+class TestNames:
     @pytest.mark.parametrize(
         ("records", "expected"),
         [("", "no record yet"), ('{"event": "restart", "step": 0}\n', "no record yet"), (None, "no metrics.jsonl")],
@@ -413,29 +358,30 @@ class TestRefusals:
     def test_nothing_to_show_is_one_line(self, tmp_path: Path, capsys: Any, records: str | None, expected: str) -> None:
         if records is not None:
             (tmp_path / "metrics.jsonl").write_text(records)
-        assert main(["dashboard", str(tmp_path)]) == 2
+        assert main(["report", str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert expected in line
 
-    def test_a_name_is_looked_for_below_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        Path("runs/mini").mkdir(parents=True)
-        assert find_folder("mini") == Path("runs/mini")
-        refused("other: not a folder, and runs/other is not a folder either", find_folder, "other")
-
-    def test_the_page_cannot_take_the_place_of_the_workspace(self, run: Path) -> None:
-        with pytest.raises(InputError, match=r"page\.json: the workspace is written to this file"):
-            dashboard.write_dashboard(str(run), run / "page.json")
-
-    def test_another_file_in_the_place_is_refused(self, run: Path) -> None:
-        (run / "dashboard.json").write_text('{"mine": 1}')
-        refused(r"dashboard\.json: not a W&B workspace", dashboard.write_dashboard, str(run))
+    def test_runs_are_found_by_name_and_jobs_by_their_cluster(self, run: Path, monkeypatch: Any, capsys: Any) -> None:
+        monkeypatch.chdir(run.parent)
+        job = write_run(run.parent / "elsewhere", [training(1)])
+        Path("runs").mkdir()
+        run.rename("runs/mini")
+        found = {("job", ""): job, ("mini", "http://head:8265"): job}
+        monkeypatch.setattr("finetune.cli._find_job", lambda *given, plain_http: found.get(given))
+        assert main(["report", "mini", "job", "mini", "--workspace"]) == 0
+        assert list(charts_of(Page(Path("report.html").read_text()))["Learning rate"]) == ["runs/mini", "elsewhere"]
+        assert workspace.read(Path("report.workspace.json")).sections
+        assert main(["report", "mini", "--address", "http://head:8265"]) == 0
+        assert (job / "report.html").is_file()
+        assert main(["report", "other"]) == 2
+        assert "other: not a folder, and runs/other is not a folder either" in capsys.readouterr().err
 
 
 class TestWorkspace:
     def test_can_be_read_again_and_has_the_panels_in_wandbs_names(self, run: Path) -> None:
-        draw(run)
-        path = run / "dashboard.json"
+        written(run)
+        path = run / "workspace.json"
         again = workspace.read(path)
         assert workspace.as_data(again) == json.loads(path.read_text())
         plots = {getattr(plot, "title", ""): plot for one in again.sections for plot in one.panels}
@@ -447,34 +393,38 @@ class TestWorkspace:
         assert re.fullmatch(again.runset_settings.query, "mini-0a1b2c3d")
         assert not re.fullmatch(again.runset_settings.query, "mini-2-0a1b2c3d")
         (run / "config.yaml").write_text(json.dumps({"name": "mini", "tracking": {"run_id": "mini-7"}}))
-        dashboard.write_dashboard(str(run))
+        written(run)
         assert re.fullmatch(workspace.read(path).runset_settings.query, "mini-7")
+
+    def test_another_file_in_the_place_is_refused(self, run: Path) -> None:
+        (run / "workspace.json").write_text('{"mine": 1}')
+        refused(r"workspace\.json: not a W&B workspace", written, run)
 
     def test_many_ranks_have_no_rank_among_the_seconds(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "r", [training(1, rank_wait_seconds=[0.1] * 255 + [0.5])])
-        draw(run)
+        written(run)
         (waits,) = [plot for plot in plots_of(run) if getattr(plot, "title", "") == "Data wait by rank"]
         names = [one.name.rpartition("/")[2] for one in waits.y]
         assert names == ["min", "median", "max"]
 
     def test_runs_are_grouped_by_what_they_were_trained_on(self, tmp_path: Path) -> None:
         write_tasks(tmp_path)
-        draw(tmp_path)
-        groups = [one.name for one in workspace.read(tmp_path / "dashboard.json").runset_settings.groupby]
+        written(tmp_path)
+        groups = [one.name for one in workspace.read(tmp_path / "workspace.json").runset_settings.groupby]
         assert groups == ["entities.train", "questions.train", "random_weights"]
         bars = [plot for plot in plots_of(tmp_path) if type(plot).__name__ == "BarPlot"]
         assert [[metric.name for metric in plot.metrics] for plot in bars] == [["eval/f1"]]
         for path in tmp_path.glob("returns-*"):
             shutil.rmtree(path)
         shutil.rmtree(tmp_path / "names-random")
-        dashboard.write_dashboard(str(tmp_path))
-        assert workspace.read(tmp_path / "dashboard.json").runset_settings.groupby == []  # seeds of one
+        written(tmp_path)
+        assert workspace.read(tmp_path / "workspace.json").runset_settings.groupby == []  # seeds of one
 
     def test_a_score_without_a_value_has_no_bar(self, tmp_path: Path) -> None:
         scores = {"accuracy": None, "f1": 0.1}
         run = write_run(tmp_path / "r", [training(2), evaluated(2, **scores)], classification={"glue": "rte"})
         write_scores(run, "accuracy", **scores)
-        draw(run)
+        written(run)
         kinds = {type(one).__name__ for one in plots_of(run)}
         assert kinds >= {"LinePlot"}
         assert "BarPlot" not in kinds
@@ -492,24 +442,23 @@ class TestWorkspace:
 
         monkeypatch.setattr(Workspace, "save", save)
         monkeypatch.setattr(Workspace, "url", property(lambda self: "https://wandb.example/we"))
-        assert "https://wandb.example/we" in dashboard.write_dashboard(str(run))
-        dashboard.write_dashboard(str(run))
+        assert "https://wandb.example/we" in written(run)
+        written(run)
         assert saved_as == ["", "nw-abc-v"]
-        for name in ("dashboard.json", "dashboard.html"):
-            assert KEY not in (run / name).read_text()
+        assert KEY not in (run / "workspace.json").read_text()
 
     def test_a_refusal_keeps_the_file_and_does_not_print_the_key(self, run: Path, monkeypatch: Any) -> None:
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setattr(workspace, "wandb_entity", MagicMock(side_effect=ConnectionError(f"401 for {KEY}")))
-        said = dashboard.write_dashboard(str(run))
+        said = written(run)
         assert "saving it to W&B failed (ConnectionError: 401 for ...)" in said
-        assert workspace.read(run / "dashboard.json").entity == ""
+        assert workspace.read(run / "workspace.json").entity == ""
 
     def test_a_run_that_is_kept_offline_stays_so(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setattr(workspace, "wandb_entity", lambda: pytest.fail("asked W&B"))
         (run / "config.yaml").write_text(json.dumps({"name": "mini", "tracking": {"wandb": "offline"}}))
-        dashboard.write_dashboard(str(run))
+        written(run)
 
 
 def test_a_report_and_the_live_line_skip_events(run: Path) -> None:
@@ -520,4 +469,4 @@ def test_a_report_and_the_live_line_skip_events(run: Path) -> None:
 @pytest.mark.parametrize("config", ["phases: x", "phases: [1]", "phases: [{steps: a}]", "a: [\n"])
 def test_a_damaged_config_of_a_run_is_one_line(run: Path, config: str) -> None:
     (run / "config.yaml").write_text(config)
-    refused(r"config\.yaml", dashboard.write_dashboard, str(run))
+    refused(r"config\.yaml", read_runs, [run])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 RANDOM = "random weights"
 
@@ -45,18 +45,6 @@ def subject(config: Mapping[str, Any]) -> Subject | None:
     start = RANDOM if config.get("random_weights") else str(config.get("start_from") or "")
     others = {key: value for key, value in config.items() if key not in (*_IGNORED, "start_from", "random_weights")}
     return Subject(f"{task}.{given}", shown, start, tuple(_leaves(others)))
-
-
-Item = TypeVar("Item")
-
-
-def by_subject(items: Iterable[tuple[Subject | None, Item]]) -> dict[Subject, list[Item]]:
-    """The items of each subject, in order of first occurrence; items without a subject are left out."""
-    groups: dict[Subject, list[Item]] = {}
-    for key, item in items:
-        if key is not None:
-            groups.setdefault(key, []).append(item)
-    return groups
 
 
 def starts(subjects: Iterable[Subject]) -> list[str]:

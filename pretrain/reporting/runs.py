@@ -1,12 +1,11 @@
-"""Reads the data of a dashboard: one run folder, or a folder of several runs.
+"""Reads the runs of a report: pretrainings and fine-tunings, recognized by the files in their folders."""
 
-Run folders of pretraining and of fine-tuning are recognized by the files in them.
-"""
-
+import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.files import find_run
 from pretrain.common.records import is_training, read_records
-from pretrain.common.run_files import FAILED, METRICS, PROBES, SCORES
+from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, FAILED, METRICS, PROBES, SCORES
 from pretrain.common.settings import read_values
-from pretrain.reporting.dashboard.panels import panels_for
-from pretrain.reporting.dashboard.subjects import Subject, subject
+from pretrain.reporting.panels import panels_for
+from pretrain.reporting.subjects import Subject, subject
+
+FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 
 UNFINISHED = "not finished"
 _ENDS = {"stop": "stopped", "diverged": "diverged"}  # event that ends a run -> its state
@@ -26,8 +27,18 @@ _DEPTH = 3  # levels of run folders below a folder of several runs, such as glue
 
 
 @dataclass(frozen=True)
+class Score:
+    """The scores of a fine-tuning on one held-out set; `values` is empty if the run failed, as `remark` says."""
+
+    part: str
+    metric: str  # the main metric
+    values: dict[str, float]
+    remark: str = ""
+
+
+@dataclass(frozen=True)
 class RunRecords:
-    """The records of one run folder. `label` distinguishes it from the other runs of a dashboard."""
+    """The records of one run folder. `label` distinguishes it from the other runs of a report."""
 
     folder: Path
     label: str
@@ -36,6 +47,7 @@ class RunRecords:
     evaluations: list[dict[str, Any]]
     probes: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    scores: list[Score]
 
     @property
     def name(self) -> str:
@@ -51,9 +63,7 @@ class RunRecords:
     def score(self) -> str:
         """The main metric of a fine-tuning; until the run ends, the first metric of its evaluations; "" without any."""
         names = [metric for panel in panels_for(self.evaluations) if panel.kind == "scores" for metric in panel.metrics]
-        path = self.folder / SCORES
-        main = [score.metric for score in _read_scores(path, self.folder)] if path.is_file() else []
-        return next((name for name in (*main, *names) if name in names), "")
+        return next((name for name in (*(score.metric for score in self.scores), *names) if name in names), "")
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -71,7 +81,7 @@ class RunRecords:
         phases = self.config.get("phases")
         if phases:
             return sum(int(phase["steps"]) for phase in phases)
-        return self.step if (self.folder / SCORES).is_file() else None
+        return self.step if any(score.values for score in self.scores) else None
 
     @property
     def state(self) -> str:
@@ -85,37 +95,18 @@ class RunRecords:
             return UNFINISHED
         return _ENDS[ends[-1]["event"]]
 
-    @property
-    def updated(self) -> float:
-        """When the last record was written, in seconds since 1970."""
-        return (self.folder / METRICS).stat().st_mtime
+    def values(self, field: str) -> list[float]:
+        """A field of the training records that have it."""
+        return [record[field] for record in self.training if record.get(field) is not None]
 
 
-@dataclass(frozen=True)
-class Score:
-    """The scores of one fine-tuning on one held-out set; `values` is empty if the run failed."""
-
-    label: str
-    part: str
-    metric: str  # the main metric
-    values: dict[str, float]
-    step: int | None
-    subject: Subject | None
-    remark: str = ""
-
-
-def no_job(name: str, address: str) -> Path | None:
-    """Finds no job's run folder."""
-    return None
-
-
-def find_folder(name: str, address: str = "", find_job: Callable[[str, str], Path | None] = no_job) -> Path:
+def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: None) -> Path:
     """The folder `name`, or runs/`name`, or the run folder of the job `name` on the cluster that runs on this machine.
 
     Args:
         name: folder, run or job.
         address: URL of a cluster's dashboard; `name` is then a job of that cluster.
-        find_job: as `write_dashboard`.
+        find_job: the run folder of a job, by its name and `address`; None if there is no such job.
 
     Raises:
         InputError: there is no such run, or its folder is not accessible from this machine.
@@ -136,46 +127,48 @@ def find_folder(name: str, address: str = "", find_job: Callable[[str, str], Pat
     return folder
 
 
-def read_runs(folder: Path) -> list[RunRecords]:
-    """The run in `folder`, or else the runs below it in the order of their paths.
+def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
+    """For each folder, the run in it, or else the runs below it in the order of their paths.
 
-    Raises `InputError` if there is no run, no run has a record yet, or a metrics.jsonl is damaged.
+    Raises `InputError` if a folder has no run, none of its runs has a record yet, or a file is damaged.
     """
-    paths = [folder / METRICS] if (folder / METRICS).is_file() else _below(folder, METRICS)
-    if not paths:
-        raise InputError(f"{folder}: no {METRICS} in this folder or below it. Give a run folder.")
-    runs = [_read_run(path.parent, folder) for path in paths]
-    runs = [run for run in runs if run.training or run.evaluations]
-    if not runs:
-        raise InputError(f"{paths[0]}: no record yet. Wait for the first one, or start the training.")
-    return runs
+    found: dict[str, RunRecords] = {}
+    for folder in folders:
+        paths = [folder] if (folder / METRICS).is_file() else _below(folder)
+        if not paths:
+            raise InputError(f"{folder}: no {METRICS} in this folder or below it. Give a run folder.")
+        runs = [_read_run(path) for path in paths]
+        if not any(run.training or run.evaluations for run in runs):
+            raise InputError(f"{folder}: no record yet. Wait for the first one, or start the training.")
+        found |= {str(run.folder.resolve()): run for run in runs if run.records or run.scores}
+    if len(found) == 1:
+        return list(found.values())
+    top = os.path.commonpath(found)
+    return [dataclasses.replace(run, label=os.path.relpath(path, top)) for path, run in found.items()]
 
 
-def read_scores(folder: Path) -> list[Score]:
-    """The scores of every fine-tuning in or below `folder`, in the order of their paths."""
-    paths = [path for name in (SCORES, FAILED) for path in _below(folder, name)]
-    return [score for path in sorted(paths) for score in _read_scores(path, folder)]
+def _below(folder: Path) -> list[Path]:
+    found = {
+        path.parent
+        for depth in range(_DEPTH)
+        for name in (METRICS, SCORES, FAILED)
+        for path in folder.glob("*/" * depth + name)
+    }
+    return sorted(found)
 
 
-def _below(folder: Path, name: str) -> list[Path]:
-    return sorted(path for depth in range(_DEPTH) for path in folder.glob("*/" * depth + name))
-
-
-def _read_run(folder: Path, top: Path) -> RunRecords:
+def _read_run(folder: Path) -> RunRecords:
     records = read_records(folder)
     return RunRecords(
         folder,
-        _label(folder, top),
-        _read_config(folder / "config.yaml"),
+        folder.resolve().name,
+        _read_config(folder / CONFIG_FILE),
         _ascending([record for record in records if is_training(record)]),
         _ascending([record for record in records if record.get("split") == "validation"]),
         _ascending(read_records(folder, PROBES)),
         [record for record in records if "event" in record and isinstance(record.get("step"), int)],
+        [score for name in (SCORES, FAILED) for score in _read_scores(folder / name)],
     )
-
-
-def _label(folder: Path, top: Path) -> str:
-    return folder.name if folder == top else folder.relative_to(top).as_posix()
 
 
 def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -191,7 +184,7 @@ def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The run's config; {} without one. Only the fields of the phases that the dashboard uses are checked."""
+    """The run's config; {} without one. Only the fields of the phases that every report uses are checked."""
     if not path.exists():
         return {}
     config = read_values(path)
@@ -204,7 +197,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _last_start(folder: Path) -> float:
     """When the last start of the run began, in seconds since 1970; 0 if that is unknown."""
     try:
-        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        environment = json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
         return datetime.datetime.fromisoformat(environment["started"]).timestamp()
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0.0
@@ -214,17 +207,16 @@ def _is_phase(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), int) for key in ("steps", "sequence_length"))
 
 
-def _read_scores(path: Path, top: Path) -> Iterator[Score]:
-    label, trained_on = _label(path.parent, top), subject(_read_config(path.parent / "config.yaml"))
+def _read_scores(path: Path) -> Iterator[Score]:
+    if not path.is_file():
+        return
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if path.name == FAILED:
-            yield Score(label, "", "", {}, None, trained_on, str(content["message"]))
-            return
-        if "models" in content:  # a scores.json of evaluate-pretrained
-            return
-        for part, values in content["scores"].items():
-            yield Score(label, part, content["metric"], values, content.get("step"), trained_on)
+            yield Score("", "", {}, str(content["message"]))
+        elif "models" not in content:  # of which a scores.json of evaluate-pretrained has a list
+            for part, values in content["scores"].items():
+                yield Score(part, content["metric"], values)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path}: damaged ({error!r}). Restore it, or remove it and run the same command again."

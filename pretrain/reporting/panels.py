@@ -1,4 +1,4 @@
-"""The panels of a dashboard as data. Both the W&B workspace and the HTML page are generated from `panels`."""
+"""The panels of runs as data: the charts of a report and the W&B workspace are generated from `panels`."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -7,6 +7,8 @@ from typing import Any, Literal
 from pretrain.common.records import SOURCE_LOSS
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_FIELDS, PROBE_SCORES
+
+GENERAL = "general_"  # before the name of a loss or accuracy on `adaptation.replay_corpus`
 
 Kind = Literal["curve", "ranks", "scores", "probes"]
 Unit = Literal["nats", "share", "tokens/s", "s", "bytes", "steps", ""]
@@ -79,7 +81,7 @@ EVENTS = (
     "stop",
     "diverged",
 )
-"""Kinds of events that runs record; each event of a single run is a vertical line in every panel."""
+"""Kinds of events that runs record; each event of a single run is a vertical line in every chart."""
 
 # Fields of evaluation records that are not scores.
 _NO_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds", "best", *PROBE_FIELDS}
@@ -93,7 +95,9 @@ def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
     evaluated = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys)
     for panel in panels():
         if panel.kind == "scores":
-            panel = replace(panel, metrics=tuple(key for key in evaluated if _family(key) not in not_scores))
+            panel = replace(
+                panel, metrics=tuple(key for key in evaluated if _family(key.removeprefix(GENERAL)) not in not_scores)
+            )
         elif panel.metrics[0].endswith("/"):
             panel = replace(panel, metrics=tuple(key for key in measured if _family(key) == panel.metrics[0]))
         if measured.keys() & set(panel.metrics):

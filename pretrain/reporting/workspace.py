@@ -1,4 +1,4 @@
-"""The dashboard as a W&B workspace: written as JSON, and saved to W&B if a key is set.
+"""The panels of runs as a W&B workspace: written as JSON, and saved to W&B if a key is set.
 
 The only module that uses `wandb_workspaces`.
 """
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
-from pretrain.reporting.dashboard.panels import EVENTS, Panel, panels_for
-from pretrain.reporting.dashboard.runs import RunRecords
-from pretrain.reporting.dashboard.subjects import by_subject, differing
+from pretrain.reporting.panels import EVENTS, GENERAL, Panel, panels_for
+from pretrain.reporting.runs import RunRecords
+from pretrain.reporting.subjects import differing
 from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, wandb_entity, wandb_mode, wandb_names
 from pretrain.tracking.rows import PROBE_STEP
 
@@ -59,7 +59,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
     name = ", ".join(groups[:3]) if several else runs[0].name
     return workspaces.Workspace(
         # The library refuses emojis, and it mistakes characters such as < for emojis.
-        name=re.sub(r"[^\w .,:()/-]", "", f"{name} dashboard"),
+        name=re.sub(r"[^\w .,:()/-]", "", f"{name} report"),
         entity=entity,
         project=_tracking(runs[0]).get("project") or "bertrain",
         auto_generate_panels=False,
@@ -95,7 +95,7 @@ def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
     """Settings to group fine-tunings by, so that W&B averages over seeds only; [] if there is a single subject."""
     from wandb_workspaces import expr
 
-    subjects = list(by_subject((run.subject, run) for run in runs))
+    subjects = list(dict.fromkeys(run.subject for run in runs if run.subject))
     if len(subjects) < 2:
         return []
     names = [subject.data_key for subject in subjects]
@@ -115,12 +115,14 @@ def _literal(texts: list[str]) -> str:
 
 
 def _sections(runs: Sequence[RunRecords]) -> list[Any]:
+    from wandb_workspaces.reports.v2 import LinePlot
     from wandb_workspaces.workspaces import Section, SectionLayoutSettings
 
     by_name: dict[str, list[Any]] = {}
     for panel in panels_for(record for run in runs for record in run.records):
         by_name.setdefault(panel.section, []).extend(_plots(panel, runs))
-    by_name["Events"] = _event_panels(runs)
+    events: list[Any] = [name for kind in EVENTS for name in wandb_names({"event": kind}) if name.endswith(kind)]
+    by_name["Events"] = [LinePlot(title="Events", x=_STEP, y=events, title_x="step")]
     return [
         Section(
             name=name,
@@ -151,35 +153,13 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
 def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     """The panel's metrics under their names in W&B, without the number of a rank, which has another unit."""
     names: dict[str, None] = {}
-    for metric in panel.metrics:
+    for metric in (*panel.metrics, *(GENERAL + metric for metric in panel.metrics)):
         for records in itertools.chain.from_iterable((run.training, run.evaluations, run.probes) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
             if last:
                 kept = {key: last[key] for key in (metric, "split") if key in last}
                 names.update(dict.fromkeys(wandb_names(kept)))
     return [name for name in names if not name.endswith(f"/{LARGEST_RANK}")]
-
-
-def _event_panels(runs: Sequence[RunRecords]) -> list[Any]:
-    """A plot of the events over the steps, and a table of them."""
-    from wandb_workspaces.reports.v2 import LinePlot, MarkdownPanel
-
-    names: list[Any] = [name for kind in EVENTS for name in wandb_names({"event": kind}) if name.endswith(kind)]
-    panels: list[Any] = [LinePlot(title="Events", x=_STEP, y=names, title_x="step")]
-    events = [(run, event) for run in runs for event in run.events]
-    if events:
-        rows = [
-            f"| {run.name} | {event['step']} | {_cell(event['event'])} | {_cell(event.get('message', ''))} |"
-            for run, event in events
-        ]
-        table = "\n".join(["| run | step | event | |", "|---|---|---|---|", *rows])
-        panels.append(MarkdownPanel(markdown=table))
-    return panels
-
-
-def _cell(text: object) -> str:
-    """Text for a Markdown table cell: one line, with markup escaped."""
-    return re.sub(r"([\\`*_{}\[\]<>|#!])", r"\\\1", " ".join(str(text).split()))
 
 
 def _is_online(run: RunRecords) -> bool:

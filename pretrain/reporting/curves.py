@@ -1,0 +1,135 @@
+"""The charts of a report: of one run its training and held-out values, of several runs one curve each."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pretrain.reporting.attention.strips import percent
+from pretrain.reporting.charts import Form, Points, Series, line_chart
+from pretrain.reporting.panels import GENERAL, Panel, Unit, panels_for
+from pretrain.reporting.runs import RunRecords
+
+_MOST_RANKS = 8  # with a curve each; of more, the slowest, the median and the fastest are shown
+_COLORS = 8  # further curves use them again, with dashes
+
+Charts = dict[str, list[tuple[str, str]]]  # section -> (title, figure) of each
+
+
+def short(value: float) -> str:
+    """1234567 -> 1.23M; at most three significant digits."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _plain(value: float) -> str:
+    """Three significant digits: 12.3, 0.00075 as 7.5e-4."""
+    if value == 0 or abs(value) >= 1e-3:
+        return f"{value:.3g}"
+    exponent = -math.floor(math.log10(abs(value)))
+    return f"{value * 10**exponent:.3g}e-{exponent}"
+
+
+_FORMS: dict[Unit, Form] = {"share": percent, "tokens/s": short, "bytes": lambda value: f"{value / 1e9:.3g} GB"}
+_FROM_ZERO: tuple[Unit, ...] = ("tokens/s", "share", "s", "bytes", "steps")
+
+
+def draw_charts(runs: Sequence[RunRecords]) -> Charts:
+    """All charts for which the runs have values; events and changes of phase are marks in those of a single run."""
+    marks = [*_phases(runs[0]), *((event["step"], "", "") for event in runs[0].events)] if len(runs) == 1 else []
+    charts: Charts = {}
+    for panel in panels_for(record for run in runs for record in run.records):
+        drawn = _of_several(panel, runs) if len(runs) > 1 else [(panel.title, _of_one(panel, runs[0]))]
+        form = _FORMS.get(panel.unit, _plain)
+        for title, series in drawn:
+            unit = panel.unit if panel.unit in ("nats", "s", "steps") else ""
+            chart = line_chart(
+                f"{title}, {unit}" if unit else title,
+                series,
+                form=form,
+                form_x=lambda step: f"{step:,.0f}",
+                marks=marks,
+                from_zero=panel.unit in _FROM_ZERO,
+            )
+            if chart:
+                charts.setdefault(panel.section, []).append((title, chart))
+    return charts
+
+
+def _of_one(panel: Panel, run: RunRecords) -> list[Series]:
+    if panel.kind == "ranks":
+        return [curve for metric in panel.metrics for curve in _by_rank(run, metric)]
+    metric, *others = panel.metrics
+    if others or "/" in metric:
+        return [Series(_readable(one), _points(run.records, one), _color(n)) for n, one in enumerate(panel.metrics)]
+    return [
+        Series("training", _points(run.training, metric), "train", smooth=True),
+        Series("held-out", _points((*run.evaluations, *run.probes), metric), "held-out"),
+        Series("general text", _points(run.evaluations, GENERAL + metric), "baseline"),
+    ]
+
+
+def _of_several(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tuple[str, list[Series]]]:
+    """The title and curves of each chart: training and held-out values apart, and scores by task and dataset."""
+    colors = {run.label: _color(number) for number, run in enumerate(runs)}
+    for (data, metric), members in _groups(panel, runs).items():
+        named = _readable(metric) if len(panel.metrics) > 1 or "/" in metric else ""
+        title = ": ".join(part for part in (panel.title, named) if part) + (data and f", {data}")
+        drawn = []
+        for kind, sets in (("training", ("training",)), ("held-out", ("evaluations", "probes"))):
+            points = {run.label: [at for name in sets for at in _points(getattr(run, name), metric)] for run in members}
+            drawn.append((kind, [Series(*one, colors[one[0]], kind == "training") for one in points.items() if one[1]]))
+        both = all(series for _, series in drawn)
+        yield from ((f"{title}, {kind}" if both else title, series) for kind, series in drawn)
+
+
+def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], list[RunRecords]]:
+    """(dataset, metric) -> the runs of one chart. Scores of different datasets are not compared."""
+    if panel.kind == "ranks":
+        return {}
+    if panel.kind != "scores":
+        return {("", metric): list(runs) for metric in panel.metrics[: None if "/" in panel.metrics[0] else 1]}
+    groups: dict[tuple[str, str], list[RunRecords]] = {}
+    for run in runs:
+        if run.score:
+            groups.setdefault((run.subject.data if run.subject else "", run.score), []).append(run)
+    return groups
+
+
+def _by_rank(run: RunRecords, metric: str) -> list[Series]:
+    lists = [(one["step"], one[metric]) for one in run.training if isinstance(one.get(metric), list)]
+    ranks = max((len(values) for _, values in lists), default=0)
+    names = [f"rank {number}" for number in range(ranks)]
+    if ranks > _MOST_RANKS:
+        names = [f"{name} of {ranks}" for name in ("slowest", "median", "fastest")]
+        ordered = [(step, sorted(value or 0.0 for value in values)) for step, values in lists if values]
+        lists = [(step, [values[-1], values[len(values) // 2], values[0]]) for step, values in ordered]
+    return [
+        Series(
+            name, [(step, values[n]) for step, values in lists if n < len(values) and values[n] is not None], _color(n)
+        )
+        for n, name in enumerate(names)
+    ]
+
+
+def _points(records: Iterable[dict[str, Any]], metric: str) -> Points:
+    return [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
+
+
+def _phases(run: RunRecords) -> Iterator[tuple[float, str, str]]:
+    """The steps at which a run enters its next phase, with the sequence lengths before and after."""
+    step = 0
+    for phase, following in itertools.pairwise(run.config.get("phases") or []):
+        step += phase["steps"]
+        yield float(step), f"length {phase['sequence_length']}", str(following["sequence_length"])
+
+
+def _readable(metric: str) -> str:
+    """source_loss/wiki -> wiki, evaluation_seconds -> evaluation."""
+    return metric.rpartition("/")[2].removesuffix("_seconds").replace("_", " ")
+
+
+def _color(number: int) -> str:
+    return f"c{number % _COLORS}{('', ' dashed', ' dotted')[number // _COLORS % 3]}"

@@ -1,0 +1,105 @@
+"""The tables of a report: runs side by side, and the scores of fine-tunings."""
+
+import datetime
+import statistics
+from collections.abc import Sequence
+
+from pretrain.common.records import metrics_of
+from pretrain.common.wording import clock, shown_scores
+from pretrain.reporting.pages import DATE
+from pretrain.reporting.runs import RunRecords, Score
+from pretrain.reporting.subjects import Subject, differing, starts
+from pretrain.run.metrics import objective_metrics
+from pretrain.tracking.events import PROBE_SCORES
+
+_MOST_SCORES = 5  # shown next to the main metric of a fine-tuning
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # head, and the cells of each row
+
+
+def run_table(runs: Sequence[RunRecords]) -> Table:
+    """A row for each run: its state, scores, last evaluation and probe, and speed."""
+    last = [{**dict(*run.probes[-1:]), **dict(*run.evaluations[-1:])} for run in runs]
+    known = metrics_of((key for record in last for key in record), {**objective_metrics(), **PROBE_SCORES})
+    metrics = {name: metric for name, metric in known.items() if metric.short}
+    rows: list[Sequence[str]] = []
+    for run, record in zip(runs, last, strict=True):
+        speeds, seconds = run.values("tokens_per_second"), run.values("seconds")
+        cells = [run.label, state(run), "; ".join(map(_score, run.scores))]
+        cells += ["" if record.get(name) is None else one.text(record[name]) for name, one in metrics.items()]
+        cells += [f"{statistics.median(speeds):,.0f}" if speeds else "", clock(seconds[-1]) if seconds else ""]
+        rows.append(cells)
+    head: Sequence[str] = [
+        "run",
+        "state",
+        "scores",
+        *(one.title for one in metrics.values()),
+        "tokens/s",
+        "training time",
+    ]
+    shown = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    return next(cells := zip(*shown, strict=True)), list(cells)
+
+
+def _score(score: Score) -> str:
+    """A set, the main metric and a few others, or why the run failed."""
+    known = shown_scores(score.values, score.metric)
+    names = [score.metric, *(name for name in known if name not in (score.metric, "loss"))][: _MOST_SCORES + 1]
+    values = [f"{_plain(name)} {known[name]:.4f}" for name in names if known.get(name) is not None]
+    return score.remark or f"{score.part}: {', '.join(values)}"
+
+
+def state(run: RunRecords) -> str:
+    """Such as "stopped at step 1,000 of 2,000"."""
+    total = f" of {run.total_steps:,}" if run.total_steps and run.step < run.total_steps else ""
+    return f"{run.state} at step {run.step:,}{total}"
+
+
+def event_table(runs: Sequence[RunRecords]) -> Table:
+    """The events of the runs in order of time."""
+    events = [(run.label, event) for run in runs for event in run.events]
+    rows = [
+        [label, str(event["event"]), f"{event['step']:,}", _date(event.get("time")), str(event.get("message") or "")]
+        for label, event in sorted(events, key=lambda pair: pair[1].get("time") or 0.0)
+    ]
+    return ["run", "event", "step", "time", "message"], rows
+
+
+def _date(seconds: float | None) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(DATE) if seconds else ""
+
+
+def comparison(runs: Sequence[RunRecords]) -> Table:
+    """A row for each task and dataset, a column for each initial checkpoint; no rows if no two runs are comparable.
+
+    Runs that differ in their seeds only are averaged. If runs on the same dataset differ in further settings, the
+    row's label names these.
+    """
+    series: dict[tuple[Subject, str, str], list[float]] = {}
+    for run in runs:
+        for score in run.scores:
+            if run.subject is not None and score.metric in score.values:
+                series.setdefault((run.subject, score.part, score.metric), []).append(score.values[score.metric])
+    subjects = [subject for subject, _, _ in series]
+    columns, named = starts(subjects), differing(subjects)
+    rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    for (subject, part, metric), values in series.items():
+        settings = dict(subject.settings)
+        label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in named if name in settings)])
+        rows.setdefault((label, _plain(metric), part), {})[subject.start] = values
+    head = ["task", "metric", "set", *(f"from {start}" for start in columns)]
+    if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in series.values()):
+        return head, []
+    return head, [[*key, *(_mean(row.get(start, [])) for start in columns)] for key, row in rows.items()]
+
+
+def _mean(values: Sequence[float]) -> str:
+    """The mean, and of several values their standard deviation and range."""
+    if len(values) < 2:
+        return "".join(f"{value:.4f}" for value in values)
+    mean = f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"
+    return f"{mean} (mean of {len(values)}, {min(values):.4f} to {max(values):.4f})"
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
