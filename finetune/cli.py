@@ -72,7 +72,7 @@ def build_parsers(listed: str | None = argparse.SUPPRESS) -> tuple[Parser, Mappi
     commands = parser.add_subparsers(prog=program(), metavar="COMMAND", help=listed)
     for component in (demo, run, adaptation, artifacts, experiments, scores):
         component.add_to(commands)
-    reporting.add_to(commands, _find_job)
+    reporting.add_to(commands, find_job)
     jobs.add_to(commands, job_functions)
     manifests.add_to(commands, _config_type)
     doctor.add_to(commands, MEASURES)
@@ -149,7 +149,7 @@ def _config_type(path: Path) -> type[Any]:
     return config_type(path)
 
 
-def _find_job(*given: Any, **options: Any) -> Path | None:
+def find_job(*given: Any, **options: Any) -> Path | None:
     from cluster.jobs.client import run_folder
 
     return run_folder(*given, **options)
