@@ -150,6 +150,7 @@ def _config_type(path: Path) -> type[Any]:
 
 
 def find_job(*given: Any, **options: Any) -> Path | None:
+    """The run folder of a job of a cluster, as `cluster.jobs.client.run_folder`."""
     from cluster.jobs.client import run_folder
 
     return run_folder(*given, **options)
