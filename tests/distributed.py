@@ -61,8 +61,9 @@ def run_simulated(world_size: int, function: Callable[..., Any], *arguments: Any
 
 
 def _start(ranks: range, world: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-    # Forked from a process that has these already: importing them costs more than most tests.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._inductor.compile_fx"])
+    # Only where GPUs are hidden: one that was asked for them cannot be forked to use them.
+    preloaded = ["tests.preloaded"] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else []
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._inductor.compile_fx", *preloaded])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             _worker,
