@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ import yaml
 from corpora import make_corpus, make_corpus_of_two_piece_words
 
 from cluster.workers.actors import PROCESS_TITLE
+from finetune.cli import main
 from pretrain.config import PretrainConfig, load_config
-from pretrain.run import preflight
-from tests.distributed import run_workers
+from pretrain.run import forward_backward, loop, preflight
+from tests.distributed import ROOT, Program, run_program, run_workers
 from tests.starts import Start, pretraining, records, starts
 
-ROOT = Path(__file__).parents[2]
 STEPS = 6  # over both phases
 
 
@@ -282,10 +283,6 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
 # ---- the command line
 
 
-def command(config: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "finetune.cli", "pretrain", str(config), *more]
-
-
 @pytest.fixture
 def config_file(corpus: Path, tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
@@ -297,9 +294,8 @@ def config_file(corpus: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("asked", ["by signal", "by file"])
 def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_path: Path, asked: str) -> None:
-    metrics = tmp_path / "run/metrics.jsonl"
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with subprocess.Popen(command(config_file, "--no-ray"), **pipes) as process:
+    metrics, words = tmp_path / "run/metrics.jsonl", ["pretrain", str(config_file), "--no-ray"]
+    with Program(main, words) as process:
         deadline = time.monotonic() + 600
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
             assert process.poll() is None, process.communicate()
@@ -317,31 +313,30 @@ def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_p
     checkpoint = tmp_path / f"run/checkpoints/step-{stopped:08d}"
     assert (checkpoint / "manifest.json").is_file()
 
-    again = command(config_file, "--no-ray", "--resume")
-    ended = subprocess.run(again, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    ended = run_program(main, [*words, "--resume"])
     assert ended.returncode == 0, ended.stderr
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 81))
     assert load_config(tmp_path / "run/config.yaml").name == "trial"
 
 
+def compile_for_ever(passes: int, words: list[str]) -> int:
+    """The command line, in which the pass after so many compiles for ever, and gets SIGTERM meanwhile."""
+    loop._STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.launch, []
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        if len(done) == passes:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait()
+        done.append(True)
+        return launch(*arguments, **options)
+
+    forward_backward.ForwardBackward.launch = slow  # type: ignore[method-assign]
+    return main(words)
+
+
 @pytest.mark.parametrize("passes", [0, 12])
 def test_a_stop_during_a_compilation_saves_the_steps_before_it(config_file: Path, tmp_path: Path, passes: int) -> None:
-    """The pass after so many compiles for ever, and the run gets SIGTERM meanwhile."""
-    script = f"""if True:
-        import os, signal, sys, threading
-        from pretrain.run import forward_backward, loop
-        loop._STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.launch, []
-        def slow(*arguments, **options):
-            if len(done) == {passes}:
-                os.kill(os.getpid(), signal.SIGTERM)
-                threading.Event().wait()
-            done.append(True)
-            return launch(*arguments, **options)
-        forward_backward.ForwardBackward.launch = slow
-        from finetune.cli import main
-        sys.exit(main(sys.argv[1:]))"""
-    start = [sys.executable, "-c", script, "pretrain", str(config_file), "--no-ray"]
-    ended = subprocess.run(start, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    ended = run_program(compile_for_ever, passes, ["pretrain", str(config_file), "--no-ray"])
     steps = len(losses(tmp_path / "run")) if passes else 0
     saved = f"stopped at step {steps} of 80; checkpoint step-{steps:08d}" if passes else "the next step. No step"
     assert ended.stderr.endswith(f"{saved} is saved. Continue with --resume.\n")
@@ -359,7 +354,8 @@ def test_a_worker_killed_under_ray_costs_no_step(config_file: Path, tmp_path: Pa
     config_file.write_text(text)
     metrics = tmp_path / "run/metrics.jsonl"
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    with subprocess.Popen(command(config_file, "--workers", "2"), **pipes) as process:
+    command = [sys.executable, "-m", "finetune.cli", "pretrain", str(config_file), "--workers", "2"]
+    with subprocess.Popen(command, **pipes) as process:
         deadline = time.monotonic() + 240
         while not (metrics.exists() and metrics.read_text().count("\n") >= 25):
             assert process.poll() is None, process.communicate()
