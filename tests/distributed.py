@@ -5,12 +5,11 @@ import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,24 +65,16 @@ def run_simulated(world_size: int, function: Callable[..., Any], *arguments: Any
 
 
 class Program:
-    """A program forked from a process that has imported the trainings, in a tenth of the time that its start takes.
+    """As `subprocess.Popen` with pipes, forked from a process that has imported the trainings: in a tenth of the time.
 
-    What `function` returns is its exit code. Otherwise as `subprocess.Popen` with `stdout` and `stderr` to pipes.
+    What `function` returns is the exit code.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., int | None],
-        *arguments: Any,
-        cwd: Path = ROOT,
-        env: Mapping[str, str] = os.environ,
-    ) -> None:
+    def __init__(self, function: Callable[..., int | None], *arguments: Any, cwd: Path = ROOT, env: Any = os.environ):
         self._written = tempfile.TemporaryDirectory()
-        given = (self._written.name, cwd, dict(env or os.environ), function, arguments)
+        given = (self._written.name, cwd, dict(env), function, arguments)
         self._process = _context().Process(target=_program, args=given)
         self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
 
     def __enter__(self) -> "Program":
         return self
@@ -95,43 +86,35 @@ class Program:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
         self._process.join(timeout)
-        if self._process.is_alive():
-            raise subprocess.TimeoutExpired(str(self._process), timeout or 0)
-        written = (Path(self._written.name) / name for name in ("stdout", "stderr"))
-        out, error = (path.read_text() for path in written)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        out, error = (Path(self._written.name, name).read_text() for name in ("stdout", "stderr"))
         return out, error
 
 
-def run_program(
-    function: Callable[..., int | None], *arguments: Any, timeout: float = 300, **how: Any
-) -> subprocess.CompletedProcess[str]:
+def run_program(*given: Any, **how: Any) -> subprocess.CompletedProcess[str]:
     """A `Program`, to its end."""
-    with Program(function, *arguments, **how) as program:
-        written = program.communicate(timeout)
-    return subprocess.CompletedProcess(arguments, program.returncode or 0, *written)
+    with Program(*given, **how) as program:
+        out, error = program.communicate()
+        return subprocess.CompletedProcess(given, program.returncode or 0, out, error)
 
 
-def _program(
-    folder: str, cwd: Path, environment: dict[str, str], function: Callable[..., int | None], arguments: tuple[Any, ...]
-) -> None:
+def _program(folder: str, cwd: Path, environment: dict[str, str], function: Callable[..., Any], given: Any) -> None:
     for number, name in enumerate(("stdout", "stderr"), 1):
-        os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    code = function(*arguments)
+    code = function(*given)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)

@@ -19,9 +19,10 @@ EXTEND = ROOT / "docs/extend"
 PAGES = sorted(EXTEND.glob("add-*.md"))
 FILE = re.compile(r"`([\w/]+\.(?:py|yaml))`[^:]*:\n\n```(?:python|yaml)\n(.*?)^```", re.M | re.S)
 PLAIN = "tracking.wandb=off engine.precision=fp32 engine.compile=false"
+CORPUS = "corpus.vocabulary.size=300 corpus.validation_fraction=0.1"
 SHORTER = {
-    "prepare": "corpus.vocabulary.size=300 corpus.validation_fraction=0.1 corpus.processes=1",
-    "pretrain": f"corpus.vocabulary.size=300 corpus.validation_fraction=0.1 phases.0.steps=3 {PLAIN}",
+    "prepare": f"{CORPUS} corpus.processes=1",
+    "pretrain": f"{CORPUS} phases.0.steps=3 phases.0.global_sequences=8 evaluation.sequences=16 {PLAIN}",
     "finetune": f"training.steps=60 training.learning_rate=3e-3 max_length=32 {PLAIN}",
 }
 """Settings that a page leaves to its reader: a model of a minute."""
