@@ -106,16 +106,18 @@ def test_losses_do_not_depend_on_workers_or_stage(whole) -> None:
             assert loss == pytest.approx(wanted, abs=1e-5), (folder.name, step)
 
 
-@pytest.mark.parametrize(("before", "after", "micro_batch_tokens"), [(1, 2, 256), (2, 1, 256), (1, 1, 64)])
-def test_a_run_continues_with_other_workers_or_micro_batches(
-    whole, corpus: Path, tmp_path: Path, before: int, after: int, micro_batch_tokens: int
-) -> None:
-    config = settings(corpus, tmp_path / "run", engine__zero_stage=1)
-    assert run_workers(before, starts, [Start(config, stop_at=3)])[0][0].startswith("StoppedError")
-    config["engine"]["micro_batch_tokens"] = micro_batch_tokens
-    assert run_workers(after, starts, [Start(config, resume=True)]) == [[""]] * after
-    for (step, loss), (_, wanted) in zip(losses(tmp_path / "run"), losses(whole[1, 0]), strict=True):
-        assert loss == pytest.approx(wanted, abs=1e-5), step
+def test_a_run_continues_with_other_workers_or_micro_batches(whole, corpus: Path, tmp_path: Path) -> None:
+    names = ("more workers", "fewer workers", "smaller")
+    more, fewer, smaller = (settings(corpus, tmp_path / name, engine__zero_stage=1) for name in names)
+    cut = settings(corpus, tmp_path / "smaller", engine__zero_stage=1, engine__micro_batch_tokens=64)
+    given = [Start(more, stop_at=3), Start(smaller, stop_at=3), Start(cut, resume=True)]
+    stopped, other, ended = run_workers(1, starts, given)[0]
+    resumed, cut_off = run_workers(2, starts, [Start(more, resume=True), Start(fewer, stop_at=3)])[0]
+    assert all(outcome.startswith("StoppedError") for outcome in (stopped, other, cut_off))
+    assert run_workers(1, starts, [Start(fewer, resume=True)]) == [[ended]] == [[resumed]] == [[""]]
+    for name in names:
+        for (step, loss), (_, wanted) in zip(losses(tmp_path / name), losses(whole[1, 0]), strict=True):
+            assert loss == pytest.approx(wanted, abs=1e-5), (name, step)
 
 
 def test_records_count_what_was_trained(whole) -> None:
@@ -298,7 +300,7 @@ def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_p
     with Program(main, words) as process:
         deadline = time.monotonic() + 600
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-            assert process.poll() is None, process.communicate()
+            assert process.returncode is None, process.communicate()
             assert time.monotonic() < deadline, "no step in ten minutes"
             time.sleep(0.02)
         if asked == "by file":
