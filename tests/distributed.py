@@ -1,4 +1,4 @@
-"""Run a function in several real processes joined by gloo, or as one of many simulated ones."""
+"""Run a function in several real processes joined by gloo, as one of many simulated ones, or apart, as a program."""
 
 import gc
 import logging
@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass
@@ -59,9 +63,72 @@ def run_simulated(world_size: int, function: Callable[..., Any], *arguments: Any
     return result
 
 
+class Program:
+    """As `subprocess.Popen` with pipes, forked from a process that has imported the trainings: in a tenth of the time.
+
+    What `function` returns is the exit code.
+    """
+
+    def __init__(self, function: Callable[..., int | None], *arguments: Any, cwd: Path = ROOT, env: Any = os.environ):
+        self._written = tempfile.TemporaryDirectory()
+        given = (self._written.name, cwd, dict(env), function, arguments)
+        self._process = _context().Process(target=_program, args=given)
+        self._process.start()
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        out, error = (Path(self._written.name, name).read_text() for name in ("stdout", "stderr"))
+        return out, error
+
+
+def run_program(*given: Any, **how: Any) -> subprocess.CompletedProcess[str]:
+    """A `Program`, to its end."""
+    with Program(*given, **how) as program:
+        out, error = program.communicate()
+        return subprocess.CompletedProcess(given, program.returncode or 0, out, error)
+
+
+def _program(folder: str, cwd: Path, environment: dict[str, str], function: Callable[..., Any], given: Any) -> None:
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    code = function(*given)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def _context() -> Any:
+    # Only where GPUs are hidden: one that was asked for them cannot be forked to use them.
+    preloaded = ["tests.preloaded"] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._inductor.compile_fx", *preloaded])
+    return context
+
+
 def _start(ranks: range, world: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
-    # Forked from a process that has these already: importing them costs more than most tests.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._inductor.compile_fx"])
+    _context()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             _worker,

@@ -6,9 +6,6 @@ One process takes the part of rank 0 among ranks that do not exist: torch's fake
 nothing. Counted is what any library hands to torch's process group, the last station before NCCL or gloo.
 """
 
-import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.common.children import run_program
-from pretrain.common.errors import MachineError
 from pretrain.config import ModelConfig
 
 RANKS = (8, 64, 256, 1024)
@@ -78,26 +73,12 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [t for part in value for t in _tensors_in(part)] if isinstance(value, list | tuple) else []
 
 
-def counted(size: str, stage: int, ranks: int, micro_batches: int) -> dict[str, Any]:
-    """`count` in a process of its own: a process group is global, and so is what `listen` replaces."""
-    code = f"from tests.wire import print_count; print_count({size!r}, {stage}, {ranks}, {micro_batches})"
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = run_program([sys.executable, "-c", code], environment)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise MachineError(f"{said[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def print_count(size: str, stage: int, ranks: int, micro_batches: int) -> None:
-    """Print the collectives of a step in bf16, as rank 0 of `ranks` that do not exist, as JSON."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def count(size: str, stage: int, ranks: int, micro_batches: int) -> dict[str, Any]:
+    """The collectives of a step in bf16, as rank 0 of `ranks` that do not exist."""
     found = _count(ModelConfig.model_validate({"size": size}), stage, micro_batches)
     weights = [call for call in found.step if call.dtype == torch.bfloat16]
     sent = sum(call.sent for call in weights)
-    row = {
+    return {
         "stage": stage,
         "ranks": ranks,
         "micro_batches": micro_batches,
@@ -112,7 +93,6 @@ def print_count(size: str, stage: int, ranks: int, micro_batches: int) -> None:
         "resume_bytes": found.read_bytes,
         "state_bytes": 3 * 4 * found.parameters,
     }
-    print(json.dumps(row))
 
 
 class _Counted(NamedTuple):

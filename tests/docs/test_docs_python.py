@@ -41,7 +41,16 @@ def export(folder: Path, family: str, *, next_sentence: bool) -> None:
     hf.export(model.state_dict(), shape, folder.parent, folder, next_sentence=next_sentence, card="")
 
 
-@pytest.fixture(scope="module", params=["bert", "modernbert"])
+# All pages for one family, and for another those that load a model of it.
+PLACES = [
+    pytest.param(family, *block.values, id=f"{family}-{block.id}")
+    for family in ("bert", "modernbert")
+    for block in BLOCKS
+    if family == "bert" or "my-bert" in str(block.values)
+]
+
+
+@pytest.fixture(scope="module")
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     torch.manual_seed(0)
@@ -61,7 +70,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("place", "block"), PLACES, indirect=["place"])
 def test_the_python_of_a_page_runs(block: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which is several times as fast as with workers."""
     if "from datatrove" in block:

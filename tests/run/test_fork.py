@@ -39,10 +39,14 @@ def parent(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fork(parent: Path, corpus: Path, run: Path, *, workers: int = 2, at: int = FORKED, **changes: Any) -> Path:
     """The run that forks at a step, trained to its end."""
+    assert run_workers(workers, starts, [begun(parent, corpus, run, at=at, **changes)]) == [[""]] * workers
+    return run
+
+
+def begun(parent: Path, corpus: Path, run: Path, *, at: int = FORKED, **changes: Any) -> Start:
     values = {**settings(corpus, run), "name": "child", "fork_from": f"{parent}@{at}", **changes}
     assert begin_fork(PretrainConfig.model_validate(values))
-    assert run_workers(workers, starts, [Start(values, resume=True)]) == [[""]] * workers
-    return run
+    return Start(values, resume=True)
 
 
 def weights(run: Path, step: int) -> dict[str, bytes]:
@@ -111,12 +115,14 @@ def test_a_fork_ends_a_phase_and_goes_on_otherwise(parent: Path, corpus: Path, t
 
 def test_the_mean_of_forks_is_exported(parent: Path, corpus: Path, tmp_path: Path) -> None:
     phases = settings(corpus, tmp_path)["phases"]
-    runs = []
-    for name, rate in (("a", 1e-3), ("b", 5e-4), ("c", 2e-3)):
-        changes = {"phases": [{**phases[0], "steps": FORKED}, {**phases[1], "peak_learning_rate": rate}], "name": name}
-        runs.append(fork(parent, corpus, tmp_path / name, workers=1, **changes))
-        values = {**settings(corpus, runs[-1]), **changes}
-        (runs[-1] / "config.yaml").write_text(json.dumps(values))  # as the command line does
+    runs = [tmp_path / name for name in "abc"]
+    given = [Start(pretraining(corpus, tmp_path / "other", [(32, 8, 1)], model__layers=1))]
+    for run, rate in zip(runs, (1e-3, 5e-4, 2e-3), strict=True):
+        own = [{**phases[0], "steps": FORKED}, {**phases[1], "peak_learning_rate": rate}]
+        given.append(begun(parent, corpus, run, phases=own, name=run.name))
+        values = {**settings(corpus, run), "phases": own, "name": run.name}
+        (run / "config.yaml").write_text(json.dumps(values))  # as the command line does
+    assert run_workers(1, starts, given) == [[""] * 4]
     hf.export_run(runs[0], tmp_path / "mean", others=runs[1:])
     card = (tmp_path / "mean/README.md").read_text()
     assert "the mean of this run's and those of b, c. Its first 4 steps are those of trial." in card
@@ -124,18 +130,20 @@ def test_the_mean_of_forks_is_exported(parent: Path, corpus: Path, tmp_path: Pat
     each = [store.read_weights(run / "checkpoints" / store.name_of(7))["embeddings.word"] for run in runs]
     torch.testing.assert_close(written, torch.stack(each).mean(0))
     assert not torch.equal(written, each[0])
-    other = pretraining(corpus, tmp_path / "other", [(32, 8, 1)], model__layers=1)
-    assert run_workers(1, starts, [Start(other)]) == [[""]]
     with pytest.raises(InputError, match=r"has another shape than .*, so their weights have no mean"):
         hf.export_run(runs[0], tmp_path / "none", others=[tmp_path / "other"])
 
 
-@pytest.mark.parametrize("name", ["rotary_base", "weight_decay"])
-def test_what_a_phase_has_of_its_own_has_an_effect(parent: Path, corpus: Path, tmp_path: Path, name: str) -> None:
-    phases = settings(corpus, tmp_path)["phases"]
-    run = fork(parent, corpus, tmp_path / "run", phases=[{**phases[0], "steps": FORKED}, {**phases[0], name: 0.9}])
-    same = fork(parent, corpus, tmp_path / "same", phases=[{**phases[0], "steps": FORKED}, phases[0]])
-    assert weights(run, 10) != weights(same, 10)
+def test_what_a_phase_has_of_its_own_has_an_effect(parent: Path, corpus: Path, tmp_path: Path) -> None:
+    first = settings(corpus, tmp_path)["phases"][0]
+    own: dict[str, dict[str, float]] = {"same": {}, "base": {"rotary_base": 0.9}, "decay": {"weight_decay": 0.9}}
+    given = [
+        begun(parent, corpus, tmp_path / name, phases=[{**first, "steps": FORKED}, {**first, "steps": 2, **changed}])
+        for name, changed in own.items()
+    ]
+    assert run_workers(1, starts, given) == [[""] * 3]
+    same, *others = (weights(tmp_path / name, FORKED + 2) for name in own)
+    assert same not in others
 
 
 def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Path) -> None:

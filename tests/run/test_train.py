@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,12 @@ import yaml
 from corpora import make_corpus, make_corpus_of_two_piece_words
 
 from cluster.workers.actors import PROCESS_TITLE
+from finetune.cli import main
 from pretrain.config import PretrainConfig, load_config
-from pretrain.run import preflight
-from tests.distributed import run_workers
+from pretrain.run import forward_backward, loop, preflight
+from tests.distributed import ROOT, Program, run_program, run_workers
 from tests.starts import Start, pretraining, records, starts
 
-ROOT = Path(__file__).parents[2]
 STEPS = 6  # over both phases
 
 
@@ -105,16 +106,18 @@ def test_losses_do_not_depend_on_workers_or_stage(whole) -> None:
             assert loss == pytest.approx(wanted, abs=1e-5), (folder.name, step)
 
 
-@pytest.mark.parametrize(("before", "after", "micro_batch_tokens"), [(1, 2, 256), (2, 1, 256), (1, 1, 64)])
-def test_a_run_continues_with_other_workers_or_micro_batches(
-    whole, corpus: Path, tmp_path: Path, before: int, after: int, micro_batch_tokens: int
-) -> None:
-    config = settings(corpus, tmp_path / "run", engine__zero_stage=1)
-    assert run_workers(before, starts, [Start(config, stop_at=3)])[0][0].startswith("StoppedError")
-    config["engine"]["micro_batch_tokens"] = micro_batch_tokens
-    assert run_workers(after, starts, [Start(config, resume=True)]) == [[""]] * after
-    for (step, loss), (_, wanted) in zip(losses(tmp_path / "run"), losses(whole[1, 0]), strict=True):
-        assert loss == pytest.approx(wanted, abs=1e-5), step
+def test_a_run_continues_with_other_workers_or_micro_batches(whole, corpus: Path, tmp_path: Path) -> None:
+    names = ("more workers", "fewer workers", "smaller")
+    more, fewer, smaller = (settings(corpus, tmp_path / name, engine__zero_stage=1) for name in names)
+    cut = settings(corpus, tmp_path / "smaller", engine__zero_stage=1, engine__micro_batch_tokens=64)
+    given = [Start(more, stop_at=3), Start(smaller, stop_at=3), Start(cut, resume=True)]
+    stopped, other, ended = run_workers(1, starts, given)[0]
+    resumed, cut_off = run_workers(2, starts, [Start(more, resume=True), Start(fewer, stop_at=3)])[0]
+    assert all(outcome.startswith("StoppedError") for outcome in (stopped, other, cut_off))
+    assert run_workers(1, starts, [Start(fewer, resume=True)]) == [[ended]] == [[resumed]] == [[""]]
+    for name in names:
+        for (step, loss), (_, wanted) in zip(losses(tmp_path / name), losses(whole[1, 0]), strict=True):
+            assert loss == pytest.approx(wanted, abs=1e-5), (name, step)
 
 
 def test_records_count_what_was_trained(whole) -> None:
@@ -282,10 +285,6 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
 # ---- the command line
 
 
-def command(config: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "finetune.cli", "pretrain", str(config), *more]
-
-
 @pytest.fixture
 def config_file(corpus: Path, tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
@@ -297,12 +296,11 @@ def config_file(corpus: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("asked", ["by signal", "by file"])
 def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_path: Path, asked: str) -> None:
-    metrics = tmp_path / "run/metrics.jsonl"
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with subprocess.Popen(command(config_file, "--no-ray"), **pipes) as process:
+    metrics, words = tmp_path / "run/metrics.jsonl", ["pretrain", str(config_file), "--no-ray"]
+    with Program(main, words) as process:
         deadline = time.monotonic() + 600
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-            assert process.poll() is None, process.communicate()
+            assert process.returncode is None, process.communicate()
             assert time.monotonic() < deadline, "no step in ten minutes"
             time.sleep(0.02)
         if asked == "by file":
@@ -317,31 +315,30 @@ def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_p
     checkpoint = tmp_path / f"run/checkpoints/step-{stopped:08d}"
     assert (checkpoint / "manifest.json").is_file()
 
-    again = command(config_file, "--no-ray", "--resume")
-    ended = subprocess.run(again, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    ended = run_program(main, [*words, "--resume"])
     assert ended.returncode == 0, ended.stderr
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 81))
     assert load_config(tmp_path / "run/config.yaml").name == "trial"
 
 
+def compile_for_ever(passes: int, words: list[str]) -> int:
+    """The command line, in which the pass after so many compiles for ever, and gets SIGTERM meanwhile."""
+    loop._STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.launch, []
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        if len(done) == passes:
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait()
+        done.append(True)
+        return launch(*arguments, **options)
+
+    forward_backward.ForwardBackward.launch = slow  # type: ignore[method-assign]
+    return main(words)
+
+
 @pytest.mark.parametrize("passes", [0, 12])
 def test_a_stop_during_a_compilation_saves_the_steps_before_it(config_file: Path, tmp_path: Path, passes: int) -> None:
-    """The pass after so many compiles for ever, and the run gets SIGTERM meanwhile."""
-    script = f"""if True:
-        import os, signal, sys, threading
-        from pretrain.run import forward_backward, loop
-        loop._STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.launch, []
-        def slow(*arguments, **options):
-            if len(done) == {passes}:
-                os.kill(os.getpid(), signal.SIGTERM)
-                threading.Event().wait()
-            done.append(True)
-            return launch(*arguments, **options)
-        forward_backward.ForwardBackward.launch = slow
-        from finetune.cli import main
-        sys.exit(main(sys.argv[1:]))"""
-    start = [sys.executable, "-c", script, "pretrain", str(config_file), "--no-ray"]
-    ended = subprocess.run(start, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    ended = run_program(compile_for_ever, passes, ["pretrain", str(config_file), "--no-ray"])
     steps = len(losses(tmp_path / "run")) if passes else 0
     saved = f"stopped at step {steps} of 80; checkpoint step-{steps:08d}" if passes else "the next step. No step"
     assert ended.stderr.endswith(f"{saved} is saved. Continue with --resume.\n")
@@ -359,7 +356,8 @@ def test_a_worker_killed_under_ray_costs_no_step(config_file: Path, tmp_path: Pa
     config_file.write_text(text)
     metrics = tmp_path / "run/metrics.jsonl"
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    with subprocess.Popen(command(config_file, "--workers", "2"), **pipes) as process:
+    command = [sys.executable, "-m", "finetune.cli", "pretrain", str(config_file), "--workers", "2"]
+    with subprocess.Popen(command, **pipes) as process:
         deadline = time.monotonic() + 240
         while not (metrics.exists() and metrics.read_text().count("\n") >= 25):
             assert process.poll() is None, process.communicate()

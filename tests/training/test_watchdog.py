@@ -1,18 +1,22 @@
 """The watchdog in real processes: it ends a run that hangs and names the rank; announced slow work continues."""
 
+import ctypes
 import importlib
 import inspect
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from finetune.training import train as finetuning
 from pretrain.run import session, train
@@ -22,75 +26,65 @@ from pretrain.training.engine.deepspeed_patches import import_deepspeed
 from pretrain.training.heartbeats import Hang
 from pretrain.training.watchdog import Clock, ExchangeThread, Watchdog, waits_for_others
 from tests.batches.test_loader import run_config
-from tests.distributed import free_port
+from tests.distributed import Program, free_port
 
-ROOT = Path(__file__).parents[2]
 
-# What each process does: 25 steps that wait for one another, then, on the rank that is given, what is given.
-SCRIPT = """
-import ctypes, os, sys, time, torch, torch.distributed as dist
-from datetime import timedelta
-from pathlib import Path
-from pretrain.training.watchdog import Watchdog
-rank, port, logs, guilty = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-then, limit, stall = sys.argv[5], float(sys.argv[6]), float(sys.argv[7])
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(minutes=5))
-def step(between=lambda: None):
-    watchdog.beat()
-    between()
-    dist.all_reduce(torch.ones(1))
-    time.sleep(0.01)
-def hold_the_lock(seconds):
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-with Watchdog(rank, 2, logs, limit, stall_seconds=stall) as watchdog:
-    for _ in range(25):
-        step()
-    (logs / f"ready-{rank}").touch()
-    if then == "wait":
-        for _ in range(500):
+# What processes do: 25 steps that wait for one another, then, on the rank that is given, what is given.
+def train_and(rank: int, port: int, logs: Path, guilty: int, then: str, limit: float, stall: float) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(minutes=5))
+
+    def step(between: Callable[[], None] = lambda: None) -> None:
+        watchdog.beat()
+        between()
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.01)
+
+    def hold_the_lock(seconds: float) -> None:
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+    with Watchdog(rank, 2, logs, limit, stall_seconds=stall) as watchdog:
+        for _ in range(25):
             step()
-    if then == "slow work":
-        for one in (0, 1):
-            if rank == one:
-                with watchdog.allow(60):
-                    hold_the_lock(1.5 * limit)
+        (logs / f"ready-{rank}").touch()
+        if then == "wait":
+            for _ in range(500):
+                step()
+        if then == "slow work":
+            for one in (0, 1):
+                if rank == one:
+                    with watchdog.allow(60):
+                        hold_the_lock(1.5 * limit)
+                step()
+            if rank == 1:
+                with watchdog.awaiting("a batch"):
+                    time.sleep(1.5 * limit)
             step()
-        if rank == 1:
-            with watchdog.awaiting("a batch"):
-                time.sleep(1.5 * limit)
+        elif rank == guilty:
+            if then == "sleeps":
+                step(lambda: time.sleep(600))
+            elif then == "holds the lock":
+                hold_the_lock(600)
+            elif then == "waits for data":
+                with watchdog.awaiting("a batch"):
+                    time.sleep(600)
         step()
-    elif rank == guilty:
-        if then == "sleeps":
-            step(lambda: time.sleep(600))
-        elif then == "holds the lock":
-            hold_the_lock(600)
-        elif then == "waits for data":
-            with watchdog.awaiting("a batch"):
-                time.sleep(600)
-    step()
-print("done")
-"""
+    print("done")
 
 
-def start(logs: Path, guilty: int, then: str, *, limit: float = 1.5, stall: float = 3.0) -> list[subprocess.Popen[str]]:
-    words = [free_port(), logs, guilty, then, limit, stall]
-    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    command = [[sys.executable, "-c", SCRIPT, *map(str, (rank, *words))] for rank in range(2)]
-    return [subprocess.Popen(one, env={**os.environ, "PYTHONPATH": str(ROOT)}, **how) for one in command]
+def start(logs: Path, guilty: int, then: str, *, limit: float = 1.5, stall: float = 3.0) -> list[Program]:
+    words = (free_port(), logs, guilty, then, limit, stall)
+    return [Program(train_and, rank, *words) for rank in range(2)]
 
 
-def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    ends = []
+def end(processes: list[Program]) -> list[tuple[int | None, str]]:
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=240)
-            ends.append((process.returncode, output))
-    except subprocess.TimeoutExpired:
+        return [
+            (process.returncode, "".join(written)) for process in processes for written in [process.communicate(240)]
+        ]
+    finally:
         for process in processes:
             process.kill()
-        raise
-    return ends
 
 
 def found(logs: Path) -> dict[str, Any]:
@@ -109,7 +103,7 @@ def test_one_that_stops_ends_all_and_every_stack_is_written(tmp_path: Path, then
     assert reason in found(tmp_path)["reason"]
     assert "distributed_c10d" in (tmp_path / "stacks-0.txt").read_text()
     assert "distributed_c10d" not in (tmp_path / "stacks-1.txt").read_text()
-    assert "<module>" in (tmp_path / "stacks-1.txt").read_text()
+    assert "train_and" in (tmp_path / "stacks-1.txt").read_text()
 
 
 def test_announced_slow_work_continues(tmp_path: Path) -> None:
@@ -128,7 +122,6 @@ def test_one_that_holds_the_lock_unannounced_is_named(tmp_path: Path) -> None:
         assert found(tmp_path)["rank"] == 1
     finally:
         processes[1].kill()
-        processes[1].communicate()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -145,7 +138,6 @@ def test_a_stopped_process_is_named_and_its_stack_read_from_outside(tmp_path: Pa
         assert "step" in (tmp_path / f"stacks-{rank}.txt").read_text()
     finally:
         processes[rank].kill()
-        processes[rank].communicate()
 
 
 def test_time_in_which_this_process_was_stopped_is_not_held_against_others(monkeypatch: Any) -> None:

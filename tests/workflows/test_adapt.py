@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune.cli import build_parsers
+from finetune.cli import build_parsers, main
 from finetune.training.config import load_config as load_finetuning
 from finetune.workflows.adaptation import settings
 from finetune.workflows.adaptation.stages import Stages, check_arguments, finetuning_folder, finetuning_overrides, run
@@ -25,11 +23,10 @@ from pretrain.planning import pace
 from pretrain.reporting.gains import gain_lines, gains
 from pretrain.run import api
 from pretrain.run.continuation import Corpora
+from tests.distributed import ROOT, run_program
 from tests.run.test_start import JARGON, make_pretrained, write_text
 from tests.tasks.refusals import refused
 from tests.tiny_checkpoints import WORDS, write_reviews
-
-ROOT = Path(__file__).parents[2]
 
 
 def options(*words: str) -> Any:
@@ -37,17 +34,17 @@ def options(*words: str) -> Any:
 
 
 def test_a_text_becomes_a_model_and_a_report(tmp_path: Path) -> None:
-    """In a process of its own; the same command again finds everything done."""
+    """The same command again finds everything done."""
     make_pretrained(tmp_path / "start")
     write_text(tmp_path / "text", [*WORDS, *JARGON])
     write_text(tmp_path / "other", WORDS, seed=7)
     words = ["text", "--from", "start", "--out", "out", "--steps", "4", "--general", "other", "--new-words", "3"]
     sets = ["engine.precision=fp32", "engine.compile=false", "tracking.wandb=off", "corpus.processes=1"]
-    command = [sys.executable, "-m", "finetune.cli", "adapt", *words, "--workers", "1"]
+    command = ["adapt", *words, "--workers", "1"]
     command += [word for one in sets for word in ("--set", one)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "BERTRAIN_PROGRAM": "./launch.sh"}
     for again in (False, True):
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        result = run_program(main, command, cwd=tmp_path, env=environment)
         assert result.returncode == 0, result.stderr + result.stdout
         assert ("already finished" in result.stdout) == again
         assert "new text: held-out MLM loss, nats" in result.stdout
@@ -62,7 +59,7 @@ def test_a_text_becomes_a_model_and_a_report(tmp_path: Path) -> None:
     page = (out / "run/report.html").read_text()
     assert "Gained and lost" in page
     assert "general text: held-out MLM loss, nats" in page
-    changed = subprocess.run([*command, "--steps", "5"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    changed = run_program(main, [*command, "--steps", "5"], cwd=tmp_path, env=environment)
     assert changed.returncode == 2
     assert "was begun with other options: phases.0.steps (4 -> 5)" in changed.stderr
 
