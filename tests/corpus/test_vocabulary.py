@@ -36,12 +36,12 @@ def trained(size: int = 90, lowercase: bool = True):
 
 
 def test_training_gives_the_same_ids_in_every_process() -> None:
-    """`tokenizers` alone numbers the ## characters differently each time: five processes would not agree."""
+    """`tokenizers` alone numbers the ## characters differently each time: processes would not agree."""
     outputs = {
         subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, check=True, text=True).stdout
-        for _ in range(5)
+        for _ in range(2)
     }
-    assert len(outputs) == 1
+    assert outputs == {f"{trained().to_str()}\n"}
 
 
 def test_training_merges_the_most_frequent_first() -> None:
