@@ -78,9 +78,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3() -> Iterator[FaultyProxy]:
-    """An S3 server for the tests of a file."""
+    """An S3 server for the tests of a process."""
     from tests.object_store import s3_server
 
     with s3_server() as proxy:

@@ -21,16 +21,19 @@ SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 
 def numbered(documents_by_shard, *, sources=None, weights=(1.0,)) -> TokenShards:
     """Shards of documents given as lists of sentence lengths; token i of the corpus has id i + 5."""
-    next_id = itertools.count(len(SPECIAL))
-    shards = []
+    first, shards = len(SPECIAL), []
     for number, documents in enumerate(documents_by_shard):
-        written = [[np.array([next(next_id) for _ in range(n)]) for n in document] for document in documents]
+        written = []
+        for document in documents:
+            ends = first + np.cumsum([0, *document])
+            written.append([np.arange(*sentence) for sentence in itertools.pairwise(ends.tolist())])
+            first = int(ends[-1])
         source = sources[number] if sources else 0
         arrays = shard_arrays(written, np.uint32)
         tokens, sentences, documents = (arrays[name] for name in ("tokens", "sentences", "documents"))
         shards.append(Shard(f"train-{number:05d}", "train", source, tokens, sentences, documents))
     described = [{"name": f"s{i}", "weight": weight} for i, weight in enumerate(weights)]
-    return TokenShards(Path("nowhere"), "fingerprint", next(next_id), SPECIAL, described, shards)
+    return TokenShards(Path("nowhere"), "fingerprint", first, SPECIAL, described, shards)
 
 
 def random_documents(count: int, seed: int, longest: int = 40) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """A real S3 server (moto's, in a process of its own) and a proxy in front of it that injects faults, on loopback."""
 
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -13,11 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import pytest
 
 from pretrain.common.addresses import CACHE_VARIABLE, RUNS_VARIABLE
-from pretrain.storage.objects import _systems
+from pretrain.storage import objects
 from pretrain.storage.runs import fetched_model
 
 KEY = "right"  # the proxy knows no other access key
@@ -77,12 +77,10 @@ class FaultyProxy:
     def reset(self) -> None:
         """An empty bucket, and no faults."""
         self.plan, self.happened = [], []
-        forget_clients()
         fetched_model.cache_clear()
-        system = fsspec.filesystem("s3", skip_instance_cache=True)
-        if system.exists(BUCKET):
-            system.rm(BUCKET, recursive=True)
-        system.mkdir(BUCKET)
+        for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{BUCKET}")):
+            answer = self._pass_on(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), b"")
+            assert b" 200 " in answer.partition(b"\r\n")[0]
         self.requests = []
 
     def close(self) -> None:
@@ -181,9 +179,9 @@ def s3_server() -> Iterator[FaultyProxy]:
         server.stdout.close()  # type: ignore[union-attr]
 
 
-def forget_clients() -> None:
-    """Make the next call read the credentials again."""
-    _systems.cache_clear()
+def forget_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the calls of a test read the credentials again."""
+    monkeypatch.setattr(objects, "_systems", functools.cache(objects._systems.__wrapped__))
 
 
 def point_to(proxy: FaultyProxy, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:

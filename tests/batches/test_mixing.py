@@ -127,7 +127,7 @@ def test_shares_are_of_tokens(uneven: Path, phase: dict[str, Any], expected: Any
     sizes = np.zeros(3)
     for shard in made.sampler.shards.shards:
         sizes[shard.source] += len(shard.tokens)
-    read, wanted = read_tokens(made, 20_000), expected(sizes)
+    read, wanted = read_tokens(made, 8_000), expected(sizes)
     assert read / read.sum() == pytest.approx(wanted / wanted.sum(), abs=0.01)
     shares = [one.token_share for one in made.sampler.readings(20_000)]
     assert shares == pytest.approx((wanted / wanted.sum())[wanted > 0].tolist(), abs=0.002)

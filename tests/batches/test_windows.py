@@ -33,11 +33,11 @@ def phases(*lengths_and_steps: tuple[int, int], **pairs: Any) -> PretrainConfig:
 @pytest.mark.parametrize("pairs", [SINGLE, NEXT], ids=["single", "nsp"])
 def test_the_workers_of_a_run_read_every_token_once_together(tmp_path, pairs):
     """Labels in place of masks give back the text: an epoch of 1 to 7 workers has every document's tokens once."""
-    shards = open_shards(make_corpus(tmp_path / "c", documents=40, vocabulary_size=300), "train")
+    shards = open_shards(make_corpus(tmp_path / "c", documents=16, vocabulary_size=300), "train")
     config = phases((64, 500), **pairs)
     wanted = np.bincount(np.concatenate([shard.tokens for shard in shards.shards]), minlength=300)
     wanted[:5] = 0
-    for world_size in range(1, 8):
+    for world_size in (1, 2, 3, 7):
         makers = [BatchMaker(shards, config, 0, seed=0, rank=rank, world_size=world_size) for rank in range(world_size)]
         found, first, epoch = np.zeros(300, int), 0, makers[0].samples_per_epoch
         while first < epoch:
@@ -68,7 +68,7 @@ def test_how_often_tokens_are_read_is_counted():
 
 def test_the_card_says_how_often_a_token_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"text": f"Number {n} is a text. {'word ' * (n % 300)}It ends."}) for n in range(300)]
+    lines = [json.dumps({"text": f"Number {n} is a text. {'word ' * (n % 300)}It ends."}) for n in range(0, 300, 4)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     source = {"kind": "jsonl", "path": "a.jsonl"}
     corpus = {"dir": "c", "sources": [source], "vocabulary": {"size": 300}, "min_document_words": 0}
@@ -106,8 +106,7 @@ class Streamed(TokenShards):
         return True
 
 
-@pytest.mark.parametrize("pairs", [SINGLE, NEXT], ids=["single", "nsp"])
-@pytest.mark.parametrize("machines", [2, 4, 8, 16])
+@pytest.mark.parametrize(("machines", "pairs"), [(2, NEXT), (4, SINGLE), (8, NEXT), (16, SINGLE)])
 def test_machines_share_the_blocks_of_a_window_and_make_the_same_batch(machines, pairs, tmp_path, monkeypatch):
     """Four machines and more read four different parts of a window of 64 blocks, of almost the same size."""
     monkeypatch.setattr("pretrain.corpus.blocks.BLOCK_TOKENS", 2000)

@@ -357,9 +357,18 @@ def find_newest_and_note_reads(folder: Path, trouble: str = "") -> tuple[Path | 
         return str(error), read
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Two checkpoints of two and of three ranks, which nobody writes to."""
+    folders = {ranks: tmp_path_factory.mktemp("saved") for ranks in (2, 3)}
+    for ranks, folder in folders.items():
+        run_workers(ranks, save_two_checkpoints, folder)
+    return folders
+
+
 @pytest.mark.parametrize("damaged", ["", "rank-00001-of-00003.safetensors", "state.json"])
-def test_each_rank_verifies_its_own_file(tmp_path: Path, damaged: str) -> None:
-    run_workers(3, save_two_checkpoints, tmp_path)
+def test_each_rank_verifies_its_own_file(saved: dict[int, Path], tmp_path: Path, damaged: str) -> None:
+    shutil.copytree(saved[3], tmp_path, dirs_exist_ok=True)
     if damaged:
         path = tmp_path / "step-00000002" / damaged
         content = bytearray(path.read_bytes())
@@ -373,14 +382,14 @@ def test_each_rank_verifies_its_own_file(tmp_path: Path, damaged: str) -> None:
     assert (tmp_path / "damaged-step-00000002").is_dir() == bool(damaged)
 
 
-def test_a_manifest_that_another_machine_sees_later_is_no_damage(tmp_path: Path) -> None:
-    run_workers(2, save_two_checkpoints, tmp_path)
+def test_a_manifest_that_another_machine_sees_later_is_no_damage(saved: dict[int, Path], tmp_path: Path) -> None:
+    shutil.copytree(saved[2], tmp_path, dirs_exist_ok=True)
     found = run_workers(2, find_newest_and_note_reads, tmp_path, "late")
     assert [checkpoint for checkpoint, _ in found] == [tmp_path / "step-00000002"] * 2
 
 
-def test_a_checkpoint_that_only_one_machine_reads_as_damaged_is_kept(tmp_path: Path) -> None:
-    run_workers(2, save_two_checkpoints, tmp_path)
+def test_a_checkpoint_that_only_one_machine_reads_as_damaged_is_kept(saved: dict[int, Path], tmp_path: Path) -> None:
+    shutil.copytree(saved[2], tmp_path, dirs_exist_ok=True)
     for error, _ in run_workers(2, find_newest_and_note_reads, tmp_path, "stale"):
         assert "rank-00001-of-00002.safetensors: its SHA-256 differs" in str(error)
         assert str(error).endswith("Another machine reads the content that was written: check the storage.")

@@ -123,12 +123,14 @@ def test_the_cluster_filters_as_the_local_way_does(folder: Path, address: str) -
     assert _content("there") == _content("here")
 
 
-def test_the_cluster_writes_the_bytes_of_the_local_way(folder: Path, address: str) -> None:
+def test_the_cluster_writes_the_bytes_of_the_local_way(folder: Path, address: str, proxy: FaultyProxy) -> None:
+    """And they are stored, though the tasks of the cluster have no credentials."""
     assert "107 documents" in prepare(_config("here", processes=2), quiet=True)
-    prepare(_config("there", address), quiet=True)
+    there, objects = f"s3://{BUCKET}/corpora/cluster", ObjectStore()
+    prepare(_config(there, address), quiet=True)
     here = _content("here")
     assert {"manifest.json", "card.md", "vocab.txt", "train-00000.tokens.npy"} <= here.keys()
-    assert _content("there") == here
+    assert {name: objects.read(f"{there}/{name}") for name in here} == here
     problems = json.loads(here["card.json"])["problems"]
     assert {Path(problem["path"]).name for problem in problems} == {"lines.jsonl.gz", "table.csv"}
 
@@ -324,15 +326,3 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)
-
-
-def test_a_corpus_is_stored_though_the_tasks_of_the_cluster_have_no_credentials(
-    folder: Path, address: str, proxy: FaultyProxy
-) -> None:
-    prepare(_config("local"), quiet=True)
-    there, objects = f"s3://{BUCKET}/corpora/cluster", ObjectStore()
-    prepare(_config(there, address), quiet=True)
-    shards = {path.name for path in Path("local").glob("*.npy")}
-    assert shards <= objects.listing(there).keys()
-    assert all(objects.read(f"{there}/{name}") == (Path("local") / name).read_bytes() for name in shards)
-    assert objects.read(f"{there}/manifest.json")

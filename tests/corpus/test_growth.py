@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
-from pretrain.config import PretrainConfig, SourceConfig
+from pretrain.config import PretrainConfig, SourceConfig, load_config
 from pretrain.corpus import finish
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import prepare
@@ -56,11 +57,18 @@ def second(tmp_path: Path) -> SourceConfig:
     return source(write_lines(tmp_path / "second.jsonl", [text(seed) for seed in NEW]))
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of the text of `first`, which nobody writes to."""
+    folder = tmp_path_factory.mktemp("first")
+    prepare(config(folder / "corpus", source(write_lines(folder / "first.jsonl", [text(n) for n in OLD]))), quiet=True)
+    return folder / "corpus"
+
+
 @pytest.fixture
-def folder(tmp_path: Path, first: SourceConfig) -> Path:
-    """A corpus of `first`."""
-    prepare(config(tmp_path / "corpus", first), quiet=True)
-    return tmp_path / "corpus"
+def folder(tmp_path: Path, alone: Path) -> Path:
+    """A copy of it, to be grown."""
+    return shutil.copytree(alone, tmp_path / "corpus")
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -219,10 +227,8 @@ def test_what_cannot_be_added_is_refused(
     assert content(folder) == before
 
 
-def test_a_grown_corpus_that_is_damaged_is_not_prepared_again(tmp_path, first, second) -> None:
-    folder = tmp_path / "corpus"
-    for some in ((first,), (first, second)):
-        prepare(config(folder, *some), quiet=True)
+def test_a_grown_corpus_that_is_damaged_is_not_prepared_again(first, second, folder) -> None:
+    prepare(config(folder, first, second), quiet=True)
     (folder / "train-00000.tokens.npy").write_bytes(b"")
     with pytest.raises(InputError, match="cannot be prepared again as it was: sources were added to it"):
         prepare(config(folder, first, second), quiet=True)
@@ -230,10 +236,8 @@ def test_a_grown_corpus_that_is_damaged_is_not_prepared_again(tmp_path, first, s
 
 
 @pytest.mark.parametrize("place", ["write_card", "with_card", "put_manifest"])
-def test_an_error_at_the_end_leaves_the_old_corpus(place, tmp_path, first, second, monkeypatch) -> None:
-    folder, whole = tmp_path / "corpus", tmp_path / "whole"
-    for one in (folder, whole):
-        prepare(config(one, first), quiet=True)
+def test_an_error_at_the_end_leaves_the_old_corpus(place, tmp_path, first, second, folder, monkeypatch) -> None:
+    whole = shutil.copytree(folder, tmp_path / "whole")
     prepare(config(whole, first, second), quiet=True)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -251,23 +255,31 @@ def test_an_error_at_the_end_leaves_the_old_corpus(place, tmp_path, first, secon
 
 def test_a_killed_growth_leaves_the_old_corpus_and_goes_on(tmp_path: Path) -> None:
     first = write_lines(tmp_path / "first.jsonl", [text(seed, 40) for seed in range(300)])
-    second = write_lines(tmp_path / "second.jsonl", [text(seed, 40) for seed in range(1000, 6000)])
+    second = write_lines(tmp_path / "second.jsonl", [text(seed, 40) for seed in range(1000, 3000)])
     command = [sys.executable, "-m", "finetune.cli", "prepare", str(tmp_path / "run.yaml")]
 
-    def start(folder: str, *paths: Path) -> subprocess.Popen[bytes]:
+    def write(folder: str, *paths: Path) -> None:
         sources = "".join(f"\n    - {{kind: jsonl, name: {path.stem}, path: {path}}}" for path in paths)
         (tmp_path / "run.yaml").write_text(
             "name: trial\nphases: [{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]\n"
             f"corpus:\n  dir: {tmp_path / folder}\n  vocabulary: {{size: 200}}\n  processes: 2\n"
-            f"  shard_tokens: 200000\n  sources:{sources}\n"
+            f"  shard_tokens: 80000\n  sources:{sources}\n"
         )
+
+    def start(folder: str, *paths: Path) -> subprocess.Popen[bytes]:
+        write(folder, *paths)
         quiet = subprocess.DEVNULL
         return subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, start_new_session=True)
 
-    for folder in ("killed", "whole"):
-        assert start(folder, first).wait(120) == 0
+    def prepared(folder: str, *paths: Path) -> None:
+        """In this process, as the command does it."""
+        write(folder, *paths)
+        prepare(load_config(tmp_path / "run.yaml", ["corpus.processes=1"]), quiet=True)
+
     killed, kills = tmp_path / "killed", 0
-    for pattern in (".work/settings.json", ".work/*-000000-*.json", "train-00002.*", "source-00001.hashes"):
+    prepared("killed", first)
+    shutil.copytree(killed, tmp_path / "whole")
+    for pattern in (".work/*-000000-*.json", "train-00002.*", "source-00001.hashes"):
         process = start("killed", first, second)
         while process.poll() is None and not list(killed.glob(pattern)):
             time.sleep(0.002)
@@ -279,7 +291,7 @@ def test_a_killed_growth_leaves_the_old_corpus_and_goes_on(tmp_path: Path) -> No
                 verify_shards(killed)
     assert kills >= 2
     for folder in ("killed", "whole"):
-        assert start(folder, first, second).wait(120) == 0
+        prepared(folder, first, second)
     assert content(killed) == content(tmp_path / "whole")
 
 

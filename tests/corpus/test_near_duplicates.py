@@ -67,12 +67,12 @@ def search(texts: list[str], folder: Path, *, per_part: int = 400, shares: int =
 def test_a_planted_set_is_found(tmp_path: Path) -> None:
     """5 % of the documents are copies of others with 5 to 10 % of their words changed."""
     draw = random.Random(1)
-    texts = zipf_documents(2000, 0)
-    planted = draw.sample(range(2000), 100)
+    texts = zipf_documents(1000, 0)
+    planted = draw.sample(range(1000), 50)
     copies = [changed(texts[number], draw.uniform(0.05, 0.10), number) for number in planted]
     found = search(texts + copies, tmp_path / "all")
     right = {
-        document for document, earlier in found.items() if document >= 2000 and earlier == planted[document - 2000]
+        document for document, earlier in found.items() if document >= 1000 and earlier == planted[document - 1000]
     }
     assert len(right) / len(planted) >= 0.95
     assert len(right) / len(found) >= 0.99
@@ -116,25 +116,32 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus of `sources`, made in one process without a stop."""
+    folder = tmp_path_factory.mktemp("corpora") / "whole"
+    prepare(filtered(sources, folder, ON), quiet=True)
+    return folder
+
+
 def _documents(folder: Path) -> set[str]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     shards = (open_shards(folder, split) for split in ("train", "validation"))
     return {tokenizer.decode(ids) for one in shards for ids in document_tokens(one)}
 
 
-def test_the_first_document_stays_across_sources(sources: Path, tmp_path: Path) -> None:
-    prepare(filtered(sources, tmp_path / "one", ON), quiet=True)
-    entry = card(tmp_path / "one")["filters"][0]
+def test_the_first_document_stays_across_sources(sources: Path, whole: Path, tmp_path: Path) -> None:
+    entry = card(whole)["filters"][0]
     assert (entry["filter"], entry["documents"], entry["by_source"]) == ("near_duplicates", 10, [0, 10])
     assert " to: The of " in entry["examples"][0]["found"]
-    ab, c = card(tmp_path / "one")["sources"]
+    ab, c = card(whole)["sources"]
     assert (ab["documents"], ab["duplicates"]) == (28, 2)
     assert (c["documents"], c["duplicates"], c["too_short"]) == (20, 0, 0)
     write_lines(tmp_path / "c.jsonl", [prose(seed) for seed in range(100, 120)])
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes((sources / name).read_bytes())
-    prepare(filtered(tmp_path, tmp_path / "plain", {}, vocabulary={"path": str(tmp_path / "one")}), quiet=True)
-    assert _documents(tmp_path / "one") == _documents(tmp_path / "plain")
+    prepare(filtered(tmp_path, tmp_path / "plain", {}, vocabulary={"path": str(whole)}), quiet=True)
+    assert _documents(whole) == _documents(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(("names", "processes"), [("thd", 2), ("dht", 1), ("htd", 1)])
@@ -174,30 +181,31 @@ def test_validation_documents_win_over_similar_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", ["trained", "given", "bytes"])
-def test_the_bytes_do_not_depend_on_the_processes(vocabulary: str, sources: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"vocabulary": {"kind": "byte_bpe", "size": 300}} if vocabulary == "bytes" else {}
-    if vocabulary == "given":
-        prepare(filtered(sources, tmp_path / "first", ON), quiet=True)
-        changes = {"vocabulary": {"path": str(tmp_path / "first")}}
-    for name, processes in (("one", 1), ("two", 2)):
-        prepare(filtered(sources, tmp_path / name, ON, processes=processes, **changes), quiet=True)
-        assert card(tmp_path / name)["filters"][0]["documents"] == 10
-    assert content(tmp_path / "one") == content(tmp_path / "two")
+def test_the_bytes_do_not_depend_on_the_processes(vocabulary: str, sources: Path, whole: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "trained": {},
+        "given": {"vocabulary": {"path": str(whole)}},
+        "bytes": {"vocabulary": {"kind": "byte_bpe", "size": 300}},
+    }[vocabulary]
+    one, two = tmp_path / "one" if changes else whole, tmp_path / "two"
+    for folder, processes in ((one, 1), (two, 2)):
+        if folder != whole:
+            prepare(filtered(sources, folder, ON, processes=processes, **changes), quiet=True)
+        assert card(folder)["filters"][0]["documents"] == 10
+    assert content(one) == content(two)
 
 
-def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(sources, tmp_path, monkeypatch) -> None:
-    prepare(filtered(sources, tmp_path / "together", ON), quiet=True)
+def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(sources, whole, tmp_path, monkeypatch) -> None:
     for name in ("filters.near_duplicates.MOST_DOCUMENTS", "near_search.MOST_DOCUMENTS", "documents.MOST_DOCUMENTS"):
         monkeypatch.setattr(f"pretrain.corpus.{name}", 7)
     prepare(filtered(sources, tmp_path / "apart", ON), quiet=True)
-    assert content(tmp_path / "together") == content(tmp_path / "apart")
+    assert content(whole) == content(tmp_path / "apart")
     assert card(tmp_path / "apart")["filters"][0]["by_source"] == [0, 10]
 
 
-def test_a_stopped_search_goes_on(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_search_goes_on(sources: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pretrain.corpus import stages
 
-    prepare(filtered(sources, tmp_path / "whole", ON), quiet=True)
     calls: list[str] = []
     find = stages.find_pairs
 
@@ -213,12 +221,11 @@ def test_a_stopped_search_goes_on(sources: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(stages, "find_pairs", lambda name, *rest: (calls.append(name), find(name, *rest)))
     prepare(filtered(sources, tmp_path / "twice", ON), quiet=True)
     assert len(calls) == len(set(calls)) == 32
-    assert content(tmp_path / "twice") == content(tmp_path / "whole")
+    assert content(tmp_path / "twice") == content(whole)
 
 
 @pytest.mark.parametrize("written", range(3))
-def test_a_merge_that_is_killed_between_two_files_is_done_again(written, sources, tmp_path, monkeypatch) -> None:
-    prepare(filtered(sources, tmp_path / "whole", ON), quiet=True)
+def test_a_merge_that_is_killed_between_two_files_is_done_again(written, sources, whole, tmp_path, monkeypatch) -> None:
     replaced, replace = [], Path.replace
 
     def stop(source: Path, target: Path) -> None:
@@ -233,4 +240,4 @@ def test_a_merge_that_is_killed_between_two_files_is_done_again(written, sources
         with pytest.raises(RuntimeError, match="killed"):
             prepare(filtered(sources, tmp_path / "twice", ON), quiet=True)
     prepare(filtered(sources, tmp_path / "twice", ON), quiet=True)
-    assert content(tmp_path / "twice") == content(tmp_path / "whole")
+    assert content(tmp_path / "twice") == content(whole)

@@ -36,12 +36,12 @@ def trained(size: int = 90, lowercase: bool = True):
 
 
 def test_training_gives_the_same_ids_in_every_process() -> None:
-    """`tokenizers` alone numbers the ## characters differently each time: five processes would not agree."""
+    """`tokenizers` alone numbers the ## characters differently each time: processes would not agree."""
     outputs = {
         subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, check=True, text=True).stdout
-        for _ in range(5)
+        for _ in range(2)
     }
-    assert len(outputs) == 1
+    assert outputs == {f"{trained().to_str()}\n"}
 
 
 def test_training_merges_the_most_frequent_first() -> None:
@@ -86,7 +86,7 @@ def test_the_alphabet_covers_the_text_and_takes_at_most_half_of_the_entries() ->
 
 
 def test_rare_characters_beyond_the_covered_text_are_a_thousand_in_an_eighth_of_the_entries() -> None:
-    rare = {"a": 10**7, **{chr(0x4E00 + n): 1 for n in range(3000)}}
+    rare = {"a": 2_300_000, **{chr(0x4E00 + n): 1 for n in range(1100)}}
     assert [len(_entries_of_one_character(rare, size)) for size in (400, 4000, 30000)] == [50, 500, 1000]
 
 

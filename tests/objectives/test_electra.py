@@ -71,11 +71,6 @@ def padded(values: Tensor, batch: MicroBatch) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(values.split(list(batch.lengths))), batch_first=True)
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("electra") / "corpus", documents=60, vocabulary_size=300)
-
-
 @pytest.mark.parametrize("embeddings", EMBEDDINGS)
 def test_losses_are_those_of_transformers_classes(embeddings: str, corpus: Path, tmp_path: Path) -> None:
     """The exported discriminator and generator give the logits, and the formulas of the paper the losses."""
@@ -189,13 +184,13 @@ def settings(corpus: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(corpus: Path) -> dict[tuple[int, int, str], Path]:
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, str], Path]:
     """Run folders by (workers, ZeRO stage, embeddings): never interrupted, and one stopped at step 2 beside it."""
-    found = {}
+    found, place = {}, tmp_path_factory.mktemp("electra")
     for world, kinds in ((1, ((0, "shared"), (1, "disentangled"))), (2, ((1, "shared"), (3, "disentangled")))):
         plan = []
         for stage, embeddings in kinds:
-            folders = [corpus.parent / f"{world}-{stage}-{name}" for name in ("through", "broken")]
+            folders = [place / f"{world}-{stage}-{name}" for name in ("through", "broken")]
             changes = {"engine__zero_stage": stage, "electra__embeddings": embeddings}
             through, broken = (settings(corpus, folder, **changes) for folder in folders)
             plan += [Start(through), Start(broken, stop_at=2), Start(broken, resume=True)]

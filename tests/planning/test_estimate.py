@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from pretrain.config import EngineConfig, ModelConfig, PhaseConfig, PretrainConfig, load_config
+from pretrain.model import compile as compiler
 from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
@@ -250,8 +253,20 @@ def saved_bytes(config: PretrainConfig, vocabulary: int) -> int:
     return sum(saved.values())
 
 
+@pytest.fixture
+def saving_as_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiled programs save what Inductor's do, but no C++ is made of them, which takes long."""
+    compiled = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(compiler, "compiled_function", functools.cache(compiler.compiled_function.__wrapped__))
+    compiler.program.cache_clear()
+    yield
+    compiler.program.cache_clear()
+
+
 @pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.usefixtures("saving_as_compiled")
 def test_activations_are_what_torch_saves(precision: Any, compile: bool, monkeypatch: pytest.MonkeyPatch):
     """Beside what is saved, the estimate has one layer's working space."""
     monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # a GPU has no such loops

@@ -20,7 +20,10 @@ def make_config(folder: Path, *phases: dict[str, Any], **values: Any) -> Pretrai
     phase = {"sequence_length": 32, "global_sequences": 8, "steps": 100, "peak_learning_rate": 1e-3}
     model = {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 32}
     usual = {"name": "paced", "run_dir": str(folder / "run"), "corpus": {"dir": str(folder / "corpus")}, "model": model}
-    usual |= {"phases": [{**phase, **one} for one in phases or ({},)], "engine": {"precision": "fp32"}}
+    usual |= {
+        "phases": [{**phase, **one} for one in phases or ({},)],
+        "engine": {"precision": "fp32", "compile": False},
+    }
     return PretrainConfig.model_validate({**usual, **values})
 
 

@@ -54,7 +54,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     made = Hub()
     monkeypatch.setenv("BERTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    forget_clients()
+    forget_clients(monkeypatch)
     fetched_model.cache_clear()
     with serving(made.answer) as url:
         monkeypatch.setattr(constants, "ENDPOINT", url)

@@ -148,9 +148,10 @@ def test_only_what_is_missing_needs_space(proxy: FaultyProxy, tmp_path: Path, mo
     assert len(folders.fetch_files(address)) == 2
 
 
-def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(proxy, tmp_path) -> None:
+def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(proxy, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(objects, "_S3_PART_BYTES", 5 << 20)  # the least that S3 allows
     path, address = tmp_path / "large", f"s3://{BUCKET}/large"
-    path.write_bytes(np.random.default_rng(0).bytes(33 << 20))
+    path.write_bytes(np.random.default_rng(0).bytes(11 << 20))
     proxy.plan = [Fault("503", "PUT .*partNumber=2")]
     ObjectStore().upload(path, address)
     parts = [request.split("&")[0] for request in proxy.requests if "partNumber" in request]
@@ -163,8 +164,9 @@ def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again
     assert not list(tmp_path.glob(".back*"))
 
 
-def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tmp_path: Path) -> None:
-    content, address = np.random.default_rng(0).bytes(20 << 20), f"s3://{BUCKET}/large"
+def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(objects, "_CHUNK_BYTES", 4 << 20)
+    content, address = np.random.default_rng(0).bytes(5 << 20), f"s3://{BUCKET}/large"
     ObjectStore().write(address, content)
     digest = hashlib.sha256(content).hexdigest()
     expected = ListedObject(len(content), "", 0.0)
@@ -172,7 +174,7 @@ def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tm
     with pytest.raises(InputError):
         ObjectStore().download(address, tmp_path / "back", expected, digest)
     (part,) = tmp_path.glob(".back.*.part")
-    assert part.stat().st_size == 16 << 20
+    assert part.stat().st_size == 4 << 20
     proxy.requests.clear()
     ObjectStore().download(address, tmp_path / "back", expected, digest)
     assert len(proxy.requests) == 1
@@ -185,7 +187,7 @@ def test_wrong_credentials_and_missing_buckets_are_refused_at_once(proxy, monkey
     with pytest.raises(InputError, match=r"s3://nowhere/a/b: .*bucket does not exist\. Create the bucket, or correct"):
         getattr(ObjectStore(), call)("s3://nowhere/a/b", *arguments)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
-    forget_clients()
+    forget_clients(monkeypatch)
     proxy.requests.clear()
     with pytest.raises(
         InputError, match=r"cannot be .*(Forbidden|does not exist).* Check the credentials.*AWS_ACCESS_KEY_ID"
@@ -197,7 +199,7 @@ def test_wrong_credentials_and_missing_buckets_are_refused_at_once(proxy, monkey
 def test_missing_credentials_are_named(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    forget_clients()
+    forget_clients(monkeypatch)
     with pytest.raises(InputError, match=r"s3://bucket/a: cannot be written: .*AWS_ACCESS_KEY_ID and AWS_SECRET"):
         ObjectStore().write(f"s3://{BUCKET}/a", b"x")
 
@@ -308,13 +310,12 @@ class Container(MemoryFileSystem):
 def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("BERTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(_registry, "abfs", Container)
-    forget_clients()
+    forget_clients(monkeypatch)
     address = "abfs://container@mine.dfs.core.windows.net/exports/one"
     folders.store(make_folder(tmp_path / "export", a="1", b="2"), address)
     verify_manifest(folders.fetch(address))
     assert (local(address) / "b").read_text() == "2"
     assert Container.accounts == {"mine"}
-    forget_clients()
 
 
 WHEN = datetime.datetime(2026, 3, 1, tzinfo=datetime.timezone.utc)

@@ -77,8 +77,10 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records(folder)]
 
 
-def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(proxy: FaultyProxy, tmp_path: Path) -> None:
-    corpus, address = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300), f"s3://{BUCKET}/runs/mini"
+def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(
+    proxy: FaultyProxy, corpus: Path, tmp_path: Path
+) -> None:
+    address = f"s3://{BUCKET}/runs/mini"
     folders.store(corpus, f"s3://{BUCKET}/corpora/one")
     local_config = write_config(tmp_path / "local.yaml", corpus, tmp_path / "run")
     config = write_config(tmp_path / "stored.yaml", f"s3://{BUCKET}/corpora/one", address)
@@ -130,10 +132,10 @@ def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(proxy:
     verify_manifest(folders.fetch(f"s3://{BUCKET}/exports/mini"))
 
 
-def test_a_run_at_an_address_forks_from_another_there(proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_a_run_at_an_address_forks_from_another_there(proxy: FaultyProxy, corpus: Path, tmp_path: Path) -> None:
     """The command line of a fork, a job's first start with --resume, and a second fork of a kept step."""
-    corpus, address = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300), f"s3://{BUCKET}/runs/stem"
-    config, cache = write_config(tmp_path / "run.yaml", corpus, address), str(tmp_path / "cache")
+    address, cache = f"s3://{BUCKET}/runs/stem", str(tmp_path / "cache")
+    config = write_config(tmp_path / "run.yaml", corpus, address)
     keep = ["--set", "checkpoint.keep_last=1", "--set", "checkpoint.keep_at=[2]"]
 
     def forked(name: str, *more: str, at: int = 2) -> list[str]:
@@ -395,8 +397,7 @@ def test_without_an_address_no_client_is_imported() -> None:
         (["corpus.vocabulary.path=s3://bucket/v.txt"], "vocabulary.path: 's3://bucket/v.txt' is a remote"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(proxy, tmp_path, capsys, changes, message) -> None:
-    corpus = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300)
+def test_mistakes_are_reported_in_one_line(proxy, corpus, tmp_path, capsys, changes, message) -> None:
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
     assert main(["pretrain", config, "--no-ray", *(part for one in changes for part in ("--set", one))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
