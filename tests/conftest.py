@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="offline", MPLBACKEND="agg")
 for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
     os.environ.pop(name, None)
+# A shell that runs the tests in the background lets them ignore Ctrl-C, and so would the processes that they end by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Rates that a test measures, or pretends to, are not the user's.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"bertrain-tests-{os.getuid()}")
 # Tests multiply small matrices, in many processes at once: more threads in each only wait for one another.

@@ -430,9 +430,7 @@ def test_nodes_end_with_up_however_it_ends(tmp_path: Path, number: signal.Signal
     # A child of a node outlives it unless its session is ended.
     node = "".join(line for line in local.NODE_PROGRAM.splitlines(True) if " ray" not in line and "main()" not in line)
     node += "import subprocess, time; subprocess.run(['sleep', '60']); time.sleep(60)"
-    # A shell that runs the tests in the background lets them ignore Ctrl-C.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += f"from cluster.workers import local; local.NODE_PROGRAM = {node!r}; local.up(1, 1)"
+    code = f"from cluster.workers import local; local.NODE_PROGRAM = {node!r}; local.up(1, 1)"
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     with (
         subprocess.Popen(["sleep", "60"], start_new_session=True) as other,
