@@ -12,9 +12,9 @@ from numpy.lib.stride_tricks import as_strided
 from pretrain.corpus.shards import Shard
 
 # Looking up a sample maps about seven places of the shards into the process, usually 64 kB each. In a corpus of more
-# than _KEEP_MAPPED bytes they are unmapped after _SAMPLES_MAPPED samples.
-_KEEP_MAPPED = 1 << 28
-_SAMPLES_MAPPED = 512
+# than KEEP_MAPPED bytes they are unmapped after SAMPLES_MAPPED samples.
+KEEP_MAPPED = 1 << 28
+SAMPLES_MAPPED = 512
 _DAMAGED = "an offset points outside its shard; the corpus is damaged"
 
 
@@ -45,13 +45,13 @@ class ShardText:
         self._counts = np.array([len(table) - 1 for table in self._tables])
         mapped = [array for shard in shards for array in (shard.sentences, shard.documents, shard.tokens)]
         files = {id(array.base): array.base for array in mapped if isinstance(array.base, mmap.mmap)}
-        self._mapped = list(files.values()) if sum(array.nbytes for array in mapped) > _KEEP_MAPPED else []
+        self._mapped = list(files.values()) if sum(array.nbytes for array in mapped) > KEEP_MAPPED else []
         self._looked_up = 0
 
     def looked_up(self, samples: int) -> None:
         """Count samples looked up; from time to time unmap what they mapped. It stays in the page cache."""
         self._looked_up += samples
-        if self._looked_up >= _SAMPLES_MAPPED:
+        if self._looked_up >= SAMPLES_MAPPED:
             self.forget()
 
     def forget(self) -> None:

@@ -36,7 +36,7 @@ from pretrain.training.engine import Engine
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 1800.0  # the most that an evaluation, a save without retries or a rollback may take
-_STOP_SECONDS = 5.0  # that a stop waits for the step in progress, which may be compiled for minutes
+STOP_SECONDS = 5.0  # that a stop waits for the step in progress, which may be compiled for minutes
 _STORAGE = "the run folder's storage"
 _MAX_BAD_STEPS = 5  # in a row, with a loss or gradient that is not finite, before the run rolls back
 _MAX_ROLLBACKS = 3  # without a checkpoint past the step that failed, before the run stops as diverged
@@ -196,7 +196,7 @@ class Fit(Generic[S]):
         """
         alone = self.engine.world_size == 1 or not self.launched
         waits = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # for a good step, to be saved
-        return self.interrupts.after(_STOP_SECONDS if alone and not waits else math.inf)
+        return self.interrupts.after(STOP_SECONDS if alone and not waits else math.inf)
 
     def steps(self) -> Iterator[S]:
         """The task's steps from here on. A wait for one is not a hang: a phase may have to open its data."""

@@ -30,7 +30,7 @@ from pretrain.common.files import disk_errors, fsync_folder, sha256_file
 
 RETRY_SECONDS = 300.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 20.0
-_CHUNK_BYTES = 16 << 20  # of a download; what is lost if the connection is cut
+CHUNK_BYTES = 16 << 20  # of a download; what is lost if the connection is cut
 # What to install for a scheme, and the variables or command that its credentials come from.
 _PACKAGES = {
     "s3": "s3fs",
@@ -50,7 +50,7 @@ _CREDENTIALS = {
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}},
 }
-_S3_PART_BYTES, _S3_MOST_PARTS = 16 << 20, 10_000
+S3_PART_BYTES, _S3_MOST_PARTS = 16 << 20, 10_000
 _NO_CREDENTIALS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -256,7 +256,7 @@ class ObjectStore:
         """Add what `part` lacks of the object's `size` bytes."""
         with part.open("ab") as file:
             while (position := file.tell()) < size:
-                advance(file.write(self.read_range(address, position, min(size, position + _CHUNK_BYTES))))
+                advance(file.write(self.read_range(address, position, min(size, position + CHUNK_BYTES))))
             file.flush()
             os.fsync(file.fileno())
 
@@ -325,7 +325,7 @@ def _parts(address: str, size: int) -> dict[str, int]:
     """How a file of `size` bytes goes up: in parts, each retried by itself. Other clients than S3's choose."""
     if scheme_of(address) != "s3":
         return {}
-    return {"chunksize": max(_S3_PART_BYTES, math.ceil(size / _S3_MOST_PARTS)), "max_concurrency": 4}
+    return {"chunksize": max(S3_PART_BYTES, math.ceil(size / _S3_MOST_PARTS)), "max_concurrency": 4}
 
 
 def _name(address: str) -> str:

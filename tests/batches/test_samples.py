@@ -357,8 +357,8 @@ def test_large_corpora_are_read_alike(tmp_path, monkeypatch):
     shards = open_shards(make_corpus(tmp_path / "corpus"), "train")
     made = sampler(shards)
     expected = [made.gather(made.plan(np.arange(64) + first)).input_ids for first in range(0, 640, 64)]
-    monkeypatch.setattr(texts, "_KEEP_MAPPED", 0)
-    monkeypatch.setattr(texts, "_SAMPLES_MAPPED", 64)
+    monkeypatch.setattr(texts, "KEEP_MAPPED", 0)
+    monkeypatch.setattr(texts, "SAMPLES_MAPPED", 64)
     forgotten, forget = [], texts.ShardText.forget
     monkeypatch.setattr(texts.ShardText, "forget", lambda text: forgotten.append(forget(text)))
     made = sampler(shards)

@@ -323,7 +323,7 @@ def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_p
 
 def compile_for_ever(passes: int, words: list[str]) -> int:
     """The command line, in which the pass after so many compiles for ever, and gets SIGTERM meanwhile."""
-    loop._STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.launch, []
+    loop.STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.launch, []
 
     def slow(*arguments: Any, **options: Any) -> Any:
         if len(done) == passes:

@@ -149,7 +149,7 @@ def test_only_what_is_missing_needs_space(proxy: FaultyProxy, tmp_path: Path, mo
 
 
 def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(proxy, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(objects, "_S3_PART_BYTES", 5 << 20)  # the least that S3 allows
+    monkeypatch.setattr(objects, "S3_PART_BYTES", 5 << 20)  # the least that S3 allows
     path, address = tmp_path / "large", f"s3://{BUCKET}/large"
     path.write_bytes(np.random.default_rng(0).bytes(11 << 20))
     proxy.plan = [Fault("503", "PUT .*partNumber=2")]
@@ -165,7 +165,7 @@ def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again
 
 
 def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(objects, "_CHUNK_BYTES", 4 << 20)
+    monkeypatch.setattr(objects, "CHUNK_BYTES", 4 << 20)
     content, address = np.random.default_rng(0).bytes(5 << 20), f"s3://{BUCKET}/large"
     ObjectStore().write(address, content)
     digest = hashlib.sha256(content).hexdigest()
