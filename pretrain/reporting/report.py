@@ -68,11 +68,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         config=config,
         **(_pretraining_parts(runs[0], config, charts) if config else {}),
         charts=charts,
-        details=[
-            (f"{run.label}/{name}", _read_text(run.folder / name))
-            for run in runs
-            for name in (CONFIG_FILE, ENVIRONMENT_FILE)
-        ],
+        details=[(f"{run.label}/{name}", _read_text(run.folder / name)) for run in runs for name in _DETAILS],
         refresh_seconds=_REFRESH_SECONDS if watched and any(run.state == UNFINISHED for run in runs) else 0,
     )
 
