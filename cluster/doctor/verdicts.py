@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.doctor.rows import FAIL, PASS, WARN, Finding, above, below
+from cluster.doctor.rows import FAIL, PASS, WARN, Finding, below
 from pretrain.common.commands import LAUNCHER, program
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
 def judge_cores(cores: int, busy: float) -> Finding:
     """The row of the CPU cores; `busy` is their share used by other programs."""
     advice = "Other programs run here: the measurements below are lower than what this machine can do."
-    return Finding("cores", f"{cores}, {busy:.0%} busy", above(busy, _BUSY, 1.0), advice)
+    return Finding("cores", f"{cores}, {busy:.0%} busy", WARN if busy > _BUSY else PASS, advice)
 
 
 def judge_memory(total: int, free: int) -> Finding:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import secrets
 import shutil
 import signal
@@ -73,7 +74,6 @@ def run(
     thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
 
     Args:
-        training: must survive JSON.
         workers: how many processes, at most.
         cpus_per_worker: 0 divides the cores among the workers.
         address: "host:port" of a Ray cluster, which must see the same files. Empty starts a Ray of our own on this
@@ -114,7 +114,7 @@ def drive(
     run_dir: Path | str,
     poll: Callable[[Path], None] | None = None,
 ) -> None:
-    """Run a driver of Ray, `python -m MODULE request.json`, until it exits, and raise its error, if any.
+    """Run a driver of Ray, `python -m MODULE request.pickle`, until it exits, and raise its error, if any.
 
     Signals are those of `run`.
 
@@ -153,9 +153,10 @@ def _run_driver(
 ) -> int | None:
     """The driver's exit code; at the end its whole session is gone."""
     folder = request.launch.ray_dir
-    (folder / "request.json").write_text(request.to_json(), encoding="utf-8")
+    path = folder / "request.pickle"  # only this user can read or write the folder
+    path.write_bytes(pickle.dumps(request))
     with append_open(request.launch.run_dir / LOGS / RAY_LOG) as log:
-        child = start_session([interpreter(folder), "-m", module, str(folder / "request.json")], log)
+        child = start_session([interpreter(folder), "-m", module, str(path)], log)
         signals.on_second = lambda: end_session(child.pid)
         try:
             _wait(child, folder, poll)

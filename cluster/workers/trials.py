@@ -100,4 +100,4 @@ def _run(request: TrialsRequest) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], TrialsRequest, _run)
+    main(sys.argv[1], _run)

@@ -195,16 +195,6 @@ def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], detail
     return [f"{name}: {line}", *remarks]
 
 
-def read_details(run: Path) -> dict[str, dict[str, Any]]:
-    """set -> details, from the scores.json of a finished run; {} if it has none."""
-    try:
-        return json.loads((run / SCORES).read_text(encoding="utf-8")).get("details", {})
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InputError(f"{run / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
-
-
 # Keys of the starting checkpoint's config.json that do not apply to the new model.
 _STALE = (
     "architectures",

@@ -49,7 +49,7 @@ def dry_run(
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; by default `measured`.
-        measured: the mean of each phase on the prepared corpus; without them, `expected_length` is assumed.
+        measured: the mean of each phase on the prepared corpus; without them, `ASSUMED_FILL` of the length is assumed.
         readings: lines on how often an epoch reads a token.
         show_config: add the resolved config.
 

@@ -41,7 +41,6 @@ def line_chart(
     *,
     form: Form,
     form_x: Form,
-    x_name: str = "step",
     marks: Sequence[tuple[float, str, str]] = (),
     from_zero: bool = False,
 ) -> str:
@@ -52,7 +51,6 @@ def line_chart(
         series: the curves, each in ascending order of x.
         form: formats a y value.
         form_x: formats an x value.
-        x_name: name of the x axis.
         marks: vertical lines: of phase boundaries (x, label on the left, label on the right), of events without labels.
         from_zero: start the y axis at 0.
     """
@@ -72,7 +70,7 @@ def line_chart(
         *(_mark(frame, *mark) for mark in marks if frame.x_low <= mark[0] <= frame.x_high),
         *(_drawing(frame, curve) for curve in curves),
     ]
-    data = escape(_data(frame, curves, form, form_x, x_name), quote=True)
+    data = escape(_data(frame, curves, form, form_x), quote=True)
     return (
         f'<figure class="chart" data-chart="{data}">'
         f"<figcaption><b>{escape(title)}</b>{_legend(shown)}</figcaption>"
@@ -259,14 +257,14 @@ def _smooth(points: Points) -> Points:
     return out
 
 
-def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form, x_name: str) -> str:
+def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form) -> str:
     """Data for the script that shows values under the pointer: the points of each curve, as coordinates and as text."""
     return json.dumps(
         [
             {
                 "name": curve.name,
                 "kind": curve.kind,
-                "points": [[frame.x(x), frame.y(y), f"{x_name} {form_x(x)}".strip(), form(y)] for x, y in curve.line],
+                "points": [[frame.x(x), frame.y(y), f"step {form_x(x)}", form(y)] for x, y in curve.line],
             }
             for curve in curves
         ],

@@ -14,6 +14,8 @@ from pretrain.corpus.byte_words import spelled, speller
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from pretrain.batches.batch import MaskedSequence
     from pretrain.corpus.shards import TokenShards
 
@@ -90,13 +92,15 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
     model.load_state_dict(state)
     order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
-    special = ModelTokenizer.read(export_dir).special_ids
+    _, tokenizer, special = ModelTokenizer.read(export_dir)
     batch = masked_batch([masked(sentences[number], special) for number in order])
     with torch.inference_mode():
         # Padded rows stand for no token.
         probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()
     by_number = dict(zip(order, probabilities, strict=True))
-    return [filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
+    return [
+        filling(sentence, by_number[number], tokenizer, special["mask"]) for number, sentence in enumerate(sentences)
+    ]
 
 
 # ---- choosing sentences
@@ -152,63 +156,22 @@ def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequen
     return MaskedSequence(ids, place, label)
 
 
-def filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
-    """What the model expects in place of the masked token, as a reader sees it."""
-    words = [vocabulary[token] for token in sentence.tokens]
-    spell = speller(vocabulary)
-    spaced = spelled(words, spell) if spell else _spaced(words)
-    truth = sentence.tokens[sentence.masked]
+def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask: int) -> Filling:
+    """What the model expects in place of the masked token, as a reader sees it; `mask` is the id of the mask token."""
 
     def shown(token: int) -> str:
-        return spelled([vocabulary[token]], spell)[0].strip() if spell else vocabulary[token]
+        return tokenizer.decode([token], skip_special_tokens=False).strip()
 
+    tokens, truth = list(sentence.tokens), sentence.tokens[sentence.masked]
+    tokens[sentence.masked] = mask
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    before, _, after = text.partition(tokenizer.id_to_token(mask))
     best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:GUESSES]
     return Filling(
-        before="".join(spaced[: sentence.masked]).lstrip() + (" " if spaced[sentence.masked].startswith(" ") else ""),
-        after="".join(spaced[sentence.masked + 1 :]),
+        before=f"{before.strip()} ".lstrip(),
+        after=after,
         truth=shown(truth),
         guesses=tuple((shown(token), probabilities[token]) for token in best),
         rank=1 + sum(one > probabilities[truth] for one in probabilities),
         probability=probabilities[truth],
     )
-
-
-# ---- tokens to text
-
-_NO_SPACE_BEFORE = frozenset(".,;:!?)]}%\u201d\u2026")
-_NO_SPACE_AFTER = frozenset("([{\u201c\u2018$\u00a3#")
-_QUOTES = frozenset("\"'`")
-_APOSTROPHES = frozenset("'\u2019")
-_AFTER_APOSTROPHE = frozenset(["s", "t", "d", "m", "re", "ve", "ll"])
-_BETWEEN_WORDS = frozenset("-/_=\u2013")
-
-
-def _spaced(tokens: Sequence[str]) -> list[str]:
-    """The text of each token, with a leading space where one belongs."""
-    spaced: list[str] = []
-    open_quotes: set[str] = set()
-    glue = True  # whether the next token follows without a space
-    for index, token in enumerate(tokens):
-        before = tokens[index - 1] if index else ""
-        follower = tokens[index + 1] if index + 1 < len(tokens) else ""
-        text, attached, glue_next = token, glue, False
-        if token.startswith("##"):
-            text, attached = token[2:], True
-        elif token in _APOSTROPHES and before[-1:].isalnum() and follower in _AFTER_APOSTROPHE:
-            attached, glue_next = True, True
-        elif token in _QUOTES and token == before:  # ``code``
-            attached, glue_next = True, glue
-        elif token in _QUOTES:
-            attached = attached or token in open_quotes
-            glue_next = token not in open_quotes
-            open_quotes ^= {token}
-        elif token in _NO_SPACE_BEFORE:
-            attached = True
-            glue_next = token in ".,:" and before.isdigit() and follower.isdigit()  # 3.5
-        elif token in _BETWEEN_WORDS and before[-1:].isalnum() and follower[:1].isalnum():  # well-known
-            attached, glue_next = True, True
-        elif token in _NO_SPACE_AFTER:
-            glue_next = True
-        spaced.append(text if attached else f" {text}")
-        glue = glue_next
-    return spaced

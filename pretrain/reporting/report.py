@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.errors import InputError
 from pretrain.common.records import Metric, metrics_of
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
 from pretrain.common.wording import clock, counted
@@ -184,7 +183,7 @@ def _pretraining_parts(run: RunRecords, config: PretrainConfig, charts: Charts) 
         "fillings": filled[:: max(1, len(filled) // SHOWN)],
         "filled": _found(filled),
         "finetuned": results,
-        "card": card_page(_read_json(corpus / "card.json")),
+        "card": card_page(json.loads(_read_text(corpus / "card.json") or "{}")),
     }
 
 
@@ -210,14 +209,6 @@ def _finetuned_lines(run: RunRecords) -> Iterator[str]:
 
 def _read_finetuned(run: RunRecords) -> list[dict[str, Any]]:
     return json.loads(_read_text(run.folder / FINETUNED) or "[]")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An optional JSON object; {} if the file is missing."""
-    try:
-        return json.loads(_read_text(path) or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: damaged ({error}). Restore it, or remove it.") from None
 
 
 # ---- the corpus card

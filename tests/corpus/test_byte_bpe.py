@@ -290,7 +290,7 @@ def test_a_filling_shows_text() -> None:
     assert {"Ġthe", "Ġdog", "Ġand"} <= words <= {entry for entry in entries if entry.startswith("Ġ")}
     probabilities = [0.0] * len(entries)
     probabilities[entries.index("Ġdog")] = 0.75
-    shown = filling(MaskedSentence(tokens, place), probabilities, entries)
+    shown = filling(MaskedSentence(tokens, place), probabilities, trained(), entries.index("[MASK]"))
     assert (shown.before, shown.truth, shown.after) == (
         "the dog ",
         "and",

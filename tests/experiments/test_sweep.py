@@ -518,7 +518,7 @@ def test_what_ended_is_not_run_again_and_the_rest_is(work: Path, monkeypatch: An
     again: list[int] = []
     run = lambda target, tasks, **options: again.extend(task.training.config["seed"] for task in tasks)  # noqa: E731
     monkeypatch.setattr(trials, "run_trials", run)
-    outcomes = trials.run_all([config], members)
+    outcomes = trials.run_all([config], members, parallel=0, ended=lambda outcomes: None)
     assert again == [3]
     errors = [outcome.error for outcome in outcomes if outcome]
     assert [type(error) for error in errors] == [type(None), type(None), DivergedError, MachineError]

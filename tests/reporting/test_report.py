@@ -18,12 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.checkpoint import hf
+from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting import charts, fill_mask, report
-from pretrain.reporting.fill_mask import MaskedSentence, _spaced, fill, held_out_sentences
+from pretrain.reporting.fill_mask import MaskedSentence, fill, held_out_sentences
 from tests.tasks.refusals import refused
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
@@ -253,26 +254,14 @@ class TestFillings:
         (tmp_path / "config.json").write_text((exported / "config.json").read_text())
         refused("no masked-language-modeling head", fill, tmp_path, [MaskedSentence((11, 12, 13), 1)])
 
-    def test_a_filling_puts_the_sentence_around_the_blank(self) -> None:
+    def test_a_filling_puts_the_sentence_around_the_blank(self, exported: Path) -> None:
+        tokenizer, zeros = read_tokenizer(exported), [0.0] * len(VOCABULARY)
+        mask = VOCABULARY.index("[MASK]")
         tokens = tuple(VOCABULARY.index(token) for token in ["ban", ",", "bar", "##s", "bat", "."])
-        filling = fill_mask.filling(MaskedSentence(tokens, 4), [0.0] * len(VOCABULARY), VOCABULARY)
-        assert (filling.before, filling.after) == ("ban, bars ", ".")
-        filling = fill_mask.filling(MaskedSentence(tokens, 0), [0.0] * len(VOCABULARY), VOCABULARY)
-        assert (filling.before, filling.after) == ("", ", bars bat.")
-
-    @pytest.mark.parametrize(
-        ("tokens", "text"),
-        [
-            ("the cat ##s sat , then slept .", "the cats sat, then slept."),
-            ("it isn ' t well - known ( yet ) ?", "it isn't well-known (yet)?"),
-            ('he said " come in " and left .', 'he said "come in" and left.'),
-            ("use ` ` os . path ` ` or ' x ' .", "use ``os. path`` or 'x'."),
-            ("3 . 5 % of $ 1 , 000 at 9 : 30 .", "3.5% of $1,000 at 9:30."),
-            ("a / b and c = d - ", "a/b and c=d -"),
-        ],
-    )
-    def test_readable(self, tokens: str, text: str) -> None:
-        assert "".join(_spaced(tokens.split())) == text
+        filling = fill_mask.filling(MaskedSentence(tokens, 4), zeros, tokenizer, mask)
+        assert (filling.before, filling.truth, filling.after) == ("ban, bars ", "bat", ".")
+        filling = fill_mask.filling(MaskedSentence(tokens, 0), zeros, tokenizer, mask)
+        assert (filling.before, filling.truth, filling.after) == ("", "ban", ", bars bat.")
 
 
 class TestCharts:

@@ -14,9 +14,9 @@ from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue, tables
-from finetune.tasks.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown, without_vectors
+from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, shown, without_vectors
 from finetune.tasks.datasets.surrogates import check_id, check_whole
-from finetune.tasks.datasets.table import Key, Table
+from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import disk_errors
+from pretrain.common.wording import counted
 from pretrain.reporting.attention.strips import percent, strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
 from pretrain.reporting.pages import write_page
@@ -175,4 +176,4 @@ def _model_line(model: AttentionModel) -> str:
 def _averaged_over(statistics: HeadStatistics, *, from_file: bool) -> str:
     if not from_file:
         return f"the {statistics.tokens:,} tokens of this text"
-    return f"{statistics.tokens:,} tokens of {statistics.texts:,} text{'s' if statistics.texts > 1 else ''}"
+    return f"{statistics.tokens:,} tokens of {counted(statistics.texts, 'text')}"
