@@ -105,22 +105,9 @@ def save_model(
         own=why_own(released.model) if released.family == OWN.family else "",
         brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
     )
-    _write_scores(config, task, facts, data)
+    known = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data}
+    write_json(config.folder / SCORES, {**known, "scores": facts.scores, "details": facts.details})
     _write_model(config, task, released, weights, facts)
-
-
-def _write_scores(config: FinetuneConfig, task: Task[Any], facts: CardFacts, data: str) -> None:
-    write_json(
-        config.folder / SCORES,
-        {
-            "metric": task.metric,
-            "step": facts.step,
-            "chosen_on": facts.chosen_on,
-            "data": data,
-            "scores": facts.scores,
-            "details": facts.details,
-        },
-    )
 
 
 def _write_model(

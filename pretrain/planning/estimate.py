@@ -166,7 +166,7 @@ def _parameter_lines(config: PretrainConfig, size: int) -> str:
             ("embeddings", count.embeddings, _embedding_note(model, size)),
             ("layers", count.layers, _shape(model)),
             ("heads", whole - count.embeddings - count.layers, _head_note(config)),
-            ("total", whole, _total_note(model)),
+            ("total", whole, "the decoder is the word embeddings, counted once" if model.tied_decoder else ""),
         ]
     return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
 
@@ -185,10 +185,6 @@ def _head_note(config: PretrainConfig) -> str:
         f"pooler, {pairs.objective.upper()}": pairs.has_classifier,
     }
     return ", ".join(name for name, has in parts.items() if has) or "none"
-
-
-def _total_note(model: ModelConfig) -> str:
-    return "the decoder is the word embeddings, counted once" if model.tied_decoder else "with a decoder of its own"
 
 
 def _shape(model: ModelConfig) -> str:

@@ -196,7 +196,7 @@ def _worth(results: list[dict[str, Any]]) -> list[str]:
         if (score := result["scores"].get(start)) is not None
     ]
     unit = "scores on held-out examples, 0 to 1"
-    return [bar_chart("What pretraining added", unit, bars, form="{:.3f}".format, whole=1.0)] if bars else []
+    return [bar_chart("What pretraining added", unit, bars, form="{:.3f}".format)] if bars else []
 
 
 def _finetuned_lines(run: RunRecords) -> Iterator[str]:

@@ -280,10 +280,9 @@ def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(wo
 
 
 def test_axes_are_laid_over_a_grid() -> None:
-    grid = parse_grid("devlin", ["training.epochs=3", "max_length=64, 128,64", "optimizer.name=[a,b],c"])
+    grid = parse_grid("devlin", ["training.epochs=3", "max_length=64, 128,64"])
     assert grid["training.epochs"] == ["3"]
     assert grid["max_length"] == ["64", "128"]
-    assert grid["optimizer.name"] == ["[a,b]", "c"]
     assert parse_grid("", ["random_weights=true"]) == {"random_weights": ["true"]}
     assert parse_grid("", ["classification.class_weights=none,balanced"])
 

@@ -93,14 +93,7 @@ class AnswerDecoder:
         return min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
 
     def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
-        """evaluate-v1.1.py's exact_match and f1, or what evaluate-v2.0.py reports.
-
-        exact, f1, HasAns_ and NoAns_ use the current threshold. best_ are the best scores that any threshold gives,
-        and best_*_thresh those thresholds.
-
-        Raises:
-            InputError: no example has a prediction.
-        """
+        """As `Questions.score`."""
         golds, answers = _golds(examples), self._answers(predictions)
         if not any(question in answers for question in golds):
             raise InputError(
