@@ -1,8 +1,5 @@
 """Judges what was measured on one machine. Nothing is measured here, so that tests can judge made-up values."""
 
-import contextlib
-import netrc
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -99,12 +96,3 @@ def judge_loader(rate: float, wanted: float) -> Finding:
     text = f"{rate:,.0f} sequences/s of 128 for one worker"
     advice = f"A worker could train {wanted:,.0f} of BERT-Base: use faster cores, or close other programs."
     return Finding("loader", text, WARN if rate < wanted else PASS, advice)
-
-
-def wandb_key() -> Finding:
-    """The row that says whether wandb would find a key in the environment or in netrc. The key itself is not read."""
-    has_key = bool(os.environ.get("WANDB_API_KEY"))
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        has_key = has_key or "api.wandb.ai" in netrc.netrc().hosts
-    absent = f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
-    return Finding("W&B key", "present" if has_key else absent)
