@@ -165,26 +165,15 @@ def _parameter_lines(config: PretrainConfig, size: int) -> str:
         rows = [
             ("embeddings", count.embeddings, _embedding_note(model, size)),
             ("layers", count.layers, _shape(model)),
-            ("heads", whole - count.embeddings - count.layers, _head_note(config)),
+            ("heads", whole - count.embeddings - count.layers, ""),
             ("total", whole, "the decoder is the word embeddings, counted once" if model.tied_decoder else ""),
         ]
-    return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
+    return "\n".join(f"  {label:<12}{number:>14,}  {note}".rstrip() for label, number, note in rows)
 
 
 def _embedding_note(model: ModelConfig, size: int) -> str:
     positions = f", {model.max_positions} positions" if model.positions == "learned" else ""
     return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}"
-
-
-def _head_note(config: PretrainConfig) -> str:
-    model, pairs = config.model, config.pairs
-    parts = {
-        "MLM transform": model.mlm_transform,
-        "decoder": not model.tied_decoder,
-        "bias": model.decoder_bias,
-        f"pooler, {pairs.objective.upper()}": pairs.has_classifier,
-    }
-    return ", ".join(name for name, has in parts.items() if has) or "none"
 
 
 def _shape(model: ModelConfig) -> str:

@@ -395,10 +395,8 @@ def test_the_command_puts_models_side_by_side(tmp_path: Path, bert: Path, capsys
     printed = capsys.readouterr().out
     assert "held-out text, bits per character" in printed
     assert "BLiMP, all paradigms" in printed
-    assert main([*common, "--name", "two", "--blimp", str(data), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    assert main([*common, "--name", "two", "--blimp", str(data)]) == 0
     one, two = json.loads((out / "scores.json").read_text())["models"]
-    assert two == shown
     assert one["held_out"]["how"]["length"] == 64, "of a model with fewer positions than 128"
     assert one["blimp"] == two["blimp"]
     rows = dict(score_rows([one, two]))
