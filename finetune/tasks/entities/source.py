@@ -40,9 +40,11 @@ class SentenceSource:
         self.types: tuple[str, ...] = tuple(state["types"]) if state else settings.labels
         self.remarks: list[str] = []
         self._scheme: metrics.Scheme | None = settings.scheme if settings.scheme != "auto" else None
-        self._cuts = WordCuts.from_state(state["word_cuts"]) if state else None
+        self._cuts: WordCuts | None = None
         if state and self._scheme is None:
             self._scheme = state["scheme"]
+        if state and "word_cuts" in state:  # older models do not have it
+            self._cuts = WordCuts.from_state(state["word_cuts"])
         self._is_trained = state is not None
 
     @property
