@@ -162,7 +162,7 @@ def _read_run(folder: Path) -> RunRecords:
     return RunRecords(
         folder,
         folder.resolve().name,
-        read_values(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {},
+        _read_config(folder / CONFIG_FILE),
         _ascending([record for record in records if is_training(record)]),
         _ascending([record for record in records if record.get("split") == "validation"]),
         _ascending(read_records(folder, PROBES)),
@@ -183,6 +183,17 @@ def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """The run's config; {} without one. Only the fields of the phases that every report uses are checked."""
+    if not path.exists():
+        return {}
+    config = read_values(path)
+    phases = config.get("phases") or []
+    if not isinstance(phases, list) or not all(map(_is_phase, phases)):
+        raise InputError(f"{path}: phases must be a list of sections with steps and sequence_length. Restore the file.")
+    return config
+
+
 def _last_start(folder: Path) -> float:
     """When the last start of the run began, in seconds since 1970; 0 if that is unknown."""
     try:
@@ -190,6 +201,10 @@ def _last_start(folder: Path) -> float:
         return datetime.datetime.fromisoformat(environment["started"]).timestamp()
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0.0
+
+
+def _is_phase(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), int) for key in ("steps", "sequence_length"))
 
 
 def _read_scores(path: Path) -> Iterator[Score]:
