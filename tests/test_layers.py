@@ -43,8 +43,8 @@ MAY_IMPORT: dict[str, str] = {
     "cluster.manifests": "pretrain.common pretrain.config cluster.workers",
     "cluster.doctor": "pretrain.common cluster.workers cluster.jobs",
     "pretrain.reporting": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.model pretrain.checkpoint "
-        "pretrain.run"
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.checkpoint pretrain.run"
     ),
     "pretrain": "pretrain.common pretrain.run",
     "finetune.tasks": "pretrain.common pretrain.corpus",

@@ -36,6 +36,7 @@ from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
 from pretrain.common.extensions import carrying
 from pretrain.common.files import UNTRAINED, checkpoint_names
+from pretrain.common.wording import clock
 from pretrain.common.worker import WAITING_FILE
 
 if TYPE_CHECKING:
@@ -399,7 +400,7 @@ def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pat
 def describe(job: JobDetails, queued: str = "") -> str:
     """One job for the terminal: its state, what that means, and the progress of its run."""
     lines = [f"{job.submission_id}: {state(job, queued)}"]
-    lines.append(f"  submitted {clock(job.start_time)}, {_duration(job)}")
+    lines.append(f"  submitted {date(job.start_time)}, {_duration(job)}")
     metadata = job.metadata or {}
     if "run_dir" in metadata:
         lines.append(f"  run folder {metadata['run_dir']}")
@@ -429,7 +430,7 @@ def progress(job: JobDetails) -> list[str]:
 def _waiting(run_dir: Path) -> list[str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         notice = json.loads((run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))
-        return [f"{notice['message']}, for {_clock(time.time() - notice['time'])}"]
+        return [f"{notice['message']}, for {clock(time.time() - notice['time'])}"]
     return []
 
 
@@ -463,16 +464,11 @@ def job_metadata(job: Job) -> dict[str, str]:
     }
 
 
-def clock(milliseconds: int | None) -> str:
+def date(milliseconds: int | None) -> str:
     """A time that Ray reports, in this machine's time zone."""
     return time.strftime("%F %T", time.localtime((milliseconds or 0) / 1000))
 
 
 def _duration(job: JobDetails) -> str:
     end = (job.end_time or time.time() * 1000) / 1000
-    return f"{'ran' if job.status in FINISHED else 'for'} {_clock(end - (job.start_time or 0) / 1000)}"
-
-
-def _clock(seconds: float) -> str:
-    hours, rest = divmod(max(0, int(seconds)), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+    return f"{'ran' if job.status in FINISHED else 'for'} {clock(end - (job.start_time or 0) / 1000)}"

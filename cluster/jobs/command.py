@@ -71,7 +71,7 @@ def _list(arguments: argparse.Namespace) -> None:
             str(job.submission_id),
             metadata.get("bertrain", "other"),
             client.state(job, queued.get(str(job.submission_id), "")),
-            client.clock(job.start_time),
+            client.date(job.start_time),
             "; ".join(client.progress(job)),
         )
         table.add_row(*map(printable, cells))

@@ -7,6 +7,7 @@ with its session.
 import contextlib
 import logging
 import os
+import pickle
 import secrets
 import shutil
 import signal
@@ -18,14 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.workers.address import token_refused
 from cluster.workers.capacity import wait_for_capacity
 from cluster.workers.launch import LOGS, RAY_FOLDER, RAY_LOG, STOP_SIGNALS, end_session
 from cluster.workers.nodes import NodeSize, cpus_that_fit, nodes_fit, usable_nodes
 from cluster.workers.outcomes import as_data, one_line
-from cluster.workers.request import DriverRequest, Launch, LaunchRequest, R
+from cluster.workers.request import DriverRequest, Launch, LaunchRequest
 from cluster.workers.supervisor import supervise
 from pretrain.common.commands import program
 from pretrain.common.errors import MachineError, RunError, StoppedError
@@ -33,6 +34,8 @@ from pretrain.common.extensions import carrying
 from pretrain.common.files import write_json
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=DriverRequest)
 
 _CONNECT_SECONDS = 3.0  # for the cluster's port to accept a connection
 _ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
@@ -52,11 +55,11 @@ _RAY_ENVIRONMENT = {
 }
 
 
-def main(request_path: str, kind: type[R], work: Callable[[R], None]) -> None:
-    """Do `work` with the request of class `kind` at this path, and write its outcome to the request's file."""
+def main(request_path: str, work: Callable[[Any], None]) -> None:
+    """Do `work` with the request at this path, and write its outcome to the request's file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as `start_session` does
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    request = kind.from_json(Path(request_path).read_text(encoding="utf-8"))
+    request: DriverRequest = pickle.loads(Path(request_path).read_bytes())
     exit_with_parent(request.launch.launcher, request.launch.ray_dir)
     os.environ.update(_RAY_ENVIRONMENT)
     error: RunError | None = None
@@ -168,13 +171,12 @@ def _trim_node() -> None:
 
     In the end, kill the others at once: they do not get the SIGTERM after which Ray waits for a second each.
     """
-    with contextlib.suppress(ImportError, AttributeError):  # another version of Ray: there is no public way
-        from ray._private.worker import global_worker
+    from ray._private.worker import global_worker  # there is no public way
 
-        node: Any = global_worker.node
-        kill = node.kill_all_processes
-        node.kill_log_monitor(check_alive=False)
-        node.kill_all_processes = lambda **_: kill(check_alive=False)
+    node: Any = global_worker.node
+    kill = node.kill_all_processes
+    node.kill_log_monitor(check_alive=False)
+    node.kill_all_processes = lambda **_: kill(check_alive=False)
 
 
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
@@ -307,4 +309,4 @@ def exit_with_parent(parent: int, folder: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], LaunchRequest, _run)
+    main(sys.argv[1], _run)

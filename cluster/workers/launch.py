@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import secrets
 import shutil
 import signal
@@ -73,7 +74,6 @@ def run(
     thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
 
     Args:
-        training: must survive JSON.
         workers: how many processes, at most.
         cpus_per_worker: 0 divides the cores among the workers.
         address: "host:port" of a Ray cluster, which must see the same files. Empty starts a Ray of our own on this
@@ -112,16 +112,15 @@ def drive(
     *,
     address: str,
     run_dir: Path | str,
-    poll: Callable[[Path], None] | None = None,
+    poll: Callable[[], None] | None = None,
 ) -> None:
-    """Run a driver of Ray, `python -m MODULE request.json`, until it exits, and raise its error, if any.
+    """Run a driver of Ray, `python -m MODULE request.pickle`, until it exits, and raise its error, if any.
 
     Signals are those of `run`.
 
     Args:
         make_request: the driver's request for this launch.
-        poll: called about four times a second, in this thread, with the private folder `ray_dir`, in which a driver may
-            report progress.
+        poll: called about four times a second, in this thread.
     """
     check_address(address)
     run_dir = Path(run_dir).absolute()
@@ -148,32 +147,31 @@ def _clear(run_dir: Path) -> int:
         return clear_stop(run_dir)
 
 
-def _run_driver(
-    module: str, request: DriverRequest, signals: Signals, poll: Callable[[Path], None] | None
-) -> int | None:
+def _run_driver(module: str, request: DriverRequest, signals: Signals, poll: Callable[[], None] | None) -> int | None:
     """The driver's exit code; at the end its whole session is gone."""
     folder = request.launch.ray_dir
-    (folder / "request.json").write_text(request.to_json(), encoding="utf-8")
+    path = folder / "request.pickle"  # only this user can read or write the folder
+    path.write_bytes(pickle.dumps(request))
     with append_open(request.launch.run_dir / LOGS / RAY_LOG) as log:
-        child = start_session([interpreter(folder), "-m", module, str(folder / "request.json")], log)
+        child = start_session([interpreter(folder), "-m", module, str(path)], log)
         signals.on_second = lambda: end_session(child.pid)
         try:
-            _wait(child, folder, poll)
+            _wait(child, poll)
         finally:
             end_session(child.pid)
             child.wait()
     return child.returncode
 
 
-def _wait(child: subprocess.Popen[bytes], folder: Path, poll: Callable[[Path], None] | None) -> None:
+def _wait(child: subprocess.Popen[bytes], poll: Callable[[], None] | None) -> None:
     if poll is None:
         child.wait()
         return
     while child.poll() is None:
-        poll(folder)
+        poll()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_POLL_SECONDS)
-    poll(folder)
+    poll()
 
 
 def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:

@@ -1,19 +1,15 @@
-"""What a launcher requests of its Ray driver, and a driver of its workers: immutable; only this module handles JSON."""
+"""What a launcher requests of its Ray driver, and a driver of its workers: immutable, and pickled on the way."""
 
-import json
 import time
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 from pretrain.common.addresses import runs
 from pretrain.common.errors import StoppedError
 from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest
 
 RESTART_FILE = "restart"  # in the run folder: the workers save a checkpoint and finish, and are started again
-
-T = TypeVar("T")
-R = TypeVar("R", bound="DriverRequest")
 
 
 @dataclass(frozen=True)
@@ -79,27 +75,13 @@ class DriverRequest:
         """CPUs of all processes that run at once."""
         raise NotImplementedError
 
-    def to_json(self) -> str:
-        """All fields. Raises `TypeError` if a config cannot be represented in JSON."""
-        return json.dumps(_encode(self))
-
-    @classmethod
-    def from_json(cls: type[R], text: str) -> R:
-        """The inverse of `to_json`; `ValueError` if a field is unknown or missing."""
-        return _decode(cls, json.loads(text))
-
 
 @dataclass(frozen=True)
 class LaunchRequest(DriverRequest):
     """One run of `workers` processes that work together; the same for all its attempts.
 
-    Attributes:
-        training: the target's argument in the first attempt; it survives JSON.
-        workers: how many processes, at most.
-        min_workers: the smallest number with which the run starts; 0 means `workers`.
-        cpus_per_worker: 0 until the nodes are known, if the user left it open.
-        in_ray: whether Ray starts the workers; otherwise there is one, a child of the driver.
-        wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
+    The fields are those of `cluster.workers.launch.run`. `cpus_per_worker` may be 0 until the nodes are known, and
+    without `in_ray` there is one worker, a child of the driver.
     """
 
     training: TrainingRequest
@@ -122,7 +104,7 @@ class LaunchRequest(DriverRequest):
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """One call of the target with `training`, which must survive JSON; logs go to `run_dir`/logs/worker-0.log."""
+    """One call of the target with `training`; logs go to `run_dir`/logs/worker-0.log."""
 
     run_dir: Path
     training: TrainingRequest
@@ -172,28 +154,3 @@ class Attempt:
 def new_event(kind: str, message: str) -> dict[str, Any]:
     """An event that the next attempt's workers record in the run's metrics."""
     return {"event": kind, "time": time.time(), "message": message}
-
-
-def _encode(value: Any) -> Any:
-    """Dataclasses, tuples and paths as JSON has them; other values unchanged."""
-    if is_dataclass(value):
-        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_encode(one) for one in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def _decode(kind: type[T], data: dict[str, Any]) -> T:
-    hints = get_type_hints(kind)
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if wrong := names.symmetric_difference(data):
-        raise ValueError(f"{kind.__name__}: unknown or missing fields: {', '.join(sorted(wrong))}")
-    return kind(**{name: _decode_value(hints[name], value) for name, value in data.items()})
-
-
-def _decode_value(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint):
-        return _decode(hint, value)  # type: ignore[arg-type]
-    if get_origin(hint) is tuple:
-        return tuple(_decode_value(get_args(hint)[0], one) for one in value)
-    return Path(value) if hint is Path else value

@@ -56,7 +56,7 @@ def run_trials(
         requests.append(TrialsRequest(*common, trials=absolute, parallel=parallel, cpus_per_trial=cpus_per_trial))
         return requests[0]
 
-    def read(_: Path) -> None:
+    def read() -> None:
         files = {number: requests[0].end_of(number) for number in range(len(trials)) if number not in ended}
         found = {number: json.loads(path.read_text("utf-8")) for number, path in files.items() if path.exists()}
         ended.update(found)
@@ -100,4 +100,4 @@ def _run(request: TrialsRequest) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], TrialsRequest, _run)
+    main(sys.argv[1], _run)

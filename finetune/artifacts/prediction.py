@@ -13,6 +13,7 @@ from finetune.training.saved import prediction_rows, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import expect_other, is_stream
 from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.wording import counted
 
 STANDARD_INPUT = "-"
 
@@ -56,7 +57,7 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
         _write(prediction_rows(predictor.task, examples, predictions), None)
     else:
         write_predictions(out, predictor.task, examples, predictions, inputs=[source])
-        _print_written(out, len(predictions))
+        print(f"{out}: {counted(len(predictions), 'prediction')}")
 
 
 @contextlib.contextmanager
@@ -104,10 +105,6 @@ def _write(rows: Iterator[dict[str, Any]], out: Path | None) -> None:
     good = before_fault()
     first = list(itertools.islice(good, 1))
     if first or not faults:
-        _print_written(out, write_rows(out, itertools.chain(first, good)))
+        print(f"{out}: {counted(write_rows(out, itertools.chain(first, good)), 'prediction')}")
     if faults:
         raise faults[0]
-
-
-def _print_written(out: Path, count: int) -> None:
-    print(f"{out}: {count:,} prediction{'' if count == 1 else 's'}")

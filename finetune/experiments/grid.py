@@ -49,7 +49,7 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
     grid = {key: [f"{value:g}" for value in values] for key, values in GRIDS[name].items()} if name else {}
     for text in given:
         key, equals, written = text.partition("=")
-        values = [value.strip() for value in _split(written)]
+        values = [value.strip() for value in written.split(",")]
         if not equals or not key.strip() or not all(values):
             raise InputError(
                 f"--grid-set {text}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
@@ -79,18 +79,6 @@ def check_effect(config: FinetuneConfig, point: GridPoint) -> None:
 def expand(grid: Grid) -> list[GridPoint]:
     """Every combination, the last setting changing fastest."""
     return [GridPoint(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
-
-
-def _split(text: str) -> list[str]:
-    """The parts between commas outside of brackets."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "[{") - (character in "]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
 
 
 def _plain(text: str, keep: str = "") -> str:

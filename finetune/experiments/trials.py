@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ def run_all(
     configs: Sequence[FinetuneConfig],
     trials: Sequence[Trial],
     *,
-    parallel: int = 0,
-    ended: Callable[[list[Outcome | None]], None] = lambda outcomes: None,
+    parallel: int,
+    ended: Callable[[list[Outcome | None]], None],
 ) -> list[Outcome | None]:
     """Run the trials that are not finished; a line is printed when one ends. The outcomes are None after a stop.
 
@@ -126,23 +126,20 @@ def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[
     On a cluster, whose nodes may differ, the first trial that starts decides for those of a later call.
     """
     started = [replace(trial, config=preflight.with_resolved_precision(trial.config)) for trial in trials]
-    left = [trial.config.engine.precision == "auto" for trial in started]
-    if not any(left):
+    if not any(trial.config.engine.precision == "auto" for trial in started):
         return started
-    settled: Iterator[Precision] = (
-        one.config.engine.resolved_precision
-        for one, before in zip(started, trials, strict=True)
-        if one.config.engine.precision != before.config.engine.precision
-    )
-    chosen = next(settled, None)
-    # On a cluster, other machines train.
-    if chosen is None and not config.scheduling.address:
-        chosen = choose_here().precision
+    pairs = zip(started, trials, strict=True)
+    settled = (one.config.engine for one, before in pairs if one.config.engine != before.config.engine)
+    chosen: Precision | None = next((engine.resolved_precision for engine in settled), None)
     if chosen is None:
-        return started
+        if config.scheduling.address:  # other machines train
+            return started
+        chosen = choose_here().precision
     return [
-        replace(trial, config=with_precision(trial.config, chosen)) if is_left else trial
-        for trial, is_left in zip(started, left, strict=True)
+        replace(trial, config=with_precision(trial.config, chosen))
+        if trial.config.engine.precision == "auto"
+        else trial
+        for trial in started
     ]
 
 

@@ -1,7 +1,6 @@
-"""The command `evaluate-pretrained`: the scores that were asked for, one after another, then table, JSON and page."""
+"""The command `evaluate-pretrained`: the scores that were asked for, one after another, then table and page."""
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from finetune.scores.blimp import blimp_score, data_digest, read_blimp
 from finetune.scores.follow import follow
 from finetune.scores.held_out import read_documents
 from finetune.scores.masked_model import MaskedModel, ModelSettings, fingerprint
-from finetune.scores.record import MODEL, check_model, write_scores
+from finetune.scores.record import check_model, write_scores
 from finetune.scores.text_scores import WHY_NOT, text_scores
 from finetune.scores.view import score_table, show, write_scores_page
 from pretrain.checkpoint.released import Released, read_released
@@ -40,10 +39,6 @@ def run(arguments: argparse.Namespace) -> None:
     for part, found in _measured(arguments.model, released, arguments):
         models = write_scores(out, model, {part: found})
     page = write_scores_page(models, out / PAGE)
-    if arguments.json:
-        (own,) = (one for one in models if one[MODEL]["name"] == model["name"])
-        print(json.dumps(own, indent=2, ensure_ascii=False))
-        return
     show(score_table(models))
     print(f"{out / SCORES}, {page.resolve().as_uri()}")
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from pretrain.batches.batch import MicroBatch
+from pretrain.batches.batch import MaskedSequence, masked_batch
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import ModelTokenizer, read_tokenizer
@@ -49,21 +49,6 @@ class ModelSettings:
 
 
 DEFAULT_MODEL = ModelSettings()
-
-
-@dataclass(frozen=True)
-class MaskedSequence:
-    """A sequence with tokens to predict.
-
-    Attributes:
-        ids: int64 [L], after masking, special tokens included.
-        places: int64 [K], ascending, the places of the tokens to predict; none is the first.
-        labels: int64 [K], the tokens before masking.
-    """
-
-    ids: np.ndarray
-    places: np.ndarray
-    labels: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -199,7 +184,7 @@ class MaskedModel:
 
     def _forward(self, sequences: Sequence[MaskedSequence], among: TokenGroups | None) -> PendingCopy:
         """fp64 [2, K]: what `Predictions` has of these sequences, in their order."""
-        batch = _as_batch(sequences).to(self._device)
+        batch = masked_batch(sequences).to(self._device)
         with torch.inference_mode(), compiling("leave out --compile"):
             logits_KV = self._model.masked_logits(batch).float()
             if among is not None:
@@ -254,22 +239,3 @@ def _unknown_id(tokenizer: Tokenizer) -> int:
     name = getattr(tokenizer.model, "unk_token", None)
     found = None if name is None else tokenizer.token_to_id(name)
     return -1 if found is None else found
-
-
-def _as_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
-    """The sequences, in ascending order of length, as one unpadded micro-batch."""
-    lengths = np.array([len(one.ids) for one in sequences], np.int64)
-    starts = np.concatenate([[0], lengths.cumsum()])
-    rows = np.concatenate([one.places + start for one, start in zip(sequences, starts, strict=False)])
-    tokens = int(starts[-1])
-    return MicroBatch(
-        input_ids=torch.from_numpy(np.concatenate([one.ids for one in sequences])),
-        token_types=torch.zeros(tokens, dtype=torch.int64),
-        positions=torch.from_numpy(np.arange(tokens) - np.repeat(starts[:-1], lengths)),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        masked_rows=torch.from_numpy(rows),
-        masked_labels=torch.from_numpy(np.concatenate([one.labels for one in sequences])),
-        nsp_labels=torch.zeros(0, dtype=torch.int64),
-        token_keys=torch.zeros(tokens, dtype=torch.int32),
-        lengths=tuple(lengths.tolist()),
-    )

@@ -13,7 +13,7 @@ _OUT = "runs/scores"
 _TEXT_SCORES = ("common_words", "whole_words", "held_out", "positions")
 _EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --texts held-out.txt --blimp blimp/data
-  ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
+  ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100
   ./launch.sh evaluate-pretrained exported/other --texts held-out.txt --out scores/"""
 
 
@@ -33,7 +33,6 @@ def add_to(commands: Any) -> None:
     add_follow(parser, f"{purpose} (evaluation.probes does so from the config)")
     parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: end when this process is gone")
     parser.add_argument("--name", metavar="NAME", help="of the model in the results (default: that of its folder)")
-    parser.add_argument("--json", action="store_true", help="print the model's scores as JSON instead of a table")
     _add_scores(parser)
 
 
@@ -51,7 +50,6 @@ def _check(arguments: argparse.Namespace) -> None:
         "--pid": (arguments.pid, follows, "without --follow"),
         "--out": (str(arguments.out) != _OUT, not follows, "with --follow, which writes into the run"),
         "--name": (arguments.name, not follows, "with --follow, which writes into the run"),
-        "--json": (arguments.json, not follows, "with --follow, which writes into the run"),
     }
     for option, (given, has_effect, why) in needs.items():
         if given and not has_effect:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.scores import blimp, common_words, held_out, positions, whole_words
 from finetune.scores.record import MODEL
 from finetune.scores.text_scores import WHY_NOT
-from pretrain.reporting.charts import Bar, bar_chart
 from pretrain.reporting.pages import write_page
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ _FORMS = {
     },
 }
 _NONE = "–"
-_CHANCE = 0.5  # of a pair of BLiMP
 
 
 def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
@@ -88,7 +86,6 @@ def write_scores_page(models: Sequence[Mapping[str, Any]], out: Path) -> Path:
         names=[model[MODEL]["name"] for model in models],
         rows=score_rows(models),
         notes=score_notes(models),
-        blimp=list(_blimp_charts(models)),
         models=[(model[MODEL]["name"], _facts(model)) for model in models],
     )
 
@@ -120,48 +117,12 @@ def _readable(name: str) -> str:
     return name.replace("_", " ")
 
 
-# ---- charts
-
-
-def _blimp_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A chart for each model, so that they stand side by side."""
-    for model in models:
-        if scores := _scores(model, blimp.PART):
-            bars = [Bar("all paradigms", scores["overall"])]
-            bars += [Bar(_readable(name), value) for name, value in scores["phenomena"].items()]
-            name, unit = model[MODEL]["name"], f"accuracy{_of_pairs(model)}"
-            yield bar_chart(name, unit, bars, limit=("chance", _CHANCE), form="{:.3f}".format, whole=1.0)
-
-
-def _of_pairs(model: Mapping[str, Any]) -> str:
-    limit = model[blimp.PART]["how"]["limit"]
-    return f", first {limit:,} pairs of each paradigm" if limit else ""
-
-
 def _facts(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What is known about a model and how it was measured."""
-    known = model[MODEL]
-    facts = [
-        ("folder", known["folder"]),
-        ("shape", f"{known['family']}, {known['layers']} layers x {known['hidden']}"),
-        ("parameters", f"{known['parameters']:,} without heads"),
-        ("vocabulary", f"{known['vocabulary']:,}"),
-        ("fingerprint", known["fingerprint"]),
-    ]
-    text = _scores(model, held_out.PART)
-    if text:
-        facts.append(
-            (
-                "held-out text",
-                f"{text['documents']:,} documents, {text['tokens']:,} tokens, {text['predictions']:,} masked "
-                f"({text['characters']:,} characters), {text['unknown']:.2%} of them unknown to the vocabulary",
-            )
-        )
-    common, whole = (_scores(model, part).get("words") for part in (common_words.PART, whole_words.PART))
-    if common or whole:
-        facts.append(("words scored", f"{common or 0:,} common ones, {whole or 0:,} whole ones"))
-    for part in _TITLES:
-        how = model.get(part, {}).get("how", {})
-        if how:
-            facts.append((_readable(part), ", ".join(f"{_readable(key)} {value}" for key, value in how.items())))
+    """What is known about a model, how it was measured, and what its scores say."""
+    facts = [(_readable(name), str(value)) for name, value in model[MODEL].items()]
+    for part, title in _TITLES.items():
+        numbers = {name: value for name, value in _scores(model, part).items() if isinstance(value, int | float)}
+        found = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for name, value in numbers.items()}
+        if how := {**model.get(part, {}).get("how", {}), **found}:
+            facts.append((title, ", ".join(f"{_readable(name)} {value}" for name, value in how.items())))
     return facts

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.training.card import repeated_remark
 from finetune.training.config import FinetuneConfig, changed_for_resume, load_config
-from finetune.training.model.start import is_short, start_table
-from finetune.training.saved import MODEL, load_saved, read_details, result_lines
+from finetune.training.model.start import is_short, read_start, start_table
+from finetune.training.saved import MODEL, load_saved, result_lines
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.common.records import read_records
-from pretrain.common.run_files import CONFIG_FILE
+from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
-
-if TYPE_CHECKING:
-    from pretrain.checkpoint.released import Released
 
 _STILL_FALLS, _STILL_HIGH = 0.93, 0.2  # the last loss beside the one before it, and beside the first
 
@@ -111,7 +109,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
     examples = task.read_train()
     held_out = task.read_held_out()
     task.read_test()
-    released, encoder = _read_start(config)
+    released, encoder = read_start(config)
     check_fit(config, released.model)
     task.check(encoder)
     units, tokens = _measured(config, task, examples, encoder)
@@ -165,23 +163,13 @@ def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
 
 def digest(config: FinetuneConfig) -> str:
     """`data_digest` of the data files as they are now, labeled test sets included."""
-    _, encoder = _read_start(config)
+    _, encoder = read_start(config)
     task = config.make_task()
     training = task.windows(task.read_train(), encoder, training=True)
     scored = task.read_held_out()
     scored |= {name: members for name, members in task.read_test().items() if task.is_labeled(members)}
     windows = {name: task.windows(members, encoder, training=False) for name, members in scored.items()}
     return data_digest(task.labels, training, windows)
-
-
-def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
-    """The checkpoint to start from, and its tokenizer with windows of the config's length."""
-    from pretrain.checkpoint.released import read_released
-    from pretrain.checkpoint.tokenizer import read_tokenizer
-
-    released = read_released(fetched_model(config.start_from))
-    tokenizer = read_tokenizer(fetched_model(config.start_from), released.vocabulary_size)
-    return released, TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
 # ---------------------------------------------------------------- printed before the start
@@ -247,7 +235,8 @@ def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 def summary(config: FinetuneConfig) -> str:
     """The scores, and where the model is."""
-    saved, details = load_saved(config.folder), read_details(config.folder)
+    saved = load_saved(config.folder)
+    details = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))["details"]
     task = config.make_task(saved.state)
     lines = [
         line

@@ -105,22 +105,9 @@ def save_model(
         own=why_own(released.model) if released.family == OWN.family else "",
         brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
     )
-    _write_scores(config, task, facts, data)
+    known = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data}
+    write_json(config.folder / SCORES, {**known, "scores": facts.scores, "details": facts.details})
     _write_model(config, task, released, weights, facts)
-
-
-def _write_scores(config: FinetuneConfig, task: Task[Any], facts: CardFacts, data: str) -> None:
-    write_json(
-        config.folder / SCORES,
-        {
-            "metric": task.metric,
-            "step": facts.step,
-            "chosen_on": facts.chosen_on,
-            "data": data,
-            "scores": facts.scores,
-            "details": facts.details,
-        },
-    )
 
 
 def _write_model(
@@ -193,16 +180,6 @@ def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], detail
     remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
     line = ", ".join(f"{key} {value:.4f}" for key, value in shown_scores(scores, task.metric).items())
     return [f"{name}: {line}", *remarks]
-
-
-def read_details(run: Path) -> dict[str, dict[str, Any]]:
-    """set -> details, from the scores.json of a finished run; {} if it has none."""
-    try:
-        return json.loads((run / SCORES).read_text(encoding="utf-8")).get("details", {})
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InputError(f"{run / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
 
 
 # Keys of the starting checkpoint's config.json that do not apply to the new model.

@@ -21,13 +21,12 @@ from finetune.training.config import FinetuneConfig, changed_for_resume
 from finetune.training.model.batches import Batches, LabeledBatch, LabeledStep
 from finetune.training.model.inference import inference_model, predict_logits
 from finetune.training.model.output_layer import fit_output_layer
-from finetune.training.model.start import fits_output_layer, initial_state, is_short
+from finetune.training.model.start import fits_output_layer, initial_state, is_short, read_start
 from finetune.training.model.task_model import Output, TaskModel
 from finetune.training.saved import MODEL, SetResult, save_model
 from pretrain.checkpoint import store
-from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released import Released
 from pretrain.checkpoint.start import digest
-from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import ModelConfig
@@ -38,7 +37,6 @@ from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import check_settings, read_state
 from pretrain.run.run import Training, run
 from pretrain.run.session import check_same_data, started
-from pretrain.storage.runs import fetched_model
 from pretrain.training.engine import Engine
 from pretrain.training.initial_weights import InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
@@ -55,11 +53,10 @@ def main(request: TrainingRequest, worker: Worker) -> None:
     with started(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
         task = config.make_task()
         examples = task.read_train()
-        released = read_released(fetched_model(config.start_from))
+        released, encoder = read_start(config)
         if worker.world_size > 1:
             labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
             check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
-        encoder = _text_encoder(config, released)
         short = is_short(config, task, examples, encoder, released.model)
         model = make_model(uncompiled(config) if short else config, task, released, examples)
         weights = model.state_dict()
@@ -101,13 +98,9 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
 
     A new output layer for values begins at the task's `first_value` for the `examples`.
     """
-    model = TaskModel(
-        released.model,
-        released.vocabulary_size,
-        task.head,
-        task.objective,
-        task.outputs,
-        released.task_head(task.head),
+    model = TaskModel.of(
+        task,
+        released,
         compile=config.engine.compiled,
         activation_checkpointing=config.engine.activation_checkpointing,
     )
@@ -292,11 +285,6 @@ class Finetuning:
         if tune:
             self.task.tune(examples, windows, logits)
         return self.task.decode(examples, windows, logits)
-
-
-def _text_encoder(config: FinetuneConfig, released: Released) -> TextEncoder:
-    tokenizer = read_tokenizer(fetched_model(config.start_from), released.vocabulary_size)
-    return TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
 def uncompiled(config: FinetuneConfig) -> FinetuneConfig:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,3 +98,37 @@ def pinned(batch: B) -> B:
 
 def _tensors(batch: DataclassInstance) -> dict[str, Tensor]:
     return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class MaskedSequence:
+    """A sequence with tokens to predict.
+
+    Attributes:
+        ids: int64 of its L tokens, after masking, special tokens included.
+        places: int64 [K], ascending, the places of the tokens to predict; none is the first.
+        labels: int64 [K], the tokens before masking.
+    """
+
+    ids: np.ndarray
+    places: np.ndarray
+    labels: np.ndarray
+
+
+def masked_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
+    """The sequences, in ascending order of length, as one unpadded micro-batch."""
+    lengths = np.array([len(one.ids) for one in sequences], np.int64)
+    starts = np.concatenate([[0], lengths.cumsum()])
+    rows = np.concatenate([one.places + start for one, start in zip(sequences, starts, strict=False)])
+    tokens = int(starts[-1])
+    return MicroBatch(
+        input_ids=torch.from_numpy(np.concatenate([one.ids for one in sequences])),
+        token_types=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.from_numpy(np.arange(tokens) - np.repeat(starts[:-1], lengths)),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        masked_rows=torch.from_numpy(rows),
+        masked_labels=torch.from_numpy(np.concatenate([one.labels for one in sequences])),
+        nsp_labels=torch.zeros(0, dtype=torch.int64),
+        token_keys=torch.zeros(tokens, dtype=torch.int32),
+        lengths=tuple(lengths.tolist()),
+    )

@@ -49,7 +49,7 @@ def dry_run(
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; by default `measured`.
-        measured: the mean of each phase on the prepared corpus; without them, `expected_length` is assumed.
+        measured: the mean of each phase on the prepared corpus; without them, `ASSUMED_FILL` of the length is assumed.
         readings: lines on how often an epoch reads a token.
         show_config: add the resolved config.
 
@@ -165,30 +165,15 @@ def _parameter_lines(config: PretrainConfig, size: int) -> str:
         rows = [
             ("embeddings", count.embeddings, _embedding_note(model, size)),
             ("layers", count.layers, _shape(model)),
-            ("heads", whole - count.embeddings - count.layers, _head_note(config)),
-            ("total", whole, _total_note(model)),
+            ("heads", whole - count.embeddings - count.layers, ""),
+            ("total", whole, "the decoder is the word embeddings, counted once" if model.tied_decoder else ""),
         ]
-    return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
+    return "\n".join(f"  {label:<12}{number:>14,}  {note}".rstrip() for label, number, note in rows)
 
 
 def _embedding_note(model: ModelConfig, size: int) -> str:
     positions = f", {model.max_positions} positions" if model.positions == "learned" else ""
     return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}"
-
-
-def _head_note(config: PretrainConfig) -> str:
-    model, pairs = config.model, config.pairs
-    parts = {
-        "MLM transform": model.mlm_transform,
-        "decoder": not model.tied_decoder,
-        "bias": model.decoder_bias,
-        f"pooler, {pairs.objective.upper()}": pairs.has_classifier,
-    }
-    return ", ".join(name for name, has in parts.items() if has) or "none"
-
-
-def _total_note(model: ModelConfig) -> str:
-    return "the decoder is the word embeddings, counted once" if model.tied_decoder else "with a decoder of its own"
 
 
 def _shape(model: ModelConfig) -> str:

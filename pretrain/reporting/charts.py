@@ -21,7 +21,6 @@ _MOST_POINTS, _FEWEST_POINTS = 300, 60  # of a curve; longer ones are averaged
 _POINTS_OF_ALL = 2400  # of all curves of a chart, unless that leaves them too few
 _BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
 _LETTER_WIDTH = 6.5  # about, of the labels of axes
-_LIMIT_HEIGHT = 24  # below the bars, for the name of the limit
 _FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
 
 
@@ -41,7 +40,6 @@ def line_chart(
     *,
     form: Form,
     form_x: Form,
-    x_name: str = "step",
     marks: Sequence[tuple[float, str, str]] = (),
     from_zero: bool = False,
 ) -> str:
@@ -52,7 +50,6 @@ def line_chart(
         series: the curves, each in ascending order of x.
         form: formats a y value.
         form_x: formats an x value.
-        x_name: name of the x axis.
         marks: vertical lines: of phase boundaries (x, label on the left, label on the right), of events without labels.
         from_zero: start the y axis at 0.
     """
@@ -72,7 +69,7 @@ def line_chart(
         *(_mark(frame, *mark) for mark in marks if frame.x_low <= mark[0] <= frame.x_high),
         *(_drawing(frame, curve) for curve in curves),
     ]
-    data = escape(_data(frame, curves, form, form_x, x_name), quote=True)
+    data = escape(_data(frame, curves, form, form_x), quote=True)
     return (
         f'<figure class="chart" data-chart="{data}">'
         f"<figcaption><b>{escape(title)}</b>{_legend(shown)}</figcaption>"
@@ -103,34 +100,19 @@ class Bar:
     kind: str = "train"
 
 
-def bar_chart(
-    title: str,
-    unit: str,
-    bars: Sequence[Bar],
-    *,
-    form: Form,
-    limit: tuple[str, float] | None = None,
-    whole: float = 0.0,
-) -> str:
-    """A <figure> with title, unit and horizontal bars that start at 0.
+def bar_chart(title: str, unit: str, bars: Sequence[Bar], *, form: Form) -> str:
+    """A <figure> with title, unit and horizontal bars.
 
     Args:
         title: what the bars compare.
         unit: unit of the values.
-        bars: at least one. A value below 0 has no bar, only its number.
+        bars: one of value 1 has the whole width; one below 0 has no bar, only its number.
         form: formats a value.
-        limit: (name, value) of a line across the bars.
-        whole: value of a bar over the whole width, for charts that share a scale; 0 takes the longest bar.
     """
-    longest = max(whole, *(bar.value for bar in bars), limit[1] if limit else 0.0)
-    end = longest if longest > 0 else 1.0
-    parts = [_bar(bar, number, end, form) for number, bar in enumerate(bars)]
-    height = len(bars) * _BAR_PITCH + (_LIMIT_HEIGHT if limit else 0)
-    if limit:
-        parts.append(_limit(limit[0], form(limit[1]), _bar_x(limit[1], end), len(bars)))
+    parts = [_bar(bar, number, form) for number, bar in enumerate(bars)]
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b><i>{escape(unit)}</i></figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">'
+        f'<svg viewBox="0 0 {_WIDTH} {len(bars) * _BAR_PITCH}" role="img" aria-label="{escape(title, quote=True)}">'
         f"{''.join(parts)}</svg></figure>"
     )
 
@@ -205,30 +187,16 @@ def _path(frame: _Frame, points: Points, kind: str) -> str:
     return f'<polyline class="{kind}" points="{steps}"/>'
 
 
-def _bar_x(value: float, end: float) -> float:
-    return round(_BAR_MARGIN + max(0.0, value) / end * (_WIDTH - 2 * _BAR_MARGIN), 1)
-
-
-def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
+def _bar(bar: Bar, number: int, form: Form) -> str:
     """A bar with its name and value above."""
     top, right = number * _BAR_PITCH, _WIDTH - _BAR_MARGIN
-    width = round(_bar_x(bar.value, end) - _BAR_MARGIN, 1)
+    width = round(max(0.0, bar.value) * (_WIDTH - 2 * _BAR_MARGIN), 1)
     return (
         f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(bar.name)}</text>'
         f'<text class="value" x="{right}" y="{top + 13}" text-anchor="end">{escape(form(bar.value))}</text>'
         f'<rect class="{bar.kind}" x="{_BAR_MARGIN}" y="{top + _BAR_TOP}" '
         f'width="{width}" height="{_BAR_HEIGHT}" rx="3" />'
     )
-
-
-def _limit(name: str, value: str, at: float, bars: int) -> str:
-    """A line across each bar, with the name of the limit below."""
-    below = bars * _BAR_PITCH + 13
-    tops = [number * _BAR_PITCH + _BAR_TOP for number in range(bars)]
-    lines = (f'<line class="limit" x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />' for top in tops)
-    side = "end" if at > _WIDTH / 2 else "start"
-    text = escape(f"{name}: {value}")
-    return f'{"".join(lines)}<text class="note" x="{at}" y="{below}" text-anchor="{side}">{text}</text>'
 
 
 def _legend(series: Sequence[Series]) -> str:
@@ -259,14 +227,14 @@ def _smooth(points: Points) -> Points:
     return out
 
 
-def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form, x_name: str) -> str:
+def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form) -> str:
     """Data for the script that shows values under the pointer: the points of each curve, as coordinates and as text."""
     return json.dumps(
         [
             {
                 "name": curve.name,
                 "kind": curve.kind,
-                "points": [[frame.x(x), frame.y(y), f"{x_name} {form_x(x)}".strip(), form(y)] for x, y in curve.line],
+                "points": [[frame.x(x), frame.y(y), f"step {form_x(x)}", form(y)] for x, y in curve.line],
             }
             for curve in curves
         ],

@@ -5,32 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pretrain.common.errors import InputError
-from pretrain.corpus.byte_words import Spell, spelled, speller
+from pretrain.corpus.byte_words import spelled, speller
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from tokenizers import Tokenizer
 
+    from pretrain.batches.batch import MaskedSequence
     from pretrain.corpus.shards import TokenShards
 
 GUESSES = 5
-
-
-class _Batch(NamedTuple):
-    """What our encoder reads of unpadded sequences (`pretrain.model.heads.PretrainingBatch`)."""
-
-    input_ids: Tensor
-    token_types: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    masked_rows: Tensor
-    masked_labels: Tensor
-    nsp_labels: Tensor
-    token_keys: Tensor
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,8 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     spell = speller(vocabulary)
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
-        words = maskable_spelled_words(tokens, vocabulary, spell) if spell else maskable_words(tokens, vocabulary)
+        entries = [vocabulary[token] for token in tokens]
+        words = maskable_words(spelled(entries, spell) if spell else list(map(with_blank, entries)))
         if words and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.
@@ -88,6 +78,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     """
     import torch
 
+    from pretrain.batches.batch import masked_batch
     from pretrain.checkpoint import hf
     from pretrain.checkpoint.tokenizer import ModelTokenizer
     from pretrain.model.heads import PretrainingModel
@@ -101,12 +92,15 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
     model.load_state_dict(state)
     order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
-    batch = _as_batch([sentences[number] for number in order], ModelTokenizer.read(export_dir).special_ids)
+    _, tokenizer, special = ModelTokenizer.read(export_dir)
+    batch = masked_batch([masked(sentences[number], special) for number in order])
     with torch.inference_mode():
         # Padded rows stand for no token.
         probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()
     by_number = dict(zip(order, probabilities, strict=True))
-    return [filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
+    return [
+        filling(sentence, by_number[number], tokenizer, special["mask"]) for number, sentence in enumerate(sentences)
+    ]
 
 
 # ---- choosing sentences
@@ -126,29 +120,19 @@ def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ..
         yield tuple(int(token) for token in shard.tokens[begin:end])
 
 
-def maskable_words(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
-    """Indices of whole words of at least three letters; [] if the sentence is not suitable to be shown."""
-    if not 10 <= len(tokens) <= 40:
-        return []
-    words = [vocabulary[token] for token in tokens]
-    prose = sum(word.removeprefix("##").isalpha() for word in words)
-    if prose < 0.8 * len(words) or "[UNK]" in words or words[-1] not in (".", "!", "?"):
-        return []
-    followers = [*words[1:], ""]
-    return [
-        index
-        for index, (word, follower) in enumerate(zip(words, followers, strict=True))
-        if len(word) >= 3 and word.isalpha() and not follower.startswith("##")
-    ]
+def with_blank(entry: str) -> str:
+    """An entry of a WordPiece vocabulary as `spelled` gives others: a whole word begins with a blank."""
+    return entry[2:] if entry.startswith("##") else f" {entry}"
 
 
-def maskable_spelled_words(tokens: Sequence[int], vocabulary: Sequence[str], spell: Spell) -> list[int]:
-    """`maskable_words` of a vocabulary that spells blanks: a whole word is one token that begins with a blank."""
-    if not 10 <= len(tokens) <= 40:
-        return []
-    texts = spelled([vocabulary[token] for token in tokens], spell)
+def maskable_words(texts: Sequence[str]) -> list[int]:
+    """Indices of the tokens that are whole words of at least three letters; [] if the sentence is not fit to be shown.
+
+    `texts` are those of the tokens, with the blanks before words.
+    """
     prose = sum(text.strip().isalpha() for text in texts)
-    if prose < 0.8 * len(texts) or texts[-1] not in (".", "!", "?"):
+    is_short = 10 <= len(texts) <= 40
+    if not is_short or prose < 0.8 * len(texts) or " [UNK]" in texts or texts[-1].strip() not in (".", "!", "?"):
         return []
     followers = [*texts[1:], ""]
     return [
@@ -161,88 +145,33 @@ def maskable_spelled_words(tokens: Sequence[int], vocabulary: Sequence[str], spe
 # ---- predicting
 
 
-def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -> _Batch:
-    """The sentences, in ascending order of length, as one unpadded micro-batch; `special` has ids by role."""
-    import torch
+def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequence:
+    """The sentence as the model reads it; `special` has ids by role."""
+    from pretrain.batches.batch import MaskedSequence
 
     first, last, mask = (special[role] for role in ("cls", "sep", "mask"))
-    ids: list[int] = []
-    rows = []
-    for sentence in sentences:
-        rows.append(len(ids) + 1 + sentence.masked)
-        ids += [first, *sentence.tokens, last]
-        ids[rows[-1]] = mask
-    lengths = tuple(len(sentence.tokens) + 2 for sentence in sentences)
-    return _Batch(
-        input_ids=torch.tensor(ids),
-        token_types=torch.zeros(len(ids), dtype=torch.int64),
-        positions=torch.cat([torch.arange(length) for length in lengths]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-        masked_rows=torch.tensor(rows),
-        masked_labels=torch.tensor([sentence.tokens[sentence.masked] for sentence in sentences]),
-        nsp_labels=torch.zeros(len(lengths), dtype=torch.int64),
-        token_keys=torch.zeros(len(ids), dtype=torch.int32),
-        lengths=lengths,
-    )
+    ids, place = np.array([first, *sentence.tokens, last]), np.array([1 + sentence.masked])
+    label = ids[place]
+    ids[place] = mask
+    return MaskedSequence(ids, place, label)
 
 
-def filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
-    """What the model expects in place of the masked token, as a reader sees it."""
-    words = [vocabulary[token] for token in sentence.tokens]
-    spell = speller(vocabulary)
-    spaced = spelled(words, spell) if spell else _spaced(words)
-    truth = sentence.tokens[sentence.masked]
+def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask: int) -> Filling:
+    """What the model expects in place of the masked token, as a reader sees it; `mask` is the id of the mask token."""
 
     def shown(token: int) -> str:
-        return spelled([vocabulary[token]], spell)[0].strip() if spell else vocabulary[token]
+        return tokenizer.decode([token], skip_special_tokens=False).strip()
 
+    tokens, truth = list(sentence.tokens), sentence.tokens[sentence.masked]
+    tokens[sentence.masked] = mask
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    before, _, after = text.partition(tokenizer.id_to_token(mask))
     best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:GUESSES]
     return Filling(
-        before="".join(spaced[: sentence.masked]).lstrip() + (" " if spaced[sentence.masked].startswith(" ") else ""),
-        after="".join(spaced[sentence.masked + 1 :]),
+        before=f"{before.strip()} ".lstrip(),
+        after=after,
         truth=shown(truth),
         guesses=tuple((shown(token), probabilities[token]) for token in best),
         rank=1 + sum(one > probabilities[truth] for one in probabilities),
         probability=probabilities[truth],
     )
-
-
-# ---- tokens to text
-
-_NO_SPACE_BEFORE = frozenset(".,;:!?)]}%\u201d\u2026")
-_NO_SPACE_AFTER = frozenset("([{\u201c\u2018$\u00a3#")
-_QUOTES = frozenset("\"'`")
-_APOSTROPHES = frozenset("'\u2019")
-_AFTER_APOSTROPHE = frozenset(["s", "t", "d", "m", "re", "ve", "ll"])
-_BETWEEN_WORDS = frozenset("-/_=\u2013")
-
-
-def _spaced(tokens: Sequence[str]) -> list[str]:
-    """The text of each token, with a leading space where one belongs."""
-    spaced: list[str] = []
-    open_quotes: set[str] = set()
-    glue = True  # whether the next token follows without a space
-    for index, token in enumerate(tokens):
-        before = tokens[index - 1] if index else ""
-        follower = tokens[index + 1] if index + 1 < len(tokens) else ""
-        text, attached, glue_next = token, glue, False
-        if token.startswith("##"):
-            text, attached = token[2:], True
-        elif token in _APOSTROPHES and before[-1:].isalnum() and follower in _AFTER_APOSTROPHE:
-            attached, glue_next = True, True
-        elif token in _QUOTES and token == before:  # ``code``
-            attached, glue_next = True, glue
-        elif token in _QUOTES:
-            attached = attached or token in open_quotes
-            glue_next = token not in open_quotes
-            open_quotes ^= {token}
-        elif token in _NO_SPACE_BEFORE:
-            attached = True
-            glue_next = token in ".,:" and before.isdigit() and follower.isdigit()  # 3.5
-        elif token in _BETWEEN_WORDS and before[-1:].isalnum() and follower[:1].isalnum():  # well-known
-            attached, glue_next = True, True
-        elif token in _NO_SPACE_AFTER:
-            glue_next = True
-        spaced.append(text if attached else f" {text}")
-        glue = glue_next
-    return spaced

@@ -34,7 +34,7 @@ class Gain:
     @property
     def cells(self) -> tuple[str, str, str, str]:
         """(what, before, after, change) as text."""
-        unit = "nats" if self.unit == "nats" else self.unit.replace("_", " ")
+        unit = self.unit.replace("_", " ")
         change = f"{self.change:+.3f} ({self.change / statistics.fmean(self.before):+.1%})" if self.before[0] else ""
         return f"{self.what}, {unit}", _spread(self.before), _spread(self.after), change
 

@@ -66,23 +66,6 @@ def panels() -> tuple[Panel, ...]:
     )
 
 
-EVENTS = (
-    "resume",
-    "restart",
-    "rollback",
-    "straggler",
-    "resize",
-    "waited",
-    "left_out",
-    "hang",
-    "data_stall",
-    "average",
-    "storage",
-    "stop",
-    "diverged",
-)
-"""Kinds of events that runs record; each event of a single run is a vertical line in every chart."""
-
 # Fields of evaluation records that are not scores.
 _NO_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds", "best", *PROBE_FIELDS}
 

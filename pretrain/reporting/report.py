@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.errors import InputError
 from pretrain.common.records import Metric, metrics_of
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
 from pretrain.common.wording import clock, counted
@@ -32,7 +31,6 @@ from pretrain.tracking.live import phases_of, work
 
 SENTENCES, SHOWN = 100, 10  # that the model fills a word in, and those of them on the page
 FINETUNED = "finetuned.json"
-_MOST_PROBLEMS = 50  # of the input, on the page
 _DETAILS = (CONFIG_FILE, ENVIRONMENT_FILE)  # shown as they are
 _REFRESH_SECONDS = 10  # of a page that is watched
 
@@ -68,11 +66,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         config=config,
         **(_pretraining_parts(runs[0], config, charts) if config else {}),
         charts=charts,
-        details=[
-            (f"{run.label}/{name}", _read_text(run.folder / name))
-            for run in runs
-            for name in (CONFIG_FILE, ENVIRONMENT_FILE)
-        ],
+        details=[(f"{run.label}/{name}", _read_text(run.folder / name)) for run in runs for name in _DETAILS],
         refresh_seconds=_REFRESH_SECONDS if watched and any(run.state == UNFINISHED for run in runs) else 0,
     )
 
@@ -188,7 +182,7 @@ def _pretraining_parts(run: RunRecords, config: PretrainConfig, charts: Charts) 
         "fillings": filled[:: max(1, len(filled) // SHOWN)],
         "filled": _found(filled),
         "finetuned": results,
-        "card": card_page(_read_json(corpus / "card.json")),
+        "card": _read_text(corpus / "card.md"),
     }
 
 
@@ -202,7 +196,7 @@ def _worth(results: list[dict[str, Any]]) -> list[str]:
         if (score := result["scores"].get(start)) is not None
     ]
     unit = "scores on held-out examples, 0 to 1"
-    return [bar_chart("What pretraining added", unit, bars, form="{:.3f}".format, whole=1.0)] if bars else []
+    return [bar_chart("What pretraining added", unit, bars, form="{:.3f}".format)] if bars else []
 
 
 def _finetuned_lines(run: RunRecords) -> Iterator[str]:
@@ -214,75 +208,6 @@ def _finetuned_lines(run: RunRecords) -> Iterator[str]:
 
 def _read_finetuned(run: RunRecords) -> list[dict[str, Any]]:
     return json.loads(_read_text(run.folder / FINETUNED) or "[]")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An optional JSON object; {} if the file is missing."""
-    try:
-        return json.loads(_read_text(path) or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: damaged ({error}). Restore it, or remove it.") from None
-
-
-# ---- the corpus card
-
-_COUNTS = ("files", "documents", "sentences", "words", "tokens", "duplicates", "too_short")
-_SOURCE_COLUMNS = ("name", "kind", "license", "weight", *_COUNTS)
-
-
-def card_page(card: dict[str, Any]) -> dict[str, Any]:
-    """The corpus card in the layout of the page: totals, sources, length histograms, input errors."""
-    sources, problems = card.get("sources", []), card.get("problems", [])
-    facts = {**card.get("totals", {}), "language": card.get("language")}
-    facts.update({f"vocabulary {key}": value for key, value in card.get("vocabulary", {}).items()})
-    for one in card.get("readings", []):
-        shares = f"{one['reads']:.3f} ({one['unread']:.2%} of the tokens unread, {one['twice']:.2%} twice)"
-        facts[f"reads of a token in an epoch, length {one['sequence_length']}"] = shares
-    facts.update(line.split(": ", 1) for line in card.get("phases", []))
-    return {
-        "facts": [
-            *((_label(key), _cell(key, value)) for key, value in facts.items() if value is not None),
-            *((f"{one['name']}, contents", f"sha256 {one['content']}") for one in sources if "content" in one),
-        ],
-        "source_columns": [_label(column) for column in _SOURCE_COLUMNS],
-        "sources": [[_cell(column, source.get(column, "")) for column in _SOURCE_COLUMNS] for source in sources],
-        "histograms": [
-            ("tokens per sentence", bars([source.get("sentence_lengths", {}) for source in sources])),
-            ("tokens per document", bars([source.get("document_lengths", {}) for source in sources])),
-        ],
-        "problems": [
-            *((one["path"], one["fault"], f"{one['count']:,}") for one in problems[:_MOST_PROBLEMS]),
-            *(
-                [(f"and {len(problems) - _MOST_PROBLEMS} more, see card.json", "", "")]
-                * (len(problems) > _MOST_PROBLEMS)
-            ),
-        ],
-    }
-
-
-def bars(histograms: list[dict[str, int]]) -> list[tuple[str, int, float]]:
-    """(range of lengths such as 8-15, count over all sources, count / largest count), in ascending order of length."""
-    counts = sum((Counter(histogram) for histogram in histograms), Counter())
-    largest = max(counts.values(), default=1)
-    by_length = sorted(counts, key=lambda lengths: int(lengths.split("-")[0]))
-    return [(_short(lengths), counts[lengths], counts[lengths] / largest) for lengths in by_length]
-
-
-def _short(lengths: str) -> str:
-    """16384-32767 -> 16k-32k, which fits below a bar."""
-    return "-".join(f"{(int(n) + 1) // 1024}k" if int(n) > 2000 else n for n in lengths.split("-"))
-
-
-def _label(key: str) -> str:
-    return key.replace("_", " ")
-
-
-def _cell(key: str, value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if key.endswith(("rate", "share", "fraction")):
-        return f"{value:.3%}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
-from pretrain.reporting.panels import EVENTS, GENERAL, Panel, panels_for
+from pretrain.reporting.panels import GENERAL, Panel, panels_for
 from pretrain.reporting.runs import RunRecords
 from pretrain.reporting.subjects import differing
+from pretrain.tracking.events import EVENTS
 from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, wandb_entity, wandb_mode, wandb_names
 from pretrain.tracking.rows import PROBE_STEP
 

@@ -354,11 +354,12 @@ def test_a_fine_tuned_model_is_exported_with_onnx(
     assert "from_pretrained" not in card
 
 
-def test_pictures_and_scores_of_it(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_and_scores_of_it(place: Path, tmp_path: Path) -> None:
     shown = AttentionModel(place / "export")
     weights = shown.weights(shown.tokens("ab cd"))
     assert len(weights) == 4, "a layer that is applied twice has two pictures"
     (tmp_path / "text.txt").write_text("ab cd ef gh " * 20)
     arguments = ["evaluate-pretrained", str(place / "export"), "--out", str(tmp_path / "out")]
-    assert main([*arguments, "--texts", str(tmp_path / "text.txt"), "--length", "32", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["held_out"]
+    assert main([*arguments, "--texts", str(tmp_path / "text.txt"), "--length", "32"]) == 0
+    (found,) = json.loads((tmp_path / "out/scores.json").read_text())["models"]
+    assert found["held_out"]

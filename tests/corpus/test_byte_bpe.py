@@ -23,7 +23,7 @@ from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
 from pretrain.corpus.byte_columns import DocumentPieces
-from pretrain.corpus.byte_words import entry_bytes, is_byte_vocabulary, spelled
+from pretrain.corpus.byte_words import is_byte_vocabulary, spelled
 from pretrain.corpus.divisions import Gpt2Division
 from pretrain.corpus.extension import extend_vocabulary
 from pretrain.corpus.prepare import prepare
@@ -38,7 +38,7 @@ from pretrain.corpus.vocabulary import (
     train_byte_vocabulary,
     train_vocabulary,
 )
-from pretrain.reporting.fill_mask import MaskedSentence, filling, maskable_spelled_words
+from pretrain.reporting.fill_mask import MaskedSentence, filling, maskable_words
 from tests.corpus.preparing import document_tokens, masked_words, preparation
 
 TEXT = (
@@ -291,11 +291,11 @@ def test_a_filling_shows_text() -> None:
     text = "the dog and the dog and the dog and the dog and the, the naïve."
     tokens = tuple(trained().encode(text, add_special_tokens=False).ids)
     place = tokens.index(entries.index("Ġand"))
-    words = {entries[tokens[n]] for n in maskable_spelled_words(tokens, entries, entry_bytes)}
+    words = {entries[tokens[n]] for n in maskable_words(spelled([entries[token] for token in tokens]))}
     assert {"Ġthe", "Ġdog", "Ġand"} <= words <= {entry for entry in entries if entry.startswith("Ġ")}
     probabilities = [0.0] * len(entries)
     probabilities[entries.index("Ġdog")] = 0.75
-    shown = filling(MaskedSentence(tokens, place), probabilities, entries)
+    shown = filling(MaskedSentence(tokens, place), probabilities, trained(), entries.index("[MASK]"))
     assert (shown.before, shown.truth, shown.after) == (
         "the dog ",
         "and",

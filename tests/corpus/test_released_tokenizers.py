@@ -188,9 +188,10 @@ def assert_ids_of_files(text: Path, tokenizer: Any, shards: Any) -> None:
 
 def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
     """Ours, read from the export, equal transformers' for every row of the vocabulary, padded ones included."""
+    from pretrain.batches.batch import masked_batch
     from pretrain.checkpoint import hf
     from pretrain.model.heads import PretrainingModel
-    from pretrain.reporting.fill_mask import MaskedSentence, _as_batch
+    from pretrain.reporting.fill_mask import MaskedSentence, masked
 
     shape, state, next_sentence = hf.load(folder)
     model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
@@ -200,7 +201,7 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
     ids = [special["cls"], *tokens, special["sep"]]
     ids[3] = special["mask"]
     with torch.inference_mode():
-        ours = model.masked_logits(_as_batch([MaskedSentence(tokens, 2)], special))
+        ours = model.masked_logits(masked_batch([masked(MaskedSentence(tokens, 2), special)]))
         expected = theirs(input_ids=torch.tensor([ids])).logits[0, 3:4]
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 

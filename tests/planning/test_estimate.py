@@ -356,16 +356,15 @@ def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch, wor
 
 
 @pytest.mark.parametrize(
-    ("model", "embeddings", "heads"),
+    ("model", "embeddings"),
     [
-        ({"size": "mini"}, "30,522 words, 512 positions, 2 segments", "MLM transform, bias, pooler, NSP"),
-        (TINY | {"family": "eurobert"}, "30,522 words", "decoder, pooler, NSP"),
+        ({"size": "mini"}, "30,522 words, 512 positions, 2 segments"),
+        (TINY | {"family": "eurobert"}, "30,522 words"),
     ],
 )
-def test_the_parts_of_the_parameters_are_named(model: dict[str, Any], embeddings: str, heads: str):
+def test_the_parts_of_the_parameters_are_named(model: dict[str, Any], embeddings: str):
     lines = [" ".join(line.split()) for line in estimate.dry_run(make_config(model=ModelConfig(**model))).splitlines()]
     assert next(line for line in lines if line.startswith("embeddings ")).endswith(f" {embeddings}")
-    assert next(line for line in lines if line.startswith("heads ")).split(" ", 2)[2] == heads
 
 
 def test_this_machine_is_measured():

@@ -236,14 +236,14 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path) -> None:
     assert reason in str(score_table([model]).caption)
 
 
-def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any) -> None:
     """In JSON, the table and the page; other words need no other name, and replace the scores."""
     folder, text = make_masked_lm(tmp_path / "bert", positions=256), tmp_path / "text.txt"
     text.write_text("the film was good and very fine or a book was great " * 40)
     monkeypatch.setattr(common_words, "common_words", lambda: ("book", "film", "good"))
-    words = ["evaluate-pretrained", str(folder), "--texts", str(text), "--out", str(tmp_path / "out"), "--json"]
+    words = ["evaluate-pretrained", str(folder), "--texts", str(text), "--out", str(tmp_path / "out")]
     assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
+    (found,) = json.loads((tmp_path / "out/scores.json").read_text())["models"]
     common, whole = found["common_words"]["scores"], found["whole_words"]["scores"]
     assert (common["words"], whole["words"] > common["words"]) == (120, True)
     assert 0 < whole["lower"] <= whole["upper"]
@@ -254,4 +254,5 @@ def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any, capsys
     assert "common words, bits" in (tmp_path / "out" / "scores.html").read_text()
     monkeypatch.setattr(common_words, "common_words", lambda: ("film",))
     assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["common_words"]["scores"]["bits"] == 0
+    (found,) = json.loads((tmp_path / "out/scores.json").read_text())["models"]
+    assert found["common_words"]["scores"]["bits"] == 0

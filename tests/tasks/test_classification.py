@@ -473,7 +473,7 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
     [
         (sayings("a", "b"), sayings("b", "c"), {}, "dev.jsonl:2: label 'c' is not in the training set"),
         (sayings("positive", "b"), sayings("positiv"), {}, "did you mean 'positive'?"),
-        (sayings("1", "2"), sayings("1.0"), {}, "'1.0' is not in the training set or `labels`; did you mean '1'?"),
+        (sayings("1", "2"), sayings("1.0"), {}, "'1.0' is not in the training set or `labels`; known: 1, 2"),
         (sayings("a", "b"), [], {}, "dev.jsonl: empty file"),
         (sayings("a", "b"), "text,label\n", {}, "dev.csv: no examples"),
         (sayings(1, 2), sayings(2, 2.0), REGRESSION, "dev.jsonl: every example held out has the value 2.0, so that no"),

@@ -147,9 +147,9 @@ LINES = [
     ("\n \n", r"a.jsonl: is empty"),
     (b'{"id": "1",\n "\xff', r"a.jsonl:2: byte 14 \(0xff\) is not UTF-8. Save the file as UTF-8"),
     (b'\xef\xbb\xbf\n"\xff', r"a.jsonl:2: byte 5 \(0xff\) is not UTF-8"),
-    (good() + "\n{", r"a.jsonl:2: not JSON, .* at column 2. A .jsonl file has one object per line"),
-    ("[" * 200_000, r"a.jsonl:1: too deeply nested|a.jsonl:1: not JSON"),
-    ("1" * 5000, r"a.jsonl:1: cannot be read \(Exceeds the limit"),
+    (good() + "\n{", r"a.jsonl:2: not JSON \(.* column 2 .*\). Write one object on each line"),
+    ("[" * 200_000, r"a.jsonl:1: not JSON"),
+    ("1" * 5000, r"a.jsonl:1: not JSON \(Exceeds the limit"),
     ("[1]", r"a.jsonl:1: is a list of 1; expected a flat record"),
     (json.dumps(nested(CAT)), r'1: is an object of version, data; .* A nested SQuAD file must be named "\.json"'),
     (good(context="left out"), r"a.jsonl:1: is an object of id, question, answers; expected a flat record"),
@@ -175,9 +175,9 @@ LINES = [
 ]
 
 DOCUMENTS = [
-    ("{", r"a.json:1: not JSON, .* at column 2"),
-    ("1" * 5000, r"a.json: cannot be read \(Exceeds the limit"),
-    (good() + "\n" + good(), r'a.json:2: not JSON, Extra data at column 1. A file .* must be named ".jsonl"'),
+    ("{", r"a.json: not JSON \(.* line 1 column 2"),
+    ("1" * 5000, r"a.json: not JSON \(Exceeds the limit"),
+    (good() + "\n" + good(), r'a.json: not JSON \(Extra data: line 2 column 1 .*\). A file .* must be named ".jsonl"'),
     ("3", r"a.json: is 3; expected a SQuAD file .* or flat records"),
     ('{"version": "1.1", "data": []}', r"a.json: has no questions\."),
     ('{"data": [{"title": "", "paragraphs": []}]}', r"a.json: has no questions\."),
@@ -791,8 +791,6 @@ def test_details():
         "HasAns": {"exact": 0.5, "f1": pytest.approx((1 + 6 / 7) / 2), "total": 2},
         "NoAns": {"exact": 0.0, "f1": 0.0, "total": 1},
     }
-    assert list(found["answer_words"]) == ["0", "1", "2"]
-    assert found["windows"]["1"]["total"] == 3
     assert found["threshold"] == 0.0
     json.dumps(found)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -268,8 +269,8 @@ def test_a_driver_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         request = replace(request, launch=launch, address=f"127.0.0.1:{silent.getsockname()[1]}")
-        (tmp_path / "request.json").write_text(request.to_json())
-        command = [sys.executable, "-m", "cluster.workers.driver", str(tmp_path / "request.json")]
+        (tmp_path / "request.pickle").write_bytes(pickle.dumps(request))
+        command = [sys.executable, "-m", "cluster.workers.driver", str(tmp_path / "request.pickle")]
         done = subprocess.run(command, cwd=ROOT, start_new_session=True, timeout=120, check=False)
     assert done.returncode == MachineError.exit_code
     assert not launch.ray_dir.exists()

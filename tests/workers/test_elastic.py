@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import sys
 import threading
 import time
@@ -125,7 +126,7 @@ def test_a_node_that_comes_late_is_waited_for(cluster: Cluster) -> None:
 
     cluster.show(nodes)
     assert wait_for_capacity(cluster.request).workers == 4
-    assert shown[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 node, for 0:00:00"
+    assert shown[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 node, for 0:00"
     assert cluster.sizes == [(4, {"CPU": 1})]
     assert cluster.removed == 1
     assert not notice.exists()
@@ -414,7 +415,7 @@ def test_a_stop_file_of_an_earlier_launch_stops_nothing(tmp_path: Path, monkeypa
         pid, returncode = 0, 0
 
         def __init__(self, command: list[str], **_: Any) -> None:
-            requests.append(LaunchRequest.from_json(Path(command[-1]).read_text()))
+            requests.append(pickle.loads(Path(command[-1]).read_bytes()))
             requests[-1].launch.outcome.write_text('{"error": null}')
 
         def wait(self) -> None:

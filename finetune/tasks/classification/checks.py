@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from finetune.tasks.datasets.labels import Label, listed
-from finetune.tasks.datasets.table import Table
+from finetune.tasks.datasets.labels import Label
+from finetune.tasks.datasets.table import Table, listed
 from pretrain.common.wording import counted
 
 _SEVERAL = 5  # examples of a class that is never predicted, for a warning

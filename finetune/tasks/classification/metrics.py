@@ -115,42 +115,17 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros(np.shape(whole)), where=np.asarray(whole) > 0)
 
 
-def macro_f1(matrix: np.ndarray) -> float:
-    """Mean F1 of the classes that occur in a confusion matrix."""
-    return class_counts(matrix).macro_f1(present=True)
-
-
-def micro_f1(matrix: np.ndarray) -> float:
-    """F1 over all decisions of a confusion matrix."""
-    return class_counts(matrix).micro_f1
-
-
-def label_macro_f1(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean F1 of the labels, from label sets, bool [N, C]."""
-    return label_counts(true, predicted).macro_f1(present=False)
-
-
-def label_micro_f1(true: np.ndarray, predicted: np.ndarray) -> float:
-    """F1 over all decisions, from label sets, bool [N, C]."""
-    return label_counts(true, predicted).micro_f1
-
-
-def pearson_and_spearman(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean of the Pearson and Spearman correlations."""
-    return (pearson(true, predicted) + spearman(true, predicted)) / 2
-
-
 CLASS_SCORES: dict[str, Callable[[np.ndarray], float]] = {
     "accuracy": accuracy,
-    "macro_f1": macro_f1,
-    "micro_f1": micro_f1,
+    "macro_f1": lambda matrix: class_counts(matrix).macro_f1(present=True),
+    "micro_f1": lambda matrix: class_counts(matrix).micro_f1,
     "matthews": matthews,
 }
 """Scores of classes, from a confusion matrix."""
 
 LABEL_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    "micro_f1": label_micro_f1,
-    "macro_f1": label_macro_f1,
+    "micro_f1": lambda true, predicted: label_counts(true, predicted).micro_f1,
+    "macro_f1": lambda true, predicted: label_counts(true, predicted).macro_f1(present=False),
     "subset_accuracy": subset_accuracy,
 }
 """Scores of label sets, from true and predicted sets, bool [N, C]."""
@@ -158,6 +133,6 @@ LABEL_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 VALUE_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "pearson": pearson,
     "spearman": spearman,
-    "pearson_and_spearman": pearson_and_spearman,
+    "pearson_and_spearman": lambda true, predicted: (pearson(true, predicted) + spearman(true, predicted)) / 2,
 }
 """Scores of values, from true and predicted values, float64 [N]."""

@@ -14,9 +14,9 @@ from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue, tables
-from finetune.tasks.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown, without_vectors
+from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, shown, without_vectors
 from finetune.tasks.datasets.surrogates import check_id, check_whole
-from finetune.tasks.datasets.table import Key, Table
+from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
@@ -88,7 +88,8 @@ class ExampleSource:
         table = self.tables.read("train")
         raw = self._raw_labels(table)
         if self._names is None:
-            self._names = self._find_names(raw, table)
+            # In the data set's own order if it has one.
+            self._names = {name: name for name in table.classes.get("label") or ordered(raw)}
         examples = self._examples(table, raw)
         if self._settings.dev_share:
             self.tables.check_no_dev()
@@ -100,7 +101,9 @@ class ExampleSource:
         examples = self._drawn(examples, table.source)
         self._check_labels(examples, table.source)
         self._check_settings(table.source)
-        self._warn(table, examples)
+        _log(checks.empty_texts(table))
+        if self._problem != "regression":
+            _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
         if self._settings.class_weights == "balanced":
             self._class_weights = self._balanced(examples)
         return examples
@@ -215,11 +218,6 @@ class ExampleSource:
             )
         return raw
 
-    def _find_names(self, raw: Sequence[Label | None], table: Table) -> dict[str, str]:
-        """Label in the files -> its name, in the data set's own order if it has one."""
-        values = table.classes.get("label") or ordered(raw)
-        return {name: name for name in values}
-
     def _examples(
         self, table: Table, raw: Sequence[Label | None] | None = None, *, warn: bool = False
     ) -> list[Example]:
@@ -259,12 +257,6 @@ class ExampleSource:
 
         chosen = sorted(range(len(examples)), key=hashed)[:count]
         return [examples[number] for number in sorted(chosen)]
-
-    def _warn(self, table: Table, examples: Sequence[Example]) -> None:
-        """Warn of what is suspicious in the training set: the table, and what `dev_share` leaves of it."""
-        _log(checks.empty_texts(table))
-        if self._problem != "regression":
-            _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
         """Refuse a training set whose labels are all the same."""

@@ -3,10 +3,11 @@
 import difflib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from finetune.tasks.datasets.surrogates import check_whole
+from finetune.tasks.datasets.table import listed
 from pretrain.common.errors import InputError
 
 Problem = Literal["single_label", "multi_label", "regression"]
@@ -81,12 +82,6 @@ def without_vectors(
         else:
             found[row] = [name for name, truth in zip(names, truths or (), strict=True) if truth]
     return found
-
-
-def listed(names: Collection[Any]) -> str:
-    """Up to 20 names, for a message."""
-    shown = [str(name)[:40] for name in names]
-    return ", ".join(shown[:20]) + (f", ... ({len(shown)} in all)" if len(shown) > 20 else "")
 
 
 def shown(value: Any) -> str:

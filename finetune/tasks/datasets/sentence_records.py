@@ -14,7 +14,6 @@ Parquet files have columns of the same names; class numbers become the names tha
 """
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence, in_documents
 from finetune.tasks.datasets.span_forms import named_tags, usual_form
 from finetune.tasks.datasets.surrogates import check_id, replaced
-from finetune.tasks.datasets.table import Format
+from finetune.tasks.datasets.table import Format, shown
 from finetune.tasks.datasets.tables import json_values, read_table
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
@@ -46,7 +45,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
     """
     record = {"text": record} if isinstance(record, str) else usual_form(record)
     if not isinstance(record, Mapping):
-        raise InputError(f'{where}: {_shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
+        raise InputError(f'{where}: {shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
     # A record without words may have its empty list of tags.
@@ -116,21 +115,21 @@ def _document_name(record: Mapping[str, Any], where: str) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str | int):
-        raise InputError(f"{where}: document is {_shown(name)}; expected text or a number.")
+        raise InputError(f"{where}: document is {shown(name)}; expected text or a number.")
     return str(name)
 
 
 def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -> Sentence:
     """Words with their tags; if `text` is given, their offsets are found in it from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of strings.")
+        raise InputError(f"{where}: tokens is {shown(tokens)}; expected a list of strings.")
     words = [replaced(token) for token in tokens]
     text, offsets = (None, None) if text is None else _find(words, text, where, needless)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise InputError(
-            f"{where}: tags is {_shown(tags)}; expected a list of strings such as B-PER and O. "
+            f"{where}: tags is {shown(tags)}; expected a list of strings such as B-PER and O. "
             f"If they are numbers, set `tag_names`."
         )
     if len(tags) != len(words):
@@ -143,14 +142,14 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -
 def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, np.ndarray]:
     """The text, and int64 [W, 2]: character offsets of each word."""
     if not isinstance(text, str):
-        raise InputError(f"{where}: text is {_shown(text)}; expected text.")
+        raise InputError(f"{where}: text is {shown(text)}; expected text.")
     text, after = replaced(text), 0
     offsets = np.zeros((len(words), 2), np.int64)
     for number, word in enumerate(words):
         begin = text.find(word, after)
         if begin < 0:
             raise InputError(
-                f"{where}: token {number}, {_shown(word)}, is not in the text from character {after} on. Leave out "
+                f"{where}: token {number}, {shown(word)}, is not in the text from character {after} on. Leave out "
                 f'"{needless}", or give the tokens exactly as in the text.'
             )
         after = begin + len(word)
@@ -160,7 +159,7 @@ def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, 
 
 def _from_text(text: Any, where: str, cut: Cut) -> Sentence:
     if not isinstance(text, str):
-        raise InputError(f"{where}: text is {_shown(text)}; expected text.")
+        raise InputError(f"{where}: text is {shown(text)}; expected text.")
     text = replaced(text)
     offsets = cut(text)
     words = [text[begin:end] for begin, end in offsets.tolist()]
@@ -179,17 +178,17 @@ def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> S
 def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
     """(start, end, type) of each entity, sorted; they are within the text and do not overlap."""
     if not isinstance(entities, list):
-        raise InputError(f"{where}: entities is {_shown(entities)}; expected a list.")
+        raise InputError(f"{where}: entities is {shown(entities)}; expected a list.")
     spans = []
     for number, entity in enumerate(entities):
         name = f"{where}: entity {number}"
         form = '{"start": 0, "end": 3, "type": "PER"}'
         if not isinstance(entity, Mapping):
-            raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
+            raise InputError(f"{name} is {shown(entity)}; expected {form}.")
         kind = entity.get("type", entity.get("label"))
         begin, end = entity.get("start"), entity.get("end")
         if not isinstance(kind, str) or not kind or type(begin) is not int or type(end) is not int:
-            raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
+            raise InputError(f"{name} is {shown(entity)}; expected {form}.")
         if not 0 <= begin < end <= len(text):
             raise InputError(
                 f"{name} is from {begin} to {end}, but the text has {len(text)} characters. Count Unicode "
@@ -198,7 +197,7 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
         expected = entity.get("text")
         if isinstance(expected, str) and replaced(expected) != text[begin:end]:
             raise InputError(
-                f"{name} is {_shown(expected)}, but {begin} to {end} of the text is {_shown(text[begin:end])}. "
+                f"{name} is {shown(expected)}, but {begin} to {end} of the text is {shown(text[begin:end])}. "
                 f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
             )
         spans.append((begin, end, kind))
@@ -233,18 +232,19 @@ def _tags_of(
     for begin, end, kind in spans:
         first = int(np.searchsorted(ends, begin, "right"))
         stop = int(np.searchsorted(begins, end, "left"))
-        shown = _shown(text[begin:end])
+        quoted = shown(text[begin:end])
         if first >= stop:
-            raise InputError(f"{where}: the entity {kind} from {begin} to {end} is {shown}, which contains no word.")
+            raise InputError(f"{where}: the entity {kind} from {begin} to {end} is {quoted}, which contains no word.")
         if stop <= taken:
             remarks.add(
                 "an entity shares its word with the one before it and is left out; give `tokens` that separate them",
-                f"{where}, {shown}",
+                f"{where}, {quoted}",
             )
             continue
         if begins[first] < begin or ends[stop - 1] > end:
             remarks.add(
-                "an entity begins or ends inside a word; such entities are extended to whole words", f"{where}, {shown}"
+                "an entity begins or ends inside a word; such entities are extended to whole words",
+                f"{where}, {quoted}",
             )
         first = max(first, taken)
         for word in range(first, stop):
@@ -259,8 +259,3 @@ def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 def _are_objects(tokens: Any) -> bool:
     return isinstance(tokens, list) and bool(tokens) and all(isinstance(one, Mapping) for one in tokens)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from finetune.tasks.datasets.files import plain_suffix, read_text
 from finetune.tasks.datasets.surrogates import check_whole
-from finetune.tasks.datasets.tables import read_table
+from finetune.tasks.datasets.tables import json_values, read_table
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -183,13 +183,9 @@ def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
     text = _text(path)
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = ' A file with one object per line must be named ".jsonl".' if error.msg == "Extra data" else ""
-        raise InputError(f"{path}:{error.lineno}: not JSON, {error.msg} at column {error.colno}.{hint}") from None
-    except RecursionError:
-        raise InputError(f"{path}: too deeply nested to be {_FORMS}.") from None
-    except ValueError as error:  # a number with more digits than Python reads
-        raise InputError(f"{path}: cannot be read ({error}).") from None
+    except (ValueError, RecursionError) as error:
+        hint = ' A file with one object per line must be named ".jsonl".' if "Extra data" in str(error) else ""
+        raise InputError(f"{path}: not JSON ({error}).{hint}") from None
     items = document.get("data") if isinstance(document, dict) else document
     if not isinstance(items, list):
         kind = f"an object of {_keys(document)}" if isinstance(document, dict) else _kind(document)
@@ -218,21 +214,8 @@ def _article(article: dict[str, Any], place: str) -> Iterator[tuple[str, Any, An
 
 def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
     """(place, record, context) for every non-blank line of a .jsonl file."""
-    # splitlines would also split at U+2028 and similar characters, which JSON may contain unescaped.
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        if not line or line.isspace():
-            continue
+    for number, record in json_values(Path(path), _text(path), "jsonl")[1]:
         place = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{place}: not JSON, {error.msg} at column {error.colno}. A .jsonl file has one object per line."
-            ) from None
-        except RecursionError:
-            raise InputError(f"{place}: too deeply nested to be a question.") from None
-        except ValueError as error:  # a number with more digits than Python reads
-            raise InputError(f"{place}: cannot be read ({error}).") from None
         if not isinstance(record, dict) or "question" not in record or "context" not in record:
             kind = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
             is_nested = isinstance(record, dict) and "data" in record

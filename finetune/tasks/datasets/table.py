@@ -91,5 +91,5 @@ def listed(names: Collection[Any]) -> str:
 
 def shown(value: Any) -> str:
     """A value as JSON for a message, at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

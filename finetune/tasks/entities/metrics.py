@@ -13,13 +13,12 @@ import numpy as np
 
 from finetune.tasks.datasets.arrays import ragged
 
-Rule = Literal["conlleval", "iob2", "bioes"]
+Rule = Literal["conlleval", "iob2"]
 """How tags are decoded to entities.
 
     conlleval  every word that is not O belongs to an entity. A new one begins at B and S, after E, S and O, and
                if the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
     iob2       only B begins an entity; an I that does not continue one is ignored (seqeval mode="strict", scheme=IOB2)
-    bioes      S, or B I* E of one type (seqeval mode="strict", scheme=IOBES)
 """
 
 Scheme = Literal["iob1", "iob2", "bioes"]
@@ -91,19 +90,12 @@ def find(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpans:
         inside = prefixes != OUTSIDE
         continues = inside & same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
         begins = inside & ~continues
-    elif rule == "iob2":
-        _refuse(prefixes, (END, SINGLE), rule)
+    else:
         begins = prefixes == BEGIN
         continues = same & (prefixes == INSIDE)
-    else:
-        begins = _is(prefixes, BEGIN, SINGLE)
-        continues = same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
     first = np.flatnonzero(begins)
     stops = np.append(np.flatnonzero(~continues), len(tags))
     end = stops[np.searchsorted(stops, first, "right")]
-    if rule == "bioes":
-        whole = _is(prefixes[end - 1], END, SINGLE)
-        first, end = first[whole], end[whole]
     return EntitySpans(first, end, tags.types[first])
 
 
@@ -178,8 +170,6 @@ class EntityCounts:
 
 def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval") -> EntityCounts:
     """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
-    if not np.array_equal(gold.starts, predicted.starts):
-        raise ValueError("gold and predicted tags have different sentences")
     theirs, ours = find(gold, rule), find(predicted, rule)
     end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
     end[theirs.first], types[theirs.first] = theirs.end, theirs.types
@@ -221,10 +211,3 @@ def _is(prefixes: np.ndarray, *wanted: int) -> np.ndarray:
     table = np.zeros(len(PREFIXES), bool)
     table[list(wanted)] = True
     return table[prefixes]
-
-
-def _refuse(prefixes: np.ndarray, unknown: tuple[int, ...], rule: str) -> None:
-    if _is(prefixes, *unknown).any():
-        raise ValueError(
-            f"a tag begins with {' or '.join(PREFIXES[one] for one in unknown)}, which {rule} does not have"
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,11 @@ import numpy as np
 from finetune.tasks.base import Windows
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.squad import Question
-from finetune.tasks.questions.metrics import Golds, best_threshold, score_v1, score_v2, squad_v1, squad_v2
+from finetune.tasks.questions.metrics import Golds, best_threshold, means, score_v1, score_v2, squad_v1, squad_v2
 from pretrain.common.errors import InputError
 
 N_BEST = 20  # starts and ends to combine in each window, and answers to list (run_squad.py)
 CELLS = 1 << 22  # largest table that decoding makes: 32 MiB of float64
-# Groups of answers by their number of words: the upper bound of each, and its name.
-_WORDS = {0: "0", 1: "1", 2: "2", 4: "3 to 4", 8: "5 to 8", 16: "9 to 16", math.inf: "17 and more"}
 
 Predictions = Sequence[Mapping[str, Any]]
 
@@ -96,14 +93,7 @@ class AnswerDecoder:
         return min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
 
     def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
-        """evaluate-v1.1.py's exact_match and f1, or what evaluate-v2.0.py reports.
-
-        exact, f1, HasAns_ and NoAns_ use the current threshold. best_ are the best scores that any threshold gives,
-        and best_*_thresh those thresholds.
-
-        Raises:
-            InputError: no example has a prediction.
-        """
+        """As `Questions.score`."""
         golds, answers = _golds(examples), self._answers(predictions)
         if not any(question in answers for question in golds):
             raise InputError(
@@ -123,24 +113,15 @@ class AnswerDecoder:
         return [golds[question] for question in asked], [answers[question] for question in asked]
 
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
-        """{"answerable" | "answer_words" | "windows": {group: {"exact", "f1", "total"}}, "threshold"}.
-
-        answer_words: number of words of the shortest gold answer; "0" if there is none.
-        """
+        """{"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
         answers = self._answers(predictions)
-        windows = {one["id"]: int(one["windows"]) for one in predictions}
         one_score = score_v2 if self.unanswerable else score_v1
-        by_kind, by_words, by_windows = _Groups(), _Groups(), _Groups()
+        groups: dict[str, list[tuple[float, float]]] = {}
         for question, texts in _golds(examples).items():
             if question in answers:
-                score = one_score(texts, answers[question])
-                by_kind["HasAns" if texts else "NoAns"].append(score)
-                by_words[_most_words(texts)].append(score)
-                by_windows[windows[question]].append(score)
+                groups.setdefault("HasAns" if texts else "NoAns", []).append(one_score(texts, answers[question]))
         return {
-            "answerable": _table(by_kind),
-            "answer_words": {_WORDS[most]: scores for most, scores in _table(by_words).items()},
-            "windows": {str(count): scores for count, scores in _table(by_windows).items()},
+            "answerable": {name: {**means(groups[name]), "total": len(groups[name])} for name in sorted(groups)},
             "threshold": self.threshold if self.unanswerable else None,
         }
 
@@ -336,28 +317,4 @@ def _golds(examples: Sequence[Question]) -> Golds:
         question.id: [answer.text for answer in question.answers]
         for question in examples
         if question.answers is not None
-    }
-
-
-def _most_words(texts: Sequence[str]) -> float:
-    """The group of a question, a key of `_WORDS`, by the number of words of its shortest answer."""
-    count = min((len(text.split()) for text in texts), default=0)
-    return next(most for most in _WORDS if count <= most)
-
-
-class _Groups(defaultdict[Any, list[tuple[float, float]]]):
-    """(exact match, F1) of each question of each group."""
-
-    def __init__(self) -> None:
-        super().__init__(list)
-
-
-def _table(groups: _Groups) -> dict[Any, dict[str, float]]:
-    return {
-        group: {
-            "exact": sum(exact for exact, _ in scores) / len(scores),
-            "f1": sum(f1 for _, f1 in scores) / len(scores),
-            "total": len(scores),
-        }
-        for group, scores in sorted(groups.items())
     }

@@ -29,12 +29,7 @@ def normalize_answer(text: str) -> str:
 
 
 def squad_v1(golds: Golds, answers: Mapping[str, str]) -> dict[str, float]:
-    """evaluate-v1.1.py: exact_match and f1, means over all questions of `golds`.
-
-    Raises:
-        ValueError: no questions, or one without a gold answer.
-    """
-    _expect_golds(golds)
+    """evaluate-v1.1.py: exact_match and f1, means over all questions of `golds`, each with a gold answer."""
     exact = f1 = 0.0
     for question, texts in golds.items():
         if question in answers:
@@ -44,10 +39,7 @@ def squad_v1(golds: Golds, answers: Mapping[str, str]) -> dict[str, float]:
 
 
 def squad_v2(
-    golds: Golds,
-    answers: Mapping[str, str],
-    no_answer_scores: Mapping[str, float] | None = None,
-    threshold: float = 1.0,
+    golds: Golds, answers: Mapping[str, str], no_answer_scores: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """evaluate-v2.0.py: exact, f1 and total over all, HasAns_ and NoAns_ questions; best_ with `no_answer_scores`.
 
@@ -55,7 +47,6 @@ def squad_v2(
         golds: gold answers of each question.
         answers: predicted texts, "" for no answer.
         no_answer_scores: likelihood that each question has no answer.
-        threshold: a question with a higher no-answer score counts as predicted unanswerable.
 
     The best_ scores use the best threshold; for them, `answers` should not contain "" because of a threshold. The
     script fails if HasAns or NoAns questions lack predictions; here they are not counted, as in its total.
@@ -66,20 +57,14 @@ def squad_v2(
     scores = {question: score_v2(texts, answers[question]) for question, texts in golds.items() if question in answers}
     if not scores:
         raise ValueError("no question has a prediction")
-    raw = dict(scores)
-    if no_answer_scores is not None:
-        for question in scores:
-            if no_answer_scores[question] > threshold:
-                right = float(not golds[question])
-                scores[question] = (right, right)
-    result = _means(list(scores.values()))
+    result = means(list(scores.values()))
     for prefix, answerable in (("HasAns", True), ("NoAns", False)):
         part = [one for question, one in scores.items() if bool(golds[question]) is answerable]
         if part:
-            result |= {f"{prefix}_{name}": value for name, value in _means(part).items()}
+            result |= {f"{prefix}_{name}": value for name, value in means(part).items()}
     if no_answer_scores is not None:
         for column, name in enumerate(("exact", "f1")):
-            single = {question: one[column] for question, one in raw.items()}
+            single = {question: one[column] for question, one in scores.items()}
             best, at = best_threshold(golds, answers, single, no_answer_scores)
             result |= {f"best_{name}": best, f"best_{name}_thresh": at}
     return result
@@ -139,18 +124,11 @@ def _f1_v2(gold: list[str], answer: list[str]) -> float:
     return _f1_v1(gold, answer) if gold and answer else float(gold == answer)
 
 
-def _means(scores: Sequence[tuple[float, float]]) -> dict[str, float]:
+def means(scores: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The means of (exact match, F1), and how many there are."""
     total = len(scores)
     return {
         "exact": sum(exact for exact, _ in scores) / total,
         "f1": sum(f1 for _, f1 in scores) / total,
         "total": float(total),
     }
-
-
-def _expect_golds(golds: Golds) -> None:
-    if not golds:
-        raise ValueError("no questions")
-    bare = [question for question, texts in golds.items() if not texts]
-    if bare:
-        raise ValueError(f"{len(bare)} questions have no gold answer, first {bare[0]}: SQuAD v1.1 does not allow that")

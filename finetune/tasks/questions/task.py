@@ -139,10 +139,7 @@ class Questions(Task[Question]):
         return scores | own_score(self.settings.metric, *self._decoder().compared(examples, predictions))
 
     def details(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """{"answerable" | "answer_words" | "windows": {group: {"exact", "f1", "total"}}, "threshold"}.
-
-        answer_words: number of words of the shortest gold answer; "0" if there is none.
-        """
+        """{"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
         return self._decoder().details(examples, predictions)
 
     def _decoder(self) -> AnswerDecoder:

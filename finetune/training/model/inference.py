@@ -31,15 +31,7 @@ def inference_model(
         weights: fp32, by `TaskModel`'s names.
         precision: of the model; the weights are rounded to it.
     """
-    model = TaskModel(
-        released.model,
-        released.vocabulary_size,
-        task.head,
-        task.objective,
-        task.outputs,
-        released.task_head(task.head),
-        compile=compile,
-    )
+    model = TaskModel.of(task, released, compile=compile)
     model.load_state_dict(weights)
     return model.eval().to(device, torch_dtype(precision))
 

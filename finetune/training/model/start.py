@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.training.config import FinetuneConfig
 from pretrain.common.errors import InputError
-from pretrain.common.setting_errors import shortened
+from pretrain.storage.runs import fetched_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 # (docs/benchmarks/lab-notes.md).
 _SHORT = 2e9
 _SAMPLE = 256  # examples whose tokens are counted
-_SHOWN = 60  # characters of a wrong value in a message
 
 
 def is_short(
@@ -43,6 +42,18 @@ def is_short(
     steps = config.filled(shape.hidden, total).total_steps(total)
     tokens = steps * config.training.examples_per_step * len(windows.ids) / units
     return tokens * shape.layers * shape.hidden < _SHORT
+
+
+def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
+    """The checkpoint to start from, and its tokenizer with windows of the config's length."""
+    from finetune.tasks.datasets.text import TextEncoder
+    from pretrain.checkpoint.released import read_released
+    from pretrain.checkpoint.tokenizer import read_tokenizer
+
+    folder = fetched_model(config.start_from)
+    released = read_released(folder)
+    tokenizer = read_tokenizer(folder, released.vocabulary_size)
+    return released, TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
@@ -121,7 +132,7 @@ def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -
         names = {int(number): name for number, name in given.items()}
     except (AttributeError, ValueError):
         raise InputError(
-            f"{config.start_from}: id2label in config.json is {shortened(repr(given), _SHOWN)}; expected a label for "
+            f"{config.start_from}: id2label in config.json is {given!r:.60}; expected a label for "
             "each number from 0. Correct it, or remove it to train a new output layer."
         ) from None
     return bool(names) and tuple(names[n] for n in sorted(names)) == task.labels

@@ -3,16 +3,19 @@
 Shape letters: T tokens, S windows, E examples, R rows that the head sees, C outputs, H hidden width.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.tasks.base import Head, Objective
+from finetune.tasks.base import Head, Objective, Task
 from finetune.training.model.batches import LabeledBatch
 from pretrain.checkpoint.layouts import HeadDropout, TaskHead
+from pretrain.checkpoint.released import Released
 from pretrain.config import ModelConfig
 from pretrain.model.block import activation_function, norm_function
 from pretrain.model.encoder import Encoder
@@ -66,6 +69,12 @@ class TaskModel(Encoder):
         self.pooling = layers.pooling if head == "sequence" else "cls"
         self.every_row = head == "spans" or self.pooling != "cls"
         self.head = OutputHead(shape, outputs, layers)
+
+    @classmethod
+    def of(cls, task: Task[Any], released: Released, **options: bool) -> TaskModel:
+        """The model of a task, with the shape of a checkpoint; `options` are those of `Encoder`."""
+        layers, rows = released.task_head(task.head), released.vocabulary_size
+        return cls(released.model, rows, task.head, task.objective, task.outputs, layers, **options)
 
     def forward(self, batch: LabeledBatch) -> Output:
         """Loss and logits of one micro-batch."""
@@ -148,12 +157,7 @@ def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
     return sums_SX / lengths_S[:, None]
 
 
-def window_maxima(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """fp32 [S, X]: the maximum of the rows of each window."""
-    return pool_tokens(values_TX.float(), cu_seqlens, "max")
-
-
-_POOL = {"mean": window_means, "max": window_maxima}
+_POOL = {"mean": window_means, "max": lambda values_TX, cu_seqlens: pool_tokens(values_TX.float(), cu_seqlens, "max")}
 
 
 def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import disk_errors
+from pretrain.common.wording import counted
 from pretrain.reporting.attention.strips import percent, strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
 from pretrain.reporting.pages import write_page
@@ -63,17 +64,21 @@ def write_attention_page(
 def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequence[str] = ()) -> dict[str, Any]:
     """What the template heads.html.j2 draws of the model in `folder`; averages are taken over `lines`, or `text`."""
     model = AttentionModel(folder)
+    shape = model.shape
     shown = _drawable(model, text, pair)
     weights = model.weights(shown)
     statistics = _statistics(model, lines) if lines else HeadStatistics()
     if not lines:
         statistics.add(weights, shown.marked)
     return {
-        "model": _model_line(model),
+        "model": f"{model.family}, {shape.depth} layers x {shape.hidden}, {shape.heads} heads per layer",
         "data": _page_data(shown, weights, statistics),
         "tokens": len(shown),
-        "averaged": _averaged_over(statistics, from_file=bool(lines)),
-        "strongest": [(KINDS[kind], f"{even:.1%}", heads) for kind, even, heads in _strongest(statistics)],
+        "averaged": f"{statistics.tokens:,} tokens of {counted(statistics.texts, 'text')}",
+        "strongest": [
+            (KINDS[kind], f"{even:.1%}", strongest_heads(statistics.shares[kind], _STRONGEST))
+            for kind, even in _present(statistics)
+        ],
         "strips": list(_strips(statistics)),
     }
 
@@ -146,12 +151,6 @@ def _present(statistics: HeadStatistics) -> Iterator[tuple[str, float]]:
     return ((kind, even) for kind, even in statistics.even_shares.items() if even > 0)
 
 
-def _strongest(statistics: HeadStatistics) -> Iterator[tuple[str, float, list[StrongHead]]]:
-    """(kind, share of even attention, heads that attend to it most)."""
-    for kind, even in _present(statistics):
-        yield kind, even, strongest_heads(statistics.shares[kind], _STRONGEST)
-
-
 def strongest_heads(values: np.ndarray, count: int) -> list[StrongHead]:
     """The `count` heads of the highest values [layers, heads], highest first."""
     order = np.argsort(-values, axis=None, kind="stable")[:count]
@@ -165,14 +164,3 @@ def _strips(statistics: HeadStatistics) -> Iterator[str]:
         title = f"{label[0].upper()}{label[1:]}"
         yield strip_chart(title, statistics.shares[kind], even, form=percent)
     yield strip_chart("Entropy, nats", statistics.entropy, statistics.even_entropy, form=lambda nats: f"{nats:.3g}")
-
-
-def _model_line(model: AttentionModel) -> str:
-    shape = model.shape
-    return f"{model.family}, {shape.depth} layers x {shape.hidden}, {shape.heads} heads per layer"
-
-
-def _averaged_over(statistics: HeadStatistics, *, from_file: bool) -> str:
-    if not from_file:
-        return f"the {statistics.tokens:,} tokens of this text"
-    return f"{statistics.tokens:,} tokens of {statistics.texts:,} text{'s' if statistics.texts > 1 else ''}"
