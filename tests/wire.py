@@ -8,6 +8,7 @@ nothing. Counted is what any library hands to torch's process group, the last st
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.common.children import run_program
 from pretrain.common.errors import MachineError
 from pretrain.config import ModelConfig
 
@@ -82,7 +82,7 @@ def counted(size: str, stage: int, ranks: int, micro_batches: int) -> dict[str, 
     """`count` in a process of its own: a process group is global, and so is what `listen` replaces."""
     code = f"from tests.wire import print_count; print_count({size!r}, {stage}, {ranks}, {micro_batches})"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = run_program([sys.executable, "-c", code], environment)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise MachineError(f"{said[-1]}")

@@ -24,8 +24,8 @@ class StableAdamW(TensorwiseOptimizer):
         self,
         groups: list[dict[str, Any]],
         lr: float,
-        betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-6,
+        betas: tuple[float, float],
+        eps: float,
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
