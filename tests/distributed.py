@@ -1,5 +1,6 @@
 """Run a function in several real processes joined by gloo, as one of many simulated ones, or apart, as a program."""
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -35,6 +36,41 @@ class Alone:
     def first_object(self, value: Any) -> Any:
         return value
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def all_to_all(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        return values
+
+
+class NullWatchdog:
+    """No watchdog."""
+
+    def beat(self) -> None:
+        pass
+
+    def allow(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def of_whole_tensors(optimizer: Any) -> Any:
+    """An optimizer whose parameters no wrapper has flattened, which is told what each of them holds."""
+    from pretrain.training.optim import Muon, TensorwiseOptimizer, cut_segments, matrix_shapes, number_tensors
+
+    named = {
+        name: p for group in optimizer.param_groups for name, p in zip(group["names"], group["params"], strict=True)
+    }
+    ids = number_tensors(named)
+    segments = {p: cut_segments(ids[name], p.numel(), 0, p.numel(), 0) for name, p in named.items()}
+    if isinstance(optimizer, Muon):
+        optimizer.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
+    elif isinstance(optimizer, TensorwiseOptimizer):
+        optimizer.set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)
+    return optimizer
+
 
 def engine_of(model: torch.nn.Module, optimizer: Any = None, decay: float = 0.01, **settings: Any) -> Any:
     """An `Engine` for a model, in fp32 and not compiled unless `settings` (of `EngineConfig`) say so."""
@@ -44,7 +80,7 @@ def engine_of(model: torch.nn.Module, optimizer: Any = None, decay: float = 0.01
 
     choice = optimizer or OptimizerConfig()
     how = EngineConfig.model_validate({"precision": "fp32", "compile": False, **settings})
-    return Engine(model, lambda named: make_optimizer(choice, parameter_groups(named, decay)), how)
+    return Engine(model, lambda named: make_optimizer(choice, parameter_groups(named, decay)), how, NullWatchdog())
 
 
 def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from pretrain.training.optim import (
     number_tensors,
     parameter_groups,
 )
-from pretrain.training.optim.matrix_rounds import Alone
+from tests.distributed import Alone, of_whole_tensors
 
 VOCABULARY = 30_522
 # A kernel of several lists takes so many tensors, by the number of lists, and 320 chunks of 2^16 entries
@@ -78,9 +78,11 @@ def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> La
             kinds = ("exp_avg",) if group.get("orthogonal") else ("exp_avg", "exp_avg_sq")
             state = {kind: torch.empty_like(parameter) for kind in kinds}
             optimizer.state[parameter] = {"step": torch.empty((), device="meta"), **state}
-    if flat and isinstance(optimizer, TensorwiseOptimizer):
+    if not flat:
+        of_whole_tensors(optimizer)
+    elif isinstance(optimizer, TensorwiseOptimizer):
         optimizer.set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)
-    elif flat and isinstance(optimizer, Muon):
+    elif isinstance(optimizer, Muon):
         optimizer.set_shards(segments, matrix_shapes({name: x.shape for name, x in named.items()}), Alone())
     optimizer.found_inf = torch.empty((), device="meta")  # type: ignore[attr-defined]
     optimizer.step()  # what the first step keeps

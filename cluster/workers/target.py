@@ -18,7 +18,7 @@ from cluster.workers.outcomes import CRASH, WorkerError, as_data, one_line
 from cluster.workers.request import Attempt
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.common.files import disk_errors, open_regular
+from pretrain.common.files import disk_errors
 from pretrain.common.interrupts import Interrupted
 from pretrain.common.worker import STOP_SIGNALS, Worker
 
@@ -126,7 +126,7 @@ def log_to(path: Path, attempt: int) -> None:
     try:
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = open_regular(path, os.O_WRONLY | os.O_APPEND)
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except InputError as error:
         raise InputError(f"{error} This is the machine {os.uname().nodename}.") from None
     os.dup2(file, 1)

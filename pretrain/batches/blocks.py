@@ -172,9 +172,7 @@ class SourceOrder:
         open_window: with which reading continues; the rest of its epoch is divided from its end on.
     """
 
-    def __init__(
-        self, counts: np.ndarray, key: np.uint64, window_blocks: int, open_window: OpenWindow | None = None
-    ) -> None:
+    def __init__(self, counts: np.ndarray, key: np.uint64, window_blocks: int, open_window: OpenWindow | None) -> None:
         self.counts, self._key, self._window_blocks, self._open = counts, key, window_blocks, open_window
         self.samples = int(counts.sum(dtype=np.int64))
         self.epoch = lru_cache(maxsize=2)(self._epoch)
@@ -245,7 +243,7 @@ class SourceOrder:
         return np.unique(np.append(begun, first + np.arange(windows + 1) * (count - first) // windows)).astype(np.int64)
 
 
-def window_blocks_for(counts: np.ndarray, batch: float, share: float, most: int = WINDOW_BLOCKS) -> int:
+def window_blocks_for(counts: np.ndarray, batch: float, share: float, most: int) -> int:
     """Blocks of the windows of a source that gives `share` of all samples: its share of `most`, at least 1.
 
     Doubled until a window is not smaller than the source's part of a `batch`.

@@ -55,9 +55,9 @@ class Segments:
     label: np.ndarray  # of each sample, or `IGNORED`
 
 
-def random_splits(text: ShardText, spans: PairSpans, number: int = 0) -> np.ndarray:
+def random_splits(text: ShardText, spans: PairSpans) -> np.ndarray:
     """Where B begins: at one of the span's sentences, or anywhere in a span of one sentence; token offsets."""
-    bits = draw(spans.key, _SPLIT + number)
+    bits = draw(spans.key, _SPLIT)
     inside = spans.begin + 1 + below(bits, spans.end - spans.begin - 1)
     rows = np.flatnonzero(spans.sentences)
     sentence = spans.first[rows] + below(bits[rows], spans.sentences[rows])

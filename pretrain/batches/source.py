@@ -89,9 +89,9 @@ class SourceSamples:
         fingerprint: str,
         seed: int,
         window_blocks: int,
-        before: SourceProgress | None = None,
-        machine: Machine = Machine(),
-        held: StreamedBlocks | None = None,
+        before: SourceProgress | None,
+        machine: Machine,
+        held: StreamedBlocks | None,
     ) -> None:
         self._machine, self._held = machine, held
         self.in_use: list[_OpenWindow] | None = None  # if there is a list, windows that are read are put there

@@ -1,7 +1,7 @@
 """A model put together from the tensors of a released file by their names, with a record of each (invariant 6)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,8 @@ class Released:
     head: dict[str, Tensor]
     config: dict[str, Any]
     mapping: tuple[MappedTensor, ...]
-    token_types: int = 2
-    pretraining: dict[str, Tensor] = field(default_factory=dict)
+    token_types: int
+    pretraining: dict[str, Tensor]
 
     @property
     def vocabulary_size(self) -> int:

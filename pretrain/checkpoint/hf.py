@@ -21,7 +21,7 @@ from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layou
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors, with_position_table, written_facts
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, corpus_of
-from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
+from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import read_json, write_json
 from pretrain.common.records import read_records
@@ -86,7 +86,7 @@ def export(
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
-        save_weights(released_tensors(kept, facts), aside / WEIGHTS)
+        save_weights(released_tensors(kept, facts), aside / WEIGHTS, FOR_TRANSFORMERS)
         write_json(aside / "config.json", values)
         kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
         _copy_tokenizer(tokenizer, aside, model.max_positions, kind)
@@ -238,9 +238,9 @@ def _model_card(
     part: Exported,
     state: Mapping[str, Tensor],
     *,
-    averaged: int = 0,
-    others: Sequence[str] = (),
-    own: str = "",
+    averaged: int,
+    others: Sequence[str],
+    own: str,
 ) -> str:
     """README.md of an export: what it is, how it was trained, its measurements, and its text.
 

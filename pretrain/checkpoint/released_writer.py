@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, pooled, task_head, write_config
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer
-from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
+from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.config import ModelConfig
@@ -71,7 +71,7 @@ def write_released(
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
     classes = layout.alike.get(config.get("model_type", ""), layout.classes)
     with whole_folder(out) as aside:
-        save_weights(released_tensors(state, facts, purpose), aside / WEIGHTS)
+        save_weights(released_tensors(state, facts, purpose), aside / WEIGHTS, FOR_TRANSFORMERS)
         write_json(aside / "config.json", values)
         if values["model_type"] == pooled.MODEL_TYPE:
             shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, aside / pooled.MODELING_FILE)
@@ -87,41 +87,19 @@ def write_released(
 
 
 def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose: str = "sequence") -> dict[str, Tensor]:
-    """`their_tensors` of the layout, the segments and the positions that the facts tell."""
-    return their_tensors(
-        state,
-        facts.layout,
-        token_types=facts.token_types,
-        first_position=facts.first_position,
-        purpose=purpose,
-        tied=facts.model.tied_decoder,
-    )
-
-
-def their_tensors(
-    state: Mapping[str, Tensor],
-    layout: KeyMapping,
-    *,
-    token_types: int = 2,
-    first_position: int = 0,
-    purpose: str = "sequence",
-    tied: bool = True,
-) -> dict[str, Tensor]:
     """Our parameters under a family's names, fp32, each with storage of its own; a tied decoder is left out.
 
-    Args:
-        token_types, first_position: as in `layouts.ReleasedFacts`.
-        purpose: the task of head.out.
-        tied: whether the decoder is the word embeddings.
+    `purpose` is the task of head.out.
     """
+    layout = facts.layout
     state = {name: tensor.detach().float() for name, tensor in state.items()}
-    if token_types == 0 and "embeddings.token_type" in state:
+    if facts.token_types == 0 and "embeddings.token_type" in state:
         # Every token has type 0, so its position can add what the type adds.
         types = state.pop("embeddings.token_type")
         state["embeddings.position"] = state["embeddings.position"] + types[0]
-    elif token_types == 1:
+    elif facts.token_types == 1:
         state["embeddings.token_type"] = state["embeddings.token_type"][:1]
-    if first_position:
+    if first_position := facts.first_position:
         # Rows that no token reads.
         positions = state["embeddings.position"]
         unused = positions.new_zeros(first_position, positions.shape[1])
@@ -134,7 +112,7 @@ def their_tensors(
                 f"{ours}: no parameter that the layout of {layout.family} has. Leave it out of what the objective "
                 "exports, as docs/extend/add-an-objective.md shows."
             )
-        if not tied and ours == "heads.mlm_bias" and layout.decoder:
+        if not facts.model.tied_decoder and ours == "heads.mlm_bias" and layout.decoder:
             # BERT's bias beside the decoder is read only if the decoder is tied.
             tensors[f"{layout.decoder}.bias"] = tensor.clone().contiguous()
         # Clones, because safetensors refuses tensors that share their storage.

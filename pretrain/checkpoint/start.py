@@ -54,7 +54,7 @@ _SHARED = {
 # ---- settings
 
 
-def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool = False) -> list[str]:
+def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) -> list[str]:
     """Further overrides of a run's `config`, for what the checkpoint in its `start_from` decides.
 
     A run that resumes takes them from its own folder, so the checkpoint is not needed any more.
@@ -94,9 +94,8 @@ def _earlier(given: Mapping[str, Any]) -> PretrainConfig | None:
 
 
 def _of_earlier_start(earlier: PretrainConfig, given: Mapping[str, Any]) -> list[str]:
-    values: dict[str, Any] = {}
-    for key in ("size", "lowercase", "added_words"):
-        values[f"corpus.vocabulary.{key}"] = getattr(earlier.corpus.vocabulary, key)
+    kept = ("size", "lowercase", "added_words")
+    values = {f"corpus.vocabulary.{key}": getattr(earlier.corpus.vocabulary, key) for key in kept}
     if not given.get("start_from"):
         values["start_from"] = earlier.start_from
     overrides = [_override(key, value) for key, value in values.items()]

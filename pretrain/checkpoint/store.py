@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pretrain.checkpoint.fragments import packed
 from pretrain.checkpoint.reading import CheckpointReader, checkpoint_manifest, retried
+from pretrain.checkpoint.weight_files import save_weights
 from pretrain.common.errors import InputError, MachineError, RunError, of_another_version
 from pretrain.common.files import (
     CHECKPOINT_NAME,
@@ -365,16 +364,7 @@ def write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict
     with _write_errors(path):
         aside.mkdir(parents=True, exist_ok=True)
         check_storage(path, shard.bytes)
-        try:
-            path.touch()
-            mode = path.stat().st_mode
-            save_file({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
-            path.chmod(mode)  # safetensors gives the owner alone access, whatever the umask says
-        except SafetensorError as error:
-            # safetensors wraps the system's error; a full disk must be reported as such.
-            if "No space left" in str(error) or "os error 28" in str(error):
-                raise OSError(28, "No space left on device") from error
-            raise MachineError(f"{path}: cannot be written ({error}). Check the storage.") from error
+        save_weights({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
         return {

@@ -28,6 +28,7 @@ from pretrain.common.files import (
 from pretrain.storage.released import TORCH_SUFFIXES, WEIGHT_FILES
 
 WEIGHTS = WEIGHT_FILES[0]
+FOR_TRANSFORMERS = {"format": "pt"}  # without this entry 4.x refuses a file
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -84,13 +85,12 @@ def _others(out: Path) -> list[Path]:
     return [path for path in inside if path.name not in written]
 
 
-def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
+def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write contiguous tensors that share no storage as safetensors; the system's errors remain `OSError`."""
     try:
         path.touch()
         mode = path.stat().st_mode
-        # Without this entry transformers 4.x refuses the file.
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata)
         path.chmod(mode)  # safetensors gives the owner alone access, whatever the umask says
     except SafetensorError as error:
         # safetensors wraps the operating system's error in words; give it back its number.

@@ -189,13 +189,9 @@ def add_command(
     return parser
 
 
-def add_config(
-    parser: argparse.ArgumentParser,
-    start: str,
-    purpose: str = "YAML file of the run, or a name of `configs`",
-    several: bool = False,
-) -> None:
+def add_config(parser: argparse.ArgumentParser, start: str, *, several: bool = False) -> None:
     """Add CONFIG, or several, --from, described by `start`, and --set."""
+    purpose = "YAML file of the run, or a name of `configs`"
     parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="+" if several else None, help=purpose)
     add_start(parser, f"{start}, in place of the config's", type=run_argument)
     add_set(parser)

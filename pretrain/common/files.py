@@ -15,11 +15,10 @@ import re
 import resource
 import secrets
 import shutil
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from pretrain.common.errors import InputError, MachineError
 
@@ -153,28 +152,10 @@ def write_json(path: Path, value: Any) -> None:
         file.write("\n")
 
 
-def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of the regular file `path`, which is created if missing; `flags` are those of `os.open`.
-
-    Raises `InputError` if the name is taken by a link or a pipe: someone could place one to redirect the output.
-    """
-    with disk_errors(path):
-        try:
-            # Non-blocking, because opening a pipe would wait for its other end.
-            descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.set_blocking(descriptor, True)
-                return descriptor
-            os.close(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise
-    raise InputError(f"{path}: is a link or not a regular file, so it is not written to. Remove it.")
-
-
 def append_open(path: Path, buffering: int = -1) -> IO[bytes]:
-    """The regular file `path` opened for appending, as by `open_regular`."""
-    return cast("IO[bytes]", open(path, "ab", buffering, opener=lambda name, flags: open_regular(Path(name), flags)))
+    """The file `path` opened for appending."""
+    with disk_errors(path):
+        return path.open("ab", buffering)
 
 
 def allow_open_files(count: int) -> int:
@@ -202,9 +183,9 @@ def locked(path: Path, refusal: str = "") -> Iterator[bool]:
     The kernel releases the lock when the process ends for any reason. Yields whether the lock is held: on a file system
     without locks a warning is logged and work continues, since users can rarely change the mount.
     """
-    with disk_errors(path.parent):
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = open_regular(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         yield _lock(descriptor, path, refusal)
     finally:
@@ -247,22 +228,12 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, extra: dict[str, Any], hashes: dict[str, str] | None = None) -> dict[str, Any]:
-    """Write the manifest of `folder`: every file below it with size and SHA-256.
-
-    Args:
-        folder: the complete folder.
-        extra: further fields of the manifest.
-        hashes: digests that are already known (relative path -> hex), which saves reading these files again.
-
-    Returns:
-        The manifest.
-    """
-    known = hashes or {}
+def write_manifest(folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
+    """Write the manifest of the complete `folder`: `extra`, and each file in it with size and SHA-256. Returns it."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
         name = path.relative_to(folder).as_posix()
-        files[name] = {"bytes": path.stat().st_size, "sha256": known.get(name) or sha256_file(path)}
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     manifest = {**extra, "files": files}
     put_manifest(folder, manifest)
     return manifest

@@ -57,7 +57,7 @@ def load_kind(package: str, name: str) -> ModuleType:
     return module
 
 
-def ask_for_kind(package: str, name: str, folder: Path | None = None) -> None:
+def ask_for_kind(package: str, name: str, folder: Path | None) -> None:
     """Import a module of the user's own, and check it as `load_kind` does.
 
     Raises `InputError`, which names a similar built-in kind of a module that is not found.

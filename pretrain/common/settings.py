@@ -75,7 +75,7 @@ def import_named(settings: Section, folder: Path | None = None, where: Callable[
             raise InputError(f"{where(keys)}{'.'.join(map(str, keys))}: {error}") from None
 
 
-def given_values(config: AnyConfig, kind: type[Section], overrides: Overrides = ()) -> dict[str, Any]:
+def given_values(config: AnyConfig, kind: type[Section], overrides: Overrides) -> dict[str, Any]:
     """The values of `config` with `overrides` applied, as `load` takes them, but not validated.
 
     Raises `InputError` if the file cannot be read, or an override cannot be applied.
@@ -163,7 +163,7 @@ def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 class _Document(Generic[S]):
     """One YAML file, or given values, with overrides applied; it knows where each value comes from."""
 
-    def __init__(self, config: AnyConfig, kind: type[S], overrides: Overrides = ()) -> None:
+    def __init__(self, config: AnyConfig, kind: type[S], overrides: Overrides) -> None:
         self.kind = kind
         self.folder: Path | None = None
         self.origin, given, lines = "config", config, {}

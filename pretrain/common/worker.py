@@ -8,7 +8,6 @@ import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -111,12 +110,12 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
-def torchrun_place(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def torchrun_place() -> tuple[int, int] | None:
     """(rank, number of processes) if torchrun started this process, or a program that sets RANK as it does; else None.
 
-    `environment` replaces os.environ. Raises `InputError` if RANK is set, but the processes could not meet.
+    Raises `InputError` if RANK is set, but the processes could not meet.
     """
-    values = os.environ if environment is None else environment
+    values = os.environ
     if "RANK" not in values:
         return None
     needed = _TORCHRUN if values.get("WORLD_SIZE") == "1" else (*_TORCHRUN, *_LOCAL)
@@ -196,20 +195,19 @@ class Worker:
             signal.signal(number, on_signal)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Worker:
+    def from_environment(cls) -> Worker:
         """The worker of a single process, or its rank under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE).
 
-        The worker handles signals from then on. `environment` replaces os.environ. Raises as `torchrun_place`.
+        The worker handles signals from then on. Raises as `torchrun_place`.
         """
-        values = os.environ if environment is None else environment
         worker = cls()
-        if place := torchrun_place(values):
+        if place := torchrun_place():
             rank, world_size = place
             worker = cls(
                 rank=rank,
                 world_size=world_size,
-                local_rank=int(values.get("LOCAL_RANK") or "0"),
-                local_world_size=int(values.get("LOCAL_WORLD_SIZE") or "1"),
+                local_rank=int(os.environ.get("LOCAL_RANK") or "0"),
+                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or "1"),
             )
         worker.listen()
         return worker

@@ -105,24 +105,14 @@ class BlockCache:
     Args:
         address: of the corpus.
         folder: for the files; all processes of the machine have the same.
-        most_bytes: of the cache; of several runs with the same folder, the largest counts.
-        name: of the setting of `most_bytes`, for errors.
+        most_bytes: of the cache (`corpus.cache`); of several runs with the same folder, the largest counts.
 
     Raises `MachineError` if the file system has no holes, or too many processes use the folder.
     """
 
-    def __init__(
-        self,
-        address: str,
-        folder: Path,
-        shards: Sequence[StoredShard],
-        *,
-        most_bytes: int,
-        objects: ObjectStore | None = None,
-        name: str = "corpus.cache",
-    ) -> None:
+    def __init__(self, address: str, folder: Path, shards: Sequence[StoredShard], *, most_bytes: int) -> None:
         self._address, self._folder, self._stored = address, folder, list(shards)
-        self._most, self._name, self._objects = most_bytes, name, objects or ObjectStore()
+        self._most, self._objects = most_bytes, ObjectStore()
         counts = [len(shard.blocks) for shard in shards]
         self._firsts = np.cumsum([0, *counts])
         self._bytes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
@@ -144,12 +134,6 @@ class BlockCache:
         self._is_ahead = np.zeros(len(self._bytes), bool)  # fetched ahead by this process, and not held since
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="blocks")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
-        self.fetched_bytes = 0  # by this process
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all blocks."""
-        return int(self._bytes.sum())
 
     def array(self, shard: int, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """An array of a shard, read-only, with zeros where no block is held."""
@@ -177,7 +161,7 @@ class BlockCache:
         """Raise `InputError` if `least` bytes are more than the cache may take."""
         if least > self._most:
             raise InputError(
-                f"{self._name}: {_size(self._most)}, but {what} needs {_size(least)} at least. Raise it to that, or "
+                f"corpus.cache: {_size(self._most)}, but {what} needs {_size(least)} at least. Raise it to that, or "
                 "better to twice as much, so that what comes next is fetched ahead."
             )
 
@@ -255,7 +239,7 @@ class BlockCache:
             unproven = blocks[(state == _HERE) & ~self._proven[blocks]]
             if len(unproven):
                 # What another process holds it has verified.
-                elsewhere = self._held[self._alive(but=self._slot)][:, unproven].any(axis=0)
+                elsewhere = self._held[self._alive(own=False)][:, unproven].any(axis=0)
                 self._proven[unproven[elsewhere]] = True
                 unproven = unproven[~elsewhere]
             self._make_room(absent)
@@ -365,15 +349,13 @@ class BlockCache:
         begin, end = (byte - place.base + array.header for byte in place.range_of(block))
         where = join(self._address, array.name)
         try:
-            content = self._objects.read_range(where, begin, end)
+            return self._objects.read_range(where, begin, end)
         except AccessError:
             raise
         except InputError:
             raise ContentError(
                 f"{where}: not found. Run `prepare` on a machine that has the full copy: it stores what was lost."
             ) from None
-        self.fetched_bytes += len(content)
-        return content
 
     def _punch(self, number: int) -> None:
         """Free the pages of a block that no block that is here shares. Under the lock."""
@@ -420,8 +402,8 @@ class BlockCache:
                     return slot
         raise MachineError(f"{self._folder}: {_SLOTS} processes use it already. Wait for them, or stop some.")
 
-    def _alive(self, but: int = -1) -> np.ndarray:
-        """Which slots have a living process, bool [_SLOTS]. Under the lock."""
+    def _alive(self, *, own: bool = True) -> np.ndarray:
+        """Which slots have a living process, also this one or not, bool [_SLOTS]. Under the lock."""
         alive = np.zeros(_SLOTS, bool)
         for slot, descriptor in self._slots.items():
             if slot == self._slot:
@@ -430,9 +412,7 @@ class BlockCache:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             else:
                 alive[slot] = True
-        alive[self._slot] = True
-        if but >= 0:
-            alive[but] = False
+        alive[self._slot] = own
         return alive
 
     @contextlib.contextmanager

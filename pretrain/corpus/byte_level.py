@@ -65,18 +65,13 @@ def without_line_ends(text: str) -> str:
 
 
 def byte_tokenizer(
-    vocabulary: dict[str, int],
-    merges: Sequence[tuple[str, str]],
-    special_tokens: Sequence[str],
-    *,
-    ignore_merges: bool = False,
+    vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], special_tokens: Sequence[str]
 ) -> Tokenizer:
     """The tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP].
 
     [MASK] takes the blank before it, as RoBERTa's, so that a blank in the text does not tell what is missing.
-    With `ignore_merges` a word that is an entry is one token, as words that `extension` adds.
     """
-    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges), ignore_merges=ignore_merges))
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
     first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]

@@ -111,7 +111,7 @@ class WordEdges:
     last: np.ndarray
 
 
-def word_edges(entries: Sequence[str], spell: Spell = entry_bytes) -> WordEdges:
+def word_edges(entries: Sequence[str], spell: Spell) -> WordEdges:
     """Words are GPT-2's pre-tokens, as far as single tokens tell: letters, numbers or marks, with the blank before.
 
     Each ideograph begins a word, as in BERT. Part of a character counts as a letter.

@@ -58,14 +58,14 @@ def write_card(
     vocabulary_size: int,
     kind: str,
     lowercase: bool,
-    strip_accents: bool | None = None,
+    strip_accents: bool | None,
     language: str,
     shards: list[dict[str, Any]],
-    readings: tuple[list[dict[str, Any]], list[str]] = ([], []),
-    extension: dict[str, Any] | None = None,
-    filtered: list[dict[str, Any]] | None = None,
-    evaluation: list[dict[str, Any]] | None = None,
-    before: dict[str, Any] | None = None,
+    readings: tuple[list[dict[str, Any]], list[str]],
+    extension: dict[str, Any] | None,
+    filtered: list[dict[str, Any]],
+    evaluation: list[dict[str, Any]],
+    before: dict[str, Any],
 ) -> None:
     """Write card.json and card.md.
 
@@ -73,7 +73,7 @@ def write_card(
     `filtered` what filters did, `evaluation` the evaluation sets whose text was looked for. `before` is the card of the
     corpus that this one grew from, whose sources come first and have no `hashes`.
     """
-    earlier = (before or {}).get("sources", [])
+    earlier = before.get("sources", [])
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS} | _lost(sources)
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
@@ -82,7 +82,7 @@ def write_card(
         case["strip_accents"] = bool(strip_accents)
     listed = [{**one, **source} for one, source in zip(earlier, sources, strict=False)]
     listed += map(_with_files, sources[len(earlier) :], hashes)
-    faults = [*(before or {}).get("problems", []), *problems]
+    faults = [*before.get("problems", []), *problems]
     card = {
         "vocabulary": {
             "size": vocabulary_size,

@@ -12,8 +12,9 @@ from pretrain.common.kinds import not_one_of
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
 from pretrain.corpus.manifest import (
+    check_same_tokenizer,
     fingerprint_settings,
-    numbers_in,
+    recognized,
     refuse_changed_settings,
     refuse_other_content,
     source_name,
@@ -96,7 +97,9 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         settings = fingerprint_settings(corpus, inputs, tokenizer or given_tokenizer(corpus))
         if compared:
             same = None if corpus.vocabulary.added_words else tokenizer
-            numbers = numbers_in(folder, manifest, corpus.sources, found, settings, same)
+            if same is not None:
+                check_same_tokenizer(folder, same)
+            numbers = recognized(folder, manifest, corpus.sources, found, settings, vocabulary=same is None)
             new = [place for place, number in enumerate(numbers) if number >= len(manifest["sources"])]
         else:
             new = refuse_changed_settings(folder, manifest, corpus.sources, settings, vocabulary=tokenizer is None)

@@ -12,7 +12,7 @@ class KeyTable:
     _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
     _MIX = np.uint64(0xC2B2AE3D27D4EB4F)  # xxHash64's second prime
 
-    def __init__(self, columns: int, *, capacity: int = 1000) -> None:
+    def __init__(self, columns: int, capacity: int) -> None:
         """`capacity`: keys that fit before it grows for the first time."""
         self._columns = columns
         self._bits = (3 * capacity).bit_length()

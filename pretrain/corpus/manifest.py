@@ -36,15 +36,15 @@ def make_manifest(
     settings: dict[str, Any],
     hashes: dict[str, str],
     declared: dict[str, Any],
-    others: Sequence[str] = (),
-    before: Mapping[str, Any] | None = None,
+    others: Sequence[str],
+    before: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The manifest of the files in `folder`, without the card.
 
     `hashes` has {name: SHA-256} of the shards' files, `declared` what `special_ids` takes, `others` names further
     files. `before` has the files of the corpus that this one grew from; they are not looked at.
     """
-    kept = {name: entry for name, entry in (before or {}).items() if name not in CARD_FILES}
+    kept = {name: entry for name, entry in before.items() if name not in CARD_FILES}
     written = [name for name in [*hashes, *TOKENIZER_FILES, *others] if name not in kept]
     size = vocabulary_size(tokenizer)
     manifest = {
@@ -156,36 +156,15 @@ def numbered(number: int, settings: dict[str, Any]) -> dict[str, Any]:
     return {f"corpus.sources.{number}.{key}": value for key, value in settings.items()}
 
 
-def by_source(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Deciding settings as (those of the whole corpus, those of each source by its number)."""
+def by_source(settings: dict[str, Any], *, vocabulary: bool = True) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Deciding settings as (those of the corpus, maybe without `vocabulary`, those of each source by its number)."""
     general, own = {}, {}
     for key, value in settings.items():
         if match := _SOURCE.fullmatch(key):
             own.setdefault(int(match[1]), {})[match[2]] = value
-        else:
+        elif vocabulary or not key.startswith("corpus.vocabulary."):
             general[key] = value
     return general, own
-
-
-def numbers_in(
-    folder: Path,
-    manifest: dict[str, Any],
-    sources: Sequence[SourceConfig],
-    inputs: list[list[Input]],
-    settings: dict[str, Any],
-    same_tokenizer: Tokenizer | None = None,
-) -> list[int]:
-    """The number of each source of the config in the finished corpus with this manifest; new ones follow.
-
-    Args:
-        same_tokenizer: the tokenizer that the corpus must have, however its vocabulary was made; otherwise the settings
-            of the vocabulary must be the same.
-
-    Raises `InputError` if its settings, or the content of sources that it has, were others.
-    """
-    if same_tokenizer is not None:
-        check_same_tokenizer(folder, same_tokenizer)
-    return recognized(folder, manifest, sources, inputs, settings, vocabulary=same_tokenizer is None)
 
 
 def recognized(
@@ -204,9 +183,7 @@ def recognized(
 
     Raises `InputError` if the settings of a manifest, or the content of a source that it has, are others.
     """
-    (general, own), (before, old) = by_source(now), by_source(manifest["settings"])
-    if not vocabulary:
-        general, before = _without_vocabulary(general), _without_vocabulary(before)
+    (general, own), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
     numbers = _matched(manifest, sources, inputs, own, old)
     for place, number in numbers.items():
         before |= numbered(place, old[number])
@@ -301,9 +278,7 @@ def refuse_changed_settings(
     folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
     """As `recognized`, without a look at the files: sources are known by their names. The places of the new ones."""
-    (general, own), (before, old) = by_source(now), by_source(manifest["settings"])
-    if not vocabulary:
-        general, before = _without_vocabulary(general), _without_vocabulary(before)
+    (general, own), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
     numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
     for place, source in enumerate(sources):
         if (number := numbers.get(source_name(source))) is not None:
@@ -395,8 +370,3 @@ def _files_state(inputs: list[Input]) -> str:
                 facts = [Path(path).name, stat.st_size, stat.st_mtime_ns]
             digest.update(json.dumps(facts).encode())
     return digest.hexdigest()
-
-
-def _without_vocabulary(settings: dict[str, Any]) -> dict[str, Any]:
-    """The deciding settings besides those of the vocabulary."""
-    return {key: value for key, value in settings.items() if not key.startswith("corpus.vocabulary.")}

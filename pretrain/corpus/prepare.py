@@ -53,10 +53,10 @@ from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
     by_source,
+    check_same_tokenizer,
     fingerprint,
     fingerprint_settings,
     numbered,
-    numbers_in,
     readable_manifest,
     recognized,
     refuse_changes,
@@ -192,19 +192,21 @@ class _Preparation:
         """
         if not (self._folder / MANIFEST).exists():
             return False
+        given = self._all, self._all_inputs, self._settings
         try:
             if not self._stored:  # otherwise it was verified when it came, and its shards may not be here
                 verify_shards(self._folder)
         except InputError as error:
             if manifest := readable_manifest(self._folder):
-                given = self._all, self._all_inputs, self._settings
                 numbers = recognized(self._folder, manifest, *given, vocabulary=self._of_start is None)
                 expect_all(self._folder, manifest, numbers, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
         same_tokenizer = None if self._corpus.vocabulary.added_words else self._of_start
         manifest = read_manifest(self._folder)
-        numbers = numbers_in(self._folder, manifest, self._all, self._all_inputs, self._settings, same_tokenizer)
+        if same_tokenizer is not None:
+            check_same_tokenizer(self._folder, same_tokenizer)
+        numbers = recognized(self._folder, manifest, *given, vocabulary=same_tokenizer is None)
         before = read_manifest(self._folder)
         for source, number in zip(self._all, numbers, strict=True):
             if number < len(manifest["sources"]):

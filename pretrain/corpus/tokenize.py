@@ -124,7 +124,7 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(blank_starts)
 
 
-def text_hashes(raw: bytes, count: int, *, fold: Fold = Fold.NOTHING) -> np.ndarray:
+def text_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
     """uint64 [count, 2]: BLAKE2b of each text without its ASCII blanks and what `fold` says, composed (NFC)."""
     kept = raw.translate(_LOWER if Fold.CASE in fold else None, b" \t\r\n")
     if fold and not kept.isascii():

@@ -121,7 +121,7 @@ class Heads(nn.Module):
         nsp_correct = (logits_S2.argmax(-1) == nsp_labels_S).sum().float()
         return Losses(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
 
-    def transform(self, hidden_KH: Tensor, fused: bool = False) -> Tensor:
+    def transform(self, hidden_KH: Tensor, fused: bool) -> Tensor:
         """[K, H] -> [K, H], what the decoder reads."""
         if not self.shape.mlm_transform:
             return hidden_KH

@@ -30,7 +30,7 @@ class DeviceCapabilities(NamedTuple):
     """The capabilities of one device."""
 
     name: str
-    capability: tuple[int, int] | None = None  # CUDA's compute capability; None on CPU
+    capability: tuple[int, int] | None  # CUDA's compute capability; None on CPU
     bf16: float = 0.0  # measured matrix products of one thread in FLOP/s; on CUDA not measured
     fp32: float = 0.0
 

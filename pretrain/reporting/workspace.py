@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open
+from pretrain.common.files import write_json
 from pretrain.reporting.panels import GENERAL, Panel, panels_for
 from pretrain.reporting.runs import RunRecords
 from pretrain.reporting.subjects import differing
@@ -32,22 +35,21 @@ _STEP = "train/global_step"
 def write(runs: Sequence[RunRecords], path: Path) -> str:
     """Write the workspace to `path` and, if a W&B key is set, save it to W&B; returns a message.
 
-    `path` keeps the id of the workspace, so saving again replaces it in W&B. The file is written even if W&B fails.
+    `path` keeps the URL of the workspace, so saving again replaces it in W&B. The file is written even if W&B fails.
+    Raises `InputError` if `path` is another file.
     """
     os.environ["WANDB_SILENT"] = "true"  # W&B would print its own messages between ours
-    previous = read(path) if path.is_file() else None
+    url = _url(path)
     message = f"{path}: the W&B workspace; set a W&B key to save it to W&B (WANDB_API_KEY or `wandb login`)"
     workspace = make(runs, "")
     if _is_online(runs[0]):
         try:
             workspace = make(runs, wandb_entity())
-            _continue(workspace, previous)
-            workspace.save()
-            message = f"{workspace.url}\n{path}: the same workspace as JSON"
+            url = _save(workspace, url)
+            message = f"{url}\n{path}: the same workspace as JSON"
         except Exception as error:
             message = f"{path}: the W&B workspace; saving it to W&B failed ({_without_secrets(error)})"
-    with atomic_open(path, "w") as file:
-        file.write(json.dumps(as_data(workspace), indent=1) + "\n")
+    write_json(path, {"url": url, "workspace": as_data(workspace)})
     return message
 
 
@@ -75,16 +77,12 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
     )
 
 
-def read(path: Path) -> Workspace:
-    """The workspace that `write` wrote to `path`. Raises `InputError` if the file is not a workspace."""
-    from wandb_workspaces.workspaces import Workspace, internal
-
+def _url(path: Path) -> str:
+    """The URL in the file that `write` wrote; "" if there is none. Raises `InputError` if it is another file."""
     try:
-        return Workspace._from_model(internal.View.model_validate_json(path.read_bytes()))
-    except ValueError as error:
-        raise InputError(
-            f"{path}: not a W&B workspace ({type(error).__name__}). Remove the file, or choose another name."
-        ) from None
+        return json.loads(path.read_bytes())["url"] if path.is_file() else ""
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path}: not a W&B workspace. Remove the file, or choose another name.") from None
 
 
 def _tracking(run: RunRecords) -> dict[str, str]:
@@ -169,15 +167,19 @@ def _is_online(run: RunRecords) -> bool:
     return mode in ("auto", "online") and wandb_mode("auto") == "online"
 
 
-def _continue(workspace: Workspace, previous: Workspace | None) -> None:
-    """Let `workspace` replace `previous` when saved, if both belong to the same project."""
-    if previous and (previous.entity, previous.project) == (workspace.entity, workspace.project):
-        workspace._internal_name, workspace._internal_id = previous._internal_name, previous._internal_id
+def _save(workspace: Workspace, url: str) -> str:
+    """Save it to W&B, in place of the one at `url` if that belongs to the same project; returns its URL."""
+    if urlsplit(url).path.strip("/") != f"{workspace.entity}/{workspace.project}":
+        return workspace.save().url
+    saved = type(workspace).from_url(url)
+    for name in ("name", "sections", "settings", "runset_settings"):
+        setattr(saved, name, getattr(workspace, name))
+    return saved.save().url
 
 
 def as_data(workspace: Workspace) -> dict[str, Any]:
-    """A workspace as the API takes it."""
-    return workspace._to_model().model_dump(mode="json", by_alias=True, exclude_none=True)
+    """A workspace as JSON, with the names of `wandb_workspaces`."""
+    return TypeAdapter(type(workspace)).dump_python(workspace, mode="json", exclude_none=True)
 
 
 def _without_secrets(error: Exception) -> str:

@@ -40,9 +40,7 @@ class RunKind(Generic[R]):
     callbacks: tuple[Any, ...] = ()  # functions and objects that are told what the run does, beside those of the config
 
 
-def start_run(
-    kind: RunKind[R], config: R, before: R | None = None, *, resume: bool, ray: bool = False, no_ray: bool = False
-) -> bool:
+def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
     """`_start_run`; a Ctrl-C or SIGTERM that comes when no workers run is a stop, too."""
     try:
         return _start_run(kind, config, before, resume=resume, ray=ray, no_ray=no_ray)

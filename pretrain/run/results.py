@@ -30,7 +30,7 @@ class Run(Generic[R]):
     """A run that has trained to its end; `trained` is False if it had before, so that nothing was done."""
 
     config: R
-    trained: bool = True
+    trained: bool
 
     @property
     def folder(self) -> Path:

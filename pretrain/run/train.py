@@ -144,7 +144,7 @@ class Pretraining:
         objective: Objective,
         engine: Engine,
         device: torch.device,
-        machines: int = 1,
+        machines: int,
     ) -> None:
         self._machines = machines
         self._config, self._shards, self._objective = config, corpora.training, objective
@@ -279,7 +279,7 @@ class Pretraining:
             if isinstance(module, Encoder):
                 module.use_rotary_bases(now.rotary_base, now.local_rotary_base)
 
-    def open_loader(self, phase: int, start_step: int, rollback: Rollback | None = None) -> None:
+    def open_loader(self, phase: int, start_step: int, rollback: Rollback | None) -> None:
         """Read from a step of a phase on; `rollback` as for `Loader`."""
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds

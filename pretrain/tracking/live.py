@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import threading
 import time
@@ -121,7 +120,6 @@ class LiveProgress:
         self._known_events = {_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
         # Whether records of this start have arrived, other than events.
         self.has_news = False
-        self._best = math.inf
         self._phases: list[PhaseConfig] = []
         self._waiting = ""
         self.phase_of_start = starting.WORKERS
@@ -151,7 +149,7 @@ class LiveProgress:
         history = fresh and self._old_file
         self._old_file = True
         if history:
-            self.last, self._best = {}, math.inf
+            self.last = {}
             self._start_again()
         for record in records:
             if "event" in record:
@@ -194,11 +192,8 @@ class LiveProgress:
 
     def _take(self, record: dict[str, Any]) -> None:
         if record.get("split") == "validation":
-            loss = record.get("loss")
-            best = record.get("best", loss is not None and loss < self._best)
-            self._best = loss if best and loss is not None else self._best
             if self.has_news:
-                self.console.print(_evaluation_line(record, self.metrics, best), markup=False)
+                self.console.print(_evaluation_line(record, self.metrics), markup=False)
             return
         self.last = record
 
@@ -306,9 +301,9 @@ def _piece(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric], best: bool) -> str:
+def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric]) -> str:
     scores = _shown_scores(record, metrics)
-    return "  ".join([f"  step {record.get('step', 0):,} held-out", *scores, *(["best"] if best else [])])
+    return "  ".join([f"  step {record.get('step', 0):,} held-out", *scores, *(["best"] if record.get("best") else [])])
 
 
 def _probe_line(record: dict[str, Any]) -> str:

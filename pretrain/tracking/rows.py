@@ -11,8 +11,6 @@ from typing import Any
 from pretrain.common.files import write_json
 from pretrain.common.run_files import LAST_SENT
 
-"""File of the run folder with the run's W&B id and the last step that was sent."""
-
 MESSAGE = "events/message"
 _EVENT_STEP = "events/step"
 PROBE_STEP = "probe/step"  # the x axis of scores of checkpoints, which come later than their step

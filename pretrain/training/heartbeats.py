@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 HANG, DATA_STALL = "hang", "data_stall"
 IN_COLLECTIVE = "a collective"  # what a rank is doing that waits for other ranks
@@ -91,7 +91,7 @@ class HeartbeatExchange:
         assert self._store is not None
         self._store.set(self._summary, json.dumps([mine, finding]))
         others = self._store.multi_get(self._keys[1:])
-        return [mine, *(_heartbeat(json.loads(value)) for value in others)]
+        return [mine, *(Heartbeat(*one) if one else None for one in map(json.loads, others))]
 
     def report(self, mine: Heartbeat) -> HeartbeatSummary | None:
         """Other ranks: publish a heartbeat; returns the newest summary, None before the first."""
@@ -102,10 +102,6 @@ class HeartbeatExchange:
             return None
         aggregator, finding = json.loads(self._store.get(self._summary))
         return HeartbeatSummary(Heartbeat(*aggregator), Hang(*finding) if finding else None)
-
-
-def _heartbeat(value: list[Any] | None) -> Heartbeat | None:
-    return Heartbeat(*value) if value else None
 
 
 class Ranks:
@@ -165,32 +161,21 @@ class Ranks:
         active.sort(key=lambda one: one[1].position)  # the furthest behind first
         for rank, heartbeat in active:
             if heartbeat.doing not in ("", IN_COLLECTIVE):
-                return Hang(
-                    DATA_STALL, rank, f"has waited {still:.0f} s for {heartbeat.doing}", heartbeat.host, heartbeat.pid
-                )
+                return _hang(rank, heartbeat, f"has waited {still:.0f} s for {heartbeat.doing}", DATA_STALL)
         missing = [rank for rank, heartbeat in enumerate(self._newest) if heartbeat is None]
         if missing:
             return Hang(HANG, missing[0], f"has not reported, and no rank made progress for {still:.0f} s", "", 0)
         for rank, heartbeat in active:
             if not heartbeat.doing:
-                return Hang(HANG, rank, f"has made no progress for {still:.0f} s", heartbeat.host, heartbeat.pid)
+                return _hang(rank, heartbeat, f"has made no progress for {still:.0f} s")
         for rank, heartbeat in enumerate(self._newest):
             if heartbeat is not None and heartbeat.ended:
-                return Hang(
-                    HANG,
-                    rank,
-                    f"has ended, and the others have waited {still:.0f} s for it in a collective",
-                    heartbeat.host,
-                    heartbeat.pid,
-                )
-        rank, heartbeat = active[0]
-        return Hang(
-            HANG,
-            rank,
+                why = f"has ended, and the others have waited {still:.0f} s for it in a collective"
+                return _hang(rank, heartbeat, why)
+        return _hang(
+            *active[0],
             f"is the first of the ranks furthest behind, and all ranks have waited {still:.0f} s in collectives: "
             "the network, or collectives that differ between ranks",
-            heartbeat.host,
-            heartbeat.pid,
         )
 
 
@@ -224,14 +209,18 @@ class Follower:
         if first.ended:  # it gathers no heartbeats any more
             still = now - max(self._progress_at, self._changed_at)
             why = f"has ended, and rank {self._rank} has made no progress since, {still:.0f} s ago"
-            return Hang(HANG, 0, why, first.host, first.pid) if still > allowed else None
+            return _hang(0, first, why) if still > allowed else None
         silence = now - self._changed_at
         return _silent(0, first, silence) if silence > first.quiet + self._patience else None
 
 
 def _silent(rank: int, heartbeat: Heartbeat, seconds: float) -> Hang:
     why = f"was silent for {seconds:.0f} s: its process is stopped, without CPU time, or disconnected"
-    return Hang(HANG, rank, why, heartbeat.host, heartbeat.pid)
+    return _hang(rank, heartbeat, why)
+
+
+def _hang(rank: int, heartbeat: Heartbeat, why: str, event: str = HANG) -> Hang:
+    return Hang(event, rank, why, heartbeat.host, heartbeat.pid)
 
 
 def _unreported(rank: int, seconds: float) -> Hang:

@@ -30,6 +30,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import resolve_here, torch_dtype
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
+from tests.distributed import NullWatchdog, of_whole_tensors
 
 OURS = "ours"
 # Variants of transformers: the attention, and whether torch.compile is used. Which is fastest depends on the machine.
@@ -183,6 +184,7 @@ class EngineTrainer:
             ),
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
             config.engine,
+            NullWatchdog(),
         )
         self._engine.module.train()
 
@@ -214,7 +216,7 @@ class PlainLoopTrainer:
         for group in groups:
             group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
         self._masters = [p for group in groups for p in group["params"]]
-        self._optimizer = make_optimizer(config.optimizer, groups)
+        self._optimizer = of_whole_tensors(make_optimizer(config.optimizer, groups))
         self._model = model.to(torch_dtype(config.engine.precision))
         named = dict(model.named_parameters())
         self._weights = [named[name] for group in groups for name in group["names"]]

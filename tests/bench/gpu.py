@@ -40,6 +40,7 @@ from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.bench import aligned
 from tests.bench.baselines import bench_config
+from tests.distributed import NullWatchdog
 
 _WARM_UP = 5  # steps that compile the model and allocate memory
 BLOCKS = 5  # of steps, between which the host waits for the GPU
@@ -207,6 +208,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
         objective.model,
         lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
         config.engine,
+        NullWatchdog(),
     )
     engine.module.train()
     micro = full_batch(config, [case.length] * case.sequences, case.vocabulary)

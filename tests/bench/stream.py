@@ -209,6 +209,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from pretrain.batches.exchange import Exchange
     from pretrain.batches.loader import Loader
     from pretrain.corpus.stored import fetch_corpus, open_corpus
+    from pretrain.storage.objects import ObjectStore
     from pretrain.training.engine.workers import RankGroup
 
     torch.set_num_threads(1)
@@ -219,6 +220,13 @@ def rank_main(arguments: argparse.Namespace) -> None:
     run = config(arguments.cache, 10**9)
     fetch_corpus(run.corpus)
     opened = time.monotonic() - began
+    fetched, read_range = [], ObjectStore.read_range
+
+    def counting(self: ObjectStore, address: str, begin: int, end: int) -> bytes:
+        fetched.append(end - begin)
+        return read_range(self, address, begin, end)
+
+    ObjectStore.read_range = counting
     shards = open_corpus(run.corpus, "train")
     exchange = Exchange(RankGroup(arguments.rank, arguments.ranks, torch.device("cpu"), dist.new_group(backend="gloo")))
     loader = Loader(
@@ -247,8 +255,6 @@ def rank_main(arguments: argparse.Namespace) -> None:
         if over.item():
             break
     seconds = time.monotonic() - start
-    cache = shards.shards[0].cache
-    assert cache is not None
     result = {
         "rank": arguments.rank,
         "import_s": round(imported, 1),
@@ -256,7 +262,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
         "first_step_s": round(first, 1),
         "tokens_per_s": round(tokens / seconds),
         "stalled": round((loader.stall_seconds - stalled) / seconds, 4),
-        "fetched_mb": round(cache.fetched_bytes / 1e6, 1),
+        "fetched_mb": round(sum(fetched) / 1e6, 1),
         "memory_mb": round((most - before) / 1e6),
     }
     print(json.dumps(result), flush=True)

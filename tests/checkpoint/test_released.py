@@ -16,10 +16,10 @@ from torch import Tensor
 
 from finetune.tasks.datasets.tables import read_table
 from pretrain.checkpoint.assembly import Released, assemble
-from pretrain.checkpoint.layouts import BERT, read_config
+from pretrain.checkpoint.layouts import read_config
 from pretrain.checkpoint.mapping import MappedTensor, mapping_table
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import their_tensors
+from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common import files
 from pretrain.common.errors import InputError
@@ -228,9 +228,10 @@ def test_names_left_out_are_a_pattern_unless_it_matches_one_that_is_read() -> No
     assert mapping_table([]) == ""
 
 
-SHAPE = read_config(BERT_SIZES).model
+FACTS = read_config(BERT_SIZES)
+SHAPE = FACTS.model
 STATE = PretrainingModel(SHAPE, ROWS).state_dict().items()
-TENSORS = their_tensors({n.replace("heads.pooler_", "head.dense_"): torch.randn_like(t) for n, t in STATE}, BERT)
+TENSORS = released_tensors({n.replace("heads.pooler_", "head.dense_"): torch.randn_like(t) for n, t in STATE}, FACTS)
 
 
 def read_tensors(tensors: dict[str, Tensor], **config: Any) -> Released:

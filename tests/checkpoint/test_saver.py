@@ -125,14 +125,14 @@ def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
 
 def test_the_other_ranks_do_not_wait_for_one_whose_save_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lack of memory is no error of the storage."""
-    write = store.save_file
+    write = store.save_weights
 
-    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if path.name.startswith("rank-00001"):
             raise MemoryError("too little")
         write(tensors, path)
 
-    monkeypatch.setattr(store, "save_file", save_file)
+    monkeypatch.setattr(store, "save_weights", save_weights)
     assert train_two(tmp_path, steps=1) == ["worker 1: MemoryError: too little"] * 2
     assert not list(tmp_path.iterdir())
 

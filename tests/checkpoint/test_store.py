@@ -329,7 +329,7 @@ def save_and_count_bytes(folder: Path) -> tuple[int, str]:
     shapes = {held.name: [2 * group.world_size] for held in mine}
     store.save(folder, 1, mine, {"step": 1, "shapes": shapes}, group)
     if group.rank == 1:
-        store.save_file = None  # type: ignore[assignment]
+        store.save_weights = None  # type: ignore[assignment]
     with pytest.raises(MachineError) as failed:
         store.save(folder, 2, mine, {"step": 2, "shapes": shapes}, group)
     return sum(received), str(failed.value)

@@ -9,7 +9,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -136,72 +135,12 @@ def test_a_page_replaces_pages_only(tmp_path: Path) -> None:
     assert records.read_text() == '{"step": 1}'
 
 
-@pytest.fixture
-def precious(tmp_path: Path) -> Path:
-    path = tmp_path / "precious"
-    path.write_text("not yours")
-    return path
-
-
-def test_a_lock_file_is_neither_followed_nor_emptied(tmp_path: Path, precious: Path) -> None:
-    link = tmp_path / ".lock"
-    link.symlink_to(precious)
-    with pytest.raises(InputError, match=r"\.lock: is a link or not a regular file"), locked(link, "taken"):
-        pass
-    assert precious.read_text() == "not yours"
-    link.unlink()
-    link.write_text("kept")
-    with locked(link, "taken"):
-        assert link.read_text() == "kept"
-
-
-def test_a_log_is_appended_to_and_no_link_followed(tmp_path: Path, precious: Path) -> None:
+def test_a_log_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "worker-0.log"
     for text in (b"one\n", b"two\n"):
         with append_open(path) as file:
             file.write(text)
     assert path.read_text() == "one\ntwo\n"
-    link = tmp_path / "ray.log"
-    link.symlink_to(precious)
-    with pytest.raises(InputError, match=r"ray\.log: is a link or not a regular file"):
-        append_open(link)
-    link.unlink()
-    link.symlink_to(tmp_path / "to be made")
-    with pytest.raises(InputError, match=r"ray\.log: is a link or not a regular file"):
-        append_open(link)
-    assert not (tmp_path / "to be made").exists()
-    assert precious.read_text() == "not yours"
-
-
-def test_a_pipe_in_the_place_of_a_log_does_not_hang(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "log")
-    opened: list[BaseException] = []
-
-    def open_it() -> None:
-        try:
-            append_open(tmp_path / "log")
-        except InputError as error:
-            opened.append(error)
-
-    thread = threading.Thread(target=open_it, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert opened
-
-
-def test_a_workers_log_follows_no_link(tmp_path: Path, precious: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from cluster.workers.target import log_to; from pretrain.common.errors import InputError\n"
-        "try: log_to(Path(sys.argv[1]), 0)\n"
-        "except InputError: print('refused')\n"
-    )
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "worker-0.log").symlink_to(precious)
-    command = [sys.executable, "-c", program, str(tmp_path / "logs" / "worker-0.log")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "refused\n"
-    assert precious.read_text() == "not yours"
 
 
 @pytest.fixture

@@ -29,14 +29,16 @@ def _handlers() -> Iterator[None]:
 
 
 def test_alone() -> None:
-    worker = Worker.from_environment({})
+    worker = Worker.from_environment()
     assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (0, 1, 0, 1)
     assert not worker.stop_requested()
 
 
-def test_under_torchrun() -> None:
+def test_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    worker = Worker.from_environment({**place, "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"})
+    for name, value in {**place, "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    worker = Worker.from_environment()
     assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (5, 8, 1, 4)
 
 
@@ -116,7 +118,7 @@ def test_a_link_is_not_a_flag_and_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_is_heard(number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
-    worker = Worker.from_environment({})
+    worker = Worker.from_environment()
     os.kill(os.getpid(), number)
     assert worker.stop_requested()
     assert not Worker().stop_requested(), "one worker's ear is not another's"
@@ -124,7 +126,7 @@ def test_signal_is_heard(number: signal.Signals) -> None:
 
 def test_a_closed_terminal_is_ignored_under_nohup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    worker = Worker.from_environment({})
+    worker = Worker.from_environment()
     os.kill(os.getpid(), signal.SIGHUP)
     assert not worker.stop_requested()
 
@@ -134,7 +136,7 @@ def test_a_stop_interrupts_a_wait_only_where_nothing_is_lost(patience: float, mo
     monkeypatch.setattr(interrupts, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(interrupts, "STUCK_SECONDS", 0.05)
     before, stuck = signal.getsignal(signal.SIGUSR2), threading.Event()
-    worker = Worker.from_environment({})
+    worker = Worker.from_environment()
     worker.interrupts.stuck = stuck.set
     with worker.interrupts:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -152,7 +154,7 @@ def test_a_stop_interrupts_a_wait_only_where_nothing_is_lost(patience: float, mo
 def test_second_interrupt_ends_the_process() -> None:
     script = (
         "import os, signal; from pretrain.common.worker import Worker\n"
-        "worker = Worker.from_environment({})\n"
+        "worker = Worker.from_environment()\n"
         "os.kill(os.getpid(), signal.SIGINT); print(worker.stop_requested(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGINT); print('still here')\n"
     )

@@ -58,7 +58,7 @@ def search(texts: list[str], folder: Path, *, per_part: int = 400, shares: int =
     for band in range(near.BANDS):
         for share in range(shares):
             threshold = config.near_duplicates.threshold
-            near.find_pairs(folder, folder / "pairs.npy", band, share, shares, threshold, near.Precedence())
+            near.find_pairs(folder, folder / "pairs.npy", band, share, shares, threshold, near.Precedence((), 0, ()))
             pairs = np.append(pairs, np.load(folder / "pairs.npy"))
     pairs = pairs[np.lexsort((pairs["earlier"], pairs["document"]))[::-1]]
     return {int(pair["document"]): int(pair["earlier"]) for pair in pairs}
@@ -174,7 +174,7 @@ def test_validation_documents_win_over_similar_ones(tmp_path: Path) -> None:
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "texts.jsonl"))
     prepare(preparation(tmp_path / "out", [source], filters=ON, validation_fraction=0.3), quiet=True)
     hashes = measured([*texts, *similar], fold=Fold.CASE)["hash"]
-    one, other = near.Precedence(fraction=0.3).below(hashes).reshape(2, 40)
+    one, other = near.Precedence((), 0.3, ()).below(hashes).reshape(2, 40)
     (found,) = card(tmp_path / "out")["sources"]
     assert found["documents"] == 40
     assert found["validation_documents"] == (one | other).sum() > other.sum()

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pretrain.model.kernels import grouped_op
 from pretrain.model.kernels.grouping import group_sequences
+from tests.distributed import NullWatchdog
 
 STEPS = 3  # the first ones keep constants; DeepSpeed's timers, if they were on, would wait from the third on
 PACKAGES = ("pretrain", "finetune", "deepspeed")
@@ -79,7 +80,9 @@ def take_a_step(case: dict[str, Any]) -> None:
         with torch.device("meta"):
             model = model_of(case)
         put_on_the_device(model, TYPES.get(case["precision"], torch.float32))
-        engine = Engine(model, lambda named: make_optimizer(optimizer, parameter_groups(named, 0.01)), settings)
+        engine = Engine(
+            model, lambda named: make_optimizer(optimizer, parameter_groups(named, 0.01)), settings, NullWatchdog()
+        )
         fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
         there = moved(dataclasses.replace(batch, **fakes), engine.device)
         fit = fit_of(engine)

@@ -19,8 +19,8 @@ from finetune.training.model.start import initial_state, start_table
 from finetune.training.runs import plan
 from finetune.training.train import make_model
 from pretrain.checkpoint.assembly import Released, assemble
-from pretrain.checkpoint.layouts import BERT, read_config
-from pretrain.checkpoint.released_writer import their_tensors
+from pretrain.checkpoint.layouts import read_config
+from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
 from tests.starts import with_changes
@@ -49,7 +49,7 @@ def make_released(outputs: int = 0, name: str = "SequenceClassification", **conf
     if outputs:
         values["architectures"] = [f"BertFor{name}"]
         state |= {"head.out_weight": torch.randn(outputs, 16), "head.out_bias": torch.randn(outputs)}
-    return assemble(their_tensors(state, BERT), read_config(values), values)
+    return assemble(released_tensors(state, read_config(values)), read_config(values), values)
 
 
 def make_config(**changes: Any) -> FinetuneConfig:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, read_config, write_config
-from pretrain.checkpoint.released_writer import their_tensors
+from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
 from pretrain.model import activations, norms
@@ -223,7 +223,7 @@ def make_released(shape: ModelConfig) -> Released:
     backbone = {name: p for name, p in state.items() if not name.startswith("heads.")}
     head = {f"dense_{kind}": state[f"heads.pooler_{kind}"] for kind in ("weight", "bias")}
     head |= {"out_weight": torch.randn(3, shape.hidden), "out_bias": torch.randn(3)}
-    return Released("bert", shape, backbone, head, {}, ())
+    return Released("bert", shape, backbone, head, {}, (), 2, {})
 
 
 @pytest.mark.parametrize("next_sentence", [True, False])
@@ -320,14 +320,14 @@ def test_relu_follows_into_the_released_layout_and_back() -> None:
     assert values["hidden_act"] == "relu"
     state = {name: p.detach() for name, p in model.named_parameters()}
     theirs = transformers.BertForPreTraining(transformers.BertConfig(**values)).eval()
-    assert not theirs.load_state_dict(their_tensors(state, BERT), strict=False).unexpected_keys
+    assert not theirs.load_state_dict(released_tensors(state, ReleasedFacts(BERT, shape)), strict=False).unexpected_keys
     theirs.tie_weights()
     with torch.no_grad():
         output = theirs(batch.input_ids[None], token_type_ids=batch.token_types[None])
         torch.testing.assert_close(
             model.masked_logits(batch), output.prediction_logits[0][batch.masked_rows], rtol=0, atol=1e-4
         )
-    back = assemble(their_tensors(state, BERT), read_config(values), values)
+    back = assemble(released_tensors(state, ReleasedFacts(BERT, shape)), read_config(values), values)
     assert back.model.activation == "relu"
     assert {**back.backbone, **back.pretraining}.keys() == state.keys()
 

@@ -98,7 +98,7 @@ def test_losses_are_those_of_transformers_classes(embeddings: str, corpus: Path,
     given = {"attention_mask": mask, "token_type_ids": padded(batch.token_types, batch)}
     with torch.no_grad():
         hidden = model.generator.encode(batch, batch.masked_rows)
-        weights = model.generator.heads.transform(hidden), model.generator.embeddings.word
+        weights = model.generator.heads.transform(hidden, False), model.generator.embeddings.word
         sampled = sample_tokens(*weights, model.generator.heads.mlm_bias, batch.token_keys[batch.masked_rows])
         batch.masked_labels[0] = sampled[0]  # counts as original
         output = model(batch)

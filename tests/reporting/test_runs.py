@@ -85,9 +85,13 @@ def written(folder: Path) -> str:
     return workspace.write(read_runs([folder]), folder / "workspace.json")
 
 
-def plots_of(folder: Path) -> list[Any]:
+def read_workspace(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())["workspace"]
+
+
+def plots_of(folder: Path) -> list[dict[str, Any]]:
     """The panels of the workspace in the folder."""
-    return [one for section in workspace.read(folder / "workspace.json").sections for one in section.panels]
+    return [one for section in read_workspace(folder / "workspace.json")["sections"] for one in section["panels"]]
 
 
 def write_tuned(folder: Path, score: float, **config: Any) -> Path:
@@ -224,9 +228,9 @@ class TestPage:
         assert "alert(1)" in page.html
         assert "<script>alert" not in page.html
         written(run)
-        assert "alert(1)" in workspace.read(run / "workspace.json").name
-        section = json.loads((run / "workspace.json").read_text())["spec"]["section"]
-        (filtered,) = section["runSets"][0]["filters"]["filters"]
+        assert "alert(1)" in read_workspace(run / "workspace.json")["name"]
+        sent = workspace.make(read_runs([run]), "")._to_model().model_dump(mode="json", by_alias=True)
+        (filtered,) = sent["spec"]["section"]["runSets"][0]["filters"]["filters"]
         assert filtered["value"] == [HOSTILE]
 
     def test_steps_undone_by_a_rollback_are_not_plotted(self, tmp_path: Path) -> None:
@@ -371,7 +375,7 @@ class TestNames:
         monkeypatch.setattr("finetune.cli.find_job", lambda *given, plain_http: found.get(given))
         assert main(["report", "mini", "job", "mini", "--workspace"]) == 0
         assert list(charts_of(Page(Path("report.html").read_text()))["Learning rate"]) == ["runs/mini", "elsewhere"]
-        assert workspace.read(Path("report.workspace.json")).sections
+        assert read_workspace(Path("report.workspace.json"))["sections"]
         assert main(["report", "mini", "--address", "http://head:8265"]) == 0
         assert (job / "report.html").is_file()
         assert main(["report", "other"]) == 2
@@ -379,22 +383,20 @@ class TestNames:
 
 
 class TestWorkspace:
-    def test_can_be_read_again_and_has_the_panels_in_wandbs_names(self, run: Path) -> None:
+    def test_has_the_panels_in_wandbs_names(self, run: Path) -> None:
         written(run)
         path = run / "workspace.json"
-        again = workspace.read(path)
-        assert workspace.as_data(again) == json.loads(path.read_text())
-        plots = {getattr(plot, "title", ""): plot for one in again.sections for plot in one.panels}
-        names = {title: [one.name for one in getattr(plot, "y", [])] for title, plot in plots.items()}
+        names = {plot.get("title", ""): plot.get("y", []) for plot in plots_of(run)}
         assert names["Loss"] == ["train/loss", "eval/loss"]
         assert names["Useful tokens per second"] == ["throughput/tokens_per_sec"]
         assert names["Forward time by rank"] == ["train/rank_forward_seconds/0", "train/rank_forward_seconds/1"]
         assert "events/restart" in names["Events"]
-        assert re.fullmatch(again.runset_settings.query, "mini-0a1b2c3d")
-        assert not re.fullmatch(again.runset_settings.query, "mini-2-0a1b2c3d")
+        query = read_workspace(path)["runset_settings"]["query"]
+        assert re.fullmatch(query, "mini-0a1b2c3d")
+        assert not re.fullmatch(query, "mini-2-0a1b2c3d")
         (run / "config.yaml").write_text(json.dumps({"name": "mini", "tracking": {"run_id": "mini-7"}}))
         written(run)
-        assert re.fullmatch(workspace.read(path).runset_settings.query, "mini-7")
+        assert re.fullmatch(read_workspace(path)["runset_settings"]["query"], "mini-7")
 
     def test_another_file_in_the_place_is_refused(self, run: Path) -> None:
         (run / "workspace.json").write_text('{"mine": 1}')
@@ -403,48 +405,55 @@ class TestWorkspace:
     def test_many_ranks_have_no_rank_among_the_seconds(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "r", [training(1, rank_wait_seconds=[0.1] * 255 + [0.5])])
         written(run)
-        (waits,) = [plot for plot in plots_of(run) if getattr(plot, "title", "") == "Data wait by rank"]
-        names = [one.name.rpartition("/")[2] for one in waits.y]
+        (waits,) = [plot for plot in plots_of(run) if plot.get("title") == "Data wait by rank"]
+        names = [one.rpartition("/")[2] for one in waits["y"]]
         assert names == ["min", "median", "max"]
 
     def test_runs_are_grouped_by_what_they_were_trained_on(self, tmp_path: Path) -> None:
         write_tasks(tmp_path)
         written(tmp_path)
-        groups = [one.name for one in workspace.read(tmp_path / "workspace.json").runset_settings.groupby]
+        groups = [one["name"] for one in read_workspace(tmp_path / "workspace.json")["runset_settings"]["groupby"]]
         assert groups == ["entities.train", "questions.train", "random_weights"]
-        bars = [plot for plot in plots_of(tmp_path) if type(plot).__name__ == "BarPlot"]
-        assert [[metric.name for metric in plot.metrics] for plot in bars] == [["eval/f1"]]
+        assert [plot["metrics"] for plot in plots_of(tmp_path) if "metrics" in plot] == [["eval/f1"]]
         for path in tmp_path.glob("returns-*"):
             shutil.rmtree(path)
         shutil.rmtree(tmp_path / "names-random")
         written(tmp_path)
-        assert workspace.read(tmp_path / "workspace.json").runset_settings.groupby == []  # seeds of one
+        assert read_workspace(tmp_path / "workspace.json")["runset_settings"]["groupby"] == []  # seeds of one
 
     def test_a_score_without_a_value_has_no_bar(self, tmp_path: Path) -> None:
         scores = {"accuracy": None, "f1": 0.1}
         run = write_run(tmp_path / "r", [training(2), evaluated(2, **scores)], classification={"glue": "rte"})
         write_scores(run, "accuracy", **scores)
         written(run)
-        kinds = {type(one).__name__ for one in plots_of(run)}
-        assert kinds >= {"LinePlot"}
-        assert "BarPlot" not in kinds
+        plots = plots_of(run)
+        assert any("y" in one for one in plots)
+        assert not any("metrics" in one for one in plots)
 
     def test_saved_twice_it_is_one_and_holds_no_key(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setattr(workspace, "wandb_entity", lambda: "we")
-        from wandb_workspaces.workspaces import Workspace
+        from wandb_workspaces.workspaces import internal
 
-        saved_as: list[str] = []
+        stored: list[Any] = []
 
-        def save(self: Any) -> None:
-            saved_as.append(self._internal_name)
-            self._internal_name, self._internal_id = "nw-abc-v", "id"
+        def upsert(view: Any) -> dict[str, Any]:
+            stored.append((view.name, view.model_copy(deep=True)))
+            view.name = "nw-abc-v"
+            return {"upsertView": {"view": {"name": "nw-abc-v", "id": "id"}}}
 
-        monkeypatch.setattr(Workspace, "save", save)
-        monkeypatch.setattr(Workspace, "url", property(lambda self: "https://wandb.example/we"))
+        monkeypatch.setattr(internal, "upsert_view2", upsert)
+        monkeypatch.setattr(
+            internal.View, "from_name", lambda *names: stored[-1][1].model_copy(update={"name": names[2]})
+        )
+        monkeypatch.setattr("wandb_workspaces.workspaces.interface.get_app_url", lambda _: "https://wandb.example")
+        monkeypatch.setattr("wandb.Api", lambda: None)
         assert "https://wandb.example/we" in written(run)
-        written(run)
-        assert saved_as == ["", "nw-abc-v"]
+        (run / "config.yaml").write_text(json.dumps({"name": "other", "tracking": {"project": "bertrain"}}))
+        assert "https://wandb.example/we" in written(run)
+        assert [view.display_name for _, view in stored] == ["mini report", "other report"]
+        first, second = (name for name, _ in stored)
+        assert second == "nw-abc-v" != first
         assert KEY not in (run / "workspace.json").read_text()
 
     def test_a_refusal_keeps_the_file_and_does_not_print_the_key(self, run: Path, monkeypatch: Any) -> None:
@@ -452,7 +461,7 @@ class TestWorkspace:
         monkeypatch.setattr(workspace, "wandb_entity", MagicMock(side_effect=ConnectionError(f"401 for {KEY}")))
         said = written(run)
         assert "saving it to W&B failed (ConnectionError: 401 for ...)" in said
-        assert workspace.read(run / "workspace.json").entity == ""
+        assert read_workspace(run / "workspace.json")["entity"] == ""
 
     def test_a_run_that_is_kept_offline_stays_so(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_MODE", "online")

@@ -34,7 +34,7 @@ from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches.test_loader import run_config
 from tests.batches_by_hand import make_batch
 from tests.bench.gpu import host_reads
-from tests.distributed import free_port
+from tests.distributed import NullWatchdog, free_port, of_whole_tensors
 from tests.starts import pretraining, records
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -139,7 +139,7 @@ def test_steps_are_those_of_the_cpu(name: str) -> None:
     weights = []
     for device in (torch.device("cpu"), GPU):
         model = make_model({}).to(device)
-        optimizer = make_optimizer(settings, parameter_groups(model.named_parameters(), 0.1))
+        optimizer = of_whole_tensors(make_optimizer(settings, parameter_groups(model.named_parameters(), 0.1)))
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
             for parameter in model.parameters():
@@ -237,6 +237,7 @@ def training(config: PretrainConfig) -> Iterator[tuple[Engine, Run]]:
             objective.model,
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
             config.engine,
+            NullWatchdog(),
         )
         engine.module.train()
         forward_backward = ForwardBackward(engine, objective)

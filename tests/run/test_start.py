@@ -72,7 +72,7 @@ def write_config(path: Path, corpus: Path, text: Path, start: Path, **changes: A
 
 
 def resolved(path: Path, *overrides: str) -> PretrainConfig:
-    return load_config(path, [*overrides, *start_overrides(path, overrides)])
+    return load_config(path, [*overrides, *start_overrides(path, overrides, resume=False)])
 
 
 def start_of(path: Path, **options: Any) -> Start:
@@ -172,13 +172,15 @@ def assert_same_logits(start: Path, state: dict[str, torch.Tensor]) -> None:
     """The run's first weights give the logits of the released model."""
     from transformers import BertForPreTraining
 
-    from pretrain.checkpoint.layouts import BERT
-    from pretrain.checkpoint.released_writer import their_tensors
+    from pretrain.checkpoint.layouts import read_config
+    from pretrain.checkpoint.released_writer import released_tensors
 
     theirs = BertForPreTraining.from_pretrained(start).eval()
     ids = torch.tensor([[2, 9, 10, 4, 12, 3]])
     expected = theirs(ids)
-    missing, unexpected = theirs.load_state_dict(their_tensors(state, BERT), strict=False)
+    missing, unexpected = theirs.load_state_dict(
+        released_tensors(state, read_config(theirs.config.to_dict())), strict=False
+    )
     assert unexpected == []
     assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     found = theirs(ids)

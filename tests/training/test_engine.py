@@ -28,7 +28,7 @@ from pretrain.training.engine import engine as engine_module
 from pretrain.training.engine.deepspeed_patches import import_deepspeed
 from pretrain.training.optim import make_optimizer, muon, parameter_groups
 from tests.batches_by_hand import make_batch
-from tests.distributed import engine_of, run_workers
+from tests.distributed import engine_of, of_whole_tensors, run_workers
 
 SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=64)
 VOCABULARY, LENGTHS, MICRO_BATCHES, RATE = 101, (7, 12, 20, 20), 4, 1e-2
@@ -132,7 +132,7 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
 def reference(optimizer: str) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor]]:
     """Three steps of plain torch."""
     model, choice = make_model(), choice_of(optimizer)
-    optim = make_optimizer(choice, parameter_groups(model.named_parameters(), choice.weight_decay))
+    optim = of_whole_tensors(make_optimizer(choice, parameter_groups(model.named_parameters(), choice.weight_decay)))
     results = []
     for step in range(3):
         batches = step_batches(step)

@@ -23,7 +23,7 @@ from pretrain.training.optim import (
 from pretrain.training.optim import matrix_rounds as rounds
 from pretrain.training.optim.matrix_rounds import MatrixPiece, plan_rounds
 from pretrain.training.optim.muon import orthogonalize
-from tests.distributed import run_workers
+from tests.distributed import of_whole_tensors, run_workers
 
 SHAPES = {
     "embeddings.word": (50, 8),
@@ -60,7 +60,7 @@ def make_muon(named: dict[str, torch.nn.Parameter], settings: OptimizerConfig = 
     assert isinstance(optimizer, Muon)
     for group in optimizer.param_groups:
         group["lr"] = RATE * group["lr_scale"]
-    return optimizer
+    return of_whole_tensors(optimizer)
 
 
 def train_whole(steps: int, optimizer: Muon, parameters: dict[str, torch.nn.Parameter], first: int = 0) -> None:
@@ -169,14 +169,6 @@ def test_matrices_keep_one_moment() -> None:
     for name, parameter in parameters.items():
         kinds = {"step", "exp_avg"} | (set() if name in MATRICES else {"exp_avg_sq"})
         assert set(optimizer.state[parameter]) == kinds, name
-
-
-def test_flattened_parameters_need_their_shards() -> None:
-    flat = torch.nn.Parameter(torch.ones(10))
-    flat.grad = torch.ones(10)
-    optimizer = Muon([{"params": [flat], "names": ["layers.0.a_weight", "b"], "orthogonal": True}], lr=0.1)
-    with pytest.raises(RuntimeError, match="set_shards"):
-        optimizer.step()
 
 
 # ---- shards

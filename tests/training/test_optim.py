@@ -20,6 +20,7 @@ from pretrain.training.optim import (
     parameter_groups,
     square_sum,
 )
+from tests.distributed import of_whole_tensors
 
 SHAPES = {
     "embeddings.word": (50, 8),
@@ -79,7 +80,7 @@ REFERENCES = {"lamb": reference_lamb, "stable_adamw": reference_stable_adamw}
 
 def make_tensorwise(name: str, groups: list[dict[str, Any]], lr: float = 0.0) -> TensorwiseOptimizer:
     kinds = {"lamb": Lamb, "stable_adamw": StableAdamW}
-    return kinds[name](groups, lr=lr, betas=(0.9, 0.999))
+    return of_whole_tensors(kinds[name](groups, lr=lr, betas=(0.9, 0.999)))
 
 
 def expected_after(steps: int, of: str = "lamb", lr: float = 0.01, decay: float = 0.1) -> dict[str, torch.Tensor]:
@@ -185,7 +186,7 @@ def test_it_reads_nothing_back_from_the_device(kind: str):
 
 def test_lamb_takes_ratio_one_where_a_norm_is_zero():
     weights = torch.nn.Parameter(torch.zeros(4))
-    optimizer = Lamb(parameter_groups([("a_weight", weights)], 0.0), lr=0.5)
+    optimizer = of_whole_tensors(Lamb(parameter_groups([("a_weight", weights)], 0.0), lr=0.5))
     weights.grad = torch.full((4,), 3.0)
     optimizer.step()
     torch.testing.assert_close(weights.detach(), torch.full((4,), -0.5))  # Adam's first step is the rate
@@ -193,14 +194,6 @@ def test_lamb_takes_ratio_one_where_a_norm_is_zero():
     optimizer.state.clear()
     optimizer.step()
     torch.testing.assert_close(weights.detach(), torch.full((4,), -0.5))  # no gradient, no decay: no update
-
-
-def test_lamb_refuses_flattened_parameters_without_segments():
-    flat = torch.nn.Parameter(torch.ones(10))
-    flat.grad = torch.ones(10)
-    optimizer = Lamb([{"params": [flat], "names": ["a", "b"], "weight_decay": 0.1}], lr=0.1)
-    with pytest.raises(RuntimeError, match="set_segments"):
-        optimizer.step()
 
 
 UNFIT = [[Segment(0, 11, 0)], [Segment(0, 6, 0), Segment(5, 10, 1)], [Segment(0, 5, 2)]]

@@ -20,8 +20,8 @@ from pretrain.training.optim import (
     stable_adamw,
     tensorwise,
 )
-from pretrain.training.optim.matrix_rounds import Alone
 from tests import launches
+from tests.distributed import Alone, of_whole_tensors
 
 TENSORS, MATRICES = 246, 72  # three for a stacked query, key and value
 
@@ -78,9 +78,11 @@ def train(values: dict[str, Any], *, flat: bool) -> list[torch.Tensor]:
             segments[joined] += cut_segments(ids[name], numel, 0, numel, at)
             at += numel
         group["params"] = [joined]
-    if flat and isinstance(optimizer, Muon):
+    if not flat:
+        of_whole_tensors(optimizer)
+    elif isinstance(optimizer, Muon):
         optimizer.set_shards(segments, matrix_shapes(SHAPES), Alone())
-    elif flat:
+    else:
         optimizer.set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)  # type: ignore[attr-defined]
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step in range(4):

@@ -7,6 +7,7 @@ import torch
 
 from pretrain.config import OptimizerConfig
 from pretrain.training.optim import SkippingOptimizer, make_optimizer, parameter_groups
+from tests.distributed import of_whole_tensors
 from tests.training.test_muon import make_gradients, make_parameters
 
 KINDS = ("lamb", "stable_adamw", "muon")
@@ -22,7 +23,7 @@ class Training:
         assert isinstance(optimizer, SkippingOptimizer)
         for group in optimizer.param_groups:
             group["lr"] = 0.02
-        self.optimizer, optimizer.found_inf = optimizer, found_inf
+        self.optimizer, optimizer.found_inf = of_whole_tensors(optimizer), found_inf
 
     def step(self, number: int, bad: float = 0.0) -> None:
         """Take a step; with `bad`, the first gradient of each parameter is this."""

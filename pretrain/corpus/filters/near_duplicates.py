@@ -56,9 +56,9 @@ class Precedence:
         trained: files of the hashes of known documents that are for training.
     """
 
-    held_out: tuple[int, ...] = ()
-    fraction: float = 0
-    trained: tuple[Path, ...] = ()
+    held_out: tuple[int, ...]
+    fraction: float
+    trained: tuple[Path, ...]
 
     def below(self, hashes: np.ndarray) -> np.ndarray:
         """bool [D]: which documents with uint64 [D, 2] `hashes` the fraction holds out."""

@@ -15,8 +15,8 @@ from pretrain.model.kernels.grouping import SequenceGroup
 class ScoreTerms(NamedTuple):
     """Arguments of `kernels.softmax` for some rows of a group; all None if the scores are only products."""
 
-    first_BQ: Tensor | None = None  # int32, the first and the last key that a query sees
-    last_BQ: Tensor | None = None
+    first_BQ: Tensor | None  # int32, the first and the last key that a query sees
+    last_BQ: Tensor | None
     bias_BQL: Tensor | None = None  # fp32, added to the scaled scores
 
 

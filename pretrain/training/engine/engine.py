@@ -85,19 +85,6 @@ class ProgressWatch(Protocol):
         ...
 
 
-class NullWatchdog:
-    """No watchdog."""
-
-    def beat(self) -> None:
-        pass
-
-    def allow(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
 class Engine:
     """A model under DeepSpeed ZeRO.
 
@@ -127,7 +114,7 @@ class Engine:
         model: nn.Module,
         make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
         settings: EngineConfig,
-        watch: ProgressWatch | None = None,
+        watch: ProgressWatch,
     ) -> None:
         if not torch.cuda.is_available():
             hold_freed_memory()
@@ -139,7 +126,7 @@ class Engine:
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         use_world_group()
         self.settings = settings
-        self.watch = watch or NullWatchdog()
+        self.watch = watch
         named = list(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in named}
         self._optimizer = make_optimizer(named)

@@ -1,6 +1,5 @@
 """A LAMB that stays correct when ZeRO shards it: it scales each tensor's step by |weight| / |update|."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,15 +43,12 @@ class Lamb(TensorwiseOptimizer):
         super().__init__(groups, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over the gradients present. Returns what `closure`, if given, returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
+        """One step over the gradients present; none before the shards are known, as DeepSpeed takes to make moments."""
+        if not self._segments:
+            return
         self._prepare_skip()
         adapted: list[tuple[float, list[TensorPiece]]] = []  # with their rates
-        count = self._tensor_count
         for group in self.param_groups:
             if not group["layer_adaptation"]:
                 whole = ((p, (Segment(0, p.numel(), -1),)) for p in group["params"])
@@ -64,19 +60,16 @@ class Lamb(TensorwiseOptimizer):
                         foreach._foreach_mul_(updates, self._share(1.0))
                     foreach._foreach_add_(weights, updates, alpha=-group["lr"])
                 continue
-            parts = list(self._pieces(group, count))
-            count = max([count, *(segment.tensor_id + 1 for _, segments in parts for segment in segments)])
-            pieces = self._begin(group, parts)
+            pieces = self._begin(group, self._pieces(group))
             self._update(group, pieces)
             if pieces:
                 adapted.append((group["lr"], pieces))
         if any(group["layer_adaptation"] for group in self.param_groups):
-            self._apply_adapted(adapted, count)
-        return loss
+            self._apply_adapted(adapted)
 
-    def _apply_adapted(self, adapted: list[tuple[float, list[TensorPiece]]], count: int) -> None:
+    def _apply_adapted(self, adapted: list[tuple[float, list[TensorPiece]]]) -> None:
         """Step each piece at its tensor's trust ratio; every worker calls this, even without a piece."""
-        squares = self._zeros(count)
+        squares = self._zeros()
         for _, pieces in adapted:
             index, _ = self._ids_and_sizes(pieces)
             squares[0].index_add_(0, index, square_sums([piece.weights for piece in pieces]))

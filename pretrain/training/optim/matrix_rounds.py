@@ -32,18 +32,6 @@ class Workers(Protocol):
         ...
 
 
-class Alone:
-    """A single worker."""
-
-    rank, world_size = 0, 1
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return values
-
-
 class MatrixPiece(NamedTuple):
     """Entries of a matrix that a worker holds; sorted, they lie in the order of the matrix."""
 

@@ -6,7 +6,7 @@ stacked projections together, and takes its momentum out of the optimizer's stat
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch.optim.adamw import adamw
 
 from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.optim.lists import foreach, in_lists
-from pretrain.training.optim.matrix_rounds import Alone, MatrixPiece, Round, Shape, Workers, plan_rounds
+from pretrain.training.optim.matrix_rounds import MatrixPiece, Round, Shape, Workers, plan_rounds
 from pretrain.training.optim.skipping import SkippingOptimizer
-from pretrain.training.optim.tensorwise import Segment, cut_segments, number_tensors
+from pretrain.training.optim.tensorwise import Segment, number_tensors
 
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
@@ -63,7 +63,7 @@ class Muon(SkippingOptimizer):
     and so are the halves of `gated_in_weight`.
 
     Groups carry `names`, and `orthogonal` where all their parameters are matrices for Muon. Parameters must be
-    contiguous fp32. `step` uses up the gradient. Matrices have no second moment.
+    contiguous fp32, and `set_shards` comes first. `step` uses up the gradient. Matrices have no second moment.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Muon(SkippingOptimizer):
         }
         super().__init__(groups, defaults)
         self._planned: dict[int, bool] = {}  # matrices in any round so far, and whether this worker owns them
-        self._held: list[list[MatrixPiece]] | None = None  # by rank
+        self._held: list[list[MatrixPiece]] = []  # by rank
         self._numbers: dict[Tensor, int] = {}  # of the flat tensors
         self._shapes: dict[int, Shape] = {}
         self._shared, self._dtype = False, torch.float32
-        self._workers: Workers = Alone()
+        self._workers: Workers
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the flat tensors that step
 
     def set_shards(
@@ -123,14 +123,10 @@ class Muon(SkippingOptimizer):
         self._shapes, self._shared, self._workers, self._rounds = dict(shapes), shared, workers, {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over the gradients present. Returns what `closure`, if given, returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._held is None:
-            self._hold_whole()
+    def step(self, closure: None = None) -> None:
+        """One step over the gradients present; none before the shards are known, as DeepSpeed takes to make moments."""
+        if not self._held:
+            return
         self._prepare_skip()
         rates: dict[Tensor, float] = {}
         for group in self.param_groups:
@@ -142,18 +138,6 @@ class Muon(SkippingOptimizer):
                 self._adamw(group, present)
         if rates:
             self._step_matrices(rates)
-        return loss
-
-    def _hold_whole(self) -> None:
-        """Take the parameters as whole tensors, as they are without a wrapper."""
-        named: dict[str, Tensor] = {}
-        for group in self.param_groups:
-            if len(group["names"]) != len(group["params"]):
-                raise RuntimeError("Muon: the parameters were flattened by a wrapper; call set_shards first")
-            named |= zip(group["names"], group["params"], strict=True)
-        ids = number_tensors(named)
-        segments = {p: cut_segments(ids[name], p.numel(), 0, p.numel(), 0) for name, p in named.items()}
-        self.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
 
     def _nesterov(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Advance momenta and turn gradients into Nesterov's; decay the weights."""
@@ -200,7 +184,6 @@ class Muon(SkippingOptimizer):
         flats = {self._numbers[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
         if key not in self._rounds:
-            assert self._held is not None
             held = [[piece for piece in of_rank if piece.flat in flats] for of_rank in self._held]
             self._rounds[key] = plan_rounds(held, self._shapes, self._workers.rank, self._shared)
             self._planned |= {piece.tensor_id: False for of_rank in held for piece in of_rank}

@@ -1,6 +1,5 @@
 """AdamW whose rate falls, tensor by tensor, while gradients exceed what their second moments expect."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,31 +24,26 @@ class StableAdamW(TensorwiseOptimizer):
         self,
         groups: list[dict[str, Any]],
         lr: float,
-        betas: tuple[float, float] = (0.9, 0.98),
-        eps: float = 1e-6,
+        betas: tuple[float, float],
+        eps: float,
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over the gradients present. Returns what `closure`, if given, returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:
+        """One step over the gradients present; none before the shards are known, as DeepSpeed takes to make moments."""
+        if not self._segments:
+            return
         self._prepare_skip()
         stepped: list[tuple[dict[str, Any], list[TensorPiece], Tensor]] = []  # with the sums of the squared ratios
-        count = self._tensor_count
         for group in self.param_groups:
-            parts = list(self._pieces(group, count))
-            count = max([count, *(segment.tensor_id + 1 for _, segments in parts for segment in segments)])
-            pieces = self._begin(group, parts)
+            pieces = self._begin(group, self._pieces(group))
             if pieces:
                 runs = together([piece.weights for piece in pieces])
                 ratios = [self._update(group, pieces[run]) for run in runs]
                 stepped.append((group, pieces, torch.cat(ratios)))
-        sums = self._zeros(count)
+        sums = self._zeros()
         for _, pieces, square_ratios in stepped:
             index, sizes = self._ids_and_sizes(pieces)
             sums[0].index_add_(0, index, square_ratios)
@@ -63,7 +57,6 @@ class StableAdamW(TensorwiseOptimizer):
             # Two kernels for each piece: a list of factors on the device has no faster one.
             foreach._foreach_mul_(weights, kept.unbind())
             foreach._foreach_addcmul_(weights, updates, own.unbind(), value=-group["lr"])
-        return loss
 
     def _update(self, group: dict[str, Any], run: list[TensorPiece]) -> Tensor:
         """Advance the moments and turn the gradients into Adam's updates; fp64, the sums of squared ratios."""

@@ -85,12 +85,13 @@ def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 class TensorwiseOptimizer(SkippingOptimizer):
     """An optimizer whose step depends on whole tensors.
 
-    Groups carry `names`. Parameters must be contiguous fp32. A stacked parameter counts as the tensors it holds.
+    Groups carry `names`. Parameters must be contiguous fp32, and `set_segments` comes first. A stacked parameter counts
+    as the tensors it holds.
     """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
-        self._segments: dict[Tensor, Sequence[Segment]] | None = None
+        self._segments: dict[Tensor, Sequence[Segment]] = {}
         self._tensor_count = 0
         self._reduce: Callable[[Tensor], Any] = lambda norms: None
         self._numbers: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}  # what `_ids_and_sizes` returned
@@ -119,21 +120,9 @@ class TensorwiseOptimizer(SkippingOptimizer):
         self._segments, self._tensor_count, self._reduce = dict(segments), tensor_count, reduce
         self._numbers.clear()
 
-    def _pieces(self, group: dict[str, Any], count: int) -> Iterator[tuple[Tensor, Sequence[Segment]]]:
-        """The group's parameters with their pieces; whole tensors are numbered from `count` on."""
-        if self._segments is not None:
-            for parameter in group["params"]:
-                yield parameter, self._segments[parameter]
-            return
-        names = group["names"]
-        if len(names) != len(group["params"]):
-            raise RuntimeError(
-                f"{type(self).__name__}: the parameters were flattened by a wrapper; call set_segments first"
-            )
-        for parameter, name in zip(group["params"], names, strict=True):
-            ids = range(count, count + stacked_parts(name))
-            count = ids.stop
-            yield parameter, cut_segments(ids, parameter.numel(), 0, parameter.numel(), 0)
+    def _pieces(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Sequence[Segment]]]:
+        """The group's parameters with their pieces."""
+        return ((parameter, self._segments[parameter]) for parameter in group["params"])
 
     def _begin(self, group: dict[str, Any], parts: Iterable[tuple[Tensor, Sequence[Segment]]]) -> list[TensorPiece]:
         """The pieces of those parameters that have a gradient; their counts of steps are increased."""
@@ -184,10 +173,10 @@ class TensorwiseOptimizer(SkippingOptimizer):
             self._numbers[key] = torch.tensor(ids).to(device), torch.tensor(sizes, dtype=torch.float64).to(device)
         return self._numbers[key]
 
-    def _zeros(self, count: int) -> Tensor:
-        """fp64 [2, count] on the device of the parameters."""
+    def _zeros(self) -> Tensor:
+        """fp64 [2, tensors] on the device of the parameters."""
         device = next(p.device for group in self.param_groups for p in group["params"])
-        return torch.zeros(2, count, dtype=torch.float64, device=device)
+        return torch.zeros(2, self._tensor_count, dtype=torch.float64, device=device)
 
 
 def divide_means(group: dict[str, Any], run: Sequence[TensorPiece], corrected: Sequence[Tensor]) -> None:
