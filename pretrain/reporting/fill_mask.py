@@ -157,7 +157,12 @@ def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequen
 
 
 def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask: int) -> Filling:
-    """What the model expects in place of the masked token, as a reader sees it; `mask` is the id of the mask token."""
+    """What the model expects in place of the masked token, as a reader sees it.
+
+    Args:
+        probabilities: of each entry of the vocabulary.
+        mask: the id of the mask token.
+    """
 
     def shown(token: int) -> str:
         return tokenizer.decode([token], skip_special_tokens=False).strip()
@@ -165,7 +170,7 @@ def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tok
     tokens, truth = list(sentence.tokens), sentence.tokens[sentence.masked]
     tokens[sentence.masked] = mask
     text = tokenizer.decode(tokens, skip_special_tokens=False)
-    before, _, after = text.partition(tokenizer.id_to_token(mask))
+    before, _, after = text.partition(str(tokenizer.id_to_token(mask)))
     best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:GUESSES]
     return Filling(
         before=f"{before.strip()} ".lstrip(),

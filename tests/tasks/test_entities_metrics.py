@@ -185,7 +185,8 @@ def test_every_scheme_gives_back_what_was_written(case, scheme):
     for first, behind, kind in zip(spans.first, spans.end, spans.types, strict=True):
         types[first:behind] = kind
     tags = metrics.TaggedSentences(prefixes, types, starts, ("PER", "LOC"))
-    for rule in {"conlleval", "iob2" if scheme == "iob2" else "conlleval"}:
+    rules: list[metrics.Rule] = ["conlleval", "iob2"] if scheme == "iob2" else ["conlleval"]
+    for rule in rules:
         found = find(tags, rule)
         for ours, expected in ((found.first, spans.first), (found.end, spans.end), (found.types, spans.types)):
             assert ours.tolist() == expected.tolist()

@@ -149,7 +149,7 @@ def test_a_driver_outlives_signals_whatever_handlers_a_library_sets(
     monkeypatch.setenv("PYTHONPATH", str(folder))
     sent: list[str] = []
 
-    def poll(_: Path) -> None:
+    def poll() -> None:
         for stage in ("start", "during", "after"):
             if stage not in sent and (stage == "start" or (folder / stage).exists()):
                 for child in psutil.Process().children():
