@@ -4,7 +4,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _GRACE_SECONDS = 20  # for a program to end its own programs and to remove its temporary files
 
@@ -19,12 +19,16 @@ def unwound_when_terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_program(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, and return its exit code and what it wrote.
 
     If an exception interrupts the wait, the program gets SIGTERM, and after a while SIGKILL.
     """
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
         try:
             output, errors = program.communicate()
         except BaseException:

@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import numpy as np
 from finetune.tasks.registry import make_task
 from finetune.training.config import FinetuneConfig, load_config
 from finetune.training.saved import SCORES
+from pretrain.common.children import run_program
 from pretrain.common.commands import local_path, local_text, positive_int, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.records import is_training, read_records
@@ -171,7 +171,7 @@ def write_result(config: FinetuneConfig, seed: int, folder: Path) -> Path:
 
 
 def _call(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", *arguments], env=environment(), capture_output=True, text=True)
+    done = run_program([sys.executable, "-m", *arguments], environment())
     if done.returncode:
         raise MachineError(f"bench finetune: `{' '.join(arguments)}` failed: {done.stderr.strip()[-400:]}")
 

@@ -217,7 +217,10 @@ def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, ca
     [
         ("--set corpus.dir=nowhere", "nowhere: not a prepared corpus"),
         ("--set corpus.dir=torn", "torn/"),
-        ("--set run_dir=run.yaml/trial", "run.yaml/trial: cannot write here (Not a directory)."),
+        (
+            "--set run_dir=run.yaml/trial",
+            "run.yaml/trial/.lock: cannot write here (Not a directory).",
+        ),
         ("--no-ray --set scheduling.workers=2", "--no-ray: trains in one process, but scheduling.workers is 2."),
         ("--set model.norm=layernorm", "model.norm: 'layernorm' is not one of .* did you mean layer_norm?"),
         ("--set model.activation=geluu", "model.activation: 'geluu' is not one of .* did you mean gelu?"),

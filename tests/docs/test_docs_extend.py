@@ -71,7 +71,7 @@ def test_a_page_is_followed_from_an_empty_folder(page: Path, tmp_path: Path) -> 
         shown.append(run(tmp_path, words, *["--no-ray"] * here))
     if page.stem == "add-an-objective":
         assert files[0][1] == (ROOT / "tests/toy_objective.py").read_text()
-        assert "place " in shown[2]
+        assert "Places found" in shown[2]
     if page.stem == "add-a-source":
         assert "Title" not in (tmp_path / "corpora/notes/vocab.txt").read_text()
         assert "40 documents" in shown[0]

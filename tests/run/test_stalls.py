@@ -43,7 +43,7 @@ class Engine:
     def sum_over_workers(self, values: torch.Tensor) -> torch.Tensor:
         return values.add_(self.others)
 
-    def aside(self) -> None:
+    def aside(self, _: Any) -> None:
         pass
 
 
@@ -66,7 +66,8 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     recorder = SimpleNamespace(log=lambda record: look("log"), rewind=lambda step: look("rewind"))
     tracking = SimpleNamespace(log_every_steps=1)
     saving = SimpleNamespace(keep_last=1, keep_at=(), keep_every_tokens=0)
-    config: Any = SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving, address="")
+    limits = SimpleNamespace(hang_seconds=60)
+    config: Any = SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving, scheduling=limits, address="")
     plan = TrainingPlan(config, 2, lambda _: 0.0, evaluate_every_steps=9, checkpoint_every_steps=9)
     task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0, validation_set=lambda: "dev")
     parts: list[Any] = [engine, task, plan, Progress(), tmp_path, {}, recorder]

@@ -80,7 +80,7 @@ REFERENCES = {"lamb": reference_lamb, "stable_adamw": reference_stable_adamw}
 
 def make_tensorwise(name: str, groups: list[dict[str, Any]], lr: float = 0.0) -> TensorwiseOptimizer:
     kinds = {"lamb": Lamb, "stable_adamw": StableAdamW}
-    return of_whole_tensors(kinds[name](groups, lr=lr, betas=(0.9, 0.999)))
+    return of_whole_tensors(kinds[name](groups, lr=lr, betas=(0.9, 0.999), eps=1e-6))
 
 
 def expected_after(steps: int, of: str = "lamb", lr: float = 0.01, decay: float = 0.1) -> dict[str, torch.Tensor]:

@@ -126,7 +126,6 @@ _STAND_IN = """
 import signal, sys, time
 from pathlib import Path
 from cluster.workers.driver import main
-from cluster.workers.request import LaunchRequest
 
 def work(request):
     for stage in ("during", "after"):
@@ -136,7 +135,7 @@ def work(request):
         while Path(stage).exists():
             time.sleep(0.01)
 
-main(sys.argv[1], LaunchRequest, work)
+main(sys.argv[1], work)
 """
 
 
@@ -148,11 +147,12 @@ def test_a_driver_outlives_signals_whatever_handlers_a_library_sets(
     (folder / "stand_in.py").write_text(_STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     sent: list[str] = []
+    others = set(psutil.Process().children())
 
     def poll() -> None:
         for stage in ("start", "during", "after"):
             if stage not in sent and (stage == "start" or (folder / stage).exists()):
-                for child in psutil.Process().children():
+                for child in set(psutil.Process().children()) - others:
                     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                         child.send_signal(number)
                 sent.append(stage)
