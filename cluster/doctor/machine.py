@@ -32,7 +32,7 @@ def check(measures: str, folder: Path) -> list[Finding]:
     `measures` is the dotted name of the module that knows what a run needs, such as `pretrain.run.machine`.
     """
     system = Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
-    return [system, *_rows(measures, folder, measure=True), reduce.row_here()]
+    return [system, *_rows(measures, folder, measure=True), reduce.row_here(), verdicts.wandb_key()]
 
 
 def check_node(measures: str, folder: Path, lock: str, cpus: int, gpus: int) -> list[Finding]:
@@ -47,7 +47,7 @@ def check_node(measures: str, folder: Path, lock: str, cpus: int, gpus: int) -> 
     if cpus:
         torch.set_num_threads(cpus)
     shared = [storage.try_lock(folder, lock)] if lock else []
-    return [*_rows(measures, folder, measure=bool(cpus or gpus)), *shared]
+    return [*_rows(measures, folder, measure=bool(cpus or gpus)), verdicts.wandb_key(), *shared]
 
 
 def _rows(name: str, folder: Path, *, measure: bool) -> list[Finding]:

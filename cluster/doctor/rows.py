@@ -33,6 +33,11 @@ def below(value: float, warn: float, fail: float) -> str:
     return FAIL if value < fail else WARN if value < warn else PASS
 
 
+def above(value: float, warn: float, fail: float) -> str:
+    """The mark of a value that should be small."""
+    return FAIL if value > fail else WARN if value > warn else PASS
+
+
 def show(rows: Sequence[Finding], console: Console) -> None:
     """Print rows as a table, with advice below those that did not pass. Of many passing nodes, only one is shown."""
     table = Table(box=None, padding=(0, 2, 0, 0))

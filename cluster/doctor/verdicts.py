@@ -1,9 +1,12 @@
 """Judges what was measured on one machine. Nothing is measured here, so that tests can judge made-up values."""
 
+import contextlib
+import netrc
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.doctor.rows import FAIL, PASS, WARN, Finding, below
+from cluster.doctor.rows import FAIL, PASS, WARN, Finding, above, below
 from pretrain.common.commands import LAUNCHER, program
 
 GIB = 1 << 30
@@ -32,7 +35,7 @@ def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
 def judge_cores(cores: int, busy: float) -> Finding:
     """The row of the CPU cores; `busy` is their share used by other programs."""
     advice = "Other programs run here: the measurements below are lower than what this machine can do."
-    return Finding("cores", f"{cores}, {busy:.0%} busy", WARN if busy > _BUSY else PASS, advice)
+    return Finding("cores", f"{cores}, {busy:.0%} busy", above(busy, _BUSY, 1.0), advice)
 
 
 def judge_memory(total: int, free: int) -> Finding:
@@ -96,3 +99,12 @@ def judge_loader(rate: float, wanted: float) -> Finding:
     text = f"{rate:,.0f} sequences/s of 128 for one worker"
     advice = f"A worker could train {wanted:,.0f} of BERT-Base: use faster cores, or close other programs."
     return Finding("loader", text, WARN if rate < wanted else PASS, advice)
+
+
+def wandb_key() -> Finding:
+    """The row that says whether wandb would find a key in the environment or in netrc. The key itself is not read."""
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        has_key = has_key or "api.wandb.ai" in netrc.netrc().hosts
+    absent = f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
+    return Finding("W&B key", "present" if has_key else absent)

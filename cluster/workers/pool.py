@@ -46,12 +46,19 @@ _DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """What the driver needs to know, of `RayPool`; it is pickled, and sent before all jobs."""
+    """What the driver needs to know; it is pickled, and sent before all jobs.
+
+    Attributes:
+        address: "host:port" of the cluster.
+        processes: how many jobs run at once; 0 leaves it to the cluster's cores.
+        working_dir: where jobs resolve relative paths.
+        setup: the pickled (initializer, its arguments).
+    """
 
     address: str
     processes: int
     working_dir: str
-    setup: bytes  # the pickled (initializer, its arguments)
+    setup: bytes
 
 
 class RayPool(Executor):

@@ -80,8 +80,13 @@ class DriverRequest:
 class LaunchRequest(DriverRequest):
     """One run of `workers` processes that work together; the same for all its attempts.
 
-    The fields are those of `cluster.workers.launch.run`. `cpus_per_worker` may be 0 until the nodes are known, and
-    without `in_ray` there is one worker, a child of the driver.
+    Attributes:
+        training: the target's argument in the first attempt.
+        workers: how many processes, at most.
+        min_workers: the smallest number with which the run starts; 0 means `workers`.
+        cpus_per_worker: 0 until the nodes are known, if the user left it open.
+        in_ray: whether Ray starts the workers; otherwise there is one, a child of the driver.
+        wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
     """
 
     training: TrainingRequest

@@ -236,7 +236,10 @@ def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
 def summary(config: FinetuneConfig) -> str:
     """The scores, and where the model is."""
     saved = load_saved(config.folder)
-    details = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))["details"]
+    try:
+        details = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))["details"]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{config.folder / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
     task = config.make_task(saved.state)
     lines = [
         line

@@ -4,13 +4,14 @@ Sequences are planned, not read: a dry run needs no torch and takes a moment.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from pretrain.batches.mixing import SourceReading
+from pretrain.batches.blocks import WINDOW_BLOCKS
+from pretrain.batches.mixing import SourceReading, plan_mix
 from pretrain.batches.reading import Reading, count_reading, count_readings
 from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import Sampler, phase_samplers
@@ -21,8 +22,9 @@ from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.kinds import not_one_of
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.prepare import CountReadings
-from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
 from pretrain.corpus.stored import fetch_without_tokens, is_streamed, prepared_manifest
+from pretrain.planning.work import expected_length
 
 # Sequences of each phase. Lengths that differ as much as in a mixture of questions and books give a mean that is off by
 # 0.5 % (one deviation).
@@ -73,7 +75,8 @@ def reading_lines(config: PretrainConfig) -> list[str]:
     if not (manifest := prepared_manifest(config.corpus)):
         return []
     if not _is_here(config, manifest):
-        return [one.line for one in _card_readings(config)]
+        counted = _card_readings(config)
+        return [*(one.line for one in counted), *_expected_phase_lines(config, manifest, counted)]
     shards = _training_shards(config)
     lengths = sorted({phase.sequence_length for phase in config.phases})
     return [*(count_reading(shards, config, length).line for length in lengths), *phase_lines(shards, config)]
@@ -100,6 +103,42 @@ def phase_readings(shards: TokenShards, config: PretrainConfig) -> Iterator[list
         left = [sampler.left_out(n, readers[n]) if count else 0 for n, count in enumerate(counts)]
         yield sampler.readings(phase.sequences, left)
         readers = [sampler.sources[n] if count else readers[n] for n, count in enumerate(counts)]
+
+
+def _expected_phase_lines(
+    config: PretrainConfig, manifest: dict[str, Any], counted: Sequence[Reading]
+) -> Iterator[str]:
+    """`phase_lines` of text that is not here, as if all its sources had sequences of the same mean length."""
+    if not counted:
+        return
+    means, nothing = {one.sequence_length: one.mean_length for one in counted}, np.zeros(1, np.uint16)
+    described = shards_of(config.corpus.folder, {**manifest, "shards": []}, "train")
+    text = [
+        Shard(one["name"], "train", one["source"], np.broadcast_to(nothing, one["tokens"]), nothing, nothing)
+        for one in manifest["shards"]
+        if one["split"] == "train"
+    ]
+    tokens, read = np.zeros(len(described.sources)), np.zeros(len(described.sources))
+    for shard in text:
+        tokens[shard.source] += len(shard.tokens)
+    for number, phase in enumerate(config.phases):
+        samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), read
+        whole = [max(1, round(one)) if one else 0 for one in samples.tolist()]  # 0: all of it is held out
+        try:
+            mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
+        except InputError as error:  # which only the run can know, since lengths are means
+            yield f"phases.{number}: by these means the run would be refused: {error}"
+            return
+        shares = np.array(mix.shares) / sum(mix.shares)
+        read = before + shares * phase.sequences / np.maximum(samples, 1)
+        figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
+        own = zip(described.sources, figures, strict=True)
+        lines = (SourceReading(source["name"], *one).line for source, one in own if one[0])
+        if len(described.sources) > 1:
+            yield f"phases.{number}: about {'; '.join(lines)}"
+        if any(phase.sequence_length != earlier.sequence_length for earlier in config.phases[:number]):
+            most = f"less than twice its share of {WINDOW_BLOCKS} blocks of a million tokens, or than a batch if larger"
+            yield f"phases.{number}: another sequence_length leaves out the rest of a source's open window, {most}."
 
 
 def _is_here(config: PretrainConfig, manifest: dict[str, Any]) -> bool:

@@ -19,6 +19,11 @@ from pretrain.objectives import objective_of
 ASSUMED_FILL = 0.8
 
 
+def expected_length(phase: PhaseConfig) -> float:
+    """Mean tokens per sequence that are assumed without a prepared corpus; short documents have a lower mean."""
+    return phase.sequence_length * ASSUMED_FILL
+
+
 def optimizer_flops(config: PretrainConfig) -> float:
     """FLOPs of the matrix products of one optimizer step, over all workers: Muon's. Other optimizers have none."""
     if config.optimizer.name != "muon":
@@ -47,7 +52,7 @@ def phase_work(
     frozen: ModelConfig | None = None,
 ) -> Work:
     """Sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
-    mean = min(mean_length or ASSUMED_FILL * phase.sequence_length, phase.sequence_length)
+    mean = min(mean_length or expected_length(phase), phase.sequence_length)
     number = next(n for n, one in enumerate(config.phases) if one is phase)
     share = sum(config.masking_shares(number)) / 2
     most = phase.max_predictions or round(share * phase.sequence_length)

@@ -131,8 +131,8 @@ def maskable_words(texts: Sequence[str]) -> list[int]:
     `texts` are those of the tokens, with the blanks before words.
     """
     prose = sum(text.strip().isalpha() for text in texts)
-    is_short = 10 <= len(texts) <= 40
-    if not is_short or prose < 0.8 * len(texts) or " [UNK]" in texts or texts[-1].strip() not in (".", "!", "?"):
+    is_shown = 10 <= len(texts) <= 40
+    if not is_shown or prose < 0.8 * len(texts) or " [UNK]" in texts or texts[-1].strip() not in (".", "!", "?"):
         return []
     followers = [*texts[1:], ""]
     return [
@@ -146,7 +146,11 @@ def maskable_words(texts: Sequence[str]) -> list[int]:
 
 
 def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequence:
-    """The sentence as the model reads it; `special` has ids by role."""
+    """The sentence as the model reads it, between its first and last special token.
+
+    Args:
+        special: ids of the special tokens by role.
+    """
     from pretrain.batches.batch import MaskedSequence
 
     first, last, mask = (special[role] for role in ("cls", "sep", "mask"))

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,21 @@ def test_a_refused_preparation_leaves_no_corpus_without_text(proxy, tmp_path, mo
     with pytest.raises(InputError, match=r"corpus.vocabulary.size: was 200, is 250"):
         pretrain.prepare({**config, "corpus": {**corpus, "sources": sources[:1], "vocabulary": {"size": 250}}})
     assert is_streamed(CorpusConfig.model_validate(corpus))
+
+
+def test_a_dry_run_reads_nothing_of_a_source_that_is_held_out(proxy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, corpus, (a, b, c) = text_of_three(tmp_path)
+    config = {**config, "phases": config["phases"] * 2}
+    pretrain.prepare({**config, "corpus": {**corpus, "sources": [a, b, {**c, "held_out": True}]}})
+    shutil.rmtree(tmp_path / "cache")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lines = reading_lines(PretrainConfig.model_validate({**config, "corpus": corpus}))[1:]
+    assert [re.findall(r"(\w) [\d.]+% of the tokens, 0\.\d+ epochs", line) for line in lines] == [["a", "b"]] * 2
+    config["phases"] = [{**one, "max_epochs": 1e-4} for one in config["phases"]]
+    (line,) = reading_lines(PretrainConfig.model_validate({**config, "corpus": corpus}))[1:]
+    assert "by these means the run would be refused: phases.0.max_epochs (0.0001): the phase reads" in line
 
 
 def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path, monkeypatch):

@@ -162,6 +162,15 @@ def test_json_has_every_row(here: list[Finding], capsys: pytest.CaptureFixture[s
     assert [Finding(**row) for row in json.loads(capsys.readouterr().out)] == here
 
 
+def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret-canary")
+    monkeypatch.setattr(machine, "check", lambda measures, folder: [verdicts.wandb_key()])
+    assert cli(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "canary" not in printed
+    assert "W&B key" in printed
+
+
 @pytest.mark.parametrize(
     ("address", "code", "expected"), [("nonsense", 2, "not the URL"), ("http://127.0.0.1:1", 3, "No cluster answers")]
 )

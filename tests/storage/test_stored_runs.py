@@ -328,6 +328,9 @@ def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyPr
     local_said = capsys.readouterr().out
     (counts,) = [line for line in local_said.splitlines() if " documents, " in line and "train:" in line]
     assert counts in said
+    shares = [[float(one) for one in re.findall(r"([\d.]+)% of the tokens, ", text)] for text in (said, local_said)]
+    assert shares[0] == pytest.approx(shares[1], abs=3)
+    assert len(shares[0]) == 3
     assert not list(local(address).glob("*.npy")), "a dry run fetches no tokens"
     assert main(["prepare", stored]) == 0
     assert "already prepared" in capsys.readouterr().out

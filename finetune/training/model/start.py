@@ -45,7 +45,11 @@ def is_short(
 
 
 def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
-    """The checkpoint to start from, and its tokenizer with windows of the config's length."""
+    """The checkpoint to start from, and its tokenizer with windows of the config's length.
+
+    Raises:
+        InputError: it is damaged, has no tokenizer, or is of no known family.
+    """
     from finetune.tasks.datasets.text import TextEncoder
     from pretrain.checkpoint.released import read_released
     from pretrain.checkpoint.tokenizer import read_tokenizer

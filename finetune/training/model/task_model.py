@@ -157,7 +157,12 @@ def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
     return sums_SX / lengths_S[:, None]
 
 
-_POOL = {"mean": window_means, "max": lambda values_TX, cu_seqlens: pool_tokens(values_TX.float(), cu_seqlens, "max")}
+def window_maxima(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """fp32 [S, X]: the maximum of the rows of each window."""
+    return pool_tokens(values_TX.float(), cu_seqlens, "max")
+
+
+_POOL = {"mean": window_means, "max": window_maxima}
 
 
 def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) -> Tensor:
