@@ -37,16 +37,21 @@ _FROM_ZERO: tuple[Unit, ...] = ("tokens/s", "share", "s", "bytes", "steps")
 
 
 def draw_charts(runs: Sequence[RunRecords]) -> Charts:
-    """All charts for which the runs have values; events and changes of phase are marks in those of a single run."""
+    """All charts for which the runs have values; events and changes of phase are marks in those of a single run.
+
+    Values that are not finite, such as the norm of a step that was left out, have no point; titles say how many.
+    """
     marks = [*_phases(runs[0]), *((event["step"], "", "") for event in runs[0].events)] if len(runs) == 1 else []
     charts: Charts = {}
     for panel in panels_for(record for run in runs for record in run.records):
         drawn = _of_several(panel, runs) if len(runs) > 1 else [(panel.title, _of_one(panel, runs[0]))]
         form = _FORMS.get(panel.unit, _plain)
+        values = [record[one] for run in runs for record in run.records for one in panel.metrics if one in record]
+        lost = f" ({values.count(None):,} not finite)" if None in values else ""
         for title, series in drawn:
             unit = panel.unit if panel.unit in ("nats", "s", "steps") else ""
             chart = line_chart(
-                f"{title}, {unit}" if unit else title,
+                (f"{title}, {unit}" if unit else title) + lost,
                 series,
                 form=form,
                 form_x=lambda step: f"{step:,.0f}",
