@@ -1,0 +1,57 @@
+"""What Unicode says about the characters of all scripts: kinds of characters, words, and a form to compare texts in.
+
+Sources: Unicode's properties as the `regex` package has them; Unicode Standard Annex 14, Line Breaking, of which class
+SA, AK and AS are letters of scripts without blanks between words, and class ID is ideographs. Tibetan marks the ends of
+syllables, not of words, and its letters have another class, so it is named here.
+"""
+
+import functools
+import unicodedata
+
+import numpy as np
+import regex
+
+# Kinds of characters. A mark belongs to the letter before it; digits count as letters.
+OTHER, MARK, LETTER, TIBETAN, IDEOGRAPH, KANA, COMPLEX = range(7)
+# Of scripts without blanks between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others
+UNSPACED = (TIBETAN, IDEOGRAPH, KANA, COMPLEX)
+
+_PATTERNS = {  # later ones prevail
+    LETTER: r"\p{L}\p{N}",
+    TIBETAN: r"[\p{Script=Tibetan}&&[\p{L}\p{N}]]",
+    IDEOGRAPH: r"[\p{Script=Han}&&[\p{L}\p{N}]][\p{Line_Break=ID}&&\p{L}]",
+    KANA: r"[[\p{Script_Extensions=Hiragana}\p{Script_Extensions=Katakana}]&&\p{L}--\p{Script=Han}]",
+    COMPLEX: r"[[\p{Line_Break=SA}\p{Line_Break=AK}\p{Line_Break=AS}]&&\p{L}]",
+    # Joiners, and what a font may not draw, stand within words. ZERO WIDTH SPACE parts them.
+    MARK: r"\p{M}[\p{Default_Ignorable_Code_Point}--\u200b]",
+}
+_PLANES = 0x40000  # code points of the planes that have letters
+_IGNORED = regex.compile(r"(?V1)[\p{Default_Ignorable_Code_Point}]+")
+
+WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
+
+
+@functools.cache
+def kinds() -> np.ndarray:
+    """uint8 [0x40000]: the kind of each character of the planes that have letters; read only."""
+    points = np.arange(_PLANES, dtype="<u4")
+    points[0xD800:0xE000] = 0  # surrogates are no characters
+    characters = points.tobytes().decode("utf-32-le")
+    kinds = np.full(_PLANES, OTHER, np.uint8)
+    for kind, pattern in _PATTERNS.items():
+        for found in regex.finditer(f"(?V1)[{pattern}]+", characters):
+            kinds[found.start() : found.end()] = kind
+    kinds.flags.writeable = False
+    return kinds
+
+
+def kind_of(character: str) -> int:
+    """The kind of one character."""
+    return int(kinds()[ord(character)]) if ord(character) < _PLANES else OTHER
+
+
+def comparable(text: str) -> str:
+    """A text as it is compared with others: composed (NFKC), without characters that a font may not draw."""
+    if text.isascii():
+        return text
+    return _IGNORED.sub("", unicodedata.normalize("NFKC", text))
