@@ -19,12 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import pre_tokenizers
 
+from pretrain.corpus.byte_level import own_division
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, WordTable
 
 # Classes of bytes, in this order: white space, ends, and what pieces are made of.
 _BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
 LETTER, NUMBER, MARK = range(5, 8)
 _TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # bytes of a character that is not ASCII
+_JOINING = 12  # a mark that is a letter after one
 _APOSTROPHE, _LINE_FEED = ord("'"), ord("\n")
 _BLOCK = 1 << 12  # characters whose classes are asked together
 
@@ -45,16 +47,26 @@ class DocumentPieces:
 Bounds = tuple[np.ndarray, np.ndarray]  # start and end byte of each piece
 
 
-def _whole_bounds(raw: bytes, text: np.ndarray) -> Bounds:
-    kinds = _kinds(raw.replace(b"\n", b"\t"), text)
-    return _piece_bounds(kinds, text, np.flatnonzero(kinds == _DOCUMENT_END))
+def gpt2_bounds(raw: bytes, text: np.ndarray) -> Bounds:
+    """The pieces of GPT-2's division."""
+    return _bounds(_kinds(raw.replace(b"\n", b"\t"), text, _gpt2_classes), text)
+
+
+def own_bounds(raw: bytes, text: np.ndarray) -> Bounds:
+    """The pieces of the division of `byte_level`."""
+    kinds = _kinds(raw.replace(b"\n", b"\t"), text, _own_classes)
+    joining = kinds == _JOINING
+    if joining.any():
+        before = np.maximum.accumulate(np.where(joining, 0, np.arange(len(kinds))))
+        kinds[joining] = np.where(kinds[before[joining]] == LETTER, LETTER, MARK)
+    return _bounds(kinds, text)
 
 
 def document_pieces(
     texts: Sequence[str],
     starts: Sequence[np.ndarray],
     table: WordTable,
-    bounds: Callable[[bytes, np.ndarray], Bounds] = _whole_bounds,
+    bounds: Callable[[bytes, np.ndarray], Bounds],
 ) -> DocumentPieces:
     """Cut whole documents into pieces; line ends are white space like any other, and no blank is added.
 
@@ -83,8 +95,9 @@ def document_pieces(
     return DocumentPieces(pieces, np.append(sentences[distinct], len(pieces)), documents)
 
 
-def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray) -> Bounds:
-    """Start and end byte of each piece; `line_ends` are the places of NULs."""
+def _bounds(kinds: np.ndarray, text: np.ndarray) -> Bounds:
+    """Start and end byte of each piece."""
+    line_ends = np.flatnonzero(kinds == _DOCUMENT_END)
     solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
     at_end[line_ends] = True
     space = ~(solid | at_end)
@@ -125,7 +138,7 @@ def _ascii_classes() -> bytes:
 _ASCII = _ascii_classes()
 
 
-def _kinds(raw: bytes, text: np.ndarray) -> np.ndarray:
+def _kinds(raw: bytes, text: np.ndarray, block_classes: Callable[[int], np.ndarray]) -> np.ndarray:
     """The class of each byte, uint8; all bytes of a character have its class."""
     kinds = np.frombuffer(bytearray(raw.translate(_ASCII)), np.uint8)
     if raw.isascii():
@@ -136,34 +149,53 @@ def _kinds(raw: bytes, text: np.ndarray) -> np.ndarray:
         further = kind - _TWO + 1
         for number in range(1, further + 1):
             characters = (characters << 6) | (text[leads + number] & 0x3F)
-        classes = character_classes(characters)
+        classes = _classes(characters, block_classes)
         for number in range(further + 1):
             kinds[leads + number] = classes
     return kinds
 
 
 def character_classes(characters: np.ndarray) -> np.ndarray:
-    """The class of each character, uint8."""
+    """The class of each character in GPT-2's division, uint8."""
+    return _classes(characters, _gpt2_classes)
+
+
+def _classes(characters: np.ndarray, block_classes: Callable[[int], np.ndarray]) -> np.ndarray:
     classes = np.zeros(len(characters), np.uint8)
     blocks = characters // _BLOCK
     for block in np.flatnonzero(np.bincount(blocks)).tolist():
         chosen = blocks == block
-        classes[chosen] = _block_classes(block)[characters[chosen] % _BLOCK]
+        classes[chosen] = block_classes(block)[characters[chosen] % _BLOCK]
     return classes
 
 
 @functools.cache
-def _block_classes(block: int) -> np.ndarray:
+def _gpt2_classes(block: int) -> np.ndarray:
     """The classes of `_BLOCK` characters, as the library's pre-tokenizer divides them."""
     divide = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-    characters = [chr(n) for n in range(block * _BLOCK, (block + 1) * _BLOCK)]
-    text = "".join("?" if "\ud800" <= character <= "\udfff" else character for character in characters)
+    text = "".join(_characters(block))
     classes = np.zeros(_BLOCK, np.uint8)
     # A pre-token is of one class, and joins a neighbor of the same class. That of the first character tells.
     for _, (begin, end) in divide(text):
         alike = [kind for kind, other in _EXAMPLES if len(divide(other + text[begin])) == 1]
         classes[begin:end] = alike[0] if alike else _OTHER_SPACE
     return classes
+
+
+@functools.cache
+def _own_classes(block: int) -> np.ndarray:
+    """The same in the division of `byte_level`: a mark that joins a letter and a mark is `_JOINING`."""
+    classes = _gpt2_classes(block).copy()
+    marks, characters = np.flatnonzero(classes == MARK), _characters(block)
+    letters = "".join("a" + characters[mark] for mark in marks.tolist())
+    begins = [begin for _, (begin, _) in own_division().pre_tokenize_str(letters)]
+    classes[np.delete(marks, [begin // 2 for begin in begins if begin % 2])] = _JOINING
+    return classes
+
+
+def _characters(block: int) -> list[str]:
+    characters = (chr(number) for number in range(block * _BLOCK, (block + 1) * _BLOCK))
+    return ["?" if "\ud800" <= character <= "\udfff" else character for character in characters]
 
 
 _EXAMPLES = ((LETTER, "a"), (NUMBER, "1"), (MARK, "!"))

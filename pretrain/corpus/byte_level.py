@@ -1,11 +1,14 @@
 """Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): trained, and read token by token.
 
+Texts are divided as GPT-2 does, but marks after a letter belong to its word: GPT-2's division cuts the words of Hindi,
+Thai or Khmer at every vowel sign, so that they take several times as many tokens.
+
 Every text can be spelled, so there is no unknown token, and nothing is normalized, except that line ends become one
-blank each unless a corpus keeps them (`joining_lines`). A blank belongs to the word after it
-("\u0120word"). A text's first word gets one, too: it is then the same token at the beginning as within a text, which
-words given one by one and short texts need (RoBERTa and ModernBERT lack it: their weak spot in named entities).
-tokenizers' own `add_prefix_space` would also put a blank after each special token ("[MASK]." would end in " ."), so
-the pre-tokenizer is Metaspace, which knows what comes first, with a blank for its mark; then GPT-2's.
+blank each unless a corpus keeps them (`joining_lines`). A blank belongs to the word after it ("\u0120word"). A text's
+first word gets one, too: it is then the same token at the beginning as within a text, which words given one by one and
+short texts need (RoBERTa and ModernBERT lack it: their weak spot in named entities). tokenizers' own
+`add_prefix_space` would also put a blank after each special token ("[MASK]." would end in " ."), so the pre-tokenizer
+is Metaspace, which knows what comes first, with a blank for its mark; then the division.
 """
 
 import json
@@ -23,6 +26,8 @@ _END_OF_PIECE = "\0"
 _LINE_END = r"[ \t\r]*\n[ \t\r\n]*"
 LINE_JOINER = {"type": "Replace", "pattern": {"Regex": _LINE_END}, "content": " "}
 _PIECES_PER_TEXT = 100
+# openai/gpt-2 encoder.py, with combining marks and joiners in words.
+_DIVISION = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}[\p{L}\p{M}\x{200B}-\x{200D}]*| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
@@ -73,7 +78,7 @@ def byte_tokenizer(
     """
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
     first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, own_division()])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     ends = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
     # The offsets of a token are those of its letters, without the blank.
@@ -85,6 +90,12 @@ def byte_tokenizer(
     return tokenizer
 
 
+def own_division() -> pre_tokenizers.PreTokenizer:
+    """What divides the texts of a `byte_tokenizer`."""
+    divide = pre_tokenizers.Split(Regex(_DIVISION), "isolated")
+    return pre_tokenizers.Sequence([divide, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportArgumentType]
+
+
 class PieceEncoder:
     """The ids of pieces of text, many in one call: one by one they would cost several times as much.
 
@@ -92,8 +103,10 @@ class PieceEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        is_own = is_own_byte_level(json.loads(tokenizer.to_str()))
+        divide = own_division() if is_own else pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer = Tokenizer(tokenizer.model)
-        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+        self._tokenizer.pre_tokenizer = divide  # pyright: ignore[reportAttributeAccessIssue]
         self._tokenizer.add_special_tokens([AddedToken(_END_OF_PIECE, special=True, normalized=False)])
         self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
 
@@ -143,7 +156,7 @@ def train_byte_level(
 
 def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
     """Counts of the pre-tokens, each byte as the character that stands for it, ascending."""
-    divide = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    divide = own_division().pre_tokenize_str
     words: Counter[str] = Counter()
     for piece, count in counts.items():
         inner = piece.removeprefix(b" ")

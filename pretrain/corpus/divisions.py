@@ -1,20 +1,22 @@
 """Where a tokenizer's text can be cut so that the pieces have the tokens of the whole: each piece is encoded once.
 
-Gpt2Division    byte-level BPE with GPT-2's regular expression: `byte_columns.document_pieces`
+Gpt2Division    byte-level BPE with GPT-2's regular expression, or with that of `byte_level`
 WordDivision    words between blanks: Metaspace before every word, as XLM-R and DeBERTa-v3 have it
 RunDivision     before blanks, and around line breaks and tabs: BPE over whole texts, as Gemma and mmBERT have it
 """
 
+from __future__ import annotations
+
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from pretrain.corpus.byte_columns import DocumentPieces, document_pieces
+from pretrain.corpus.byte_columns import Bounds, DocumentPieces, document_pieces, gpt2_bounds, own_bounds
 from pretrain.corpus.byte_level import is_own_byte_level, part_kinds
 from pretrain.corpus.tokenize import BytePairs, KnownWords, WordTable
 
@@ -33,14 +35,26 @@ _WORDS_PER_TEXT = 100
 class Gpt2Division:
     """Pieces of a byte-level BPE.
 
-    `adds_blank`: a text gets a blank unless it begins with one. `line_ends`: they are tokens.
+    `adds_blank`: a text gets a blank unless it begins with one. `line_ends`: they are tokens. `bounds`: its pieces.
     """
 
     def __init__(
-        self, known: KnownWords | None, normalizer: Any = None, *, adds_blank: bool, line_ends: bool = True
+        self,
+        known: KnownWords | None,
+        normalizer: Any = None,
+        *,
+        adds_blank: bool,
+        line_ends: bool = True,
+        bounds: Callable[[bytes, np.ndarray], Bounds] = gpt2_bounds,
     ) -> None:
         self.known = known
         self._normalizer, self._adds_blank, self._line_ends = normalizer, adds_blank, line_ends
+        self._bounds = bounds
+
+    @classmethod
+    def own(cls, known: KnownWords | None, *, line_ends: bool = True) -> Gpt2Division:
+        """That of a vocabulary of `byte_level`."""
+        return cls(known, adds_blank=True, line_ends=line_ends, bounds=own_bounds)
 
     def fits(self, text: str) -> bool:
         """Whether a text without added tokens may be cut."""
@@ -56,7 +70,7 @@ class Gpt2Division:
             blank = self._adds_blank and not text.startswith(" ")
             spaced.append(" " + text if blank else text)
             moved.append(np.asarray(sentences) + blank * (np.arange(len(sentences)) > 0))
-        return document_pieces(spaced, moved, table)
+        return document_pieces(spaced, moved, table, self._bounds)
 
     def are_plain(self, pieces: np.ndarray) -> np.ndarray:
         """bool [P]: whether the tokens of a piece are those that it has within a text."""
@@ -118,7 +132,7 @@ def division_of(tokenizer: Tokenizer, table: WordTable) -> Division | None:
     cut = described["pre_tokenizer"] or {}
     if is_own_byte_level(described):
         line_ends = described["normalizer"] is None
-        return Gpt2Division(BytePairs(tokenizer, table), adds_blank=True, line_ends=line_ends)
+        return Gpt2Division.own(BytePairs(tokenizer, table), line_ends=line_ends)
     if _divides_as_gpt2(described):
         adds_blank = bool(cut.get("add_prefix_space"))
         return Gpt2Division(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)

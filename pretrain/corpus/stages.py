@@ -434,7 +434,7 @@ def _in_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, num
     """Documents cut for a byte-level vocabulary that is trained, whose text begins with a blank."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
-    cut = Gpt2Division(None, adds_blank=True).cut(texts, starts, numbers)
+    cut = Gpt2Division.own(None).cut(texts, starts, numbers)
     table = table.copy()
     table["sentences"] = np.diff(cut.documents)
     table["items"] = np.diff(cut.sentences[cut.documents])

@@ -23,6 +23,7 @@ from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
 from pretrain.corpus.byte_columns import DocumentPieces
+from pretrain.corpus.byte_level import own_division
 from pretrain.corpus.byte_words import is_byte_vocabulary, spelled
 from pretrain.corpus.divisions import Gpt2Division
 from pretrain.corpus.extension import extend_vocabulary
@@ -61,7 +62,7 @@ TRAIN = "from tests.corpus.test_byte_bpe import trained; print(trained.__wrapped
 
 def cut(texts: Sequence[str], table: WordTable) -> DocumentPieces:
     """Documents of one sentence each, which are not empty."""
-    return Gpt2Division(None, adds_blank=True).cut(texts, [[0]] * len(texts), table)
+    return Gpt2Division.own(None).cut(texts, [[0]] * len(texts), table)
 
 
 def counts(*texts: str) -> dict[bytes, int]:
@@ -100,10 +101,16 @@ def ours(texts: list[str], tokenizer: Tokenizer | None = None) -> list[list[int]
 @given(lines=st.lists(LINE, min_size=1, max_size=4))
 @example(lines=["", "  ", "\t", " a", "\ta", "  a", "a ", "a  ", "\xa0", "\xa0a\xa0 b"])
 @example(lines=["a \xa0b", "\xa0 \xa0b", "a  b   c\t\td \t e", "  don't  'twas ''s 'S ('tis", "1's2nd x''ll'd"])
+@example(lines=["किताब", "क\u200dष ๆำ1ำ!ำ ำ", "می\u200cخواهم", "ស\u200bិ❤\ufe0f \u0301a\u0301\u0301b", "ﷺ\u0670x\u0670"])
 @example(lines=["[MASK] is [SEP] not special[PAD]", "😀😀a𝒳1 𠀀漢", "e\u0301e \u0301", "²½٣9Ⅷx"])
 def test_ids_are_those_of_the_library(lines: list[str]) -> None:
     lines = [line for line in lines if line]
     assert ours(lines) == [theirs(line) for line in lines] if lines else True
+    table, divide = WordTable(), own_division().pre_tokenize_str
+    for line in lines:
+        pieces = [piece.decode() for piece in table.words(cut([line], table).pieces)]
+        whole = line if line.startswith(" ") else " " + line
+        assert [word for piece in pieces for word, _ in divide(piece)] == [word for word, _ in divide(whole)]
 
 
 def test_training_gives_the_same_ids_in_every_process() -> None:

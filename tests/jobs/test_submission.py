@@ -442,7 +442,8 @@ def test_nodes_end_with_up_however_it_ends(tmp_path: Path, number: signal.Signal
             folder = Path(json.loads((tmp_path / "bertrain/cluster.json").read_text())["folder"])
             assert (folder / "token").stat().st_mode & 0o777 == 0o600
             up.send_signal(number)
-            assert up.wait(30) == (0 if number == signal.SIGINT else -number)
+            # CPython ends by the signal, though it was handled, if it came while a library executed a string.
+            assert up.wait(30) in ((0, -number) if number == signal.SIGINT else (-number,))
             psutil.wait_procs(below, timeout=10)
             assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
             wait_for(lambda: not folder.exists(), 5)

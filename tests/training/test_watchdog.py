@@ -109,7 +109,7 @@ def test_one_that_stops_ends_all_and_every_stack_is_written(tmp_path: Path, then
 def test_announced_slow_work_continues(tmp_path: Path) -> None:
     """Each rank in turn holds Python's lock in an announced block, and one waits for data: longer than the limit."""
     ends = end(start(tmp_path, -1, "slow work", limit=2.5, stall=60))
-    assert [(code, output.splitlines()[-1]) for code, output in ends] == [(0, "done")] * 2
+    assert [(code, "done" in output.splitlines()) for code, output in ends] == [(0, True)] * 2, ends
     assert not (tmp_path / "hang.json").exists()
 
 
