@@ -16,6 +16,7 @@ NAVIGATION = {
     "Guides": [
         "guides/data",
         "guides/corpus",
+        "guides/languages",
         "guides/web-text",
         "guides/storage",
         "guides/large-corpora",
