@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.records import Metric, metrics_of
+from pretrain.common.records import Metric
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
 from pretrain.common.wording import clock, counted
 from pretrain.config import PretrainConfig, load_config
@@ -127,7 +127,7 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     scores = {run.score: Metric("", "", run.score.replace("_", " "), "score")} if run.score else {}
     for record, kind, known in (
         (last, "held-out", {**scores, **objective_metrics()}),
-        (probe, "probe", metrics_of(probe, PROBE_SCORES)),
+        (probe, "probe", PROBE_SCORES),
     ):
         for name, metric in known.items():
             if metric.short and record.get(name) is not None:

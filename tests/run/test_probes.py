@@ -210,7 +210,7 @@ def test_a_run_with_probes_has_the_losses_of_one_without(place: Path, prepared: 
     assert steps == sorted(set(steps))
     assert (len(steps) > 1, steps[-1]) == (True, 600)
     assert sum(1 + record["skipped"] for record in found) == 300
-    assert all(math.isfinite(record["held_out"]) and record["positions/0-63"] > 0 for record in found)
+    assert all(math.isfinite(record["held_out"]) for record in found)
     rows = [values for path in run.folder.glob("wandb/offline-run-*/*.wandb") for _, values in history(path)]
     sent = [(int(row["probe/step"]), float(row["probe/held_out"])) for row in rows if "probe/step" in row]
     assert sorted(sent) == [(record["step"], pytest.approx(record["held_out"])) for record in found]
