@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -337,11 +336,6 @@ def load_config(
 def config_type(path: Path | str) -> type[RunConfig]:
     """That of a config: of a fine-tuning if it has the section of a task, else of a pretraining."""
     return FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
-
-
-def run_name(text: str) -> str:
-    """`text`, such as one with the name of a file, as the `name` of a run. It has to begin with a letter or digit."""
-    return re.sub(r"[^a-z0-9-]", "-", text.lower())[:63]
 
 
 # What may differ between a run and its continuation.
