@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from pretrain.checkpoint.tokenizer import ModelTokenizer, read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.common.transfers import PendingCopy, arrivals, to_host
-from pretrain.config import Precision
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
 
@@ -88,7 +88,9 @@ class MaskedModel:
             token.
     """
 
-    def __init__(self, folder: Path, precision: Precision = "fp32", released: Released | None = None) -> None:
+    def __init__(
+        self, folder: Path, precision: Literal["fp32", "bf16"] = "fp32", released: Released | None = None
+    ) -> None:
         self.precision, released = precision, released or read_released(folder)
         state, missing = released.prediction_state()
         if missing:
