@@ -111,7 +111,7 @@ def test_it_has_its_share_and_no_gpu_and_an_error_of_the_run_ends_it(fake: Path)
         train()
     assert not psutil.pid_exists(facts["pid"])
     assert (facts["nice"], facts["cores"]) == (19, 1)
-    words = ["--texts", str(fake / "-x.txt"), str(fake / "sleep"), "--text-scores", "held_out", "positions"]
+    words = ["--texts", str(fake / "-x.txt"), str(fake / "sleep"), "--text-scores", "held_out"]
     words += ["common_words", "--blimp", str(Path.home() / "data"), "--blimp-limit", "20", "--follow"]
     assert facts["words"] == ["evaluate-pretrained", str(fake / "run"), *words, "--pid", str(os.getpid())]
     assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == ""
@@ -125,7 +125,7 @@ def test_a_finished_run_waits_for_a_limited_time(fake: Path, monkeypatch: Any, c
     assert not psutil.pid_exists(facts["pid"])
     said = capsys.readouterr()
     assert "waiting up to 0 s for the scores of the last checkpoint" in said.out
-    texts = f"--texts {fake / 'sleep'} --text-scores held_out positions"
+    texts = f"--texts {fake / 'sleep'} --text-scores held_out"
     assert f"evaluate-pretrained {fake / 'run'} {texts} --follow does it." in said.err
 
 
