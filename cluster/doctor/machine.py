@@ -20,7 +20,6 @@ from cluster.doctor.verdicts import GIB, NONE
 from cluster.workers.outcomes import one_line
 from pretrain.common.memory import machine_memory
 
-_LOADER_SECONDS = 0.5
 _BUSY_SECONDS = 0.5
 _COMPILE_SECONDS = 20.0
 _PACKAGES = ("cluster", "pretrain", "finetune")
@@ -144,16 +143,15 @@ def try_compiler() -> tuple[str, str, str]:
 
 
 def _speed(measures: Any, gpus: int) -> list[Finding]:
-    """Matrix products of each device, and the batches of a worker's loader beside what the fastest could train."""
+    """Matrix products of each device."""
     import torch
 
     devices = {"cpu": f"CPU, threads: {torch.get_num_threads()}"}
     for number in range(gpus):
         properties = torch.cuda.get_device_properties(number)
         devices[f"cuda:{number}"] = f"GPU {number}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
-    rows, fastest = [], 0.0
+    rows = []
     for device, name in devices.items():
         bf16, fp32 = measures.measure_matmul(device, "bf16"), measures.measure_matmul(device, "fp32")
         rows.append(verdicts.judge_matmul(name, bf16, fp32, measures.is_faster_in_fp32(bf16, fp32)))
-        fastest = max(fastest, bf16, fp32)
-    return [*rows, verdicts.judge_loader(measures.loader_rate(_LOADER_SECONDS), fastest / measures.sequence_flops())]
+    return rows

@@ -94,13 +94,6 @@ def judge_matmul(device: str, bf16: float, fp32: float, prefers_fp32: bool) -> F
     return Finding("matmul", f"{rates} ({device})", WARN if prefers_fp32 else PASS, advice)
 
 
-def judge_loader(rate: float, wanted: float) -> Finding:
-    """The batches of one worker's loader, beside the sequences/s of BERT-Base that its device could train."""
-    text = f"{rate:,.0f} sequences/s of 128 for one worker"
-    advice = f"A worker could train {wanted:,.0f} of BERT-Base: use faster cores, or close other programs."
-    return Finding("loader", text, WARN if rate < wanted else PASS, advice)
-
-
 def wandb_key() -> Finding:
     """The row that says whether wandb would find a key in the environment or in netrc. The key itself is not read."""
     has_key = bool(os.environ.get("WANDB_API_KEY"))

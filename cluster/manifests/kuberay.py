@@ -26,6 +26,8 @@ from pretrain.common.wording import counted
 _FILES = "/etc/bertrain"  # where every container mounts the ConfigMap
 _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
+_START_SECONDS = 1800  # within which all pods of a RayJob must start
+_KEEP_SECONDS = 600  # for which the pods of a finished RayJob are kept
 # The regular expression with which pgrep finds the run's processes: of start.sh, or of a job that `submit` started.
 COMMAND = "-m ({})|/{}".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER)), JOB_COMMAND)
 _HEAD = "BERTRAIN_HEAD"  # set in the head's pod: names of pods begin with the run's, and may contain anything
@@ -116,36 +118,12 @@ class KubeRaySettings(ManifestSettings):
         pattern=_OBJECT,
         description="LocalQueue of Kueue, in which the run waits until all its pods fit; empty uses no queue.",
     )
-    suspend: bool = Field(default=False, description="Create the objects without starting the run.")
-    redis_address: str = Field(
-        default="",
-        pattern=r"^([^@\s]+:\d+)?$",  # a password belongs in the secret
-        description="host:port of a Redis for the head's state, which then survives the loss of its node. If empty, "
-        "Ray keeps it in an embedded RocksDB in the head's pod, where it survives a crash.",
-    )
-    redis_secret: str = Field(
-        default="",
-        pattern=_OBJECT,
-        description="Secret whose key `password` holds the Redis password; empty if it has none.",
-    )
     wandb_secret: _ObjectName = Field(
         default="wandb", description="Secret whose key `api-key` holds the W&B key; if missing, W&B is offline."
-    )
-    operator_namespace: str = Field(
-        default="",
-        pattern=_OBJECT,
-        description="Namespace of the KubeRay operator; empty admits it from any namespace.",
     )
     retries: int = Field(
         default=3, ge=0, description="Retries with a new cluster, each resuming the run, before the RayJob fails."
     )
-    start_limit_seconds: int = Field(
-        default=1800, ge=0, description="Seconds within which all pods of a RayJob must start; 0 has no limit."
-    )
-    time_limit_seconds: int = Field(
-        default=0, ge=0, description="Longest duration of a RayJob in seconds; 0 has no limit."
-    )
-    keep_seconds: int = Field(default=600, ge=0, description="Seconds that the pods of a finished RayJob are kept.")
 
     @field_validator("worker_resources")
     @classmethod
@@ -184,13 +162,12 @@ def render(job: ManifestJob, settings: KubeRaySettings) -> str:
 
 def _header(job: ManifestJob, settings: KubeRaySettings) -> str:
     gpus = f" with {counted(job.gpus_per_node, 'GPU')}" if job.gpus else ""
-    redis = f"\n  Secret {settings.redis_secret}, key password" if settings.redis_secret else ""
     return f"""
 {settings.kind} {job.name}: {counted(job.nodes, "pod")}{gpus}, {counted(job.workers_per_node, "worker")} each.
 Apply with kubectl apply -f FILE.
 Needed: the KubeRay operator, 1.6 or newer, and in the namespace {settings.namespace}
   PersistentVolumeClaim {settings.storage_claim} (ReadWriteMany)
-  Secret {settings.wandb_secret}, key api-key (optional){redis}
+  Secret {settings.wandb_secret}, key api-key (optional)
 """
 
 
@@ -217,10 +194,9 @@ def _ray_job(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
         "backoffLimit": settings.retries,
         # Kueue refuses jobs whose cluster outlives them.
         "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": settings.keep_seconds,
-        "suspend": settings.suspend or bool(settings.queue),
-        **({"preRunningDeadlineSeconds": settings.start_limit_seconds} if settings.start_limit_seconds else {}),
-        **({"activeDeadlineSeconds": settings.time_limit_seconds} if settings.time_limit_seconds else {}),
+        "ttlSecondsAfterFinished": _KEEP_SECONDS,
+        "suspend": bool(settings.queue),
+        "preRunningDeadlineSeconds": _START_SECONDS,
         "submitterPodTemplate": _submitter(job, settings),
         "rayClusterSpec": _cluster_spec(job, settings),
     }
@@ -230,16 +206,14 @@ def _ray_job(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
 
 def _ray_cluster(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
     metadata = _queued(_metadata(job, settings), settings)
-    spec = {"suspend": settings.suspend or bool(settings.queue), **_cluster_spec(job, settings)}
+    spec = {"suspend": bool(settings.queue), **_cluster_spec(job, settings)}
     return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec}
 
 
 def _cluster_spec(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
-    redis = {"gcsFaultToleranceOptions": _redis(settings)} if settings.redis_address else {}
     return {
         "rayVersion": metadata.version("ray"),  # nodes must have the same
         "authOptions": {"mode": "token"},  # the operator makes the token, for these pods alone
-        **redis,
         "headGroupSpec": {
             "rayStartParams": {"num-cpus": "0", "num-gpus": "0"},
             "template": _head_pod(job, settings),
@@ -257,18 +231,7 @@ def _cluster_spec(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]
     }
 
 
-def _redis(settings: KubeRaySettings) -> dict[str, Any]:
-    if not settings.redis_secret:
-        return {"redisAddress": settings.redis_address}
-    password = {"valueFrom": {"secretKeyRef": {"name": settings.redis_secret, "key": "password"}}}
-    return {"redisAddress": settings.redis_address, "redisPassword": password}
-
-
 def _head_pod(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
-    embedded = [
-        {"name": "RAY_gcs_storage", "value": "rocksdb"},
-        {"name": "RAY_gcs_storage_path", "value": _GCS},
-    ]
     container = {
         **_container("ray-head", job, settings, cpus=2, memory_gib=_HEAD_MEMORY_GIB),
         "ports": [
@@ -277,8 +240,8 @@ def _head_pod(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
             {"name": "client", "containerPort": 10001},
         ],
     }
-    container["env"].append({"name": _HEAD, "value": "1"})
-    container["env"] += [] if settings.redis_address else embedded
+    own = {_HEAD: "1", "RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": _GCS}
+    container["env"] += [{"name": name, "value": value} for name, value in own.items()]
     container["volumeMounts"].append({"name": "gcs", "mountPath": _GCS})
     # On the pod, not on the shared storage: a later cluster must not load this one's state.
     return _pod(job, settings, container, [{"name": "gcs", "emptyDir": {}}], memory_gib=_HEAD_MEMORY_GIB)
@@ -461,13 +424,8 @@ done
 
 def _network_policy(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
     """Opens Ray's ports to the pods of this run and, for the dashboard's API, to the operator; to nobody else."""
-    namespaces = (
-        {"matchLabels": {"kubernetes.io/metadata.name": settings.operator_namespace}}
-        if settings.operator_namespace
-        else {}
-    )
     operator = {
-        "namespaceSelector": namespaces,
+        "namespaceSelector": {},  # any
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}},
     }
     mine = {"matchLabels": {_INSTANCE: job.name}}

@@ -78,8 +78,7 @@ class BlimpScore:
 def blimp_score(model: MaskedModel, paradigms: Sequence[Paradigm]) -> BlimpScore:
     """The accuracies of a model on BLiMP, with progress on stderr.
 
-    Raises `InputError` if the model has too few positions for a sentence, `MachineError` if layers are to be compiled
-    and there is no C++ compiler that works.
+    Raises `InputError` if the model has too few positions for a sentence.
     """
     with progress_bar("BLiMP, sentences", sum(2 * len(one.pairs) for one in paradigms)) as advance:
         return BlimpScore(

@@ -11,7 +11,7 @@ from finetune.scores import blimp
 from finetune.scores.blimp import blimp_score, data_digest, read_blimp
 from finetune.scores.follow import follow
 from finetune.scores.held_out import read_documents
-from finetune.scores.masked_model import MaskedModel, ModelSettings, fingerprint
+from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import check_model, write_scores
 from finetune.scores.text_scores import WHY_NOT, text_scores
 from finetune.scores.view import score_table, show, write_scores_page
@@ -26,9 +26,7 @@ PAGE = "scores.html"
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate a checkpoint.
 
-    Raises:
-        InputError: options without effect, or a model or data that cannot be read.
-        MachineError: layers are to be compiled, and there is no C++ compiler that works.
+    Raises `InputError` for a model or data that cannot be read.
     """
     if arguments.follow:
         follow(arguments.model, lambda folder: _measured(folder, read_released(folder), arguments), arguments.pid)
@@ -47,7 +45,7 @@ def _measured(folder: Path, released: Released, arguments: argparse.Namespace) -
     """Each score, as it is measured: its name, `how` and `scores`."""
     documents = read_documents(arguments.texts)
     paradigms = read_blimp(arguments.blimp, arguments.blimp_limit) if arguments.blimp else []
-    model = MaskedModel(folder, ModelSettings(arguments.precision, arguments.compile), released)
+    model = MaskedModel(folder, arguments.precision, released)
     parts = arguments.text_scores if documents else ()
     with sleeping_when_crowded():
         for part, found in text_scores(model, documents, parts, arguments.length):
@@ -55,7 +53,7 @@ def _measured(folder: Path, released: Released, arguments: argparse.Namespace) -
                 print(f"skipped: {part.replace('_', ' ')}: {found['scores'][WHY_NOT]}.", file=sys.stderr)
             yield part, found
         if paradigms:
-            how = {"data": data_digest(paradigms), "limit": arguments.blimp_limit, **model.settings.how()}
+            how = {"data": data_digest(paradigms), "limit": arguments.blimp_limit, "precision": model.precision}
             yield blimp.PART, {"how": how, "scores": blimp_score(model, paradigms).as_data()}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import yaml
 
-from finetune.scores import blimp, common_words, held_out, positions, whole_words
+from finetune.scores import blimp, common_words, held_out, whole_words
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import append_open, checkpoint_names, disk_errors, locked
@@ -30,7 +30,7 @@ Measure = Callable[[Path], Iterable[tuple[str, Mapping[str, Any]]]]
 
 _FOLDER = "probes"  # of a run: the lock, and the export that is scored
 _POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5
-# Name of a score -> the figure that stands for it.
+# Name of a score -> the figure that stands for it in probes.jsonl (`pretrain.tracking.events`).
 _FIELDS = {common_words.PART: "bits", whole_words.PART: "lower", held_out.PART: "nats_per_token", blimp.PART: "overall"}
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, in
     try:
         hf.export_run(run, model, checkpoint.name, averaged=facts["averaged"] > 0)
         for part, found in measure(model):
-            scores |= flat(part, found["scores"])
+            if (field := _FIELDS[part]) in found["scores"]:
+                scores[part] = found["scores"][field]
     except Exception as failure:
         if not (model / "config.json").is_file() and not checkpoint.is_dir():  # the export did not come about
             raise InputError(f"{checkpoint}: removed") from failure
@@ -105,10 +106,3 @@ def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, in
         file.write(f"{line}\n".encode())
     print(line, flush=True)
     shutil.rmtree(model, ignore_errors=True)
-
-
-def flat(part: str, scores: Mapping[str, Any]) -> dict[str, float]:
-    """A score's figures by the names that they have in probes.jsonl (`pretrain.tracking.events`)."""
-    if part == positions.PART:
-        return {f"{part}/{name}": nats for name, nats in scores.get("nats", {}).items()}
-    return {part: scores[_FIELDS[part]]} if _FIELDS[part] in scores else {}

@@ -21,7 +21,6 @@ from pretrain.checkpoint.tokenizer import ModelTokenizer, read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.common.transfers import PendingCopy, arrivals, to_host
-from pretrain.model.compile import compiling
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
 
@@ -29,26 +28,6 @@ Advance = Callable[[int], None]  # told how many predictions are done
 
 BATCH_TOKENS = 8192
 _LOGITS = 1 << 25  # that are in memory at once: 128 MiB of fp32
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """How a checkpoint is computed.
-
-    Attributes:
-        precision: of weights and activations; fp32 gives the same scores on every machine, to rounding.
-        compile: fuse the layers with torch.compile.
-    """
-
-    precision: Literal["fp32", "bf16"] = "fp32"
-    compile: bool = False
-
-    def how(self) -> dict[str, str]:
-        """What may change a score by more than fp32's rounding: compiled layers keep in fp32 what eager ones round."""
-        return {"precision": "bf16, compiled" if self.compile and self.precision == "bf16" else self.precision}
-
-
-DEFAULT_MODEL = ModelSettings()
 
 
 @dataclass(frozen=True)
@@ -92,11 +71,11 @@ class MaskedModel:
 
     Args:
         folder: what `pretrain.checkpoint.released.read_released` reads.
-        settings: precision, and whether layers are compiled.
+        precision: of weights and activations, fp32 or bf16; fp32 gives the same scores on every machine, to rounding.
         released: the model of the folder, if it has been read already.
 
     Attributes:
-        settings: as given.
+        precision: as given.
         tokenizer: of the `tokenizers` library, truncation and padding off; special tokens in a text are ordinary
             characters, as in a prepared corpus.
         special_ids: ids of the special tokens by role.
@@ -109,8 +88,10 @@ class MaskedModel:
             token.
     """
 
-    def __init__(self, folder: Path, settings: ModelSettings = DEFAULT_MODEL, released: Released | None = None) -> None:
-        self.settings, released = settings, released or read_released(folder)
+    def __init__(
+        self, folder: Path, precision: Literal["fp32", "bf16"] = "fp32", released: Released | None = None
+    ) -> None:
+        self.precision, released = precision, released or read_released(folder)
         state, missing = released.prediction_state()
         if missing:
             raise InputError(
@@ -124,15 +105,13 @@ class MaskedModel:
         self.unknown_id = _unknown_id(self.tokenizer)
         self.mask_id, self.max_positions = self.special_ids["mask"], released.model.max_positions
         with torch.device("meta"):
-            model = PretrainingModel(
-                released.model, released.vocabulary_size, next_sentence=False, compile=settings.compile
-            )
+            model = PretrainingModel(released.model, released.vocabulary_size, next_sentence=False)
         model.load_state_dict(state, assign=True)
         torch.set_float32_matmul_precision("highest")  # an earlier training in this process may have chosen TF32
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
             hold_freed_memory()
-        self._model = model.eval().to(self._device, torch_dtype(settings.precision))
+        self._model = model.eval().to(self._device, torch_dtype(precision))
         self._most_predictions = max(1, _LOGITS // released.vocabulary_size)
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -152,8 +131,6 @@ class MaskedModel:
         """The probabilities of the true tokens. Which sequences share a forward pass changes them by rounding only.
 
         With `among`, the labels are groups, and their probabilities are those among all groups.
-
-        Raises `MachineError` if layers are to be compiled and there is no C++ compiler that works.
         """
         counts = np.array([len(one.places) for one in sequences], np.int64)
         begins = np.concatenate([[0], counts.cumsum()])
@@ -185,7 +162,7 @@ class MaskedModel:
     def _forward(self, sequences: Sequence[MaskedSequence], among: TokenGroups | None) -> PendingCopy:
         """fp64 [2, K]: what `Predictions` has of these sequences, in their order."""
         batch = masked_batch(sequences).to(self._device)
-        with torch.inference_mode(), compiling("leave out --compile"):
+        with torch.inference_mode():
             logits_KV = self._model.masked_logits(batch).float()
             if among is not None:
                 logits_KV = among.scores(logits_KV)

@@ -10,7 +10,7 @@ from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import add_run
 
 _OUT = "runs/scores"
-_TEXT_SCORES = ("common_words", "whole_words", "held_out", "positions")
+_TEXT_SCORES = ("common_words", "whole_words", "held_out")
 _EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --texts held-out.txt --blimp blimp/data
   ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100
@@ -105,9 +105,4 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         choices=("fp32", "bf16"),
         default="fp32",
         help="precision of the computation (default: fp32)",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile the layers with torch.compile; faster for a whole BLiMP, but it starts later",
     )

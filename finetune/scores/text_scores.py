@@ -1,19 +1,16 @@
-"""All scores of a checkpoint on held-out text: the held-out loss, common words, whole words, and loss by position."""
+"""All scores of a checkpoint on held-out text: the held-out loss, common words and whole words."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from finetune.scores import common_words, held_out, positions, whole_words
+from finetune.scores import common_words, held_out, whole_words
 from finetune.scores.common_words import score_common_words
 from finetune.scores.held_out import HeldOutSettings, score_held_out
 from finetune.scores.masked_model import MaskedModel, text_digest
 from finetune.scores.passages import NoScoreError, PassageSettings
-from finetune.scores.positions import PositionSettings, score_positions
 from finetune.scores.whole_words import score_whole_words
 
-WORD_PARTS: tuple[str, ...] = (common_words.PART, whole_words.PART)  # they compare vocabularies
-PARTS: tuple[str, ...] = (*WORD_PARTS, held_out.PART, positions.PART)
 WHY_NOT = "why_not"  # in the place of a score: why there is none
 
 # What measures, and its settings.
@@ -21,17 +18,16 @@ _SCORES: dict[str, tuple[Callable[..., Any], Any]] = {
     common_words.PART: (score_common_words, PassageSettings()),
     whole_words.PART: (score_whole_words, PassageSettings()),
     held_out.PART: (score_held_out, HeldOutSettings()),
-    positions.PART: (score_positions, PositionSettings()),
 }
 
 
 def text_scores(
-    model: MaskedModel, documents: Sequence[str], parts: Sequence[str] = PARTS, length: int = 0
+    model: MaskedModel, documents: Sequence[str], parts: Sequence[str] = tuple(_SCORES), length: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each part as it is measured, with progress on stderr.
 
     Yields (part, `how` it was measured and its `scores`); the scores are the fields of the part's class, or `WHY_NOT`:
-    the vocabulary lacks a word, or the text is too short.
+    the vocabulary lacks a word, or the text has none.
 
     Args:
         documents: of `read_documents`.
@@ -49,4 +45,4 @@ def text_scores(
             scores = asdict(measure(model, documents, chosen))
         except NoScoreError as error:
             scores = {WHY_NOT: str(error)}
-        yield part, {"how": {"texts": digest, **asdict(chosen), **model.settings.how()}, "scores": scores}
+        yield part, {"how": {"texts": digest, **asdict(chosen), "precision": model.precision}, "scores": scores}

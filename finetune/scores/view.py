@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.scores import blimp, common_words, held_out, positions, whole_words
+from finetune.scores import blimp, common_words, held_out, whole_words
 from finetune.scores.record import MODEL
 from finetune.scores.text_scores import WHY_NOT
 from pretrain.reporting.pages import write_page
@@ -20,7 +20,6 @@ _TITLES = {
     common_words.PART: "common words",
     whole_words.PART: "whole words",
     held_out.PART: "held-out text",
-    positions.PART: "loss by position",
     blimp.PART: "BLiMP",
 }
 # The forms of the rows of a part -> their titles.
@@ -105,9 +104,6 @@ def _values(part: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "BLiMP, all paradigms", f"{scores['overall']:.4f}"
         for name, value in scores["phenomena"].items():
             yield f"  {_readable(name)}", f"{value:.4f}"
-    elif part == positions.PART:
-        for name, nats in scores["nats"].items():
-            yield f"positions {name}, nats per masked token", f"{nats:.4f} ± {scores['standard_errors'][name]:.4f}"
     else:
         for form, title in _FORMS[part].items():
             yield title, form.format(**scores)

@@ -203,7 +203,3 @@ class Task(ABC, Generic[E]):
     def origin(self, name: str) -> str:
         """Where the set `name` (train, dev or test) comes from; "" if the config names none."""
         return str(getattr(self.settings, name, ""))
-
-    def hub_dataset(self, name: str) -> dict[str, str] | None:
-        """The Hugging Face hub's metadata of the set `name`; None if it is not a public data set."""
-        return None

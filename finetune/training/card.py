@@ -30,21 +30,6 @@ _AUTO_MODELS = {
     "tokens": "AutoModelForTokenClassification",
     "spans": "AutoModelForQuestionAnswering",
 }
-# Our scores -> the hub's metric names. Other scores are only in the text.
-_HUB_METRICS = {
-    "accuracy": "accuracy",
-    "subset_accuracy": "accuracy",
-    "f1": "f1",
-    "macro_f1": "f1",
-    "micro_f1": "f1",
-    "precision": "precision",
-    "recall": "recall",
-    "matthews": "matthews_correlation",
-    "pearson": "pearsonr",
-    "spearman": "spearmanr",
-    "exact": "exact_match",
-    "exact_match": "exact_match",
-}
 
 Scores = Mapping[str, Mapping[str, float]]
 """set -> score -> value."""
@@ -124,37 +109,11 @@ def _template() -> Any:
 
 
 def _metadata(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> dict[str, Any]:
-    pipeline, scores = _PIPELINES[task.head], facts.scores
-    known = {name: [score for score in values if score in _HUB_METRICS] for name, values in scores.items() if values}
     library = "bertrain" if facts.own else "transformers"
-    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": pipeline}
+    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": _PIPELINES[task.head]}
     if (base := _hub_name(config.start_from)) and not config.random_weights:
         metadata["base_model"] = base
-    metadata["tags"] = list(dict.fromkeys(("bertrain", facts.family)))
-    if hub := task.hub_dataset("dev"):
-        metadata["datasets"] = [hub["type"]]
-    if known:
-        metadata["metrics"] = sorted({_HUB_METRICS[score] for chosen in known.values() for score in chosen})
-        results = [
-            {
-                "task": {"type": pipeline},
-                "dataset": task.hub_dataset(name) or _file_dataset(config, name),
-                "metrics": [_metric(score, scores[name][score]) for score in chosen],
-            }
-            for name, chosen in known.items()
-        ]
-        metadata["model-index"] = [{"name": config.name, "results": results}]
-    return metadata
-
-
-def _metric(score: str, value: float) -> dict[str, Any]:
-    return {"type": _HUB_METRICS[score], "name": score, "value": round(value, 6)}
-
-
-def _file_dataset(config: FinetuneConfig, name: str) -> dict[str, str]:
-    """Metadata of a set from a file; the hub requires a "type", which is the run's name."""
-    file = getattr(config.task_settings, name, "")
-    return {"name": Path(file or name).name, "type": config.name, "split": name}
+    return {**metadata, "tags": list(dict.fromkeys(("bertrain", facts.family)))}
 
 
 def _hub_name(folder: str) -> str | None:

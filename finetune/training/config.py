@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -41,17 +40,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "stable": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 20.0, "warmup_share": 0.1},
     # google-research/bert README.md, the 24 smaller models: 4 epochs at a rate from 3e-4 to 3e-5.
     "small-bert": {"examples_per_step": 32, "learning_rate": 1e-4, "epochs": 4.0, "warmup_share": 0.1},
-    # Liu et al. 2019, appendix C; fairseq examples/roberta/README.glue.md.
-    "roberta": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.06},
-}
-
-# What the source of a preset sets in other sections.
-_PRESET_DEFAULTS: dict[str, dict[str, dict[str, float]]] = {
-    # fairseq examples/roberta/README.glue.md.
-    "roberta": {
-        "optimizer": {"weight_decay": 0.1, "beta2": 0.98, "epsilon": 1e-6},
-        "engine": {"gradient_clip_norm": 0.0},
-    },
 }
 
 GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
@@ -80,13 +68,13 @@ _LEAST_STEPS = 300  # more epochs than `_EPOCHS` of few examples, up to `_MOST_E
 
 
 class TrainingConfig(Section):
-    """Length, batch size and learning rate. `preset` fills what is not given, here and in optimizer and engine."""
+    """Length, batch size and learning rate. `preset` fills what is not given."""
 
-    preset: Literal["auto", "devlin", "stable", "small-bert", "roberta"] = Field(
+    preset: Literal["auto", "devlin", "stable", "small-bert"] = Field(
         default="auto",
         description="Source of the values that are not given: auto chooses learning rate and epochs by the model's "
         "width and the number of examples; the others are published recipes, for thousands of examples (devlin), few "
-        "(stable), models below BERT-Base (small-bert) and RoBERTa (roberta).",
+        "(stable) and models below BERT-Base (small-bert).",
     )
     examples_per_step: int = Field(
         default=0,
@@ -218,18 +206,6 @@ class FinetuneConfig(_WithTask):
     # Losses of small batches jump without anything being wrong.
     guard: SpikeConfig = Field(default=SpikeConfig(spike_sigmas=0), description="Reaction to loss spikes.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, values: Any) -> Any:
-        training = values.get("training") if isinstance(values, dict) else None
-        preset = training.get("preset") if isinstance(training, dict) else None
-        besides = _PRESET_DEFAULTS.get(preset, {}) if isinstance(preset, str) else {}
-        for section, settings_of in besides.items():
-            given = values.get(section, {})
-            if isinstance(given, dict):
-                values = {**values, section: {**settings_of, **given}}
-        return values
-
     @model_validator(mode="after")
     def _check_task(self) -> FinetuneConfig:
         given = [name for name in TASKS if getattr(self, name) is not None]
@@ -337,11 +313,6 @@ def load_config(
 def config_type(path: Path | str) -> type[RunConfig]:
     """That of a config: of a fine-tuning if it has the section of a task, else of a pretraining."""
     return FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
-
-
-def run_name(text: str) -> str:
-    """`text`, such as one with the name of a file, as the `name` of a run. It has to begin with a letter or digit."""
-    return re.sub(r"[^a-z0-9-]", "-", text.lower())[:63]
 
 
 # What may differ between a run and its continuation.

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -159,17 +159,6 @@ class Metric(NamedTuple):
 
 
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
-
-
-def metrics_of(fields: Iterable[str], known: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Those of `fields` that are `known`; a known name that ends in / stands for all fields that begin with it."""
-    found = {}
-    for field in fields:
-        group, slash, rest = field.partition("/")
-        if metric := known.get(f"{group}{slash}"):
-            title, short = (text and f"{text} {rest}".rstrip() for text in (metric.title, metric.short))
-            found[field] = metric._replace(title=title, short=short)
-    return found
 
 
 def metric_lines(record: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[str]:

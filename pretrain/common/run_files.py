@@ -12,11 +12,10 @@ LAST_SENT = "wandb-step.json"  # the last step that W&B has
 START_FILE = "start.json"  # what the run began with, and the release that it continues
 FORK_FILE = "fork.json"  # the run and step that the run forked from
 HISTORY = "attention.json"  # what the heads attended to at evaluations
-COMPARED = "adaptation.json"  # scores of fine-tunings from the checkpoint and from the result
 SCORES = "scores.json"  # of a finished fine-tuning
 FAILED = "failed.json"  # why a fine-tuning among several failed
 
-STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, HISTORY, COMPARED, SCORES)
+STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, HISTORY, SCORES)
 
 
 def read_fork(folder: Path) -> dict[str, Any]:

@@ -229,7 +229,7 @@ class ProbesConfig(Section):
 
     texts: tuple[LocalPath, ...] = Field(
         default=(),
-        description="Held-out text, files or folders as --texts of evaluate-pretrained: loss, and loss by position.",
+        description="Held-out text, files or folders as --texts of evaluate-pretrained: loss per masked token.",
     )
     common_words: bool = Field(default=False, description="Also score the bits of common words in texts.")
     blimp: LocalPath = Field(

@@ -4,12 +4,11 @@ import contextlib
 import functools
 import itertools
 import os
-import re
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pretrain.common import commands
-from pretrain.common.errors import MachineError
 
 # Inductor's own launcher of kernels holds Python's lock while a GPU's queue is full, so the threads that report
 # heartbeats stand still; Triton's does not. Inductor reads the variable when it is imported.
@@ -79,23 +77,6 @@ def _forget_killed(error: RuntimeError) -> bool:
 
     clear_caches()  # they have the failure
     return True
-
-
-@contextlib.contextmanager
-def compiling(otherwise: str) -> Iterator[None]:
-    """Raise `MachineError` where torch finds no C++ compiler that works; `otherwise`: how the user does without."""
-    try:
-        yield
-    except RuntimeError as error:
-        message = " ".join(str(error).split())
-        found = re.search(r"No working C\+\+ compiler.*|Compiler: \S+ is not found", message)
-        if not found and "Python.h" not in message:
-            raise
-        reason = found.group()[:300] if found else "Python.h: not found"
-        raise MachineError(
-            f"torch.compile failed ({reason}). It needs g++ and Python's headers (apt-get install g++ python3-dev). "
-            f"Install them, or {otherwise}."
-        ) from error
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Line and bar charts as inline SVG, for pages that need no network and adapt to phones and dark mode.
+"""Line charts as inline SVG, for pages that need no network and adapt to phones and dark mode.
 
 The page defines colors and fonts (templates/page.html.j2); a script of the report shows the values under the pointer.
-A chart holds its geometry, in a coordinate system 400 units wide. A line chart also holds its values as JSON.
+A chart holds its geometry, in a coordinate system 400 units wide, and its values as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
 _MOST_POINTS, _FEWEST_POINTS = 300, 60  # of a curve; longer ones are averaged
 _POINTS_OF_ALL = 2400  # of all curves of a chart, unless that leaves them too few
-_BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
 _LETTER_WIDTH = 6.5  # about, of the labels of axes
 _FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
 
@@ -92,32 +91,6 @@ def ticks(low: float, high: float, count: int, inside: bool = False) -> list[flo
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A bar; `kind` is its CSS class."""
-
-    name: str
-    value: float
-    kind: str = "train"
-
-
-def bar_chart(title: str, unit: str, bars: Sequence[Bar], *, form: Form) -> str:
-    """A <figure> with title, unit and horizontal bars.
-
-    Args:
-        title: what the bars compare.
-        unit: unit of the values.
-        bars: one of value 1 has the whole width; one below 0 has no bar, only its number.
-        form: formats a value.
-    """
-    parts = [_bar(bar, number, form) for number, bar in enumerate(bars)]
-    return (
-        f'<figure class="chart"><figcaption><b>{escape(title)}</b><i>{escape(unit)}</i></figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {len(bars) * _BAR_PITCH}" role="img" aria-label="{escape(title, quote=True)}">'
-        f"{''.join(parts)}</svg></figure>"
-    )
-
-
-@dataclass(frozen=True)
 class _Curve:
     """A series as drawn: `line` over `raw`, averaged down, smoothed if requested and long enough."""
 
@@ -185,18 +158,6 @@ def _drawing(frame: _Frame, curve: _Curve) -> str:
 def _path(frame: _Frame, points: Points, kind: str) -> str:
     steps = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
     return f'<polyline class="{kind}" points="{steps}"/>'
-
-
-def _bar(bar: Bar, number: int, form: Form) -> str:
-    """A bar with its name and value above."""
-    top, right = number * _BAR_PITCH, _WIDTH - _BAR_MARGIN
-    width = round(max(0.0, bar.value) * (_WIDTH - 2 * _BAR_MARGIN), 1)
-    return (
-        f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(bar.name)}</text>'
-        f'<text class="value" x="{right}" y="{top + 13}" text-anchor="end">{escape(form(bar.value))}</text>'
-        f'<rect class="{bar.kind}" x="{_BAR_MARGIN}" y="{top + _BAR_TOP}" '
-        f'width="{width}" height="{_BAR_HEIGHT}" rx="3" />'
-    )
 
 
 def _legend(series: Sequence[Series]) -> str:

@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.records import Metric, metrics_of
+from pretrain.common.records import Metric
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
 from pretrain.common.wording import clock, counted
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.attention.progress import attention_section
-from pretrain.reporting.charts import Bar, bar_chart
-from pretrain.reporting.curves import Charts, draw_charts, short
+from pretrain.reporting.curves import draw_charts, short
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
@@ -49,8 +48,9 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         InputError: a folder has no run, its runs have no record yet, or a file is damaged.
     """
     runs = read_runs(folders)
-    config, charts = _pretraining(runs), draw_charts(runs)
+    config = _pretraining(runs)
     tables = {
+        "What pretraining was worth": _worth(runs[0]) if config else ([], []),
         "Runs": run_table(runs) if len(runs) > 1 or runs[0].scores else ([], []),
         "Fine-tuning scores by task and initial checkpoint": comparison(runs),
         "Events": event_table(runs),
@@ -64,8 +64,8 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         tiles=_tiles(runs, config),
         tables={title: table for title, table in tables.items() if table[1]},
         config=config,
-        **(_pretraining_parts(runs[0], config, charts) if config else {}),
-        charts=charts,
+        **(_pretraining_parts(runs[0], config) if config else {}),
+        charts=draw_charts(runs),
         details=[(f"{run.label}/{name}", _read_text(run.folder / name)) for run in runs for name in _DETAILS],
         refresh_seconds=_REFRESH_SECONDS if watched and any(run.state == UNFINISHED for run in runs) else 0,
     )
@@ -77,7 +77,8 @@ def summary(folders: Sequence[Path]) -> str:
     if len(runs) == 1:
         lines = [f"{runs[0].name}: {_header(runs)}"]
         lines += [f"  {label:<18}{value}   {note}".rstrip() for label, value, note in _tiles(runs, _pretraining(runs))]
-        return "\n".join([*lines, *_finetuned_lines(runs[0])])
+        worth = _worth(runs[0])
+        return "\n".join([*lines, *([_aligned(worth)] if worth[1] else [])])
     return "\n\n".join(_aligned(table) for table in (run_table(runs), comparison(runs)) if table[1])
 
 
@@ -127,7 +128,7 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     scores = {run.score: Metric("", "", run.score.replace("_", " "), "score")} if run.score else {}
     for record, kind, known in (
         (last, "held-out", {**scores, **objective_metrics()}),
-        (probe, "probe", metrics_of(probe, PROBE_SCORES)),
+        (probe, "probe", PROBE_SCORES),
     ):
         for name, metric in known.items():
             if metric.short and record.get(name) is not None:
@@ -160,54 +161,36 @@ def _pretraining(runs: Sequence[RunRecords]) -> PretrainConfig | None:
     return load_config(runs[0].folder / CONFIG_FILE) if len(runs) == 1 and "corpus" in runs[0].config else None
 
 
-def _pretraining_parts(run: RunRecords, config: PretrainConfig, charts: Charts) -> dict[str, Any]:
-    """Values for the template. The chart that stands beside the scores of fine-tunings is taken out of `charts`."""
+def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:
+    """Values for the template."""
     from pretrain.checkpoint import hf
     from pretrain.reporting.attention.page import page_values
 
     export_dir, corpus = hf.fills_masks(run.folder, config), config.corpus.folder
-    results, filled = _read_finetuned(run), _predictions(export_dir, corpus)
-    attention, worth = attention_section(run.folder, corpus), _worth(results)
-    if worth:
-        title = objective_metrics()["mlm_accuracy"].title
-        worth += [chart for name, chart in charts.get("Learning", []) if name == title]
-        charts["Learning"] = [one for one in charts["Learning"] if one[0] != title]
-    model = config.model
+    filled, attention, model = _predictions(export_dir, corpus), attention_section(run.folder, corpus), config.model
     return {
         "model": f"{model.layers} layers x {model.hidden}, {model.heads} heads, {config.optimizer.name}",
-        "worth": worth,
         "attention": attention,
         "heads": attention and attention.text and export_dir.is_dir() and page_values(export_dir, attention.text),
         "domains": gains(run.folder),
         "fillings": filled[:: max(1, len(filled) // SHOWN)],
         "filled": _found(filled),
-        "finetuned": results,
+        "finetuned": _read_finetuned(run),
         "card": _read_text(corpus / "card.md"),
     }
 
 
-def _worth(results: list[dict[str, Any]]) -> list[str]:
-    """A chart of the scores of each fine-tuning task from pretrained and from random weights; [] without any score."""
-    names = {"pretrained": ("{title} {metric}", "train"), "random": ("the same from random weights", "baseline")}
-    bars = [
-        Bar(name.format(**result), score, kind)
-        for result in results
-        for start, (name, kind) in names.items()
-        if (score := result["scores"].get(start)) is not None
-    ]
-    unit = "scores on held-out examples, 0 to 1"
-    return [bar_chart("What pretraining added", unit, bars, form="{:.3f}".format)] if bars else []
-
-
-def _finetuned_lines(run: RunRecords) -> Iterator[str]:
-    """A line for each fine-tuning task of the demo."""
-    for result in _read_finetuned(run):
-        scores = [f"{value:.3f} from {start} weights" for start, value in result["scores"].items()]
-        yield f"  {result['title']}  {result['metric']} {', '.join(scores) or 'not finished'}"
-
-
 def _read_finetuned(run: RunRecords) -> list[dict[str, Any]]:
     return json.loads(_read_text(run.folder / FINETUNED) or "[]")
+
+
+def _worth(run: RunRecords) -> Table:
+    """The scores of the demo's fine-tunings on held-out examples, from this run's weights and from random ones."""
+    rows = []
+    for one in _read_finetuned(run):
+        scores = (one["scores"].get(start) for start in ("pretrained", "random"))
+        rows.append([one["title"], one["metric"], *("" if score is None else f"{score:.3f}" for score in scores)])
+    return ["task", "metric", "pretrained weights", "random weights"], rows
 
 
 def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:

@@ -4,7 +4,6 @@ import datetime
 import statistics
 from collections.abc import Sequence
 
-from pretrain.common.records import metrics_of
 from pretrain.common.wording import clock, shown_scores
 from pretrain.reporting.pages import DATE
 from pretrain.reporting.runs import RunRecords, Score
@@ -20,8 +19,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # head, and the cells of 
 def run_table(runs: Sequence[RunRecords]) -> Table:
     """A row for each run: its state, scores, last evaluation and probe, and speed."""
     last = [{**dict(*run.probes[-1:]), **dict(*run.evaluations[-1:])} for run in runs]
-    known = metrics_of((key for record in last for key in record), {**objective_metrics(), **PROBE_SCORES})
-    metrics = {name: metric for name, metric in known.items() if metric.short}
+    metrics = {name: one for name, one in {**objective_metrics(), **PROBE_SCORES}.items() if one.short}
     rows: list[Sequence[str]] = []
     for run, record in zip(runs, last, strict=True):
         speeds, seconds = run.values("tokens_per_second"), run.values("seconds")

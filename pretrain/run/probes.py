@@ -98,7 +98,7 @@ def _options(config: PretrainConfig) -> list[str]:
     if settings.texts:
         words = ["common_words"] if settings.common_words else []
         options += ["--texts", *(str(_absolute(text)) for text in settings.texts)]
-        options += ["--text-scores", "held_out", "positions", *words]
+        options += ["--text-scores", "held_out", *words]
     if settings.blimp:
         options += ["--blimp", str(_absolute(settings.blimp)), "--blimp-limit", str(_BLIMP_PAIRS)]
     own = ["--import", config.objective] if config.objective else []

@@ -25,10 +25,9 @@ PROBE_SCORES: dict[str, Metric] = {
     "common_words": Metric("bits", "Bits of common words.", "Bits of common words", "common words"),
     "whole_words": Metric("bits", "Lower bound of the bits per character of whole words.", "Bits of whole words"),
     "held_out": Metric("nats", "Loss per masked token of the held-out text.", "Loss on the probes' text", "held-out"),
-    "positions/": Metric("nats", "Loss per masked token in a range of positions.", "Loss at positions"),
     "blimp": Metric("fraction", "Mean accuracy of BLiMP's paradigms.", "BLiMP", "BLiMP"),
 }
-"""Scores of a checkpoint in probes.jsonl; a name that ends in / stands for several fields."""
+"""Scores of a checkpoint in probes.jsonl."""
 
 PROBE_FIELDS: dict[str, Metric] = {
     "step": Metric("steps", "The checkpoint's. `split` is always `probe`, and `time` as for events."),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.records import NO_METRICS, Metric, metric_lines, metrics_of, parse_record
+from pretrain.common.records import NO_METRICS, Metric, metric_lines, parse_record
 from pretrain.common.run_files import METRICS, PROBES
 from pretrain.common.wording import clock, counted, make_console, shown_scores
 from pretrain.common.worker import WAITING_FILE
@@ -307,7 +307,7 @@ def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric]) -> s
 
 
 def _probe_line(record: dict[str, Any]) -> str:
-    scores = metric_lines(record, metrics_of(record, PROBE_SCORES))
+    scores = metric_lines(record, PROBE_SCORES)
     if skipped := record.get("skipped"):
         scores.append(f"{counted(skipped, 'checkpoint')} skipped")
     return "  ".join(

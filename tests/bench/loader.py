@@ -21,13 +21,13 @@ import torch
 from pydantic import ValidationError
 
 from pretrain.batches.loader import BatchMaker
-from pretrain.batches.synthetic import SPECIALS, synthetic_corpus
 from pretrain.common.commands import local_path, positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.setting_errors import first_problem
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import read_vocabulary
+from tests.bench.synthetic import SPECIALS, synthetic_corpus
 
 
 def main(argv: list[str]) -> int:

@@ -20,11 +20,11 @@ import torch
 
 from pretrain.batches import balancing
 from pretrain.batches.loader import BatchMaker
-from pretrain.batches.synthetic import synthetic_corpus
 from pretrain.common.commands import positive_int, program
 from pretrain.corpus.shards import TokenShards
 from tests.bench import aligned
 from tests.bench.baselines import validated
+from tests.bench.synthetic import synthetic_corpus
 
 RANKS = (8, 64, 256, 1024, 4096)
 

@@ -55,8 +55,6 @@ VERSIONS |= {"DeepSpeed": "0.19.8", "Ray": "2.60.0", "bertrain": "01234567 (hash
         (verdicts.judge_gpus(8, 8, {**VERSIONS, "NCCL": "none"}, None), FAIL, "with NCCL"),
         (verdicts.judge_matmul("CPU", 800e9, 200e9, False), PASS, ""),
         (verdicts.judge_matmul("CPU", 100e9, 200e9, True), WARN, "engine.precision: auto"),
-        (verdicts.judge_loader(50_000.0, 9.2), PASS, ""),
-        (verdicts.judge_loader(1.0, 9.2), WARN, "A worker could train 9"),
     ],
 )
 def test_rules_of_one_machine(row: Finding, mark: str, expected: str) -> None:
@@ -88,13 +86,12 @@ def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert str(tmp_path) in rows["disk"].found
     assert "compiles an extension" in rows["C++ compiler"].found
     assert re.fullmatch(r"[\d,]+ GFLOP/s in bf16, [\d,]+ in fp32 \(.*\)", rows["matmul"].found)
-    assert re.match(r"[\d,]*[1-9]", rows["loader"].found)
 
 
 def test_a_node_that_holds_no_workers_is_not_measured(tmp_path: Path) -> None:
     names = {row.what for row in machine.check_node(MEASURES, tmp_path, "", cpus=0, gpus=0)}
     assert {"torch", "disk", "GPUs"} <= names
-    assert not {"matmul", "loader", "storage", "all-reduce"} & names
+    assert not {"matmul", "storage", "all-reduce"} & names
 
 
 def test_all_reduce_between_processes_here() -> None:
@@ -276,7 +273,7 @@ def test_a_real_cluster_and_a_node_that_is_not_fit(tmp_path: Path) -> None:
         shared = [row for row in rows if row.what == "storage"]
         assert [row.mark for row in shared] == [PASS, PASS]
         assert len({row.where for row in shared}) == 2
-        assert {row.what for row in rows} >= {"access", "bertrain", "disk", "memory", "matmul", "loader"}
+        assert {row.what for row in rows} >= {"access", "bertrain", "disk", "memory", "matmul"}
         assert one.command("list") == "no jobs\n"
         assert [path.name for path in tmp_path.iterdir()] == ["state"]
 

@@ -118,7 +118,6 @@ GROUP = f"{CLUSTER}/workerGroupSpecs/0"
 WORKER = f"{GROUP}/template/spec"
 LIMITS = f"{WORKER}/containers/0/resources/limits"
 SUSPEND, QUEUED = "RayJob/spec/suspend", {"RayJob/metadata/labels/kueue.x-k8s.io~queue-name": "training"}
-REDIS = {f"{CLUSTER}/gcsFaultToleranceOptions/redisPassword/valueFrom/secretKeyRef/name": "redis"}
 
 
 @pytest.mark.parametrize(
@@ -133,17 +132,15 @@ REDIS = {f"{CLUSTER}/gcsFaultToleranceOptions/redisPassword/valueFrom/secretKeyR
                 LIMITS: {"cpu": "25", "memory": "128Gi", "nvidia.com/gpu": "4"},
                 f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus": "0",
                 f"{CLUSTER}/authOptions": {"mode": "token"},
-                f"{CLUSTER}/gcsFaultToleranceOptions": None,
                 SUSPEND: False,
             },
         ),
         (["place.kind=RayCluster"], {"RayCluster/spec/suspend": False}),
         (["place.kind=RayCluster", "place.queue=training"], {"RayCluster/spec/suspend": True}),
-        (["place.queue=training", "place.time_limit_seconds=86400", "place.prepare=true"], {SUSPEND: True} | QUEUED),
-        (["place.redis_address=redis:6379", "place.redis_secret=redis", "place.operator_namespace=kuberay"], REDIS),
+        (["place.queue=training", "place.prepare=true"], {SUSPEND: True} | QUEUED),
         # Labels of nodes are not secrets.
         (
-            ["place.gpus=false", "place.start_limit_seconds=0", "place.node_selector={pool/key: gpu, node-token: a}"],
+            ["place.gpus=false", "place.node_selector={pool/key: gpu, node-token: a}"],
             {f"{WORKER}/nodeSelector": {"pool/key": "gpu", "node-token": "a"}},
         ),
         (RICH, {}),
@@ -230,11 +227,10 @@ def test_the_config_map_holds_the_run(config: Path, finetuning: Path) -> None:
 
 
 def test_the_heads_state_and_the_version_of_ray(config: Path) -> None:
-    for given, storage in (([], "rocksdb"), (["place.redis_address=redis:6379"], None)):
-        cluster = kuberay(config, *given)["RayJob"]["spec"]["rayClusterSpec"]
-        head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
-        assert {one["name"]: one.get("value") for one in head["env"]}.get("RAY_gcs_storage") == storage
-        assert f"ray=={cluster['rayVersion']}\n" in LOCK
+    cluster = kuberay(config)["RayJob"]["spec"]["rayClusterSpec"]
+    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert {one["name"]: one.get("value") for one in head["env"]}["RAY_gcs_storage"] == "rocksdb"
+    assert f"ray=={cluster['rayVersion']}\n" in LOCK
 
 
 def test_pods_are_contained(config: Path) -> None:
@@ -628,7 +624,6 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
         ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE belongs to Ray"),
         ("kuberay", ["place.worker_environment={WANDB_API_KEY: x}"], "looks like a secret"),
-        ("kuberay", ["place.redis_address=':pw@redis:6379'"], "place.redis_address is ':pw@redis:6379'; expected text"),
         ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
     ],
 )

@@ -16,7 +16,7 @@ from corpora import make_corpus
 from starts import Start, pretraining, starts
 
 from finetune.cli import main
-from finetune.scores.follow import flat, follow
+from finetune.scores.follow import follow
 from pretrain.checkpoint import hf
 from pretrain.common.errors import MachineError
 from pretrain.common.files import checkpoint_names, locked
@@ -27,7 +27,7 @@ from pretrain.run.preflight import record_config
 from tests.distributed import run_workers
 from tests.tasks.refusals import refused
 
-WORDS = ["--text-scores", "held_out", "positions", "--length", "64"]
+WORDS = ["--text-scores", "held_out", "--length", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +165,7 @@ def test_scores_are_those_of_the_export(parent: Path, tmp_path: Path, capsys: py
     out = ["--out", str(tmp_path / "out")]
     assert main(["evaluate-pretrained", str(tmp_path / "export"), "--texts", str(text), *WORDS, *out]) == 0
     (found,) = json.loads((tmp_path / "out" / "scores.json").read_text())["models"]
-    expected = {
-        name: value for part in ("held_out", "positions") for name, value in flat(part, found[part]["scores"]).items()
-    }
-    assert expected.keys() == {"held_out", "positions/0-63"}
-    assert {name: record[name] for name in expected} == expected
+    assert record["held_out"] == found["held_out"]["scores"]["nats_per_token"]
     assert main(["evaluate-pretrained", str(tmp_path), "--texts", str(text), "--follow"]) == 2
     assert "is not a run folder" in capsys.readouterr().err
 
@@ -192,11 +188,3 @@ follow(Path({str(run)!r}), lambda _: (), {other.pid})
             follower.kill()
             other.kill()
             other.wait()
-
-
-def test_all_scores_have_names() -> None:
-    scores: dict[str, Any] = {"common_words": {"bits": 4.0}, "whole_words": {"why_not": "too short"}}
-    scores |= {"blimp": {"overall": 0.6}, "positions": {"nats": {"0-63": 3.0}}}
-    found = [flat(part, each) for part, each in scores.items()]
-    assert found == [{"common_words": 4.0}, {}, {"blimp": 0.6}, {"positions/0-63": 3.0}]
-    assert flat("positions", {"why_not": "too short"}) == {}

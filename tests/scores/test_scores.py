@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from finetune.cli import main
 from finetune.scores import blimp, held_out, masked_model
 from finetune.scores.blimp import BlimpScore, ParadigmScore, blimp_score, pseudo_log_likelihoods, read_blimp
 from finetune.scores.held_out import HeldOutSettings, masked_sequences, read_documents, score_held_out
-from finetune.scores.masked_model import MaskedModel, ModelSettings
+from finetune.scores.masked_model import MaskedModel
 from finetune.scores.record import check_model, read_models, write_scores
 from finetune.scores.view import score_rows
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError
-from pretrain.model import compile as compiler
-from pretrain.model.compile import MARKS_UNKNOWN_SIZES
 from tests.tasks.refusals import refused
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert
 
@@ -91,40 +88,22 @@ def naive(folder: Path, sentence: str) -> float:
     return total
 
 
-def watch_compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Gets the names of the functions whose compiled program is called from now on."""
-    called: set[str] = set()
-    original = compiler.compiled_function
-
-    def watched(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
-        called.add(function.__name__)
-        return original(function, integers)
-
-    monkeypatch.setattr(compiler, "compiled_function", watched)
-    return called
-
-
 # ---- BLiMP
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
-def test_pseudo_log_likelihoods_are_those_of_a_loop_over_transformers(tmp_path, kind, compile, monkeypatch) -> None:
+def test_pseudo_log_likelihoods_are_those_of_a_loop_over_transformers(tmp_path, kind, monkeypatch) -> None:
     folder = make_masked_lm(tmp_path, kind)
     expected = [naive(folder, sentence) for sentence in SENTENCES]
     assert max(expected) - min(expected) > 1
-    model = MaskedModel(folder, ModelSettings(compile=compile))
-    compiled = watch_compiled(monkeypatch)
+    model = MaskedModel(folder)
     together = pseudo_log_likelihoods(model, SENTENCES)
     np.testing.assert_allclose(together, expected, atol=1e-4)
-    assert ({"embed", "after_attention", "weights_kernel", "mlm_transform"} <= compiled) is compile
-    assert bool(compiled) is compile
     # Whatever shares a forward pass.
     monkeypatch.setattr(masked_model, "BATCH_TOKENS", 20)
     monkeypatch.setattr(blimp, "AT_ONCE", 30)
     counted: list[int] = []
-    with torch._dynamo.config.patch(error_on_recompile=MARKS_UNKNOWN_SIZES):
-        apart = pseudo_log_likelihoods(model, SENTENCES, counted.append)
+    apart = pseudo_log_likelihoods(model, SENTENCES, counted.append)
     np.testing.assert_allclose(apart, expected, atol=1e-4)
     assert len(counted) > 2
     assert sum(counted) == len(SENTENCES)
@@ -164,28 +143,6 @@ def test_phenomena_are_means_of_paradigms() -> None:
     score = BlimpScore({"a": ParadigmScore("x", 10, 1), "b": ParadigmScore("x", 2, 1), "c": ParadigmScore("y", 4, 4)})
     assert score.phenomena == pytest.approx({"x": 0.3, "y": 1.0})
     assert score.overall == pytest.approx(1.6 / 3)
-
-
-def test_a_machine_that_cannot_compile_is_named(tmp_path: Path, bert: Path, monkeypatch: Any, capsys: Any) -> None:
-    def failing(error: Exception) -> Callable[..., Any]:
-        def fail(*arguments: Any) -> Any:
-            raise error
-
-        return lambda function, integers: torch.compile(function, backend=fail)
-
-    monkeypatch.setattr(compiler, "compiled_function", failing(InvalidCxxCompiler()))
-    command = ["evaluate-pretrained", str(bert), "--blimp", str(write_blimp(tmp_path / "blimp"))]
-    assert main([*command, "--out", str(tmp_path / "out"), "--compile"]) == 3
-    printed = capsys.readouterr().err
-    assert "No working C++ compiler found" in printed
-    assert printed.rstrip().endswith("Install them, or leave out --compile.")
-    without_headers = CppCompileError(["g++"], "main.cpp:1:10: fatal error: Python.h: No such file or directory")
-    monkeypatch.setattr(compiler, "compiled_function", failing(without_headers))
-    assert main([*command, "--out", str(tmp_path / "out"), "--compile"]) == 3
-    assert "(Python.h: not found)" in capsys.readouterr().err
-    monkeypatch.setattr(compiler, "compiled_function", failing(CppCompileError(["g++"], "error: wrong code")))
-    with pytest.raises(RuntimeError, match="wrong code"):  # a bug keeps its traceback
-        main([*command, "--out", str(tmp_path / "out"), "--compile"])
 
 
 def test_a_sentence_that_is_too_long_is_refused(tmp_path: Path) -> None:
@@ -409,7 +366,6 @@ def test_the_command_puts_models_side_by_side(tmp_path: Path, bert: Path, capsys
 
 
 def test_what_was_measured_differently_has_separate_rows(tmp_path: Path, bert: Path) -> None:
-    """In fp32, compiled layers give the scores of eager ones; in bf16 they round elsewhere."""
     data, out = write_blimp(tmp_path / "blimp"), tmp_path / "out"
     common = ["evaluate-pretrained", str(bert), "--blimp", str(data), "--out", str(out)]
     for name, options in {"a": [], "b": [], "c": ["--precision", "bf16"], "d": ["--blimp-limit", "1"]}.items():
@@ -417,8 +373,6 @@ def test_what_was_measured_differently_has_separate_rows(tmp_path: Path, bert: P
     rows = [values for title, values in score_rows(read_models(out)) if title == "BLiMP, all paradigms"]
     assert [[value != "–" for value in values] for values in rows] == [[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     assert rows[0][0] == rows[0][1]
-    assert ModelSettings(compile=True).how() == ModelSettings().how()
-    assert len({str(ModelSettings("bf16", compile).how()) for compile in (False, True)}) == 2
 
 
 def test_scores_are_one_model_s_whoever_writes_them(tmp_path: Path) -> None:

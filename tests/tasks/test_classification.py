@@ -170,9 +170,9 @@ def test_every_format_gives_the_same_columns(write: Callable[..., str], tmp_path
         assert list(zip(table.columns["label"], table.columns["text"], strict=True)) == rows, path
     numbered = read_table(write("n.csv", quoted), [1, 0], layout=TableFormat(header=False))
     assert numbered.columns[1] == [text for _, text in rows]
-    latin = write("x.data", "NUM:dist How far is it ?\nHUM:ind Who was Señor  X ?\n".encode("latin-1"))
-    table = read_table(latin, ["label", "text"], layout=TableFormat("lines", encoding="latin-1"))
-    assert table.columns == {"label": ["NUM:dist", "HUM:ind"], "text": ["How far is it ?", "Who was Señor  X ?"]}
+    latin = write("x.data", "text\tlabel\nWho was Señor  X ?\tHUM\n".encode("latin-1"))
+    table = read_table(latin, ["label", "text"], layout=TableFormat("tsv", encoding="latin-1"))
+    assert table.columns == {"label": ["HUM"], "text": ["Who was Señor  X ?"]}
 
 
 def test_places_are_lines_also_behind_quoted_line_ends(write: Callable[..., str]) -> None:
@@ -226,8 +226,6 @@ def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
     for column in (2, -1):
         message = rf"b\.csv:1: no column {column}; its rows have 2, numbered from 0"
         refused(message, read_table, write("b.csv", "a,b\n"), [column], layout=TableFormat(header=False))
-    labeled = write("t.lst", "a b c\nd\n")
-    refused(r"t\.lst:2: a label without a text", read_table, labeled, ["text"], layout=TableFormat("lines"))
     bad = pa.array([b"ok", b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), tmp_path / "bad.parquet")
     refused(r"bad\.parquet: row 2: bytes that are not UTF-8", read_table, tmp_path / "bad.parquet", ["text"])

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from finetune.cli import build_parsers, main
-from finetune.training.config import load_config as load_finetuning
 from finetune.workflows.adaptation import settings
-from finetune.workflows.adaptation.stages import Stages, check_arguments, finetuning_folder, finetuning_overrides, run
+from finetune.workflows.adaptation.stages import check_arguments, run
 from finetune.workflows.adaptation.texts import held_out_share, sources_of
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import write_manifest
-from pretrain.common.run_files import COMPARED
 from pretrain.config import ModelConfig, load_config
 from pretrain.planning import pace
 from pretrain.reporting.gains import gain_lines, gains
@@ -26,7 +24,7 @@ from pretrain.run.continuation import Corpora
 from tests.distributed import ROOT, run_program
 from tests.run.test_start import JARGON, make_pretrained, write_text
 from tests.tasks.refusals import refused
-from tests.tiny_checkpoints import WORDS, write_reviews
+from tests.tiny_checkpoints import WORDS
 
 
 def options(*words: str) -> Any:
@@ -112,57 +110,6 @@ def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.M
     assert timed == [7]
 
 
-def test_each_seed_is_fine_tuned_from_both_checkpoints_and_compared(tmp_path: Path, monkeypatch: Any) -> None:
-    words = ["x", "--from", "start", "--out", str(tmp_path), "--finetune", "task.yaml", "--seeds", "2"]
-    arguments, path = options(*words), tmp_path / "run.yaml"
-    path.write_text(json.dumps(settings.run_values(arguments, {"dir": "corpus"}, ModelConfig(size="mini"), 1)))
-    config, started = load_config(path), []
-    config.folder.mkdir()
-
-    def finetune(path: str, *, overrides: dict[str, Any], **_: Any) -> None:
-        started.append((path, overrides["start_from"], overrides["seed"]))
-        folder = overrides["run_dir"]
-        write_manifest(folder / "model", {})
-        (folder / "scores.json").write_text(json.dumps(scored(len(started))))
-
-    monkeypatch.setattr("finetune.training.api.train", finetune)
-    for _ in range(2):  # all are finished the second time
-        Stages(arguments).finetune(config)
-    starts = ("start", str(tmp_path / "model"))
-    assert started == [("task.yaml", start, seed) for seed in (0, 1) for start in starts]
-    compared = json.loads((config.folder / COMPARED).read_text())
-    assert compared == [{"title": "task", "metric": "f1", "set": "b", "before": [1, 3], "after": [2, 4]}]
-
-
-def scored(value: float) -> dict[str, Any]:
-    """A run with two sets, the second of which chose the checkpoint."""
-    return {"metric": "f1", "chosen_on": "b", "scores": {"a": {"f1": -1.0}, "b": {"f1": value}}}
-
-
-@pytest.mark.parametrize("name", ["my.task", "squad v2", "tâche", "a#b: c"])
-def test_any_path_may_hold_a_fine_tuning(tmp_path: Path, name: str) -> None:
-    """Every name of a config, and folders in which YAML would see a comment or a key."""
-    path = write_finetuning(tmp_path / f"{name}.yaml")
-    arguments = options("x", "--from", str(tmp_path / "a #b"), "--out", str(tmp_path / "c: d"))
-    folder = finetuning_folder(arguments.out, str(path), "before", 0)
-    config = load_finetuning(path, finetuning_overrides(folder, str(arguments.start_from), 3))
-    assert (config.folder, config.start_from, config.seed) == (folder, str(arguments.start_from), 3)
-    assert config.folder.name == f"{name}-before-0"
-
-
-def test_a_fine_tuning_without_a_score_is_refused_before_all_else(tmp_path: Path) -> None:
-    make_pretrained(tmp_path / "start")
-    write_reviews(tmp_path)
-    path, train, dev = tmp_path / "task.yaml", str(tmp_path / "train.jsonl"), str(tmp_path / "dev.jsonl")
-    arguments = options("x", "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out"), "--finetune", str(path))
-    write_finetuning(path, train=train, dev=dev)
-    check_arguments(arguments)
-    write_finetuning(path, train=train)
-    refused(r"task\.yaml: no dev set, so there is no score to compare", check_arguments, arguments)
-    write_finetuning(path, train=str(tmp_path / "none.jsonl"), dev=dev)
-    refused(r"none\.jsonl", check_arguments, arguments)
-
-
 def test_a_table_without_texts_says_which_setting_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pretrained(tmp_path / "start")
     (tmp_path / "my.csv").write_text("sentence,label\ngood,a\nbad,b\n")
@@ -173,35 +120,12 @@ def test_a_table_without_texts_says_which_setting_names_them(tmp_path: Path, mon
         run(options(*words, "--set", "corpus.sources.0.text_column=sentence"))
 
 
-@pytest.mark.parametrize("words", [["corpus.jsonl"], ["x", "--finetune", "adapt.yaml"]])
-def test_no_text_and_no_config_is_written_over(words: list[str], tmp_path: Path) -> None:
-    words = [str(tmp_path / word) if "." in word else word for word in words]
+@pytest.mark.parametrize("name", ["corpus.jsonl", "adapt.yaml"])
+def test_no_text_is_written_over(name: str, tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
-    for name in ("corpus.jsonl", "adapt.yaml"):
-        (tmp_path / name).write_text("mine")
+    (tmp_path / name).write_text("mine")
     with pytest.raises(InputError, match="is also an input"):
-        check_arguments(options(*words, "--from", str(tmp_path / "start"), "--out", str(tmp_path)))
-
-
-def test_fine_tunings_may_change_after_the_training(tmp_path: Path) -> None:
-    def config(*words: str) -> Any:
-        arguments = options("x", "--from", "start", "--out", str(tmp_path), *words)
-        values = settings.run_values(arguments, {"dir": "corpus"}, ModelConfig(size="mini"), 1)
-        (tmp_path / "values.yaml").write_text(json.dumps(values))
-        return load_config(tmp_path / "values.yaml")
-
-    path = tmp_path / "adapt.yaml"
-    settings.write_config(path, config("--finetune", "a.yaml"), begun=False)
-    settings.write_config(path, config("--finetune", "b.yaml", "--finetune", "c.yaml", "--seeds", "2"), begun=True)
-    settings.write_config(path, config(), begun=True)
-    with pytest.raises(InputError, match=r"was begun with other options: start_from \(start -> other\)"):
-        settings.write_config(path, config("--from", "other"), begun=True)
-
-
-def write_finetuning(path: Path, **section: str) -> Path:
-    values = {"name": "task", "max_length": 32, "classification": {"train": "train.jsonl", **section}}
-    path.write_text(json.dumps(values))
-    return path
+        check_arguments(options(str(tmp_path / name), "--from", str(tmp_path / "start"), "--out", str(tmp_path)))
 
 
 def test_the_format_of_a_text_follows_from_its_name_or_beginning(tmp_path: Path) -> None:
@@ -342,15 +266,12 @@ def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> Non
     losses = (0, 4.0, 2.0), (5, 3.5, 2.01), (9, 3.0, 2.1)
     rows = [{"step": n, "split": "validation", "mlm_loss": new, "general_mlm_loss": old} for n, new, old in losses]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    compared = [{"title": "task", "metric": "f1", "set": "dev", "before": [0.5, 0.7], "after": [0.8, 0.8]}]
-    (tmp_path / COMPARED).write_text(json.dumps(compared))
     assert gain_lines(tmp_path) == [
         "new text: held-out MLM loss, nats      4.000 -> 3.000  -1.000 (-25.0%)",
         "general text: held-out MLM loss, nats  2.000 -> 2.100  +0.100 (+5.0%)",
-        "fine-tuning task, dev, f1              0.600 ± 0.141 -> 0.800 ± 0.000  +0.200 (+33.3%)",
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
-    assert len(gains(tmp_path)) == 1
+    assert gains(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -359,8 +280,6 @@ def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> Non
         (["--minutes", "0"], "--minutes: 0; expected a number above 0"),
         (["--minutes", "nan"], "--minutes: nan; expected a number above 0"),
         (["--replay", "1"], "--replay: 1; expected a share from 0 to below 1"),
-        (["--seeds", "3"], "--seeds: counts the runs of each fine-tuning"),
-        (["--finetune", "nowhere.yaml"], "--finetune: nowhere.yaml: no such file"),
         ([], "--from: nowhere: no such folder"),
     ],
 )

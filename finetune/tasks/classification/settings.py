@@ -56,7 +56,7 @@ class ClassificationSettings(Section):
     )
     format: Format = Field(
         default="",
-        description="Format of the files; empty goes by their suffix. lines: a label, a space, the text (TREC).",
+        description="Format of the files; empty goes by their suffix.",
     )
     encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
     header: bool = Field(

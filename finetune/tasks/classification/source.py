@@ -13,7 +13,7 @@ import numpy as np
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
-from finetune.tasks.datasets import glue, tables
+from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, shown, without_vectors
 from finetune.tasks.datasets.surrogates import check_id, check_whole
 from finetune.tasks.datasets.table import Key, Table, listed
@@ -147,9 +147,7 @@ class ExampleSource:
         Without `labeled`, labels that are unknown are left out, with a warning in the log.
         """
         table = self.tables.read_file(path, labeled=labeled)
-        # In `lines` an unknown label may be the first word of a text.
-        is_strict = labeled or (self._settings.format == "lines" and not tables.format_of(path))
-        return self._examples(table, None if is_strict else self._known_labels(table))
+        return self._examples(table, None if labeled else self._known_labels(table))
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         """From plain text, or from a record with `text` and `pair` or with the columns' names."""

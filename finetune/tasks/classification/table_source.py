@@ -97,19 +97,6 @@ class TableSource:
             return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")
         return named
 
-    def hub_dataset(self, name: str) -> dict[str, str] | None:
-        """The hub's metadata of the set `name`; None for files and folders."""
-        settings = self._settings
-        if self._glue:
-            split = name.replace("dev", "validation")
-            title = f"GLUE {self._glue.title}"
-            return {"name": title, "type": "nyu-mll/glue", "config": settings.glue, "split": split}
-        if not (settings.dataset and settings.revision):
-            return None
-        split = getattr(settings, name, "") or "train"  # dev_share's dev set is of the training split
-        known = {"name": settings.dataset, "type": settings.dataset, "split": split}
-        return known | ({"config": settings.subset} if settings.subset else {}) | {"revision": settings.revision}
-
     def check_no_dev(self) -> None:
         """Refuse to hold out examples of a task that has an official dev set."""
         if self._glue and self._read(self._glue.dev[0], labeled=True) is not None:

@@ -91,9 +91,6 @@ class Classification(Task[Example]):
     def origin(self, name: str) -> str:
         return self._source.tables.origin(name)
 
-    def hub_dataset(self, name: str) -> dict[str, str] | None:
-        return self._source.tables.hub_dataset(name)
-
     # ------------------------------------------------------------ files in
 
     def read_train(self) -> list[Example]:

@@ -1,12 +1,13 @@
-"""CSV, TSV, and lines of label and text."""
+"""CSV and TSV."""
 
 import io
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted, split_lines
+from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted
 from pretrain.common.wording import counted
 
 
@@ -18,18 +19,16 @@ def read_delimited(
     wanted: RequestedColumns,
     skipped: Callable[[str], None] | None,
 ) -> Table:
-    """The columns `wanted` of the text of a .csv, .tsv or `lines` file; `skipped` as in `tables.read_table`."""
-    quoting = _quoting(path, text, kind, layout)
-    rows = _rows(path, text, kind, _delimiter(kind, layout), quoting)
+    """The columns `wanted` of the text of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
+    delimiter = layout.delimiter or ("\t" if kind == "tsv" else ",")
+    quoting = _quoting(path, text, kind, layout, delimiter)
+    # Blank rows are left out; in files of one column, those between others are cells.
+    rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(opened(text), delimiter)
     first_line, first = next(rows)
-    names: list[str] = []
-    if kind == "lines":
-        names = ["label", "text"]
-    elif layout.header:
-        names = first
-    if not names or kind == "lines":
-        rows = _chain(first_line, first, rows)
-    width = len(names) or len(first)
+    names = first if layout.header else []
+    if not names:
+        rows = itertools.chain([(first_line, first)], rows)
+    width = len(first)
     positions = _positions(path, wanted, names, width)
     cells: list[list[str]] = [[] for _ in positions]
     rest = {str(name): at for at, name in enumerate(names or range(width)) if at not in positions.values()}
@@ -50,26 +49,12 @@ def read_delimited(
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
 
 
-def _delimiter(kind: Format, layout: TableFormat) -> str:
-    return layout.delimiter or ("\t" if kind == "tsv" else ",")
-
-
-def _quoting(path: Path, text: str, kind: Format, layout: TableFormat) -> Quoting:
-    if kind == "lines":
-        return "none"
+def _quoting(path: Path, text: str, kind: Format, layout: TableFormat, delimiter: str) -> Quoting:
     if layout.quoting != "auto":
         return layout.quoting
     if kind == "tsv":
-        refuse_quoted(opened(text), _delimiter(kind, layout), path, "classification.quoting")
+        refuse_quoted(opened(text), delimiter, path, "classification.quoting")
     return "standard" if kind == "csv" else "none"
-
-
-def _rows(path: Path, text: str, kind: Format, delimiter: str, quoting: Quoting) -> Iterator[tuple[int, list[str]]]:
-    """(first line, fields) of each row that is not blank; in files of one column, also of blank rows between others."""
-    if kind == "lines":
-        yield from ((number, line.split(None, 1)) for number, line in enumerate(split_lines(opened(text)), 1) if line)
-        return
-    yield from _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(opened(text), delimiter)
 
 
 def opened(text: str) -> Iterable[str]:
@@ -86,11 +71,6 @@ def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, l
             f"{path}:{error.line}: not CSV ({error.reason}). Double the quotes inside quoted texts, or set "
             "`quoting: none`."
         ) from None
-
-
-def _chain(line: int, fields: list[str], rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
-    yield line, fields
-    yield from rows
 
 
 def _positions(path: Path, wanted: RequestedColumns, names: list[str], width: int) -> dict[Key, int]:
@@ -111,8 +91,6 @@ def _positions(path: Path, wanted: RequestedColumns, names: list[str], width: in
 
 
 def _ragged(path: Path, line: int, count: int, width: int, names: list[str], kind: Format) -> str:
-    if kind == "lines":
-        return f"{path}:{line}: a label without a text; expected a label, a blank and a text."
     origin = "the header has" if names else "the first row has"
     hint = (
         "Set `quoting: standard` if texts are quoted"

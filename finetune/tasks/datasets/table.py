@@ -11,8 +11,7 @@ from pretrain.common.quoting import Quoting
 Key = str | int
 """A column's name, or its number from 0."""
 
-Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet", "lines"]
-"""lines: a label, a blank, and the text up to the line's end, as in TREC; columns `label` and `text`."""
+Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
 
 @dataclass(frozen=True)

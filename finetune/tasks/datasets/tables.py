@@ -1,4 +1,4 @@
-"""Labeled rows as columns, from CSV, TSV, JSON, Parquet, and lines of label and text.
+"""Labeled rows as columns, from CSV, TSV, JSON and Parquet.
 
 Nothing is skipped or guessed: a row that does not fit is an `InputError` with its file and line.
 """

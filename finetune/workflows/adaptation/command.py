@@ -17,8 +17,7 @@ from pretrain.run.arguments import run_path
 _EXAMPLES = """
   ./launch.sh adapt novels/ --from bert-base-uncased/ --out adapted/
   ./launch.sh adapt notes.txt papers.jsonl --from runs/bert-mini --out adapted/ --minutes 30
-  ./launch.sh adapt notes.txt --from bert-base-uncased/ --out adapted/ --general wiki.txt --new-words 500
-  ./launch.sh adapt notes.txt --from bert-base-uncased/ --out adapted/ --finetune my-task.yaml --seeds 3"""
+  ./launch.sh adapt notes.txt --from bert-base-uncased/ --out adapted/ --general wiki.txt --new-words 500"""
 
 
 def add_to(commands: Any) -> None:
@@ -64,20 +63,6 @@ def add_to(commands: Any) -> None:
         default=0,
         metavar="N",
         help="add up to N words of the text to the vocabulary (default: 0)",
-    )
-    parser.add_argument(
-        "--finetune",
-        nargs="+",
-        action="extend",
-        type=local_path,
-        metavar="CONFIG",
-        help="fine-tune with these configs from the checkpoint and from the result, and compare",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=positive_int,
-        metavar="N",
-        help="--finetune: runs of each config, with seeds seed, seed + 1, ... (default: 1)",
     )
     add_workers(parser, USUAL_WORKERS)
     add_set(parser, "override a setting of the pretraining; may be repeated")

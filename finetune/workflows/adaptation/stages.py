@@ -1,4 +1,4 @@
-"""The stages of `adapt`: prepare, pretrain, export, fine-tune before and after, report.
+"""The stages of `adapt`: prepare, pretrain, export, report.
 
 The same command again continues where an earlier one stopped.
 """
@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from finetune.training import api as finetuning
-from finetune.training import runs
-from finetune.training.config import load_config as load_finetuning
-from finetune.training.config import run_name
-from finetune.training.saved import MODEL
 from finetune.workflows.adaptation.settings import (
     CONFIG_FILE,
     corpus_values,
@@ -34,9 +27,8 @@ from pretrain.common import settings
 from pretrain.common.addresses import hub_hint
 from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
-from pretrain.common.files import MANIFEST, checkpoint_names, expect_other, write_json
-from pretrain.common.run_files import COMPARED, SCORES
-from pretrain.config import PretrainConfig, load_config
+from pretrain.common.files import checkpoint_names, expect_other
+from pretrain.config import load_config
 from pretrain.corpus.sources import find_inputs
 from pretrain.reporting.gains import gain_lines
 from pretrain.run import api as pretraining
@@ -69,31 +61,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise InputError(f"--minutes: {arguments.minutes:g}; expected a number above 0.")
     if not 0 <= arguments.replay < 1:
         raise InputError(f"--replay: {arguments.replay:g}; expected a share from 0 to below 1.")
-    if arguments.seeds and not arguments.finetune:
-        raise InputError("--seeds: counts the runs of each fine-tuning, so it needs --finetune CONFIG.")
-    for path in arguments.finetune or ():
-        if not path.is_file():
-            raise InputError(f"--finetune: {path}: no such file. Give the config of a fine-tuning.")
-    stems = [path.stem for path in arguments.finetune or ()]
-    if len(set(stems)) < len(stems):
-        raise InputError("--finetune: two configs have the same file name, and so would their results. Rename one.")
     if not arguments.start_from.is_dir():
         hint = hub_hint(arguments.start_from)
         raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.{hint}")
     written = [arguments.out / f"{name}.{suffix}" for name in ("corpus", "general") for suffix in ("jsonl", "yaml")]
-    read = [*arguments.texts, *(arguments.general or ()), *(arguments.finetune or ())]
-    expect_other([*written, arguments.out / CONFIG_FILE], read)
-    for path in arguments.finetune or ():
-        _check_finetuning(path, arguments)
-
-
-def _check_finetuning(path: Path, arguments: argparse.Namespace) -> None:
-    """Refuse a fine-tuning that cannot run, or has no score to compare: it begins when all else has been done."""
-    folder = finetuning_folder(arguments.out, str(path), "before", 0)
-    config = load_finetuning(path, finetuning_overrides(folder, str(arguments.start_from), 0))
-    runs.is_finished(config, resume=True)  # refuses one with other settings
-    if not runs.plan(config, alone=True).held_out:
-        raise InputError(f"--finetune: {path}: no dev set, so there is no score to compare. Give one.")
+    expect_other([*written, arguments.out / CONFIG_FILE], [*arguments.texts, *(arguments.general or ())])
 
 
 class Stages:
@@ -102,8 +74,7 @@ class Stages:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._out: Path = arguments.out
-        runs = 2 * len(arguments.finetune or ()) * (arguments.seeds or 1)
-        self._count = 3 + bool(arguments.general) + (runs > 0)
+        self._count = 3 + bool(arguments.general)
         self._number = 0
 
     def run(self) -> None:
@@ -116,12 +87,10 @@ class Stages:
             self._print_title("tokenizing the general text")
             print(pretraining.prepare(general))
         path = self._run_config(corpus)
-        config = load_config(path)
         self._print_title("training")
-        run = pretraining.train(path, resume=True, no_ray=config.scheduling.workers == 1)
+        run = pretraining.train(path, resume=True, no_ray=load_config(path).scheduling.workers == 1)
         self._print_title("export")
         print(pretraining.export(run, out / "model"))
-        self.finetune(config)
 
     def _print_title(self, title: str) -> None:
         self._number += 1
@@ -161,52 +130,10 @@ class Stages:
         write_config(path, pretraining.read_config(values, arguments.set), begun=begun)
         return path
 
-    def finetune(self, config: PretrainConfig) -> None:
-        """Make the fine-tunings that are not finished, and write what all of them came to."""
-        named, seeds = [str(path) for path in self._arguments.finetune or ()], self._arguments.seeds or 1
-        if not named:
-            return
-        self._print_title("fine-tuning before and after")
-        starts = {"before": config.start_from, "after": str(self._out / "model")}
-        for path in named:
-            for seed in range(seeds):
-                for when, start in starts.items():
-                    folder = finetuning_folder(self._out, path, when, seed)
-                    if not (folder / MODEL / MANIFEST).is_file():
-                        settings = finetuning_overrides(folder, start, seed)
-                        print(finetuning.train(path, overrides=settings, resume=True, no_ray=True))
-        write_json(config.folder / COMPARED, [self._compared(path, seeds) for path in named])
-
-    def _compared(self, path: str, seeds: int) -> dict[str, Any]:
-        """The scores of a fine-tuning before and after, for the report."""
-        found = {}
-        for when in ("before", "after"):
-            folders = [finetuning_folder(self._out, path, when, seed) for seed in range(seeds)]
-            found[when] = [json.loads((folder / SCORES).read_text("utf-8")) for folder in folders]
-        metric, part = (found["before"][0][name] for name in ("metric", "chosen_on"))
-        scores = {when: [one["scores"][part][metric] for one in ones] for when, ones in found.items()}
-        return {"title": Path(path).stem, "metric": metric, "set": part, **scores}
-
 
 def _of_corpus(overrides: Sequence[str]) -> list[str]:
     """Those overrides that a corpus's config takes, too."""
     return [text for text in overrides if text.startswith("corpus.") and not text.startswith("corpus.dir")]
-
-
-def finetuning_folder(out: Path, path: str, when: str, seed: int) -> Path:
-    """The run folder of a fine-tuning from the checkpoint ("before") or from the result ("after")."""
-    return out / "finetuned" / f"{Path(path).stem}-{when}-{seed}"
-
-
-def finetuning_overrides(folder: Path, start: str, seed: int) -> dict[str, Any]:
-    """The overrides of a fine-tuning in this run folder."""
-    return {
-        "name": run_name(f"adapt-{folder.name}"),
-        "run_dir": folder,
-        "start_from": start,
-        "seed": seed,
-        "scheduling.workers": 1,
-    }
 
 
 def _finish(arguments: argparse.Namespace, started: float) -> None:

@@ -1,37 +1,13 @@
-"""How fast one worker's loader makes batches, measured on a corpus in memory."""
+"""A corpus in memory, for measurements of what makes batches."""
 
-import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 
-from pretrain.batches.loader import Loader
-from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 30522
-_MADE_AHEAD = 8  # more batches than the loader makes ahead
-_SEQUENCES = 256  # of a batch
-
-
-def loader_rate(seconds: float) -> float:
-    """Sequences a second that one worker's `Loader` makes of a synthetic corpus, measured for `seconds`."""
-    phase = PhaseConfig(sequence_length=128, global_sequences=_SEQUENCES, steps=10**9, peak_learning_rate=1e-4)
-    config = PretrainConfig(name="synthetic", corpus=CorpusConfig(dir="nowhere"), phases=(phase,))
-    with tempfile.TemporaryDirectory() as scratch:
-        loader = Loader(synthetic_corpus(Path(scratch)), config, 0, rank=0, world_size=1)
-        try:
-            for _ in range(_MADE_AHEAD):
-                next(loader)
-            start, made = time.perf_counter(), 0
-            while (passed := time.perf_counter() - start) < seconds:
-                next(loader)
-                made += _SEQUENCES
-        finally:
-            loader.close()
-    return made / passed
 
 
 def synthetic_corpus(folder: Path) -> TokenShards:
