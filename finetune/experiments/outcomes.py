@@ -30,6 +30,7 @@ class Outcome:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> score -> fraction of 1
     error: RunError | None = None
     chosen_on: str = ""  # the set that selected the checkpoint; trials are compared only on it
+    degenerate: str = ""  # why a finished run counts as failed, see `trials.degenerate`
     data: str = ""  # digest of the training data and of all scored data
 
     @property

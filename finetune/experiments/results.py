@@ -43,6 +43,7 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
                 "folder": str(trial.config.folder),
                 "seed": trial.config.seed,
                 "scores": outcome.scores if outcome else {},
+                "degenerate": (outcome.degenerate if outcome else "") or None,
                 "error": " ".join(str(outcome.error).split()) if outcome and outcome.error else None,
                 "over": outcome is not None,
             }
@@ -52,21 +53,24 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
 
 
 def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
-    """Numbers of runs: all, done with scores, failed, still to run."""
+    """Numbers of runs: all, done with scores, failed, degenerate (of those done), still to run."""
     over = [outcome for outcome in outcomes if outcome]
     failed = sum(outcome.error is not None for outcome in over)
     return {
         "runs": len(outcomes),
         "done": len(over) - failed,
         "failed": failed,
+        "degenerate": sum(bool(outcome.degenerate) for outcome in over),
         "to_run": outcomes.count(None),
     }
 
 
 def count_line(outcomes: Sequence[Outcome | None]) -> str:
-    """`5 runs, 4 done, 1 failed`, and how many are still to run, if not 0."""
+    """`5 runs, 4 done, 1 failed`, and the other counts if not 0."""
     number = _counts(outcomes)
     line = f"{counted(number['runs'], 'run')}, {number['done']} done, {number['failed']} failed"
+    if number["degenerate"]:
+        line += f", {number['degenerate']} no better than the most frequent class"
     return line + (f", {number['to_run']} to run" if number["to_run"] else "")
 
 
@@ -156,7 +160,7 @@ def _remark(outcome: Outcome | None) -> str:
         return "to run"
     if outcome.error is not None:
         return textwrap.shorten(f"failed: {outcome.error}", _REMARK, placeholder=" ...")
-    return ""
+    return outcome.degenerate
 
 
 def _table(headings: Sequence[str], left: int) -> Table:

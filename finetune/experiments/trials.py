@@ -156,12 +156,31 @@ def read_outcome(trial: Trial) -> Outcome | None:
     if (folder / FAILED).is_file():
         outcome = Outcome(error=DivergedError(*_read(folder / FAILED, "message")))
     elif finished:
-        metric, scores, chosen_on, data = _read(folder / SCORES, "metric", "scores", "chosen_on", "data")
-        outcome = Outcome(metric, scores, chosen_on=chosen_on, data=data)
+        names = ("metric", "scores", "chosen_on", "details", "data")
+        metric, scores, chosen_on, details, data = _read(folder / SCORES, *names)
+        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=degenerate(details), data=data)
     else:
         return None
     runs.check_same(trial.config, over=True)
     return outcome
+
+
+def degenerate(details: dict[str, Any]) -> str:
+    """Why a run counts as failed by Mosbach et al. 2021, section 3, from details of its sets; empty if it does not.
+
+    So does a single-label classifier whose accuracy on the first held-out set is not above the share of the most
+    frequent class.
+    """
+    confusion = next(iter(details.values()), {}).get("confusion")
+    if not confusion:
+        return ""
+    counts: list[list[int]] = confusion["counts"]  # [true][predicted]
+    right = sum(row[number] for number, row in enumerate(counts))
+    most = max(range(len(counts)), key=lambda number: sum(counts[number]))
+    if right > sum(counts[most]):
+        return ""
+    share = sum(counts[most]) / sum(map(sum, counts))
+    return f"no better than always {confusion['labels'][most]} ({share:.4f})"
 
 
 def outcome_line(label: str, outcome: Outcome) -> str:
@@ -169,7 +188,7 @@ def outcome_line(label: str, outcome: Outcome) -> str:
     if outcome.error is not None:
         return f"{label}  failed: {' '.join(str(outcome.error).split())}"
     score = "" if outcome.score is None else f"{outcome.chosen_on} {outcome.metric} {outcome.score:.4f}"
-    return f"{label}  {score or 'done'}"
+    return "  ".join(filter(None, [label, score or "done", outcome.degenerate]))
 
 
 def _run(

@@ -23,6 +23,7 @@ from finetune.experiments import results, sweep, trials
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
 from finetune.experiments.grid import GridPoint, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
+from finetune.experiments.trials import degenerate
 from finetune.tasks.classification import ClassificationSettings
 from finetune.training import runs
 from finetune.training.config import GRIDS, FinetuneConfig
@@ -412,6 +413,20 @@ def test_models_are_dropped_once_other_settings_lead() -> None:
     assert to_drop(given(points, [done(0.5), done(0.6), done(0.9), done(0.1)])) == [0, 2, 3]
     assert to_drop(given(points, [done(0.5), done(0.6), done(0.9), FAILED])) == [0, 2, 3]
     assert to_drop(given(points, [done(0.6), done(0.6), done(0.6), done(0.6)])) == [1, 2, 3], "the first of equals"
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([[5, 0], [3, 0]], "no better than always a (0.6250)"),
+        ([[4, 1], [2, 1]], "no better than always a (0.6250)"),
+        ([[4, 1], [1, 2]], ""),
+        ([[0, 3], [0, 5]], "no better than always b (0.6250)"),
+    ],
+)
+def test_a_run_that_learned_nothing_is_reported(counts: list[list[int]], expected: str) -> None:
+    assert degenerate({"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}) == expected
+    assert degenerate({"dev": {"by_type": {}}}) == degenerate({}) == ""
 
 
 def test_the_end_has_the_exit_code_of_what_failed() -> None:

@@ -227,6 +227,14 @@ def test_columns_and_encoding_are_chosen_and_files_may_be_compressed(tmp_path):
         assert read(str(tmp_path / name))[0].tags == ["B-PER"]
 
 
+def test_wikianns_language_prefix_is_removed_with_a_remark(tmp_path):
+    task = Entities(EntitiesSettings(train=write(tmp_path / "a.txt", "en:Ann\tB-PER\nen::\tO\n\nen:it\tO\n")))
+    assert [one.words for one in task.read_train()] == [["Ann", ":"], ["it"]]
+    assert len(task.remarks) == 1
+    assert "every word begins with 'en:'" in task.remarks[0]
+    assert read(write(tmp_path / "b.txt", "re:Ann\tB-PER\nleft\tO\n"))[0].words == ["re:Ann", "left"]
+
+
 def test_gold_that_violates_its_scheme_is_read_as_conlleval_does_with_a_remark(tmp_path):
     text = "a B-PER\nb O\nc I-PER\nd I-LOC\n\ne B-LOC\nf I-LOC\n\ng B-LOC\nh B-PER\n"
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", text)))

@@ -8,22 +8,26 @@ that start with `#` are comments, unless they have the columns and tag of a word
 import re
 from collections.abc import Sequence
 
-from finetune.tasks.datasets.sentences import Sentence
+from finetune.tasks.datasets.sentences import Remarks, Sentence
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
 _BLANKS = re.compile("[ \t]+")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
 _TAG = re.compile(r"O|[BIESLU](?:-.+)?")
 _NEW_DOCUMENT = re.compile(r"#\s*newdoc\b")
 
 
-def read_columns(path: str, lines: list[str], token_column: int, label_column: int, *, labeled: bool) -> list[Sentence]:
+def read_columns(
+    path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks, *, labeled: bool
+) -> list[Sentence]:
     """The sentences of CoNLL columns; `InputError` with file and line if the columns are uneven or missing.
 
     Args:
         path: the file, for messages.
         lines: its text.
         token_column, label_column: numbers from 0; negative ones count from the last.
+        remarks: takes what is odd.
         labeled: the tags are required.
     """
     width, tabs = 0, False
@@ -60,7 +64,7 @@ def read_columns(path: str, lines: list[str], token_column: int, label_column: i
         words.append(fields[tokens_at])
         if tags is not None:
             tags.append(fields[labels_at])
-    return sentences
+    return _without_language(sentences, remarks)
 
 
 def _fields(line: str, tabs: bool) -> list[str]:
@@ -122,3 +126,17 @@ def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:
         f"{path}:{line}: {counted(count, 'column')}, separated by {separator}, but the first line of "
         f"the file has {width}. Give every line the same number of columns, and separate sentences by an empty line."
     )
+
+
+def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sentence]:
+    """Remove the language prefix of WikiANN's files (Pan et al. 2017), `en:Paris`, if every word has it."""
+    if not sentences or not (match := _LANGUAGE.match(sentences[0].words[0])):
+        return sentences
+    prefix = match[0]
+    if not all(word.startswith(prefix) and word != prefix for one in sentences for word in one.words):
+        return sentences
+    remarks.add(f"every word begins with {prefix!r}, as in WikiANN's files; it is removed", sentences[0].where())
+    for one in sentences:
+        # In place, because the documents share these lists.
+        one.words[:] = [word[len(prefix) :] for word in one.words]  # pyright: ignore[reportIndexIssue]
+    return sentences

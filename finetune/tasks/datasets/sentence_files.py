@@ -57,7 +57,7 @@ def read_sentences(
     if texts and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
         sentences = of_texts(str(path), lines, cut)
     else:
-        sentences = read_columns(str(path), lines, token_column, label_column, labeled=labeled)
+        sentences = read_columns(str(path), lines, token_column, label_column, remarks, labeled=labeled)
     return _some(sentences, path)
 
 
