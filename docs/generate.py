@@ -155,7 +155,7 @@ def _usage(prog: str, actions: list[argparse.Action]) -> str:
 
 def _bracketed(action: argparse.Action) -> str:
     text = _invocation(action)
-    return {"?": f"[{text}]", "+": f"{text}..."}.get(str(action.nargs), text)
+    return f"[{text}]" if action.nargs == "?" else text
 
 
 def _invocation(action: argparse.Action) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.training.card import repeated_remark
-from finetune.training.config import FinetuneConfig, changed_for_resume, load_config
+from finetune.training.config import FinetuneConfig, changed_for_resume
 from finetune.training.model.start import is_short, read_start, start_table
 from finetune.training.saved import MODEL, load_saved, result_lines
 from pretrain.common.commands import program
@@ -21,6 +21,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.common.records import read_records
 from pretrain.common.run_files import CONFIG_FILE, SCORES
+from pretrain.common.settings import load_recorded
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
 from pretrain.run import launch
@@ -78,7 +79,7 @@ def check_same(config: FinetuneConfig, *, over: bool) -> None:
     path = config.folder / CONFIG_FILE
     if not path.is_file():
         return
-    before = load_config(path)
+    before = load_recorded(path, FinetuneConfig)
     others = changed_for_resume(before, config)
     if Path(before.start_from).resolve() != Path(config.start_from).resolve():
         others.append(f"start_from ({before.start_from} -> {config.start_from})")

@@ -19,7 +19,8 @@ from pretrain.checkpoint.weight_files import read_weights
 from pretrain.common.addresses import hub_hint
 from pretrain.common.errors import InputError
 from pretrain.common.files import read_json
-from pretrain.config import ModelConfig, load_config
+from pretrain.common.settings import load_recorded
+from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.objectives import objective_of
 from pretrain.storage.runs import fetched_model
 
@@ -52,7 +53,7 @@ def read_shape(location: Path | str) -> ModelConfig:
         raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
     outer, folder = folder, released_folder(folder)
     if is_run(folder):
-        return with_position_table(load_config(folder / "config.yaml").model, {})[0]
+        return with_position_table(load_recorded(folder / "config.yaml", PretrainConfig).model, {})[0]
     path = _config_path(folder)
     return _facts(_config(path, outer), path).model
 
@@ -90,7 +91,7 @@ def _read_run(folder: Path) -> Released:
     checkpoint = store.newest(folder / "checkpoints")
     if checkpoint is None:
         raise InputError(f"{folder / 'checkpoints'}: has no complete checkpoint. Train first.")
-    own = objective_of(load_config(folder / "config.yaml")).exported[-1]
+    own = objective_of(load_recorded(folder / "config.yaml", PretrainConfig)).exported[-1]
     state = own.weights(store.read_weights(checkpoint))
     # Re-initialized parameters get BERT's values, as from an export, which does not record the initialization.
     model, state = with_position_table(own.shape.model_copy(update={"attention_init": "normal"}), state)

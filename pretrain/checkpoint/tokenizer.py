@@ -12,7 +12,7 @@ from pretrain.checkpoint import store
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
-from pretrain.config import CorpusConfig, load_config
+from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.tokenizer_files import CASING, SENTENCE_PIECES, declared_types, read_files
@@ -100,7 +100,9 @@ def is_run(folder: Path) -> bool:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder of a model's tokenizer: the corpus for a run folder of ours, else that of the weights."""
     folder = released_folder(folder)
-    return corpus_of(folder, load_config(folder / "config.yaml").corpus) if is_run(folder) else folder
+    if not is_run(folder):
+        return folder
+    return corpus_of(folder, settings.load_recorded(folder / "config.yaml", PretrainConfig).corpus)
 
 
 def corpus_of(run: Path, corpus: CorpusConfig) -> Path:

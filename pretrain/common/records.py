@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, disk_errors
+from pretrain.common.files import UNTRAINED, atomic_open, checkpoint_names, disk_errors
 from pretrain.common.run_files import METRICS
 
 SOURCE_LOSS = "source_loss/"
@@ -45,7 +45,7 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
 def note_end(run_dir: Path, event: str, message: str) -> None:
     """Append the event that ended the run, in place of an incomplete last line.
 
-    Does nothing if the run has no training record yet.
+    A stop has the step of the latest checkpoint, another end the last recorded one. Does nothing without either.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -54,10 +54,12 @@ def note_end(run_dir: Path, event: str, message: str) -> None:
         data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         found = (parse_record(line) for line in reversed(whole.splitlines()))
-        last = next((record for record in found if record is not None and is_training(record)), None)
-        if last is None:
+        last = next((record["step"] for record in found if record is not None and is_training(record)), 0)
+        saved = int(max(checkpoint_names(run_dir), default=UNTRAINED).removeprefix("step-"))
+        if not last and not saved:
             return
-        record = {"event": event, "step": last["step"], "time": time.time(), "message": message}
+        step = saved if event == "stop" else last
+        record = {"event": event, "step": step, "time": time.time(), "message": message}
         file.truncate(len(whole))
         file.seek(len(whole))
         file.write(json.dumps(record).encode() + b"\n")

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pretrain.common.commands import run_argument
-from pretrain.common.errors import InputError, is_control, printable
+from pretrain.common.errors import InputError, is_control, of_another_version, printable
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import ask_for_kind
 from pretrain.common.sections import (
@@ -61,6 +61,11 @@ def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports
             source.kind = typing.cast(type[S], narrowed)
             settings = kind.model_validate(source.validate().model_dump(mode="json"))
     return settings
+
+
+def load_recorded(path: Path, kind: type[S]) -> S:
+    """The settings that a run recorded in `path`. Raises `InputError`, in one line if another version recorded them."""
+    return _Document(path, kind, ()).validate(recorded=True)
 
 
 def import_named(settings: Section, folder: Path | None = None, where: Callable[[Keys], str] = lambda _: "") -> None:
@@ -220,8 +225,8 @@ class _Document(Generic[S]):
                 return (*keys[:depth], ".".join(parts[depth:]))
         return keys
 
-    def validate(self) -> S:
-        """The validated settings. Raises `InputError` with one line per problem."""
+    def validate(self, *, recorded: bool = False) -> S:
+        """The validated settings. Raises `InputError` with one line per problem, or one if a run `recorded` them."""
         if problems := list(self._control_characters()):
             raise InputError("\n".join(problems))
         try:
@@ -232,6 +237,8 @@ class _Document(Generic[S]):
                 one for one in error.errors(include_url=False) if one["type"] != "too_short" or not one["input"]
             ]
             self._check_kind(problems)
+            if recorded and any(one["type"] == "extra_forbidden" for one in problems):
+                raise InputError(of_another_version(self.origin, "Train again.")) from None
             order = list(self.places)
             problems.sort(key=lambda one: order.index(self._known(one["loc"])))
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None

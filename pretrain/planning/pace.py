@@ -16,7 +16,7 @@ from pretrain.common.children import run_program, unwound_when_terminated
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.records import is_training, read_records
 from pretrain.common.run_files import CONFIG_FILE
-from pretrain.common.settings import dump, load
+from pretrain.common.settings import dump, load_recorded
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.model.precision import resolve_precision
@@ -120,7 +120,7 @@ def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
 def recorded(config: PretrainConfig) -> PretrainConfig:
     """The config with the schedule of the run that its folder holds, which `--minutes` once fitted."""
     path = config.folder / CONFIG_FILE
-    before = load(path, PretrainConfig) if path.is_file() else config
+    before = load_recorded(path, PretrainConfig) if path.is_file() else config
     if len(before.phases) != len(config.phases):
         return config
     phases = [{name: getattr(phase, name) for name in _SCHEDULE} for phase in before.phases]

@@ -90,10 +90,13 @@ class RunRecords:
             return "diverged"
         if self.total_steps is not None and self.step >= self.total_steps:
             return "finished"
+        return _ENDS.get(self.end.get("event", ""), UNFINISHED)
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """The event that ended the run early, if it was not started again since; else {}."""
         ends = [event for event in self.events if event["event"] in _ENDS]
-        if not ends or ends[-1]["step"] < self.step or ends[-1].get("time", math.inf) < _last_start(self.folder):
-            return UNFINISHED
-        return _ENDS[ends[-1]["event"]]
+        return ends[-1] if ends and ends[-1].get("time", math.inf) >= _last_start(self.folder) else {}
 
     def values(self, field: str) -> list[float]:
         """A field of the training records that have it."""

@@ -49,8 +49,9 @@ def _score(score: Score) -> str:
 
 def state(run: RunRecords) -> str:
     """Such as "stopped at step 1,000 of 2,000"."""
-    total = f" of {run.total_steps:,}" if run.total_steps and run.step < run.total_steps else ""
-    return f"{run.state} at step {run.step:,}{total}"
+    step = run.end["step"] if run.state == "stopped" else run.step
+    total = f" of {run.total_steps:,}" if run.total_steps and step < run.total_steps else ""
+    return f"{run.state} at step {step:,}{total}"
 
 
 def event_table(runs: Sequence[RunRecords]) -> Table:

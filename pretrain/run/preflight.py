@@ -29,7 +29,7 @@ from pretrain.common.files import (
     write_json,
 )
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE
-from pretrain.common.settings import dump, load
+from pretrain.common.settings import dump, load_recorded
 from pretrain.config import CorpusConfig, PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
 
 _PACKAGES = (
@@ -104,7 +104,7 @@ def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
 def recorded_config(config: R) -> R | None:
     """The config that an earlier start in the run's folder recorded; None before the first."""
     path = config.folder / CONFIG_FILE
-    return load(path, type(config)) if path.is_file() else None
+    return load_recorded(path, type(config)) if path.is_file() else None
 
 
 def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:

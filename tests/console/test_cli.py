@@ -288,6 +288,18 @@ def test_the_end_of_the_workers_is_the_exit_code(config_file, calls, fails, caps
     assert [given[1:] for what, given in calls if what == "end"] == events
 
 
+@pytest.mark.parametrize(
+    "command", [("pretrain", "run.yaml", "--resume"), ("export", "trial", "out"), ("report", "trial")]
+)
+def test_a_run_with_settings_of_another_version_is_refused_in_one_line(config_file: Path, command, capsys) -> None:
+    run = config_file.parent / "runs/trial"
+    add_checkpoint(run)
+    (run / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0}\n')
+    (run / "config.yaml").write_text(f"{config_file.read_text()}gone: 1\nevaluation: {{gone: 2}}\n")
+    assert cli(*command) == 2
+    assert error_of(capsys) == "error: runs/trial/config.yaml: made by another version of bertrain. Train again."
+
+
 def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(config_file: Path, fails, monkeypatch, capsys):
     fails.side_effect = StoppedError("s.")
     monkeypatch.setattr(records, "note_end", MagicMock(side_effect=MachineError("disk full")))

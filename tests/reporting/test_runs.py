@@ -342,12 +342,16 @@ class TestPage:
         add(run, training(60))
         assert read_runs([run])[0].state == "finished"
 
-    def test_a_stopped_run_that_was_started_again_has_not_ended(self, run: Path) -> None:
-        add(run, {"event": "stop", "step": 30, "time": 1e9, "message": "as it was asked to"})
-        for started, state in ((1e9 - 60, "stopped"), (1e9 + 60, "not finished")):
+    @pytest.mark.parametrize("saved", [20, 34])  # before the last record at 30 (ended immediately), or after it
+    def test_a_stopped_run_is_where_it_is_saved_until_it_is_started_again(self, run: Path, saved: int) -> None:
+        add(run, {"event": "stop", "step": saved, "time": 1e9, "message": "as it was asked to"})
+        for started, said in (
+            (1e9 - 60, f"Stopped at step {saved} of 60"),
+            (1e9 + 60, "Not finished at step 30 of 60"),
+        ):
             when = datetime.datetime.fromtimestamp(started, datetime.timezone.utc).isoformat(timespec="seconds")
             (run / "environment.json").write_text(json.dumps({"started": when}))
-            assert read_runs([run])[0].state == state
+            assert said in draw(run).text
 
     def test_time_left_weighs_phases_by_their_tokens(self, tmp_path: Path) -> None:
         phase = {"sequence_length": 128, "global_sequences": 8, "steps": 20, "peak_learning_rate": 1e-3}

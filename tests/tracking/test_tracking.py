@@ -104,12 +104,17 @@ class TestMetricsFile:
         note_end(tmp_path, "stop", "as asked")
         assert not path.exists()
         kept = '{"step": 10}\n{"step": 20, "lost": [}\n{"step": 20}\n{"step": 20, "split": "validation"}\n'
-        path.write_text(f'{kept}{{"st')
-        note_end(tmp_path, "stop", "as asked")
-        lines = path.read_text()
-        assert lines.startswith(kept)
-        event = json.loads(lines.removeprefix(kept))
-        assert (event["event"], event["step"], event["message"]) == ("stop", 20, "as asked")
+        saved = tmp_path / "checkpoints/step-00000023"
+        for kind, step in (("stop", 0), ("stop", 23), ("diverged", 20)):
+            if step:  # the step that is saved, which the message names, is not always recorded
+                saved.mkdir(parents=True, exist_ok=True)
+                (saved / "manifest.json").touch()
+            path.write_text(f'{kept}{{"st')
+            note_end(tmp_path, kind, "as asked")
+            lines = path.read_text()
+            assert lines.startswith(kept)
+            event = json.loads(lines.removeprefix(kept))
+            assert (event["event"], event["step"], event["message"]) == (kind, step, "as asked")
 
     def test_one_json_object_a_line_with_null_for_what_json_cannot_say(self, tmp_path: Path) -> None:
         evaluation = {"step": 1, "split": "validation", "loss": 2.25}
