@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,8 +49,17 @@ def test_the_wheel_has_all_files_of_the_packages_and_the_example_configs(site: P
 
 
 def test_every_command_describes_itself(site: Path, tmp_path: Path) -> None:
-    for command in build_parsers()[1]:
-        assert run(site, tmp_path, command, "--help").startswith(f"usage: bertrain {command}"), command
+    commands = list(build_parsers()[1])
+    code = f"""
+import finetune.cli
+for command in {commands}:
+    try: finetune.cli.main([command, "--help"])
+    except SystemExit as end: assert not end.code
+"""
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": "bertrain"}
+    given: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    shown = subprocess.run([sys.executable, "-c", code], check=True, **given).stdout
+    assert re.findall(r"^usage: bertrain ([\w-]+)", shown, re.MULTILINE) == commands
 
 
 def test_advice_in_python_names_the_console_command(site: Path, tmp_path: Path) -> None:
@@ -69,7 +79,7 @@ def test_example_configs_are_listed_printed_and_taken_by_name(site: Path, tmp_pa
     mini = run(site, tmp_path, "configs", "mini")
     assert mini == (CONFIGS / "pretrain" / "mini.yaml").read_text()
     assert "did you mean mini?" in run(site, tmp_path, "configs", "minni", code=2)
-    assert "mini" in run(site, tmp_path, "pretrain", "mini", "--dry-run")
+    assert "mini" in run(site, tmp_path, "pretrain", "mini", "--dry-run", "--set", "engine.precision=fp32")
     (tmp_path / "my.yaml").write_text(mini.replace("decay_timescale", "decay_timscale"))
     message = run(site, tmp_path, "pretrain", "my.yaml", "--dry-run", code=2)
     assert re.fullmatch(r"error: my.yaml:\d+: .*did you mean decay_timescale\?\n", message), message
