@@ -152,7 +152,7 @@ class _Worker:
 
     def train(self, learning_rate: float) -> StepReport:
         step = next(self._steps).to(self._device)
-        prepared = self._trainer.prepare(step)
+        prepared = self._trainer.prepare(step) if isinstance(self._trainer, TransformersTrainer) else step
         self._synchronize()
         started = time.perf_counter()
         loss = self._trainer.train(prepared, learning_rate)  # pyright: ignore[reportArgumentType]
@@ -185,10 +185,6 @@ class EngineTrainer:
         )
         self._engine.module.train()
 
-    def prepare(self, step: StepBatch) -> StepBatch:
-        """The step in the form that `train` expects; not timed."""
-        return step
-
     def train(self, step: StepBatch, learning_rate: float) -> float:
         """One optimizer step; returns its loss."""
         total = 0.0
@@ -217,10 +213,6 @@ class PlainLoopTrainer:
         self._model = model.to(torch_dtype(config.engine.precision))
         named = dict(model.named_parameters())
         self._weights = [named[name] for group in groups for name in group["names"]]
-
-    def prepare(self, step: StepBatch) -> StepBatch:
-        """The step in the form that `train` expects; not timed."""
-        return step
 
     def train(self, step: StepBatch, learning_rate: float) -> float:
         """One optimizer step; returns its loss."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     )
     trainer.train()
     windows = task.windows(held_out, encoder, training=False)
-    logits = _predict(model.eval(), collate, windows, task.outputs, config.engine.precision)
+    logits = _predict(trainer, windows, task.head, task.outputs)
     task.tune(held_out, windows, logits)
     predictions = task.decode(held_out, windows, logits)
     return {
@@ -317,37 +318,17 @@ def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool,
     return batch
 
 
-def _predict(
-    model: Any, collate: Callable[..., dict[str, Any]], windows: Any, outputs: int, precision: str
-) -> np.ndarray:
-    """float32 [R, C]: logits of the query positions, with autocast as in the Trainer's evaluation."""
-    import torch
-
+def _predict(trainer: Any, windows: Any, head: str, outputs: int) -> np.ndarray:
+    """float32 [R, C]: logits of the query positions."""
+    bounds = list(itertools.pairwise(windows.starts))
+    given = [{"input_ids": windows.ids[a:b].tolist(), "token_type_ids": windows.types[a:b].tolist()} for a, b in bounds]
+    made = trainer.predict(given).predictions
+    made = np.stack(made, -1) if head == "spans" else made
     logits = np.zeros((len(windows.queries), outputs), np.float32)
     queries_of = np.searchsorted(windows.queries, windows.starts)
-    order = np.argsort(np.diff(windows.starts), kind="stable")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    autocast = torch.autocast(model.device.type, dtype, enabled=dtype is not None)
-    with torch.inference_mode(), autocast:
-        for first in range(0, len(order), 32):
-            members = order[first : first + 32]
-            features = [
-                {
-                    "input_ids": windows.ids[windows.starts[n] : windows.starts[n + 1]].tolist(),
-                    "token_type_ids": windows.types[windows.starts[n] : windows.starts[n + 1]].tolist(),
-                }
-                for n in members
-            ]
-            output = model(**{key: value.to(model.device) for key, value in collate(features).items()})
-            for place, n in enumerate(members):
-                rows = slice(queries_of[n], queries_of[n + 1])
-                where = windows.queries[rows] - windows.starts[n]
-                if "logits" in output:
-                    values = output.logits[place]
-                    made = values[None] if values.dim() == 1 else values[where]
-                else:
-                    made = torch.stack([output.start_logits[place], output.end_logits[place]], -1)[where]
-                logits[rows] = made.float().cpu().numpy()
+    for number, (begin, _) in enumerate(bounds):
+        rows = slice(queries_of[number], queries_of[number + 1])
+        logits[rows] = made[number] if head == "sequence" else made[number][windows.queries[rows] - begin]
     return logits
 
 

@@ -277,8 +277,7 @@ def test_the_trainer_learns_from_every_family(tmp_path: Path) -> None:
     bert = make_bert(tmp_path / "bert")
     reviews, given = write_reviews(tmp_path, train=160, dev=40), []
     training = {"examples_per_step": 16, "learning_rate": 3e-3, "epochs": 12.0}
-    starts = (bert, make_roberta(tmp_path / "roberta", bert), make_distilbert(tmp_path / "distilbert", bert))
-    for start in map(Path, starts):
+    for start in (make_roberta(tmp_path / "roberta", bert), make_distilbert(tmp_path / "distilbert", bert)):
         place = tmp_path / f"{start.name}-run"
         place.mkdir()
         path = write_config(place, start_from=str(start), classification=reviews, training=training)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
@@ -63,14 +62,6 @@ def with_config(model: Path, folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return folder
-
-
-def with_weights(model: Path, factor: float) -> Path:
-    """The model with all weights multiplied."""
-    path = model / "model.safetensors"
-    scaled = {name: factor * tensor for name, tensor in load_file(path).items()}
-    save_file(scaled, path, {"format": "pt"})
-    return model
 
 
 def naive(folder: Path, sentence: str) -> float:

@@ -273,8 +273,7 @@ def test_the_held_out_share_shrinks_with_the_text() -> None:
     [
         (14, [], 12, 8, False),
         (14, ["--general", "other"], 15, 8, False),  # a fifth is replayed
-        (14, ["--workers", "3"], 12, 3, False),
-        (14, ["--set", "phases.0.global_sequences=9"], 9, 8, False),
+        (14, ["--workers", "3", "--set", "phases.0.global_sequences=9"], 9, 3, False),
         (8, [], 6, 6, False),
         (3, [], 1, 1, True),
         (80, [], 32, 8, False),

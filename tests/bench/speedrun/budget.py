@@ -15,7 +15,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.objectives import objective_of
-from pretrain.planning import work
+from pretrain.planning import pace, work
 
 MOST_EPOCHS = 10.0
 TOLERANCE = 0.01  # of a budget
@@ -97,23 +97,11 @@ def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceC
     Raises `InputError` if steps are too large to meet the budget within `TOLERANCE`, or the text would be read more
     than `MOST_EPOCHS` times.
     """
-    whole = _plan(config, [phase.steps for phase in config.phases], costs)
-    scale = budget / whole.flops
-    least = [max(1, len(phase.batch_sizes) - 1) for phase in config.phases]  # a ramp has a step for each size
-    steps = [max(few, round(phase.steps * scale)) for phase, few in zip(config.phases, least, strict=True)]
-    # The phase with the cheapest steps takes what rounding left.
-    per_step = [
-        phase.global_sequences * cost.flops + work.optimizer_flops(config)
-        for phase, cost in zip(config.phases, costs, strict=True)
-    ]
-    finest = per_step.index(min(per_step))
-    left = round((budget - _plan(config, steps, costs).flops) / per_step[finest])
-    steps[finest] = max(least[finest], steps[finest] + left)
-    plan = _plan(config, steps, costs)
+    plan = _plan(pace.scale(config, budget / _plan(config, costs).flops), costs)
     if abs(plan.flops - budget) > TOLERANCE * budget:
         raise InputError(
-            f"--budget {budget:g}: steps of {per_step[finest]:.3g} FLOP come to {plan.flops:.4g} at best, not within "
-            f"{TOLERANCE:.0%}. Raise the budget, or lower phases.*.global_sequences."
+            f"--budget {budget:g}: {plan.steps:,} steps come to {plan.flops:.4g} FLOP, not within {TOLERANCE:.0%}. "
+            "Raise the budget, or lower phases.*.global_sequences."
         )
     if plan.epochs > MOST_EPOCHS:
         raise InputError(
@@ -124,27 +112,11 @@ def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceC
     return plan
 
 
-def _plan(config: PretrainConfig, steps: Sequence[int], costs: Sequence[SequenceCost]) -> Plan:
-    phases = tuple(_scaled(phase, count) for phase, count in zip(config.phases, steps, strict=True))
-    pairs = list(zip(phases, costs, strict=True))
+def _plan(config: PretrainConfig, costs: Sequence[SequenceCost]) -> Plan:
+    pairs = list(zip(config.phases, costs, strict=True))
     return Plan(
-        phases,
+        config.phases,
         tuple(phase.sequences * cost.flops + phase.steps * work.optimizer_flops(config) for phase, cost in pairs),
         tuple(phase.sequences * cost.tokens for phase, cost in pairs),
         sum(phase.sequences / cost.samples_per_epoch for phase, cost in pairs),
     )
-
-
-def _scaled(phase: PhaseConfig, steps: int) -> PhaseConfig:
-    """The phase with another number of steps; warm-up, decay and ramp keep their shares of it."""
-    ratio = steps / phase.steps
-    warmup = min(steps, round(phase.warmup_steps * ratio))
-    sizes = len(phase.batch_sizes) - 1
-    ramp = min(steps, max(sizes, round(phase.ramp_steps * ratio)))
-    changes = {
-        "steps": steps,
-        "warmup_steps": warmup,
-        "decay_steps": min(steps - warmup, max(1, round(phase.decay_steps * ratio))) if phase.decay_steps else 0,
-        "ramp_steps": ramp if phase.ramp_from else 0,
-    }
-    return PhaseConfig.model_validate({**phase.model_dump(), **changes})
