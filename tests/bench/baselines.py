@@ -28,9 +28,8 @@ from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import resolve_here, torch_dtype
-from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
-from tests.distributed import NullWatchdog, of_whole_tensors
+from tests.distributed import engine_of, of_whole_tensors
 
 OURS = "ours"
 # Variants of transformers: whether torch.compile is used. Which is fastest depends on the machine.
@@ -175,14 +174,10 @@ class EngineTrainer:
     """This project's engine on one worker."""
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
-        self._engine = Engine(
-            PretrainingModel(
-                config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compiled
-            ),
-            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
-            config.engine,
-            NullWatchdog(),
+        model = PretrainingModel(
+            config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compiled
         )
+        self._engine = engine_of(model, config.optimizer, config.weight_decay(0), **config.engine.model_dump())
         self._engine.module.train()
 
     def train(self, step: StepBatch, learning_rate: float) -> float:

@@ -40,13 +40,12 @@ _WARM_UP = 0.1  # fraction of the steps excluded from the speed: compilation, al
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison; print one line per run and a summary, or JSON with `--json`."""
+    """Run the comparison; print one line per run and a summary."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench finetune", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
     parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="initial checkpoint")
     parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
     options = parser.parse_args(argv)
     overrides = [*options.set, *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else [])]
@@ -54,12 +53,11 @@ def main(argv: Sequence[str]) -> int:
     if options.peer:
         Path(options.peer).write_text(json.dumps(_train_baseline(config)))
         return 0
-    result = compare(config, options.seeds, quiet=options.json)
-    print(json.dumps(result) if options.json else summary(result))
+    print(summary(compare(config, options.seeds)))
     return 0
 
 
-def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
+def compare(config: FinetuneConfig, seeds: int) -> dict[str, list[dict[str, Any]]]:
     """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}.
 
     Raises:
@@ -73,9 +71,8 @@ def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[
         for seed in range(config.seed, config.seed + seeds):
             for kind, run in ((OURS, _run_ours), (BASELINE, _run_baseline)):
                 runs[kind].append(run(config, seed, Path(folder) / f"{kind}-{seed}"))
-                if not quiet:
-                    print(_line(kind, seed, runs[kind][-1]), flush=True)
-    return {"config": config.model_dump(mode="json"), **runs}
+                print(_line(kind, seed, runs[kind][-1]), flush=True)
+    return runs
 
 
 def _check(config: FinetuneConfig) -> None:

@@ -7,7 +7,6 @@ The corpus is synthetic; a tenth of the sequences is short, as in a run.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 import tracemalloc
@@ -30,19 +29,18 @@ RANKS = (8, 64, 256, 1024, 4096)
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print a table, or JSON with `--json`."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench scale", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=positive_int, nargs="+", default=RANKS, help="numbers of simulated ranks")
     parser.add_argument("--sequences", type=positive_int, default=64, help="sequences of each rank in a step")
     parser.add_argument("--length", type=positive_int, default=128, help="sequence length")
     parser.add_argument("--repeats", type=positive_int, default=5, help="steps; the fastest is reported")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         shards = synthetic_corpus(Path(scratch))
         rows = [measure(shards, ranks, options.sequences, options.length, options.repeats) for ranks in options.ranks]
-    print(json.dumps({"scale": rows}) if options.json else _table(rows))
+    print(_table(rows))
     return 0
 
 

@@ -88,22 +88,16 @@ def test_drawn_text_is_kept_repaired_and_not_mixed(tmp_path: Path) -> None:
         ground.draw_text(data, tmp_path / "other", LIMITS)
 
 
-def config_file(folder: Path, **changes: Any) -> Path:
-    values = {
+def config_file(folder: Path) -> Path:
+    sections = {
         "name": "tiny",
         "corpus": {"dir": "unused", "vocabulary": {"size": 64}, "processes": 1},
-        "model": {"size": "custom", "layers": 1, "hidden": 16, "heads": 2, "max_positions": 32},
-        "pairs": {"objective": "none"},
-        "phases": [
-            {"sequence_length": 16, "global_sequences": 4, "steps": 300, "peak_learning_rate": 1e-3},
-            {"sequence_length": 32, "global_sequences": 2, "steps": 100, "peak_learning_rate": 1e-3},
-        ],
+        "model": {"size": "custom", "layers": 1, "hidden": 16, "heads": 2, "max_positions": 64},
         "engine": {"compile": False, "precision": "fp32", "micro_batch_tokens": 256},
         "tracking": {"wandb": "off"},
-        **changes,
     }
     path = folder / "tiny.yaml"
-    path.write_text(json.dumps(values))
+    path.write_text(make_config(folder, **sections).model_dump_json())
     return path
 
 
@@ -286,7 +280,7 @@ def test_a_trial_trains_scores_and_continues(tmp_path, monkeypatch, capsys) -> N
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS,))
     data, config = write_text(tmp_path / "data"), config_file(tmp_path)
-    words = [str(config), "--data", str(data), "--workers", "1", "--budget", "1e8", "--out"]
+    words = [str(config), "--data", str(data), "--workers", "1", "--budget", "4e8", "--out"]
     with monkeypatch.context() as stops:
         stops.setattr(api, "train", mock.Mock(side_effect=StoppedError("it stopped" + StoppedError.CONTINUE)))
         with pytest.raises(StoppedError, match="Run the same command again to continue"):
@@ -298,7 +292,7 @@ def test_a_trial_trains_scores_and_continues(tmp_path, monkeypatch, capsys) -> N
     assert printed.count("| tiny s0 |") == 2
     assert printed.rstrip().endswith("bits per character, which compare runs of one vocabulary only")
     (row,) = json.loads((tmp_path / "out" / "speedrun.json").read_text())
-    assert row["flops"] == pytest.approx(1e8, rel=0.01)
+    assert row["flops"] == pytest.approx(4e8, rel=0.01)
     assert row["minutes"] > 0
     assert 0.1 < row["scores"]["bits_per_character"] < 10
     card = json.loads((tmp_path / "out" / "corpus" / "card.json").read_text())

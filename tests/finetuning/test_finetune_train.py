@@ -212,20 +212,6 @@ def test_the_model_predicts_what_was_scored(root: Path) -> None:
     assert model(rows[0]["text"])["label"] == made[0]["label"]
 
 
-def test_transformers_gives_the_same_probabilities(root: Path) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(root / "whole/model")
-    baseline = AutoModelForSequenceClassification.from_pretrained(root / "whole/model").eval()
-    texts = ["the film was good and great", "the book was awful"]
-    with torch.no_grad():
-        expected = baseline(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
-    made = finetune.load(root / "whole", precision="fp32")(texts)
-    for one, row in zip(made, expected.tolist(), strict=True):
-        scores = {baseline.config.id2label[n]: value for n, value in enumerate(row)}
-        assert one["scores"] == pytest.approx(scores, abs=1e-5)
-
-
 def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # A byte order mark and "\r\n" as on Windows; an empty line among objects is nothing.
     mixed = b"\xef\xbb\xbf" + json.dumps({"id": "b", "text": "awful"}).encode()

@@ -444,7 +444,6 @@ def test_a_model_without_a_masked_head_is_refused(tmp_path: Path, capsys: Any) -
         (["--blimp", ".", "--length", "3"], "--length: has no effect without --texts"),
         (["--blimp", ".", "--text-scores", "held_out"], "--text-scores: has no effect without --texts"),
         (["--blimp", ".", "--pid", "3"], "--pid: has no effect without --follow"),
-        (["--texts", ".", "--finetune", "a"], "unrecognized arguments: --finetune a"),
         (["--texts", ".", "--out", "run"], "--out: run is the folder of a run"),
     ],
 )
