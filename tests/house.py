@@ -201,11 +201,8 @@ def _files(folders: tuple[str, ...]) -> list[Path]:
 
 def _pages() -> list[Path]:
     """The pages of docs/ that are written by hand."""
-    return [file for file in _tracked("*.md") if file.relative_to(ROOT).parts[:1] == ("docs",) and not _made(file)]
-
-
-def _made(page: Path) -> bool:
-    return page.relative_to(ROOT).parts[1] == "reference"
+    pages = [file for file in _tracked("*.md") if file.relative_to(ROOT).parts[:1] == ("docs",)]
+    return [page for page in pages if page.relative_to(ROOT).parts[1] != "reference"]
 
 
 def _product_files() -> list[Path]:

@@ -1,6 +1,7 @@
 """Small batches of labeled windows made without a data set, packed and padded."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,12 @@ def make_batch(has_segments: bool, head: Head) -> LabeledBatch:
     return batch_of(LENGTHS, labels, seen, segments=1 + has_segments)
 
 
-def batch_of(
+def windows_of(
     lengths: Sequence[int], labels: np.ndarray, seen: np.ndarray, weights: np.ndarray | None = None, segments: int = 2
-) -> LabeledBatch:
-    """One micro-batch, one window an example; the head sees the tokens numbered `seen`, in whose order labels are."""
+) -> Windows:
+    """One window an example; the head sees the tokens numbered `seen`, in whose order labels are."""
     starts, draw = np.cumsum([0, *lengths]), np.random.default_rng(0)
-    windows = Windows(
+    return Windows(
         ids=draw.integers(5, ROWS, starts[-1]).astype(np.int32),
         types=draw.integers(0, segments, starts[-1]).astype(np.uint8),
         starts=starts,
@@ -36,7 +37,11 @@ def batch_of(
         weights=np.ones(len(seen), np.float32) if weights is None else weights,
         labels=labels,
     )
-    (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
+
+
+def batch_of(*given: Any, **more: Any) -> LabeledBatch:
+    """One micro-batch of `windows_of`."""
+    (batch,) = Batches(windows_of(*given, **more), seed=0, budget=100, rank=0, world_size=1).every_window()
     return batch
 
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(config: FinetuneConfig, seeds: int) -> dict[str, list[dict[str, Any]]]:
-    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}.
+    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"metric", "score", "examples_per_second"}.
 
     Raises:
         InputError: the config has settings that the Trainer lacks, no dev set, or a checkpoint that transformers lacks.
@@ -113,10 +113,7 @@ def _start_folder(config: FinetuneConfig) -> Path:
 
 
 def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
-    return (
-        f"{kind:<8} seed {seed}   {run['metric']} {run['score']:.4f}   {run['examples_per_second']:8.1f} examples/s   "
-        f"{run['seconds']:.0f} s in all"
-    )
+    return f"{kind:<8} seed {seed}   {run['metric']} {run['score']:.4f}   {run['examples_per_second']:8.1f} examples/s"
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -136,7 +133,6 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
     path = write_result(config, seed, folder)
     _call(["finetune.cli", "finetune", str(path), "--no-ray"])
     scores = json.loads((folder / SCORES).read_text())
@@ -149,16 +145,14 @@ def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]
         "metric": scores["metric"],
         "score": next(iter(scores["scores"].values()))[scores["metric"]],
         "examples_per_second": examples / seconds,
-        "seconds": time.perf_counter() - began,
     }
 
 
 def _run_baseline(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
     path = write_result(config, seed, folder)
     result = folder.with_suffix(".json")
     _call(["tests.bench", "finetune", str(path), "--peer", str(result)])
-    return {**json.loads(result.read_text()), "seconds": time.perf_counter() - began}
+    return json.loads(result.read_text())
 
 
 def write_result(config: FinetuneConfig, seed: int, folder: Path) -> Path:
@@ -327,7 +321,3 @@ def _predict(trainer: Any, windows: Any, head: str, outputs: int) -> np.ndarray:
         rows = slice(queries_of[number], queries_of[number + 1])
         logits[rows] = made[number] if head == "sequence" else made[number][windows.queries[rows] - begin]
     return logits
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from pretrain.batches.batch import StepBatch
 from pretrain.batches.loader import Loader
 from pretrain.common.commands import positive_int, program
-from pretrain.config import Precision, PretrainConfig
-from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.config import Precision
+from pretrain.corpus.shards import open_shards
 from pretrain.model.precision import measure_matmul
 from pretrain.objectives import objective_of
 from tests.bench.baselines import BARE, BASELINES, DEVICE, OURS, TrainerProcess, TrainerSpec, bench_config
@@ -58,7 +57,9 @@ def compare(size: str, length: int, options: argparse.Namespace) -> dict[str, An
     count = options.repeats + WARM_UP
     kinds = (OURS, *options.peers)
     timings = _measure({kind: TrainerSpec(kind, config, steps=count) for kind in kinds}, count, precision)
-    steps = _steps(shards, config, count)[WARM_UP:]
+    loader = Loader(shards, config, 0, rank=0, world_size=1)
+    steps = [next(loader) for _ in range(count)][WARM_UP:]
+    loader.close()
     tokens = sum(step.tokens for step in steps)
     seconds = timings.seconds_per_token
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
@@ -116,13 +117,6 @@ def _ratio(baseline: Sequence[float], ours: Sequence[float]) -> list[float]:
     """[median, lowest, highest] of baseline time / our time, step by step."""
     ratios = [a / b for a, b in zip(baseline, ours, strict=True)]
     return [statistics.median(ratios), min(ratios), max(ratios)]
-
-
-def _steps(shards: TokenShards, config: PretrainConfig, count: int) -> list[StepBatch]:
-    loader = Loader(shards, config, 0, rank=0, world_size=1)
-    steps = [step for _, step in zip(range(count), loader, strict=False)]
-    loader.close()
-    return steps
 
 
 def _row(result: dict[str, Any]) -> str:

@@ -78,7 +78,7 @@ SMALL_RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL_RUNS)
 def test_every_other_benchmark_of_a_cpu_runs(name, tmp_path, monkeypatch, capsys) -> None:
-    """`speedrun` and `law` run in the default suite, `gpu` needs a GPU."""
+    """`speedrun` runs in the default suite, `gpu` needs a GPU."""
     monkeypatch.chdir(tmp_path)
     words, expected = SMALL_RUNS[name]
     if name in ("workers", "scale"):

@@ -51,8 +51,7 @@ def config_file(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return path
 
 
-class Calls(list):
-    """What reached the stand-ins, in order: (who, arguments)."""
+Calls = list  # what reached the stand-ins, in order: (who, arguments)
 
 
 @pytest.fixture

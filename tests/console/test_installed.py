@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,9 +32,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "site"
 
 
-def run(site: Path, folder: Path, *words: str, code: int = 0) -> str:
+def run(site: Path, folder: Path, *words: str, code: int = 0, program: tuple[str, ...] = ("-m", "finetune.cli")) -> str:
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": "bertrain"}
-    command = [sys.executable, "-m", "finetune.cli", *words]
+    command = [sys.executable, *program, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, (words, done.stdout, done.stderr)
     return done.stdout + done.stderr
@@ -56,9 +55,7 @@ for command in {commands}:
     try: finetune.cli.main([command, "--help"])
     except SystemExit as end: assert not end.code
 """
-    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": "bertrain"}
-    given: dict[str, Any] = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    shown = subprocess.run([sys.executable, "-c", code], check=True, **given).stdout
+    shown = run(site, tmp_path, program=("-c", code))
     assert re.findall(r"^usage: bertrain ([\w-]+)", shown, re.MULTILINE) == commands
 
 

@@ -123,7 +123,7 @@ def write_questions(path: Path, count: int, seed: int) -> str:
 
 def settings(root: Path, name: str, section: dict[str, Any]) -> dict[str, Any]:
     values = {"name": name, "run_dir": str(root / name), "start_from": str(root / "start"), "max_length": WINDOW}
-    values |= {"training": {"examples_per_step": 16, "learning_rate": 1e-2, "epochs": 4.0}, **section}
+    values |= {"training": {"examples_per_step": 16, "learning_rate": 1e-2, "epochs": 6.0}, **section}
     values |= {"engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 400, "zero_stage": 1}}
     return values | {"tracking": {"log_every_steps": 10, "wandb": "off"}}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
@@ -379,8 +381,6 @@ OTHER = ["finetune", "{config}", "--set", "name=other"]
     ],
 )
 def test_mistakes_are_reported_in_one_line(root, tmp_path, capsys, arguments, message) -> None:
-    import yaml
-
     values = settings(root, "whole")
     if "name=other" in arguments:
         del values["run_dir"]
@@ -392,8 +392,6 @@ def test_mistakes_are_reported_in_one_line(root, tmp_path, capsys, arguments, me
 
 
 def test_another_models_tokenizer_is_refused_before_training(root: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(root / "bert", tmp_path / "bert")
     tokenizer = tmp_path / "bert/vocab.txt"
     assert tokenizer.is_file()

@@ -6,10 +6,9 @@ FLOPs are the objective's `executed_flops` and `pretrain.planning.work.optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pretrain.batches.batch import StepBatch
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
@@ -75,20 +74,14 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
     for number, phase in enumerate(config.phases):
         maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
         maker.check_batch()
-        flops, tokens, sequences = 0.0, 0, 0
-        for step in _sampled_steps(maker, phase):
+        flops, tokens, sequences, size = 0.0, 0, 0, phase.global_sequences
+        parts = max(1, min(_MEASURED // size, phase.sequences // size))
+        for part in range(parts):
+            step = maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
             tokens, sequences = tokens + step.tokens, sequences + step.sequences
             flops += sum(counted.executed_flops(batch.real_lengths, batch.targets) for batch in step.micro_batches)
         costs.append(SequenceCost(flops / sequences, tokens / sequences, maker.samples_per_epoch))
     return costs
-
-
-def _sampled_steps(maker: BatchMaker, phase: PhaseConfig) -> Iterator[StepBatch]:
-    """Batches of about `_MEASURED` sequences in all, at even distances over the phase."""
-    size = phase.global_sequences
-    parts = max(1, min(_MEASURED // size, phase.sequences // size))
-    for part in range(parts):
-        yield maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
 
 
 def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceCost]) -> Plan:

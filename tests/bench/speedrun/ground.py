@@ -171,13 +171,9 @@ def _write(files: Sequence[Path], drawn: Mapping[str, Drawn], out: Path) -> None
     texts = {document.digest: text for _, document, text in _documents(files) if document.digest in wanted}
     for name, one in drawn.items():
         for part, documents in ((TRAIN, one.train), (HELD_OUT, one.held_out)):
-            with atomic_open(out / _file(name, part), "w") as file:
+            with atomic_open(out / f"{name}.{part}.jsonl", "w") as file:
                 for document in documents:
                     file.write(json.dumps({"text": texts[document.digest]}, ensure_ascii=False) + "\n")
-
-
-def _file(source: str, part: str) -> str:
-    return f"{source}.{part}.jsonl"
 
 
 def _card(drawn: Mapping[str, Drawn], out: Path) -> dict[str, Any]:
@@ -187,8 +183,8 @@ def _card(drawn: Mapping[str, Drawn], out: Path) -> dict[str, Any]:
                 "documents": len(documents),
                 "words": sum(document.words for document in documents),
                 "characters": sum(document.characters for document in documents),
-                "file": _file(name, part),
-                "sha256": sha256_file(out / _file(name, part)),
+                "file": f"{name}.{part}.jsonl",
+                "sha256": sha256_file(out / f"{name}.{part}.jsonl"),
             }
             for part, documents in ((TRAIN, one.train), (HELD_OUT, one.held_out))
         }

@@ -116,8 +116,6 @@ class Trial(BaseModel):
         """The row of the log: heading -> text. What `evaluate-pretrained` measures of the run is left open."""
         machine = f"{counted(self.machine.get('cpu_cores', 0), 'core')} of {self.machine.get('cpu')}"
         commit = re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", self.machine.get("git_commit") or "unknown")
-        scores = self.scores.cells()
-        newer = {heading: scores.pop(heading) for heading in ("common words, bits", "whole words, bits/character")}
         return {
             "date": str(self.machine.get("started", ""))[:10],
             "trial": re.sub(r"-[^-]+-(s\d+)$", r" \1", self.run),
@@ -126,13 +124,12 @@ class Trial(BaseModel):
             "steps": f"{self.steps:,}",
             "epochs": f"{self.epochs:.2f}",
             "minutes": f"{self.minutes:.1f}",
-            **scores,
+            **self.scores.cells(),
             "BLiMP": _NONE,
             "transfer": _NONE,
             "machine": ", ".join(filter(None, self.machine.get("gpus", []))) or machine,
             "commit": commit,
             "remarks": self.remarks,
-            **newer,
         }
 
 
