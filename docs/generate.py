@@ -381,8 +381,7 @@ def _metrics(metrics: dict[str, Metric]) -> list[str]:
 # Codes that are not the end of a `RunError`.
 _OTHER_CODES = {
     0: "Done.",
-    1: "A check of a measurement found something, such as `bench prepare --check-ids` a difference. Or a bug, with "
-    "its traceback.",
+    1: "A bug, with its traceback.",
 }
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import house
 from tests.house import AT_LEAST, ROOT, branch_coverage, limits, weight
 
 
@@ -29,8 +30,6 @@ def test_limits_follow_the_figures_down(figures: dict[str, float]) -> None:
 
 
 def test_lines_are_counted_as_an_editor_shows_them(tmp_path: Path) -> None:
-    from tests import house
-
     file = tmp_path / "a.py"
     file.write_text('def f():\n    """One.\n\n    Two.\n    """\n\n    return 1\n')
     assert house.line_count(file) == 7
@@ -39,8 +38,6 @@ def test_lines_are_counted_as_an_editor_shows_them(tmp_path: Path) -> None:
 
 
 def test_a_string_weighs_nothing_whatever_is_in_it(tmp_path: Path) -> None:
-    from tests import house
-
     file = tmp_path / "a.py"
     file.write_text('a = 1  # one\nb = f"{a + 1} {len([])} is long" "y"\n')
     assert house.code_tokens(file) == 5  # a = 1 b =

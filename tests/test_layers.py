@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -94,16 +94,19 @@ def _files() -> dict[str, Path]:
     return modules
 
 
-def _imports(file: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def _imports(file: Path) -> list[tuple[str, int]]:
     """All that a file imports, wherever in it, as (dotted name, line)."""
+    found: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}:{node.lineno}: imports are absolute"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield (whole if whole in _files() else node.module or ""), node.lineno
+                found.append((whole if whole in _files() else node.module or "", node.lineno))
+    return found
 
 
 @functools.cache

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain.batches.batch import MicroBatch
 from pretrain.config import ModelConfig
+from tests.batches_by_hand import make_batch
 
 RANKS = (8, 64, 256, 1024)
 _VOCABULARY = 30_522
@@ -130,26 +130,10 @@ def _count(shape: ModelConfig, stage: int, micro_batches: int) -> _Counted:
     for _ in range(3):  # ZeRO-3 compares the workers' orders of modules in the first two
         calls.clear()
         for number in range(micro_batches):
-            losses = engine.forward(_micro_batch())
+            losses = engine.forward(make_batch(_LENGTHS))
             engine.backward(losses.mlm_loss / 100 + losses.nsp_loss / 10, last=number == micro_batches - 1)
         engine.step(1e-3)
     step, reader = list(calls), _CountingReader()
     calls.clear()
     engine.load(reader)
     return _Counted(sum(size.numel() for size in engine.shapes.values()), start, step, list(calls), reader.bytes)
-
-
-def _micro_batch() -> MicroBatch:
-    tokens = sum(_LENGTHS)
-    ids, zeros = torch.arange(tokens) + 5, torch.zeros(len(_LENGTHS), dtype=torch.long)
-    return MicroBatch(
-        input_ids=ids,
-        token_types=torch.zeros(tokens, dtype=torch.long),
-        positions=torch.cat([torch.arange(length) for length in _LENGTHS]),
-        cu_seqlens=torch.tensor([0, *_LENGTHS]).cumsum(0).int(),
-        masked_rows=torch.tensor([3, 11]),
-        masked_labels=ids[:2],
-        nsp_labels=zeros,
-        token_keys=ids.int(),
-        lengths=_LENGTHS,
-    )

@@ -79,7 +79,7 @@ MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
 _NETWORK_SHARE = 0.8
 _COLLECTIVE_SECONDS = (25e-6, 60e-6)
 BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
-# One core of an EPYC (Zen 5), `bench scale`: planning a step on up to 8, 64 and more ranks; `bench loader`: a token.
+# One core of an EPYC (Zen 5): planning a step on up to 8, 64 and more ranks (`bench scale`); reading a token.
 _PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
 _TOKEN_SECONDS = 1e-7
 

@@ -111,29 +111,39 @@ def test_no_output_replaces_an_input(folder: Path, tmp_path: Path, capsys: pytes
     assert "rated.jsonl: is also an input" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet"])
-@pytest.mark.parametrize("written", [".csv", ".jsonl", ".parquet"])
-def test_other_columns_come_back_and_the_name_decides_the_format(folder, tmp_path, suffix, written) -> None:
-    given = tmp_path / f"in{suffix}"
-    rows = [{"number": "r0", "text": "good", "day": "a,b"}, {"number": "r1", "text": "bad", "day": "c"}]
+FORMATS = {".csv": ".csv", ".tsv": ".jsonl", ".jsonl": ".parquet", ".json": ".csv", ".parquet": ".jsonl"}
+
+
+@pytest.mark.parametrize(("suffix", "written"), [*FORMATS.items(), (".txt", ".parquet")])
+def test_names_decide_the_formats_and_other_columns_come_back(folder, tmp_path, capsys, suffix, written) -> None:
+    texts, labels = ["the film was good, very", "awful", "a book"], ["positive", "negative", "positive"]
+    given, out = tmp_path / f"in{suffix}", tmp_path / f"out{written}"
+    rows = [{"label": labels[n], "text": text, "id": f"r{n}", "day": "a,b"} for n, text in enumerate(texts)]
     if suffix in (".csv", ".tsv"):
         delimiter = "\t" if suffix == ".tsv" else ","
         write_csv(given, list(rows[0]), [list(row.values()) for row in rows], delimiter=delimiter)
     elif suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), given)
+    elif suffix == ".txt":
+        given.write_text("".join(f"{text}\n" for text in texts))
     else:
         given.write_text(json.dumps(rows) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path / f"out{written}"
     assert predict(folder / "reviews", given, "--out", out) == 0
     if written == ".csv":
         with out.open(newline="") as file:
-            found: list[dict[str, Any]] = list(csv.DictReader(file))
-        assert json.loads(found[0]["scores"]).keys() == {"negative", "positive"}
+            made: list[dict[str, Any]] = [{**row, "scores": json.loads(row["scores"])} for row in csv.DictReader(file)]
     else:
-        found = pq.read_table(out).to_pylist() if written == ".parquet" else read_lines(out)
-        assert found[0]["scores"].keys() == {"negative", "positive"}
-    assert [{name: one[name] for name in rows[0]} for one in found] == rows
-    assert {one["label"] for one in found} <= {"negative", "positive"}
+        made = pq.read_table(out).to_pylist() if written == ".parquet" else read_lines(out)
+    assert [one["text"] for one in made] == texts
+    if suffix != ".txt":
+        expected = [(row["label"], row["id"], row["day"]) for row in rows]
+        assert [(one["gold"], one["id"], one["day"]) for one in made] == expected
+    assert {one["label"] for one in made} <= {"negative", "positive"}
+    assert len({one["scores"]["negative"] for one in made}) == 3
+    capsys.readouterr()
+    assert predict(folder / "reviews", "--text", texts[0]) == 0
+    (alone,) = output(capsys)
+    assert alone["scores"] == pytest.approx(made[0]["scores"], abs=1e-6)
 
 
 def test_columns_of_several_types_become_text_in_parquet(tmp_path: Path) -> None:
@@ -149,34 +159,6 @@ def test_predictions_go_into_a_device(folder: Path, tmp_path: Path, capsys: pyte
     assert predict(folder / "questions", asked, "--out", tmp_path / "null") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["asked.json", "null"]
     assert (tmp_path / "null").is_char_device()
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt"])
-def test_a_file_is_read_as_its_suffix_says(folder: Path, tmp_path: Path, capsys: Any, suffix: str) -> None:
-    texts, labels = ["the film was good, very", "awful", "a book"], ["positive", "negative", "positive"]
-    path = tmp_path / f"some{suffix}"
-    records = [{"label": labels[n], "text": text, "id": n} for n, text in enumerate(texts)]
-    cells = [[*map(str, record.values())] for record in records]
-    if suffix in (".csv", ".tsv"):
-        write_csv(path, ["label", "text", "id"], cells, delimiter="," if suffix == ".csv" else "\t")
-    elif suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path)
-    elif suffix == ".txt":
-        path.write_text("".join(f"{text}\n" for text in texts))
-    else:
-        lines = [json.dumps(record) for record in records]
-        path.write_text("\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]")
-    assert predict(folder / "reviews", path) == 0
-    made = output(capsys)
-    assert [one["text"] for one in made] == texts
-    if suffix != ".txt":
-        assert [one["gold"] for one in made] == labels
-        assert [str(one["id"]) for one in made] == ["0", "1", "2"]
-    assert len({one["score"] for one in made}) == 3
-    for one, text in zip(made, texts, strict=True):
-        assert predict(folder / "reviews", "--text", text) == 0
-        (alone,) = output(capsys)
-        assert alone["scores"] == pytest.approx(one["scores"], abs=1e-6)
 
 
 def test_unlabeled_files_and_pairs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from pretrain.common.errors import InputError
 BENCHMARKS = {
     "step": ("tests.bench.step", "useful tokens/s of a training step against transformers"),
     "prepare": ("tests.bench.prepare", "MB/s from raw text to token shards against tokenizers and datasets"),
-    "loader": ("tests.bench.loader", "sequences/s of the data loader against a Hugging Face collator"),
     "finetune": ("tests.bench.finetuning", "fine-tuning against transformers"),
     "workers": ("tests.bench.workers", "cost of Ray, DeepSpeed, tracking and a second worker"),
     "gpu": ("tests.bench.gpu", "training steps on this machine's GPU beside the limit of --dry-run --on"),

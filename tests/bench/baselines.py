@@ -28,15 +28,15 @@ from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import resolve_here, torch_dtype
-from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
-from tests.distributed import NullWatchdog, of_whole_tensors
+from tests.distributed import engine_of, of_whole_tensors
 
 OURS = "ours"
-# Variants of transformers: the attention, and whether torch.compile is used. Which is fastest depends on the machine.
-BASELINES = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
+# Variants of transformers: whether torch.compile is used. Which is fastest depends on the machine.
+BASELINES = ("sdpa", "sdpa-compiled")
 # Our model and batches in a plain torch loop: shows the overhead of the engine.
 BARE = "bare"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # torch device type
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,6 @@ class TrainerSpec:
 
     kind: str  # `OURS`, `BARE` or one of `BASELINES`
     config: PretrainConfig  # the run that it trains
-    device: str = "cpu"  # torch device type
-    threads: int = 0  # CPU threads; 0 keeps torch's default
     steps: int = 0  # batches to make before training starts; 0 makes each batch when it is needed
 
 
@@ -135,10 +133,8 @@ class _Worker:
     """Runs one trainer inside the process of `TrainerProcess`."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        if spec.threads:
-            torch.set_num_threads(spec.threads)
         torch.manual_seed(0)
-        self._spec, self._device = spec, torch.device(spec.device)
+        self._device = torch.device(DEVICE)
         shards = open_shards(spec.config.corpus.folder, "train")
         loader = Loader(shards, spec.config, 0, rank=0, world_size=1)
         self._steps: Iterator[StepBatch] = iter(loader)
@@ -155,7 +151,7 @@ class _Worker:
 
     def train(self, learning_rate: float) -> StepReport:
         step = next(self._steps).to(self._device)
-        prepared = self._trainer.prepare(step)
+        prepared = self._trainer.prepare(step) if isinstance(self._trainer, TransformersTrainer) else step
         self._synchronize()
         started = time.perf_counter()
         loss = self._trainer.train(prepared, learning_rate)  # pyright: ignore[reportArgumentType]
@@ -178,19 +174,11 @@ class EngineTrainer:
     """This project's engine on one worker."""
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
-        self._engine = Engine(
-            PretrainingModel(
-                config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compiled
-            ),
-            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
-            config.engine,
-            NullWatchdog(),
+        model = PretrainingModel(
+            config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compiled
         )
+        self._engine = engine_of(model, config.optimizer, config.weight_decay(0), **config.engine.model_dump())
         self._engine.module.train()
-
-    def prepare(self, step: StepBatch) -> StepBatch:
-        """The step in the form that `train` expects; not timed."""
-        return step
 
     def train(self, step: StepBatch, learning_rate: float) -> float:
         """One optimizer step; returns its loss."""
@@ -221,10 +209,6 @@ class PlainLoopTrainer:
         named = dict(model.named_parameters())
         self._weights = [named[name] for group in groups for name in group["names"]]
 
-    def prepare(self, step: StepBatch) -> StepBatch:
-        """The step in the form that `train` expects; not timed."""
-        return step
-
     def train(self, step: StepBatch, learning_rate: float) -> float:
         """One optimizer step; returns its loss."""
         total = 0.0
@@ -247,19 +231,14 @@ class PlainLoopTrainer:
 
 
 class TransformersTrainer:
-    """transformers with autocast to the config's precision and fused AdamW, padded to the longest sequence of a batch.
-
-    Args:
-        kind: one of `BASELINES`: "eager" or "sdpa" attention, with the suffix "-compiled" for torch.compile.
-    """
+    """transformers with autocast to the config's precision and fused AdamW, padded to the batch's longest sequence."""
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int, device: torch.device, kind: str) -> None:
-        attention, _, compiled = kind.partition("-")
         self._device, dtype = device, torch_dtype(config.engine.precision)
         self._autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not torch.float32)
-        self._model = _their_model(config, vocabulary_size, attention).to(device)
+        self._model = _their_model(config, vocabulary_size).to(device)
         self._model.train()
-        self._forward = torch.compile(self._model, dynamic=True) if compiled else self._model
+        self._forward = torch.compile(self._model, dynamic=True) if kind.endswith("compiled") else self._model
         settings = config.optimizer
         self._optimizer = torch.optim.AdamW(
             hf_parameter_groups(self._model, settings.weight_decay),
@@ -289,7 +268,7 @@ class TransformersTrainer:
         return total
 
 
-def _their_model(config: PretrainConfig, vocabulary_size: int, attention: str) -> Any:
+def _their_model(config: PretrainConfig, vocabulary_size: int) -> Any:
     """transformers' BERT with our shape and random weights, with the heads of both losses."""
     import transformers
 
@@ -301,7 +280,7 @@ def _their_model(config: PretrainConfig, vocabulary_size: int, attention: str) -
         "num_attention_heads": shape.heads,
         "intermediate_size": shape.intermediate,
         "max_position_embeddings": shape.max_positions,
-        "attn_implementation": attention,
+        "attn_implementation": "sdpa",
     }
     values |= {"hidden_dropout_prob": shape.hidden_dropout, "attention_probs_dropout_prob": shape.attention_dropout}
     return transformers.BertForPreTraining(transformers.BertConfig(**values))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,12 @@ _WARM_UP = 0.1  # fraction of the steps excluded from the speed: compilation, al
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison; print one line per run and a summary, or JSON with `--json`."""
+    """Run the comparison; print one line per run and a summary."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench finetune", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
     parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="initial checkpoint")
     parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
     options = parser.parse_args(argv)
     overrides = [*options.set, *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else [])]
@@ -53,13 +53,12 @@ def main(argv: Sequence[str]) -> int:
     if options.peer:
         Path(options.peer).write_text(json.dumps(_train_baseline(config)))
         return 0
-    result = compare(config, options.seeds, quiet=options.json)
-    print(json.dumps(result) if options.json else summary(result))
+    print(summary(compare(config, options.seeds)))
     return 0
 
 
-def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
-    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}.
+def compare(config: FinetuneConfig, seeds: int) -> dict[str, list[dict[str, Any]]]:
+    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"metric", "score", "examples_per_second"}.
 
     Raises:
         InputError: the config has settings that the Trainer lacks, no dev set, or a checkpoint that transformers lacks.
@@ -72,9 +71,8 @@ def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[
         for seed in range(config.seed, config.seed + seeds):
             for kind, run in ((OURS, _run_ours), (BASELINE, _run_baseline)):
                 runs[kind].append(run(config, seed, Path(folder) / f"{kind}-{seed}"))
-                if not quiet:
-                    print(_line(kind, seed, runs[kind][-1]), flush=True)
-    return {"config": config.model_dump(mode="json"), **runs}
+                print(_line(kind, seed, runs[kind][-1]), flush=True)
+    return runs
 
 
 def _check(config: FinetuneConfig) -> None:
@@ -115,10 +113,7 @@ def _start_folder(config: FinetuneConfig) -> Path:
 
 
 def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
-    return (
-        f"{kind:<8} seed {seed}   {run['metric']} {run['score']:.4f}   {run['examples_per_second']:8.1f} examples/s   "
-        f"{run['seconds']:.0f} s in all"
-    )
+    return f"{kind:<8} seed {seed}   {run['metric']} {run['score']:.4f}   {run['examples_per_second']:8.1f} examples/s"
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -138,7 +133,6 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
     path = write_result(config, seed, folder)
     _call(["finetune.cli", "finetune", str(path), "--no-ray"])
     scores = json.loads((folder / SCORES).read_text())
@@ -151,16 +145,14 @@ def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]
         "metric": scores["metric"],
         "score": next(iter(scores["scores"].values()))[scores["metric"]],
         "examples_per_second": examples / seconds,
-        "seconds": time.perf_counter() - began,
     }
 
 
 def _run_baseline(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
-    began = time.perf_counter()
     path = write_result(config, seed, folder)
     result = folder.with_suffix(".json")
     _call(["tests.bench", "finetune", str(path), "--peer", str(result)])
-    return {**json.loads(result.read_text()), "seconds": time.perf_counter() - began}
+    return json.loads(result.read_text())
 
 
 def write_result(config: FinetuneConfig, seed: int, folder: Path) -> Path:
@@ -212,7 +204,7 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     )
     trainer.train()
     windows = task.windows(held_out, encoder, training=False)
-    logits = _predict(model.eval(), collate, windows, task.outputs, config.engine.precision)
+    logits = _predict(trainer, windows, task.head, task.outputs)
     task.tune(held_out, windows, logits)
     predictions = task.decode(held_out, windows, logits)
     return {
@@ -317,39 +309,15 @@ def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool,
     return batch
 
 
-def _predict(
-    model: Any, collate: Callable[..., dict[str, Any]], windows: Any, outputs: int, precision: str
-) -> np.ndarray:
-    """float32 [R, C]: logits of the query positions, with autocast as in the Trainer's evaluation."""
-    import torch
-
+def _predict(trainer: Any, windows: Any, head: str, outputs: int) -> np.ndarray:
+    """float32 [R, C]: logits of the query positions."""
+    bounds = list(itertools.pairwise(windows.starts))
+    given = [{"input_ids": windows.ids[a:b].tolist(), "token_type_ids": windows.types[a:b].tolist()} for a, b in bounds]
+    made = trainer.predict(given).predictions
+    made = np.stack(made, -1) if head == "spans" else made
     logits = np.zeros((len(windows.queries), outputs), np.float32)
     queries_of = np.searchsorted(windows.queries, windows.starts)
-    order = np.argsort(np.diff(windows.starts), kind="stable")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    autocast = torch.autocast(model.device.type, dtype, enabled=dtype is not None)
-    with torch.inference_mode(), autocast:
-        for first in range(0, len(order), 32):
-            members = order[first : first + 32]
-            features = [
-                {
-                    "input_ids": windows.ids[windows.starts[n] : windows.starts[n + 1]].tolist(),
-                    "token_type_ids": windows.types[windows.starts[n] : windows.starts[n + 1]].tolist(),
-                }
-                for n in members
-            ]
-            output = model(**{key: value.to(model.device) for key, value in collate(features).items()})
-            for place, n in enumerate(members):
-                rows = slice(queries_of[n], queries_of[n + 1])
-                where = windows.queries[rows] - windows.starts[n]
-                if "logits" in output:
-                    values = output.logits[place]
-                    made = values[None] if values.dim() == 1 else values[where]
-                else:
-                    made = torch.stack([output.start_logits[place], output.end_logits[place]], -1)[where]
-                logits[rows] = made.float().cpu().numpy()
+    for number, (begin, _) in enumerate(bounds):
+        rows = slice(queries_of[number], queries_of[number + 1])
+        logits[rows] = made[number] if head == "sequence" else made[number][windows.queries[rows] - begin]
     return logits
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -36,11 +36,9 @@ from pretrain.planning.work import phase_work
 from pretrain.run import session
 from pretrain.run.forward_backward import ForwardBackward
 from pretrain.run.train import full_batch
-from pretrain.training.engine import Engine
-from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.bench import aligned
 from tests.bench.baselines import bench_config
-from tests.distributed import NullWatchdog
+from tests.distributed import engine_of
 
 _WARM_UP = 5  # steps that compile the model and allocate memory
 BLOCKS = 5  # of steps, between which the host waits for the GPU
@@ -204,12 +202,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     on_gpu = device.type == "cuda"
     objective = MaskedTokens(config, case.vocabulary)
     objective.build(read_frozen)
-    engine = Engine(
-        objective.model,
-        lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
-        config.engine,
-        NullWatchdog(),
-    )
+    engine = engine_of(objective.model, config.optimizer, config.weight_decay(0), **config.engine.model_dump())
     engine.module.train()
     micro = full_batch(config, [case.length] * case.sequences, case.vocabulary)
     sizes = case.sequences, case.sequences * case.length, len(micro.masked_rows)

@@ -101,7 +101,9 @@ def _changed(node: ast.expr) -> ast.expr | None:
     if isinstance(new, ast.Compare) and type(new.ops[0]) in _SWAPS:
         new.ops[0] = _SWAPS[type(new.ops[0])]()
     elif isinstance(new, ast.BinOp) and type(new.op) in _SWAPS and not isinstance(new.left, ast.JoinedStr):
-        if any(isinstance(side, ast.Constant) and not isinstance(side.value, int | float) for side in _sides(new)):
+        if any(
+            isinstance(side, ast.Constant) and not isinstance(side.value, int | float) for side in (new.left, new.right)
+        ):
             return None
         new.op = _SWAPS[type(new.op)]()
     elif isinstance(new, ast.BoolOp):
@@ -115,10 +117,6 @@ def _changed(node: ast.expr) -> ast.expr | None:
     else:
         return None
     return new
-
-
-def _sides(node: ast.BinOp) -> tuple[ast.expr, ast.expr]:
-    return node.left, node.right
 
 
 def sample(per_room: int, seed: int, rooms: list[str]) -> list[Mutant]:

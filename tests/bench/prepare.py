@@ -1,135 +1,118 @@
-"""`bench prepare`: raw text to token shards with ours, tokenizers and datasets, alternating, on all cores.
+"""`bench prepare`: raw text to token shards with ours, datasets and tokenizers, alternating, on all cores.
 
-Two comparisons over the same WikiExtractor file, with the same vocabulary for all:
+All take the same WikiExtractor file and vocabulary, and are measured in MB/s of the raw file:
 
-- The whole preparation, in MB/s of the raw file. Ours is `prepare`, from the file to the manifest, with the start of
-  its processes. The baseline is run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts,
-  caching off. It starts from documents that are already extracted and in Arrow, and makes no sentences, no duplicate
-  check and no hashes.
-- Tokenizing only, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
-  table of words. The baseline is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
-
---check-ids compares every sentence's ids with transformers' BertTokenizer instead.
+- `prepare`, from the file to the manifest, with the start of its processes.
+- run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts, caching off. It starts from
+  documents that are already extracted and in Arrow, and makes no sentences, no duplicate check and no hashes.
+- `tokenizers.Tokenizer.encode_batch_fast` alone, of sentences that are already split and in memory. Its ids are not
+  even copied out.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
 import json
+import multiprocessing
+import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from pretrain.common.commands import local_path, positive_int, program
 from pretrain.common.errors import InputError, MachineError
-from tests.bench import prepare_programs as programs
+from pretrain.common.files import read_manifest
+from pretrain.config import PretrainConfig, SourceConfig
+from pretrain.corpus import prepare, sources
+from pretrain.corpus.inputs import Problems
+from pretrain.corpus.sentences import split_sentences
 
-_SHOWN_MISMATCHES = 5
+SEQUENCE_LENGTH = 512  # what group_texts cuts to
+_LANGUAGE = "en"
+_UNLIMITED = 10**9  # tokens, so that transformers does not warn of long documents
+_BATCH_SENTENCES = 10_000  # for encode_batch_fast
+_BASELINES = ("tokenizers", "datasets", "transformers")
 
 
 def main(argv: list[str]) -> int:
-    """Run the comparison, or the requested checks, and print a table, or JSON with `--json`."""
+    """Run the comparison and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
     if importlib.util.find_spec("transformers") is None:
         raise MachineError("bench prepare: transformers is not installed. Install the extra: pip install -e .[bench].")
-    result: dict[str, Any] = {"cores": programs.cores(), "versions": _versions()}
+    file: Path = options.file
+    if not file.is_file():
+        raise InputError(f"--file: {file}: not found, or not a file.")
+    versions = {name: importlib.metadata.version(name) for name in _BASELINES}
+    result: dict[str, Any] = {"cores": cores(), "versions": versions}
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
-        scratch = Path(folder)
-        file = options.file
-        if not file.is_file():
-            raise InputError(f"--file: {file}: not found, or not a file.")
-        result["file"] = {"path": str(file), "megabytes": file.stat().st_size / 1e6}
-        vocabulary = programs.Vocabulary.trained(file, scratch)
-        if options.check_ids:
-            result["ids"] = check_ids(file, vocabulary)
-        else:
-            result |= compare(file, vocabulary, scratch, options.repeats)
+        result |= compare(file, Path(folder), options.repeats)
     print(json.dumps(result) if options.json else "\n".join(_lines(result)))
-    return 1 if options.check_ids and result["ids"]["mismatches"] else 0
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{program()} bench prepare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--file", type=local_path, required=True, help="WikiExtractor file")
     parser.add_argument("--repeats", type=positive_int, default=5, help="repetitions; the median is reported")
-    parser.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 
-def _versions() -> dict[str, str]:
-    names = ("tokenizers", "datasets", "transformers")
-    return {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
-
-
-def check_ids(file: Path, vocabulary: programs.Vocabulary) -> dict[str, Any]:
-    """Our ids of every sentence against transformers' BertTokenizer: counts, and the first mismatches."""
-    theirs = vocabulary.transformers_tokenizer()
-    texts = ("\n".join(lines) for lines in programs.read_documents(file) if lines)
-    checked, mismatches, examples = 0, 0, []
-    for batch, tokens, offsets in programs.token_batches(texts, vocabulary.tokenizer()):
-        sentences = "\n".join(batch).split("\n")
-        encoded = theirs(sentences, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
-        bounds = itertools.pairwise(offsets.tolist())
-        for sentence, wanted, (begin, end) in zip(sentences, encoded["input_ids"], bounds, strict=True):
-            ours = tokens[begin:end].tolist()
-            if ours != wanted:
-                mismatches += 1
-                if len(examples) < _SHOWN_MISMATCHES:
-                    examples.append({"sentence": sentence, "ours": ours, "transformers": wanted})
-        checked += len(sentences)
-    return {"sentences": checked, "mismatches": mismatches, "examples": examples}
-
-
-def compare(file: Path, vocabulary: programs.Vocabulary, scratch: Path, repeats: int) -> dict[str, Any]:
-    """All four, alternating: MB/s with ranges, and the ratios of each pair."""
-    documents = list(programs.read_documents(file))
-    sentences = list(itertools.chain.from_iterable(documents))
-    raw, text = file.stat().st_size / 1e6, sum(len(sentence.encode()) for sentence in sentences) / 1e6
-    with (
-        programs.Preparation(file, vocabulary) as preparation,
-        programs.OwnTokenizers(documents, vocabulary) as own_tokenizers,
-        programs.DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
-    ):
-        compared: dict[str, programs.Program] = {
-            "prepare": preparation,
-            "datasets": datasets_map,
-            "tokenize": own_tokenizers,
-            "tokenizers": programs.EncodeBatch(sentences, vocabulary),
+def compare(file: Path, scratch: Path, repeats: int) -> dict[str, Any]:
+    """All three, alternating: MB/s with ranges, and the ratios to ours."""
+    vocabulary, documents = scratch / "trained", scratch / "documents"
+    _prepare(settings_for(file, vocabulary))
+    texts = list(read_documents(file))
+    sentences = list(itertools.chain.from_iterable(texts))
+    _write_dataset(texts, documents)
+    megabytes = file.stat().st_size / 1e6
+    # Our process has no threads and none of the baselines' libraries, like that of the command line, so that it forks.
+    with _process(int) as ours, _process(_load_dataset, documents, vocabulary) as theirs:
+        compared: dict[str, Callable[[Path], int]] = {
+            "prepare": lambda folder: ours.submit(_prepare, settings_for(file, folder, vocabulary)).result(),
+            "datasets": lambda folder: theirs.submit(_map_dataset, folder).result(),
+            "tokenizers": functools.partial(_encode, _tokenizer(vocabulary), sentences),
         }
         seconds, tokens = _alternate(compared, scratch / "output", repeats)
-    megabytes = {"prepare": raw, "datasets": raw, "tokenize": text, "tokenizers": text}
     return {
+        "file": str(file),
+        "megabytes": megabytes,
         "sentences": len(sentences),
         "repeats": repeats,
         "speed": {
             name: {
-                "megabytes": megabytes[name],
                 "tokens": tokens[name],
                 "seconds": statistics.median(values),
-                "mb_per_second": megabytes[name] / statistics.median(values),
-                "spread": [megabytes[name] / max(values), megabytes[name] / min(values)],
+                "mb_per_second": megabytes / statistics.median(values),
+                "spread": [megabytes / max(values), megabytes / min(values)],
             }
             for name, values in seconds.items()
         },
         "ratios": {
-            f"{ours} / {baseline}": _ratio(seconds[ours], seconds[baseline])
-            for ours, baseline in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenize", "tokenizers"))
+            f"prepare / {baseline}": _ratio(seconds["prepare"], seconds[baseline])
+            for baseline in ("datasets", "tokenizers")
         },
     }
 
 
 def _alternate(
-    compared: dict[str, programs.Program], output: Path, repeats: int
+    compared: dict[str, Callable[[Path], int]], output: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of every repetition and tokens of each program. The first round warms up and does not count."""
+    """Seconds of every repetition and tokens of each program, which works into an empty folder.
+
+    The first round warms up and does not count.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in compared}
     tokens: dict[str, int] = {}
     for number in range(repeats + 1):
@@ -151,34 +134,118 @@ def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    file = result["file"]
-    yield f"{file['path']}: {file['megabytes']:.1f} MB, {result['cores']} cores, {versions}"
-    if "speed" in result:
-        yield from _speed_lines(result)
-    if "ids" in result:
-        yield from _id_lines(result["ids"])
-
-
-def _speed_lines(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['file']}: {result['megabytes']:.1f} MB, {result['cores']} cores, {versions}"
     names = {
         "prepare": "ours: prepare, raw file to shards",
         "datasets": "datasets: map of tokenizer and group_texts",
-        "tokenize": "ours: tokenizing only",
         "tokenizers": "tokenizers: encode_batch_fast only",
     }
-    yield f"{'':44}{'MB/s':>8}{'spread':>16}{'seconds':>9}{'of MB':>8}{'tokens':>13}"
+    yield f"{'':44}{'MB/s':>8}{'spread':>16}{'seconds':>9}{'tokens':>13}"
     for name, row in result["speed"].items():
         low, high = row["spread"]
         yield (
             f"{names[name]:44}{row['mb_per_second']:8.1f}{f'({low:.1f}-{high:.1f})':>16}{row['seconds']:9.2f}"
-            f"{row['megabytes']:8.1f}{row['tokens']:13,}"
+            f"{row['tokens']:13,}"
         )
     for pair, ratio in result["ratios"].items():
         low, high = ratio["spread"]
         yield f"{pair}: {ratio['median']:.1f} times ({low:.1f}-{high:.1f})"
 
 
-def _id_lines(ids: dict[str, Any]) -> Iterator[str]:
-    yield f"ids against BertTokenizer: {ids['sentences']:,} sentences, {ids['mismatches']:,} mismatches"
-    for example in ids["examples"]:
-        yield f"  {example['sentence']!r}: ours {example['ours']}, transformers {example['transformers']}"
+def settings_for(file: Path, folder: Path, vocabulary: Path | None = None) -> dict[str, Any]:
+    """A run's settings that prepare `file` in `folder`; a vocabulary is trained unless given."""
+    given = {"path": str(vocabulary)} if vocabulary else {}
+    source = {"kind": "wikiextractor", "path": str(file)}
+    corpus = {"dir": str(folder), "sources": [source], "vocabulary": given, "language": _LANGUAGE}
+    phase = {"sequence_length": SEQUENCE_LENGTH, "global_sequences": 1, "steps": 1, "peak_learning_rate": 1e-4}
+    return {"name": "bench", "corpus": corpus, "phases": [phase]}
+
+
+def read_documents(file: Path) -> Iterator[list[str]]:
+    """The sentences of each document of a WikiExtractor file, as our preparation splits them."""
+    source, problems = SourceConfig(kind="wikiextractor", path=str(file)), Problems()
+    for number, item in enumerate(sources.find_inputs(source, "--file")):
+        for chunk in sources.cut(source, 0, number, item):
+            for text in sources.documents(chunk, problems):
+                lines = "\n".join(split_sentences(text, _LANGUAGE)).split("\n")
+                yield [line for line in lines if line.strip(" \t\r")]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _process(make_ready: Callable[..., object], *arguments: Any) -> ProcessPoolExecutor:
+    """A process that is made ready once and then waits for the next round."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), make_ready, arguments)
+
+
+def _prepare(settings: dict[str, Any]) -> int:
+    """Our whole preparation; returns the number of tokens."""
+    config = PretrainConfig.model_validate(settings)
+    prepare.prepare(config, quiet=True)
+    return sum(shard["tokens"] for shard in read_manifest(config.corpus.folder)["shards"])
+
+
+def _tokenizer(vocabulary: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(vocabulary / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, sentences: list[str], _: Path) -> int:
+    """`tokenizers` on all cores: its threads share the sentences of this process; returns the number of tokens."""
+    batches = (sentences[start : start + _BATCH_SENTENCES] for start in range(0, len(sentences), _BATCH_SENTENCES))
+    return sum(len(one) for batch in batches for one in tokenizer.encode_batch_fast(batch, add_special_tokens=False))
+
+
+def _write_dataset(texts: list[list[str]], folder: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": ["\n".join(lines) for lines in texts]}).save_to_disk(folder)
+
+
+_held: Any = None  # what this process was made ready with
+
+
+def _load_dataset(folder: Path, vocabulary: Path) -> None:
+    """Get ready for run_mlm's preprocessing. Special tokens written out are ordinary characters, as for us."""
+    global _held
+    import datasets
+    import transformers
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # num_proc is the parallelism; further threads would slow it down
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    transformers.logging.set_verbosity_error()
+    tokenizer = transformers.BertTokenizer.from_pretrained(
+        vocabulary, split_special_tokens=True, model_max_length=_UNLIMITED
+    )
+    _held = datasets.load_from_disk(folder), tokenizer
+
+
+def _map_dataset(folder: Path) -> int:
+    """Tokenize and group the held dataset into files in `folder`; returns the number of tokens."""
+    dataset, tokenizer = _held
+
+    def tokenize(examples: dict[str, list[str]]) -> Any:
+        return tokenizer(examples["text"], return_special_tokens_mask=True)
+
+    settings = {"batched": True, "num_proc": cores() if cores() > 1 else None, "load_from_cache_file": False}
+    tokenized = dataset.map(tokenize, remove_columns=["text"], cache_file_name=str(folder / "tokens.arrow"), **settings)
+    grouped = tokenized.map(group_texts, cache_file_name=str(folder / "sequences.arrow"), **settings)
+    return len(grouped) * SEQUENCE_LENGTH
+
+
+def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    """run_mlm's own: all documents of a batch end to end, cut to full sequences; the rest is dropped."""
+    joined = {name: list(itertools.chain(*rows)) for name, rows in examples.items()}
+    total = len(joined["input_ids"]) // SEQUENCE_LENGTH * SEQUENCE_LENGTH
+    return {
+        name: [row[start : start + SEQUENCE_LENGTH] for start in range(0, total, SEQUENCE_LENGTH)]
+        for name, row in joined.items()
+    }

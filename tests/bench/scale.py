@@ -7,13 +7,10 @@ The corpus is synthetic; a tenth of the sequences is short, as in a run.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,65 +27,40 @@ RANKS = (8, 64, 256, 1024, 4096)
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print a table, or JSON with `--json`."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench scale", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=positive_int, nargs="+", default=RANKS, help="numbers of simulated ranks")
     parser.add_argument("--sequences", type=positive_int, default=64, help="sequences of each rank in a step")
     parser.add_argument("--length", type=positive_int, default=128, help="sequence length")
     parser.add_argument("--repeats", type=positive_int, default=5, help="steps; the fastest is reported")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         shards = synthetic_corpus(Path(scratch))
         rows = [measure(shards, ranks, options.sequences, options.length, options.repeats) for ranks in options.ranks]
-    print(json.dumps({"scale": rows}) if options.json else _table(rows))
+    lines = [["ranks", "sequences", "a share", "max/mean", "memory"], *rows]
+    print("\n".join(aligned(lines, range(len(lines[0])))))
     return 0
 
 
-def measure(shards: TokenShards, ranks: int, each: int, length: int, repeats: int) -> dict[str, Any]:
-    """The work of the middle one of `ranks` for a step of `each` sequences a rank; seconds and bytes."""
+def measure(shards: TokenShards, ranks: int, each: int, length: int, repeats: int) -> list[str]:
+    """The row of the middle one of `ranks` for a step of `each` sequences a rank."""
     sequences = ranks * each
-    opened = time.process_time()
-    maker = _maker(shards, ranks, each, length, whole_word=False)
-    opened = time.process_time() - opened
-    words = _maker(shards, ranks, each, length, whole_word=True)
+    phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": 1e-4}
+    engine = {"micro_batch_tokens": each * length}
+    config = validated({"name": "bench", "corpus": {"dir": "nowhere"}, "phases": [phase], "engine": engine})
+    maker = BatchMaker(shards, config, 0, seed=0, rank=ranks // 2, world_size=ranks)
     tracemalloc.start()
     maker.share(0, sequences)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return {
-        "ranks": ranks,
-        "sequences": sequences,
-        "open_seconds": opened,
-        "share_seconds": _fastest(lambda number: maker.share(number * sequences, sequences), repeats),
-        "whole_word_seconds": _fastest(lambda number: words.share(number * sequences, sequences), repeats),
-        "peak_bytes": peak,
-        "tokens_max_over_mean": _imbalance(maker, sequences),
-    }
-
-
-def _maker(shards: TokenShards, ranks: int, each: int, length: int, *, whole_word: bool) -> BatchMaker:
-    phase = {"sequence_length": length, "global_sequences": ranks * each, "steps": 10**9, "peak_learning_rate": 1e-4}
-    config = validated(
-        {
-            "name": "bench",
-            "corpus": {"dir": "nowhere"},
-            "phases": [phase],
-            "masking": {"scheme": "whole_words" if whole_word else "tokens"},
-            "engine": {"micro_batch_tokens": each * length},
-        }
-    )
-    return BatchMaker(shards, config, 0, seed=0, rank=ranks // 2, world_size=ranks)
-
-
-def _fastest(work: Callable[[int], object], repeats: int) -> float:
     seconds = []
-    for number in range(repeats + 1):
+    for number in range(1, repeats + 1):
         start = time.process_time()
-        work(number)
+        maker.share(number * sequences, sequences)
         seconds.append(time.process_time() - start)
-    return min(seconds[1:])
+    work = [f"{1000 * min(seconds):.1f} ms", f"{_imbalance(maker, sequences):.4f}", f"{peak / 1e6:.1f} MB"]
+    return [f"{ranks:,}", f"{sequences:,}", *work]
 
 
 def _imbalance(maker: BatchMaker, sequences: int) -> float:
@@ -100,13 +72,3 @@ def _imbalance(maker: BatchMaker, sequences: int) -> float:
         loads.append(np.bincount(rank, weights=plan.lengths[assignment.descending], minlength=part.ranks))
     tokens = np.concatenate(loads)
     return float(tokens.max() / tokens.mean())
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [["ranks", "sequences", "a share", "whole words", "max/mean", "memory", "open"]]
-    for row in rows:
-        share, words, opened = (1000 * row[f"{name}_seconds"] for name in ("share", "whole_word", "open"))
-        counts = [f"{row['ranks']:,}", f"{row['sequences']:,}", f"{share:.1f} ms", f"{words:.1f} ms"]
-        imbalance, memory = row["tokens_max_over_mean"], row["peak_bytes"] / 1e6
-        lines.append([*counts, f"{imbalance:.4f}", f"{memory:.1f} MB", f"{opened:.0f} ms"])
-    return "\n".join(aligned(lines, range(len(lines[0]))))

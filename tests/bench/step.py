@@ -1,7 +1,7 @@
 """`bench step`: training throughput of ours and of transformers' BERT on the same batches.
 
-Baselines (`--peers`): transformers with eager or scaled-dot-product attention, with or without torch.compile,
-autocast to the same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's
+Baselines (`--peers`): transformers with scaled-dot-product attention, with or without torch.compile, autocast to the
+same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's
 engine (DeepSpeed ZeRO-1 on one worker) on the same sequences without padding. Each runs in its own process, and only
 one works at a time. Throughput counts the tokens of the sequences, never padding. The reported ratio is to the fastest
 baseline.
@@ -13,22 +13,20 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.loader import Loader
 from pretrain.common.commands import positive_int, program
-from pretrain.common.errors import InputError
-from pretrain.config import Precision, PretrainConfig
-from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.config import Precision
+from pretrain.corpus.shards import open_shards
 from pretrain.model.precision import measure_matmul
 from pretrain.objectives import objective_of
-from tests.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
+from tests.bench.baselines import BARE, BASELINES, DEVICE, OURS, TrainerProcess, TrainerSpec, bench_config
 
 LEARNING_RATE = 1e-4
 WARM_UP = 3  # untimed steps, which compile the model and allocate memory
@@ -37,14 +35,9 @@ WARM_UP = 3  # untimed steps, which compile the model and allocate memory
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
-    if options.threads < 0:
-        raise InputError(f"--threads: {options.threads}; expected a whole number from 0.")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
     results = []
     for size, length in itertools.product(options.sizes, options.lengths):
-        results.append(compare(size, length, options, device))
+        results.append(compare(size, length, options))
         if not options.json:
             print(_row(results[-1]), flush=True)
     if options.json:
@@ -52,36 +45,33 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def compare(size: str, length: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def compare(size: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
     """One model size at one sequence length: medians over the timed steps, as JSON values.
 
-    `mfu` is the model FLOPs utilization of our engine (`pretrain.run.metrics`). `mfu_full_last_layer` also counts
-    the rows that our last layer skips, as the usual definition does.
+    `mfu` is the model FLOPs utilization of our engine (`pretrain.run.metrics`).
     """
     shards = open_shards(Path(options.corpus), "train")
     sequences = max(1, options.tokens // length)
-    config = bench_config(
-        options.corpus, size, length, sequences, precision=options.precision, hidden_dropout=options.dropout
-    )
+    config = bench_config(options.corpus, size, length, sequences, precision=options.precision)
     precision = config.engine.resolved_precision
     count = options.repeats + WARM_UP
     kinds = (OURS, *options.peers)
-    specs = {
-        kind: TrainerSpec(kind, config, device=device.type, threads=options.threads, steps=count) for kind in kinds
-    }
-    timings = _measure(specs, count, precision)
-    steps = _steps(shards, config, count)[WARM_UP:]
+    timings = _measure({kind: TrainerSpec(kind, config, steps=count) for kind in kinds}, count, precision)
+    loader = Loader(shards, config, 0, rank=0, world_size=1)
+    steps = [next(loader) for _ in range(count)][WARM_UP:]
+    loader.close()
     tokens = sum(step.tokens for step in steps)
     seconds = timings.seconds_per_token
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
     # Utilization for each FLOP that a token costs.
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
-    counted = objective_of(config, shards.vocabulary_size)
-    flops_per_token = _sum(counted.model_flops, steps) / tokens
+    model_flops = objective_of(config, shards.vocabulary_size).model_flops
+    batches = [batch for step in steps for batch in step.micro_batches]
+    flops_per_token = sum(model_flops(batch.lengths, len(batch.masked_rows)) for batch in batches) / tokens
     return {
         "size": size,
         "length": length,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
         "precision": precision,
         "sequences_per_step": sequences,
         "mean_tokens": tokens / (sequences * options.repeats),
@@ -93,7 +83,6 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         "matmul_peak_gflops": statistics.median(timings.matmul_peaks) / 1e9,
         "mfu": flops_per_token * statistics.median(per_flop),
         "mfu_spread": [flops_per_token * per_flop[0], flops_per_token * per_flop[-1]],
-        "mfu_full_last_layer": _sum(counted.useful_flops, steps) / tokens * statistics.median(per_flop),
     }
 
 
@@ -110,7 +99,6 @@ def _measure(specs: dict[str, TrainerSpec], count: int, precision: Precision) ->
     """Train `count` steps with every trainer in alternation; the first `WARM_UP` are not timed."""
     trainers = {kind: TrainerProcess(spec) for kind, spec in specs.items()}
     timings = _Timings({kind: [] for kind in trainers}, {kind: [] for kind in trainers})
-    device = specs[OURS].device
     for number in range(count):
         for kind in sorted(trainers, reverse=bool(number % 2)):
             report = trainers[kind].train(LEARNING_RATE)
@@ -119,7 +107,7 @@ def _measure(specs: dict[str, TrainerSpec], count: int, precision: Precision) ->
                 timings.losses[kind].append(report.loss)
         if number >= WARM_UP:
             # The machine's speed varies, so its matmul peak is measured with every step.
-            timings.matmul_peaks.append(measure_matmul(device, precision))
+            timings.matmul_peaks.append(measure_matmul(DEVICE, precision))
     for trainer in trainers.values():
         trainer.close()
     return timings
@@ -129,18 +117,6 @@ def _ratio(baseline: Sequence[float], ours: Sequence[float]) -> list[float]:
     """[median, lowest, highest] of baseline time / our time, step by step."""
     ratios = [a / b for a, b in zip(baseline, ours, strict=True)]
     return [statistics.median(ratios), min(ratios), max(ratios)]
-
-
-def _steps(shards: TokenShards, config: PretrainConfig, count: int) -> list[StepBatch]:
-    loader = Loader(shards, config, 0, rank=0, world_size=1)
-    steps = [step for _, step in zip(range(count), loader, strict=False)]
-    loader.close()
-    return steps
-
-
-def _sum(count: Callable[[Sequence[float], float], float], steps: list[StepBatch]) -> float:
-    batches: list[MicroBatch] = [batch for step in steps for batch in step.micro_batches]
-    return sum(count(batch.lengths, len(batch.masked_rows)) for batch in batches)
 
 
 def _row(result: dict[str, Any]) -> str:
@@ -173,18 +149,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers",
         nargs="+",
-        default=["sdpa", "eager"],
+        default=list(BASELINES),
         choices=(*BASELINES, BARE),
         help="baselines: variants of transformers; bare is our model in a plain torch loop",
     )
-    parser.add_argument("--dropout", type=float, default=0.1, help="hidden dropout of all; 0 disables it")
     parser.add_argument(
         "--precision",
         choices=["auto", "bf16", "fp16", "fp32"],
         default="auto",
         help="precision of all (default: auto, the fastest on this machine)",
     )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 keeps torch's default")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser

@@ -31,15 +31,16 @@ from tests.bench import environment
 
 _KINDS, _PLACES, _TOKENS, _DOCUMENT, _SENTENCE = 10, 100, 1 << 20, 512, 32
 _SEQUENCES, _VOCABULARY, _ADDRESS = 4096, 30_000, "s3://bucket/corpus"
+_MACHINES, _CACHE = 2, 10**9  # each with a cache of its own of so many bytes
 _SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 _HEADER, _WIDTHS = 128, {"tokens": 2, "sentences": 8, "documents": 16}  # bytes
 _LENGTHS = {"tokens": _TOKENS, "sentences": _TOKENS // _SENTENCE, "documents": _TOKENS // _DOCUMENT}
 
 
-def config(cache: int, steps: int) -> PretrainConfig:
+def config(steps: int) -> PretrainConfig:
     """The run that reads the corpus."""
     phase = {"sequence_length": 128, "global_sequences": _SEQUENCES, "steps": steps, "peak_learning_rate": 1e-3}
-    corpus = {"dir": _ADDRESS, "cache": cache}
+    corpus = {"dir": _ADDRESS, "cache": _CACHE}
     return PretrainConfig.model_validate(
         {"name": "stream", "corpus": corpus, "phases": [phase], "pairs": {"objective": "none"}}
     )
@@ -137,7 +138,7 @@ def _counts(manifest: dict[str, Any], blocks: int) -> tuple[str, bytes]:
     from pretrain.batches.cuts import Cutting
     from pretrain.corpus.shards import TokenShards, source_fingerprints
 
-    run = config(1, 1)
+    run = config(1)
     cutting = Cutting(126, 1, run.pairs.short_share, joined=False)
     shards = TokenShards(Path(), "", _VOCABULARY, {}, [], [], source_fingerprints(manifest))
     count = int(cutting.count(np.full(_LENGTHS["documents"], _DOCUMENT)).sum())
@@ -217,7 +218,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
         "gloo", init_method=f"file://{arguments.rendezvous}", rank=arguments.rank, world_size=arguments.ranks
     )
     imported, before = time.monotonic() - began, _memory()
-    run = config(arguments.cache, 10**9)
+    run = config(10**9)
     fetch_corpus(run.corpus)
     opened = time.monotonic() - began
     fetched, read_range = [], ObjectStore.read_range
@@ -236,7 +237,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
         rank=arguments.rank,
         world_size=arguments.ranks,
         start_step=arguments.step,
-        machines=arguments.machines,
+        machines=_MACHINES,
         exchange=exchange,
     )
     tokens, first, start, stalled = 0, 0.0, 0.0, 0.0
@@ -281,8 +282,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"{program()} bench stream", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--terabytes", type=float, default=1.0, help="size of the corpus (1)")
     parser.add_argument("--ranks", type=int, default=8, help="of all machines (8)")
-    parser.add_argument("--machines", type=int, default=2, help="each with a cache of its own (2)")
-    parser.add_argument("--cache", type=int, default=10**9, help="bytes of each machine's cache (1e9)")
     parser.add_argument("--rate", type=float, default=4e5, help="tokens/s to consume, over all ranks (4e5)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long each start reads (60)")
     parser.add_argument("--steps", type=int, nargs="*", default=[0, 800_000], help="where to start (0 800000)")
@@ -316,10 +315,10 @@ def _measure(arguments: argparse.Namespace) -> None:
 
 def _start(arguments: argparse.Namespace, this: list[str], scratch: Path, port: str, step: int) -> None:
     """All ranks from one step on."""
-    ranks, options = [], ("ranks", "machines", "cache", "rate", "seconds")
+    ranks, options = [], ("ranks", "rate", "seconds")
     given = [word for name in options for word in (f"--{name}", str(getattr(arguments, name)))]
     for rank in range(arguments.ranks):
-        machine = rank * arguments.machines // arguments.ranks
+        machine = rank * _MACHINES // arguments.ranks
         variables = {
             **environment(),
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
@@ -334,8 +333,8 @@ def _start(arguments: argparse.Namespace, this: list[str], scratch: Path, port: 
     print(f"from step {step:,}:")
     for result in results:
         print("  " + "  ".join(f"{name} {value}" for name, value in result.items()))
-    for machine in range(arguments.machines):
-        its = [one for one in results if one["rank"] * arguments.machines // arguments.ranks == machine]
+    for machine in range(_MACHINES):
+        its = [one for one in results if one["rank"] * _MACHINES // arguments.ranks == machine]
         files = (scratch / f"machine-{machine}").rglob(".streamed/*/*")
         used = sum(512 * path.stat().st_blocks for path in files)
         fetched = sum(one["fetched_mb"] for one in its)

@@ -20,9 +20,8 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_rev
 from finetune.training.config import load_config
 from pretrain.checkpoint import released
 from pretrain.common.errors import InputError, MachineError
-from pretrain.corpus.shards import open_shards
 from pretrain.planning.roofline import GPUS
-from tests.bench import finetuning, gpu, loader, workers
+from tests.bench import finetuning, gpu, workers
 from tests.bench.__main__ import BENCHMARKS, main
 from tests.bench.gpu import Case, gpu_of, host_reads, measure, table
 from tests.chaos import ROOT, wait_for
@@ -79,7 +78,7 @@ SMALL_RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL_RUNS)
 def test_every_other_benchmark_of_a_cpu_runs(name, tmp_path, monkeypatch, capsys) -> None:
-    """`speedrun` and `law` run in the default suite, `gpu` needs a GPU."""
+    """`speedrun` runs in the default suite, `gpu` needs a GPU."""
     monkeypatch.chdir(tmp_path)
     words, expected = SMALL_RUNS[name]
     if name in ("workers", "scale"):
@@ -96,24 +95,13 @@ def test_every_other_benchmark_of_a_cpu_runs(name, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.slow
-def test_loader_and_preparation_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["loader", "--sequences", "2", "--repeats", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["loader"][0]["sequences_per_second"]["ours"] > 0
+def test_preparation_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = "A sentence of some words & more. Another one follows it.\n\n" * 100
     documents = (f'<doc id="{n}" url="u" title="T{n}">\nT{n}\n\nNumber {n}. {body}</doc>\n' for n in range(20))
     (tmp_path / "wiki").write_text("".join(documents))
-    arguments = ["prepare", "--file", str(tmp_path / "wiki"), "--json"]
-    assert main([*arguments, "--repeats", "1"]) == 0
+    assert main(["prepare", "--file", str(tmp_path / "wiki"), "--repeats", "1", "--json"]) == 0
     speeds = json.loads(capsys.readouterr().out)["speed"]
-    assert speeds["tokenize"]["tokens"] == speeds["tokenizers"]["tokens"] == speeds["prepare"]["tokens"] > 0
-    assert main([*arguments, "--check-ids"]) == 0
-    assert json.loads(capsys.readouterr().out)["ids"]["mismatches"] == 0
-
-
-def test_a_corpus_of_less_than_a_batch_is_refused(tmp_path: Path) -> None:
-    shards = open_shards(make_corpus(tmp_path / "corpus", documents=4), "train")
-    with pytest.raises(InputError, match=r"fills \d+ sequences of 512, less than a batch of 256"):
-        loader.compare(shards, 512, 256, 1)
+    assert speeds["tokenizers"]["tokens"] == speeds["prepare"]["tokens"] > speeds["datasets"]["tokens"] > 0
 
 
 TERMINATED = {
@@ -165,13 +153,10 @@ def test_workers_are_compared_round_by_round() -> None:
     ("words", "message"),
     [
         (["scale", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
-        (["loader", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
         (["step", "--corpus", "x", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
         (["workers", "--corpus", "x", "--rounds", "0"], "--rounds: '0' is not a whole number above 0"),
         (["workers", "--corpus", "x", "--steps", "19"], "--steps is 19; give at least 20"),
-        (["loader", "--lengths", "128", "4"], "error: bench: sequence_length: "),
         (["scale", "--length", "4"], "error: bench: phases.0.sequence_length: "),
-        (["step", "--corpus", "x", "--threads", "-1"], "error: --threads: -1; expected a whole number from 0."),
         (["prepare", "--file", "nowhere"], "error: --file: nowhere: not found, or not a file."),
         (["prepare", "--file", __file__], "no document in this source of kind wikiextractor"),
     ],
@@ -292,8 +277,7 @@ def test_the_trainer_learns_from_every_family(tmp_path: Path) -> None:
     bert = make_bert(tmp_path / "bert")
     reviews, given = write_reviews(tmp_path, train=160, dev=40), []
     training = {"examples_per_step": 16, "learning_rate": 3e-3, "epochs": 12.0}
-    starts = (bert, make_roberta(tmp_path / "roberta", bert), make_distilbert(tmp_path / "distilbert", bert))
-    for start in map(Path, starts):
+    for start in (make_roberta(tmp_path / "roberta", bert), make_distilbert(tmp_path / "distilbert", bert)):
         place = tmp_path / f"{start.name}-run"
         place.mkdir()
         path = write_config(place, start_from=str(start), classification=reviews, training=training)

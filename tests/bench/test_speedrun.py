@@ -1,30 +1,27 @@
-"""`bench speedrun`: the drawn text, budgets as steps, whole trials, rows, refusals."""
+"""`bench speedrun`: the drawn text, a budget as steps, whole trials, rows, refusals."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import random
-import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from corpora import make_corpus
 
 from pretrain.batches.loader import BatchMaker
-from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.errors import InputError, StoppedError
 from pretrain.config import PretrainConfig
-from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
 from pretrain.objectives import objective_of
 from pretrain.planning import work
 from pretrain.run import api
-from pretrain.run.api import train
-from tests.bench.speedrun import command, ground, results, scores, trial
+from tests.bench.speedrun import command, ground, results
 from tests.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
-from tests.bench.speedrun.results import Results, Trial
-from tests.bench.speedrun.scores import Scores
+from tests.bench.speedrun.results import Scores, Trial
 
 LIMITS = ground.Limits(words=3000, held_out_share=0.05, held_out_documents=3, held_out_bytes=10_000)
 WORDS = [first + rest for first in "bdkmr" for rest in ("an", "ot", "ile", "ute")]
@@ -51,8 +48,10 @@ def texts(folder: Path, card: dict[str, Any], part: str) -> dict[str, list[str]]
     return {name: [json.loads(line)["text"] for line in path.read_text().splitlines()] for name, path in files.items()}
 
 
-def test_the_drawn_text_keeps_its_limits(tmp_path: Path) -> None:
-    card = ground.draw_text(write_text(tmp_path / "data"), tmp_path / "out", LIMITS)
+def test_the_drawn_text_keeps_its_limits_and_depends_on_the_documents_only(tmp_path: Path) -> None:
+    """Not on which file holds them, nor on their order, nor on repetitions."""
+    data = write_text(tmp_path / "data")
+    card = ground.draw_text(data, tmp_path / "out", LIMITS)
     train, held_out = (texts(tmp_path / "out", card, part) for part in (ground.TRAIN, ground.HELD_OUT))
     words = {name: sum(len(text.split()) for text in found) for name, found in train.items()}
     assert words == {name: source["train"]["words"] for name, source in card["sources"].items()}
@@ -62,12 +61,6 @@ def test_the_drawn_text_keeps_its_limits(tmp_path: Path) -> None:
         assert len(found) >= 3
         assert not set(found) & set(train[name])
     assert card["sources"]["novels"]["held-out"]["characters"] == sum(map(len, held_out["novels"]))
-
-
-def test_the_drawn_text_depends_on_the_documents_only(tmp_path: Path) -> None:
-    """Not on which file holds them, nor on their order, nor on repetitions."""
-    data = write_text(tmp_path / "data")
-    first = ground.draw_text(data, tmp_path / "one", LIMITS)
     other = tmp_path / "other"
     other.mkdir()
     (other / "all").write_text((data / "wiki_01").read_text() + (data / "wiki_00").read_text())
@@ -75,10 +68,9 @@ def test_the_drawn_text_depends_on_the_documents_only(tmp_path: Path) -> None:
         (other / f"{number}.txt").write_text(novel.read_text())
     (other / "again.txt").write_text((data / "novel0.txt").read_text())
     second = ground.draw_text(other, tmp_path / "two", LIMITS)
-    assert first["sources"] == second["sources"]
-    assert first["sha256"] == second["sha256"]
+    assert (card["sources"], card["sha256"]) == (second["sources"], second["sha256"])
     third = ground.draw_text(write_text(tmp_path / "third", seed=1), tmp_path / "three", LIMITS)
-    assert third["sha256"] != first["sha256"]
+    assert third["sha256"] != card["sha256"]
 
 
 def test_drawn_text_is_kept_repaired_and_not_mixed(tmp_path: Path) -> None:
@@ -88,72 +80,36 @@ def test_drawn_text_is_kept_repaired_and_not_mixed(tmp_path: Path) -> None:
     path.write_text("damaged")
     assert ground.draw_text(data, out, LIMITS) == card
     assert path.read_text() != "damaged"
-    with pytest.raises(InputError, match="with other limits"):
-        ground.draw_text(data, out, LIMITS._replace(words=2000))
-    with pytest.raises(InputError, match="drawn from other files"):
-        ground.draw_text(write_text(tmp_path / "more", articles=50), out, LIMITS)
+    for source, limits in ((data, LIMITS._replace(words=2000)), (write_text(tmp_path / "more", articles=50), LIMITS)):
+        with pytest.raises(InputError, match="drawn from other files, or by another version"):
+            ground.draw_text(source, out, limits)
     (data / "readme.md").write_text("hello\n")
     with pytest.raises(InputError, match=r"readme\.md: neither WikiExtractor's output nor a .txt file"):
         ground.draw_text(data, tmp_path / "other", LIMITS)
 
 
-def test_the_share_of_novels_changes_what_is_trained_on_alone(tmp_path: Path) -> None:
-    data = write_text(tmp_path / "data", novels=20)
-    few, many = (
-        ground.draw_text(data, tmp_path / str(share), LIMITS._replace(words=6000), novels=share) for share in (0.2, 0.7)
-    )
-    for card, share in ((few, 0.2), (many, 0.7)):
-        assert ground.drawn_novels(card) == pytest.approx(share, abs=0.1)
-        assert ground.novels_of(card) == share
-    assert few["sha256"] != many["sha256"]
-    assert [source["held-out"]["sha256"] for source in few["sources"].values()] == [
-        source["held-out"]["sha256"] for source in many["sources"].values()
-    ]
-    more = ground.draw_text(data, tmp_path / "more", LIMITS._replace(words=50_000), novels=0.9)
-    assert ground.drawn_novels(more) < 0.7, "all novels are taken, and the rest is of Wikipedia"
-    with pytest.raises(InputError, match=r"--novels: .*was drawn with 0\.7"):
-        ground.draw_text(data, tmp_path / "0.7", LIMITS._replace(words=6000), novels=0.2)
-
-
-def test_held_out_sources_are_the_validation_split(tmp_path: Path) -> None:
-    """Their documents are never trained on, and neither is the vocabulary."""
-    card = ground.draw_text(write_text(tmp_path / "data"), tmp_path / "out" / "corpus", LIMITS)
-    config = ground_config(tmp_path, card)
-    prepare(config, quiet=True)
-    for split, part in (("train", ground.TRAIN), ("validation", ground.HELD_OUT)):
-        shards = open_shards(Path(config.corpus.dir), split)
-        documents = sum(len(shard.documents) - 1 for shard in shards.shards)
-        assert documents == sum(source[part]["documents"] for source in card["sources"].values())
-
-
-def config_file(folder: Path, **changes: Any) -> Path:
-    values = {
+def config_file(folder: Path) -> Path:
+    sections = {
         "name": "tiny",
         "corpus": {"dir": "unused", "vocabulary": {"size": 64}, "processes": 1},
-        "model": {"size": "custom", "layers": 1, "hidden": 16, "heads": 2, "max_positions": 32},
-        "pairs": {"objective": "none"},
-        "phases": [
-            {"sequence_length": 16, "global_sequences": 4, "steps": 300, "peak_learning_rate": 1e-3},
-            {"sequence_length": 32, "global_sequences": 2, "steps": 100, "peak_learning_rate": 1e-3},
-        ],
+        "model": {"size": "custom", "layers": 1, "hidden": 16, "heads": 2, "max_positions": 64},
         "engine": {"compile": False, "precision": "fp32", "micro_batch_tokens": 256},
         "tracking": {"wandb": "off"},
-        **changes,
     }
     path = folder / "tiny.yaml"
-    path.write_text(json.dumps(values))
+    path.write_text(make_config(folder, **sections).model_dump_json())
     return path
 
 
 def ground_config(folder: Path, card: dict[str, Any], overrides: tuple[str, ...] = ()) -> PretrainConfig:
-    return trial.ground_config(config_file(folder), overrides, card, folder / "out", None)
+    return command.ground_config(config_file(folder), overrides, card, folder / "out")
 
 
 def test_trials_share_a_corpus_by_their_vocabulary_and_begin_with_no_other_text(tmp_path: Path) -> None:
     card = {"sha256": "x", "sources": {}}
     folders = [
         ground_config(tmp_path, card, changes).corpus.dir
-        for changes in ((), ("name=b", "phases.0.steps=5"), ("corpus.vocabulary.size=80",))
+        for changes in ((), ("name=b", "phases.0.steps=500"), ("corpus.vocabulary.size=80",))
     ]
     assert folders[0] == folders[1] != folders[2]
     for change, message in (
@@ -181,10 +137,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("speedrun") / "corpus", vocabulary_size=300)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_budget_becomes_steps(corpus: Path, optimizer: str) -> None:
+def test_a_budget_becomes_steps(corpus: Path) -> None:
     """Phases keep their proportions, and the batches of the plan cost the budget."""
-    config = make_config(corpus, optimizer={"name": optimizer})
+    config = make_config(corpus, optimizer={"name": "muon"})
     costs = measured_costs(config, None)
     budget = 0.5 * plan_cost(config)
     plan = plan_budget(config, budget, costs)
@@ -268,139 +223,94 @@ WORDS_FOUND = {"common_word_bits": 3.5, "common_word_error": 0.1, "whole_word_bi
 
 def make_trial(run: str, budget: float = 1e15, bits: float | None = 1.5, **values: Any) -> Trial:
     machine = {"started": "2026-11-23T10:00:00", "cpu": "A | B", "cpu_cores": 2, "gpus": [], "git_commit": "a" * 40}
-    common: dict[str, Any] = {"trial": run, "run": run, "seed": 0, "budget": budget, "words": 10, "ground": "x"}
-    common |= {"machine": machine, "scores": Scores(nats=3.0, accuracy=0.4, bits_per_character=bits)}
-    return Trial(**{**common, "flops": budget, "steps": 100, **values})
+    scores = Scores(nats=3.0, accuracy=0.4, bits_per_character=bits)
+    common: dict[str, Any] = {"run": run, "budget": budget, "flops": budget, "steps": 1000, "ground": "x"}
+    return Trial(**{**common, "machine": machine, "scores": scores, **values})
 
 
 def test_trials_are_kept_in_order_and_replaced(tmp_path: Path) -> None:
-    found = Results()
-    for one in (make_trial("b", 2e15), make_trial("c", bits=1.7), make_trial("a"), make_trial("c", bits=1.4)):
+    """Bits per character favor small vocabularies, so common words decide."""
+    small, large = (
+        make_trial(run, scores=Scores(3.0, 0.4, *bits)) for run, bits in (("s", (1.1, 4.0)), ("l", (1.5, 3.5)))
+    )
+    given = make_trial("b", 2e15), make_trial("c", bits=1.7), make_trial("n", bits=None), make_trial("a")
+    found: list[Trial] = []
+    for one in (*given, small, large, make_trial("c", bits=1.4)):
         found = results.with_trial(found, one)
-    assert [one.run for one in found.trials] == ["c", "a", "b"]
-    results.write(found, tmp_path / "speedrun.json")
-    assert results.read(tmp_path / "speedrun.json") == found
-    lines = results.table(results.with_trial(found, make_trial("d", remarks="diverged", flops=0.0))).splitlines()
-    assert lines[1].split()[:3] == ["c", "s0", "1e15"]
-    assert lines[-1] == "d: diverged"
-    (tmp_path / "speedrun.json").write_text("{}x")
-    with pytest.raises(InputError, match="damaged"):
-        results.read(tmp_path / "speedrun.json")
-    results.write(found, tmp_path / "speedrun.json")
-    assert results.read(tmp_path / "speedrun.json", "x") == found
+    assert [one.run for one in found] == ["l", "s", "c", "a", "n", "b"]
+    path = tmp_path / "speedrun.json"
+    results.write(found, path)
+    assert results.read(path, "x") == found
     with pytest.raises(InputError, match="trials on another text"):
-        results.read(tmp_path / "speedrun.json", "y")
+        results.read(path, "y")
+    path.write_text("[]x")
+    with pytest.raises(InputError, match="damaged"):
+        results.read(path, "x")
+    assert Scores(3.0, 0.4, 1.5, **WORDS_FOUND).headline == "3.5000 ± 0.1000 bits of common words"
+    assert make_trial("n", bits=None).scores.headline == "no score of held-out text"
 
 
 def test_a_row_of_the_log_is_as_those_of_the_documentation() -> None:
     page = Path(__file__).parents[2] / "docs" / "benchmarks" / "speedrun.md"
     (head,) = (line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| date |"))
-    assert head == f"| {' | '.join(results.LOG_HEADINGS)} |"
-    row = results.log_row(make_trial("a", scores=Scores(3.0, 0.4, 1.5, **WORDS_FOUND), remarks="so"))
-    assert row == (
-        "| 2026-11-23 | a s0 | 1e15 | 1e+15 | 100 | 0.00 | - | 1.5000 | 3.0000 | 0.4000 | - | - | 2 cores of A \\| B | "
-        "aaaaaaa | so | 3.5000 | 1.250 to 1.500 |"
-    )
-
-
-def test_runs_are_ranked_by_what_compares_vocabularies() -> None:
-    """Bits per character favor small vocabularies."""
-    found = Results()
-    for run, common, within in (("small", 4.0, 1.1), ("large", 3.5, 1.5), ("old", None, 1.0), ("none", None, None)):
-        found = results.with_trial(found, make_trial(run, scores=Scores(3.0, 0.4, within, common_word_bits=common)))
-    assert [one.run for one in found.trials] == ["large", "small", "old", "none"]
-    assert Scores(3.0, 0.4, 1.5, **WORDS_FOUND).headline == "3.5000 ± 0.1000 bits of common words"
-    assert found.trials[-1].scores.headline == "no score of held-out text"
-
-
-@pytest.mark.parametrize(("budget", "text"), [(0.5e15, "5e14"), (2.5e15, "2.5e15"), (1e12, "1e12"), (123, "1.23e2")])
-def test_budgets_are_short_in_names(budget: float, text: str) -> None:
-    assert trial.budget_text(budget) == text
+    one = make_trial("a-b-1e15-s0", scores=Scores(3.0, 0.4, 1.5, **WORDS_FOUND), remarks="so")
+    assert results.table([one]).splitlines() == [
+        head,
+        "| 2026-11-23 | a-b s0 | 1e15 | 1e+15 | 1,000 | 0.00 | 0.0 | 1.5000 | 3.0000 | 0.4000 | "
+        "3.5000 ± 0.1000 | 1.250 to 1.500 | - | - | 2 cores of A \\| B | aaaaaaa | so |",
+    ]
+    budgets = {0.5e15: "5e14", 2.5e15: "2.5e15", 1e12: "1e12", 123: "1.23e2"}
+    assert [results.budget_text(budget) for budget in budgets] == list(budgets.values())
 
 
 def test_a_run_has_the_scores_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = {"nats_per_token": 3.0, "accuracy": 0.4, "bits_per_character": 1.5}
     for name, found in {"read_documents": [], "MaskedModel": None}.items():
-        monkeypatch.setattr(scores, name, lambda *_, found=found: found)
+        monkeypatch.setattr(results, name, lambda *_, found=found: found)
     parts = [(part, {"scores": one}) for part, one in {"held_out": loss, **WORD_SCORES}.items()]
-    monkeypatch.setattr(scores, "text_scores", lambda *_: iter(parts))
-    assert scores.measure(make_config(tmp_path), []) == Scores(3.0, 0.4, 1.5, **WORDS_FOUND)
-
-
-class Trained:
-    """Stands for `pretrain.train`: trains with the real one, in this process."""
-
-    def __init__(self) -> None:
-        self.calls: list[Path] = []
-        self.errors: dict[int, RunError] = {}  # number of the call -> what it raises in place of a training
-
-    def __call__(self, config: Path, **options: Any) -> Any:
-        self.calls.append(config)
-        if error := self.errors.get(len(self.calls)):
-            raise error
-        return train(config, **options)
+    monkeypatch.setattr(results, "text_scores", lambda *_: iter(parts))
+    assert results.measure(make_config(tmp_path), []) == Scores(3.0, 0.4, 1.5, **WORDS_FOUND)
 
 
 def test_a_trial_trains_scores_and_continues(tmp_path, monkeypatch, capsys) -> None:
-    """Two budgets of which one is stopped, then the same command; then another config in the same folder."""
+    """A trial that is stopped, then the same command, by another path and again; then another config in its folder.
+
+    Documents of held-out sources are the validation split.
+    """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS, ground.NOVELS))
-    data, config, trained = write_text(tmp_path / "data"), config_file(tmp_path), Trained()
-    monkeypatch.setattr(api, "train", trained)
-    words = [str(config), "--data", str(data), "--out", "out", "--workers", "1"]
-    words += ["--budget", "1.5e8", "--budget", "1e8", "--budget", "1e14"]
-    trained.errors[2] = StoppedError("it stopped")
-    handler = signal.getsignal(signal.SIGTERM)
-    assert command.main(words) == 75
-    assert signal.getsignal(signal.SIGTERM) == handler, "the scores can be interrupted after a training"
-    printed = capsys.readouterr().out
-    assert "Run the same command again" in printed
-    assert "Next:" not in printed
-    assert printed.count("| tiny s0 |") == 1
-    elsewhere = [str(tmp_path / "out") if word == "out" else word for word in words]
-    assert command.main(elsewhere) == 0, "the same folder by another path"
+    monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS,))
+    data, config = write_text(tmp_path / "data"), config_file(tmp_path)
+    words = [str(config), "--data", str(data), "--workers", "1", "--budget", "2e8", "--out"]
+    with monkeypatch.context() as stops:
+        stops.setattr(api, "train", mock.Mock(side_effect=StoppedError("it stopped" + StoppedError.CONTINUE)))
+        with pytest.raises(StoppedError, match="Run the same command again to continue"):
+            command.main([*words, "out"])
+    for _ in range(2):
+        assert command.main([*words, str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "already finished" in printed
-    assert [call.stem for call in trained.calls] == ["tiny-1e8-s0", "tiny-1.5e8-s0"] * 2
-    small, large, refused = results.read(tmp_path / "out" / "speedrun.json").trials
-    for one, budget in ((small, 1e8), (large, 1.5e8)):
-        assert one.flops == pytest.approx(budget, rel=0.01)
-        assert one.minutes > 0
-        assert one.scores.bits_per_character is not None
-        assert 0.1 < one.scores.bits_per_character < 10
-        assert one.config["phases"][0]["steps"] == pytest.approx(3 * one.config["phases"][1]["steps"], rel=0.05)
-    assert refused.scores.bits_per_character is None
-    assert "10 are allowed" in refused.remarks
-    assert printed.rstrip().endswith("bits per character, which compare runs of one vocabulary only")
-    assert small.scores.common_word_bits is small.scores.whole_word_bits is None
-    assert "common words: the vocabulary lacks 'able' as a single token" in small.remarks
     assert printed.count("| tiny s0 |") == 2
-
-    other = [*words[:-6], "--budget", "1e8", "--set"]
-    with pytest.raises(InputError, match=r"begun with other settings: .*name=second"):
-        command.main([*other, "masking.probability=0.3"])
-    # A budget that cannot be spent with other settings leaves the row of the run that it could be spent with.
-    with pytest.raises(InputError, match=r"begun with other settings: .*phases.*name=second"):
-        command.main([*other, "phases.0.global_sequences=300"])
-    assert small in results.read(tmp_path / "out" / "speedrun.json").trials
-    # Only what was stopped is to be continued, and a divergence is told.
-    for error, name in ((MachineError("x"), "failed"), (DivergedError("x"), "diverged")):
-        trained.errors[len(trained.calls) + 1] = error
-        assert command.main([*other, f"name={name}"]) == error.exit_code
-        assert "Run the same command again" not in capsys.readouterr().out
-    remarks = {one.trial: one.remarks for one in results.read(tmp_path / "out" / "speedrun.json").trials}
-    assert remarks["diverged"] == "the training diverged"
-    assert "failed" not in remarks
-
-
-def test_impossible_options_are_refused(tmp_path: Path) -> None:
-    words = ["config.yaml", "--data", str(tmp_path)]
+    assert printed.rstrip().endswith("bits per character, which compare runs of one vocabulary only")
+    (row,) = json.loads((tmp_path / "out" / "speedrun.json").read_text())
+    assert row["flops"] == pytest.approx(2e8, rel=0.01)
+    assert row["minutes"] > 0
+    assert 0.1 < row["scores"]["bits_per_character"] < 10
+    card = json.loads((tmp_path / "out" / "corpus" / "card.json").read_text())
+    first, second = (phase["steps"] for phase in row["config"]["phases"])
+    assert first == pytest.approx(3 * second, rel=0.05)
+    for split, part in (("train", ground.TRAIN), ("validation", ground.HELD_OUT)):
+        shards = open_shards(Path(row["config"]["corpus"]["dir"]), split)
+        documents = sum(len(shard.documents) - 1 for shard in shards.shards)
+        assert documents == sum(source[part]["documents"] for source in card["sources"].values())
+    assert row["scores"]["common_word_bits"] is None
+    assert row["scores"]["whole_word_bits"][0] > 0
+    assert "common words: the vocabulary lacks 'able' as a single token" in row["remarks"]
     for more, message in (
+        (["--set", "masking.probability=0.3"], r"begun with other settings: .*name=second"),
+        (["--budget", "1e14"], "10 are allowed"),
         (["--budget", "-1"], "--budget: -1; expected"),
-        (["--budget", "5", "--budget", "2e30"], r"--budget: 2e\+30; expected"),
-        (["--seed", "-1"], "--seed: -1; expected"),
-        (["--novels", "1"], "--novels: 1; expected a share"),
-        ([], "an empty folder"),
+        (["--budget", "2e30"], r"--budget: 2e\+30; expected"),
+        (["--data", str(tmp_path / "out" / "runs")], "neither WikiExtractor's output nor"),
     ):
         with pytest.raises(InputError, match=message):
-            command.main([*words, *more])
+            command.main([*words, "out", *more])

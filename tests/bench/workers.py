@@ -8,7 +8,6 @@ median over its records; the first record is left out as warm-up.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -28,7 +27,7 @@ _WINDOW = 10  # steps per record
 
 
 def main(argv: list[str]) -> int:
-    """Run the comparison and print a table, or JSON with `--json`."""
+    """Run the comparison and print a table."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench workers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
@@ -46,13 +45,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--rounds", type=positive_int, default=3, help="runs of each combination; the median is reported"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     if options.steps < 2 * _WINDOW:
         raise InputError(f"bench workers: --steps is {options.steps}; give at least {2 * _WINDOW}.")
-    rows = measure(options)
-    text = json.dumps({"options": vars(options), "rows": rows}) if options.json else "\n".join(map(_line, rows))
-    print(text)
+    print("\n".join(map(_line, measure(options))))
     return 0
 
 

@@ -30,12 +30,18 @@ from pretrain.tracking import live
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small prepared corpus, which is copied."""
+    return make_corpus(tmp_path_factory.mktemp("prepared") / "corpus", documents=20, vocabulary_size=500)
+
+
 @pytest.fixture
-def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run on a small prepared corpus, in a folder of its own."""
+def config_file(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on the corpus, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    make_corpus(tmp_path / "corpus", documents=20, vocabulary_size=500)
+    shutil.copytree(prepared, tmp_path / "corpus")
     path = tmp_path / "run.yaml"
     path.write_text(
         "name: trial\ncorpus: {dir: corpus, vocabulary: {size: 500}}\n"
@@ -45,8 +51,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-class Calls(list):
-    """What reached the stand-ins, in order: (who, arguments)."""
+Calls = list  # what reached the stand-ins, in order: (who, arguments)
 
 
 @pytest.fixture
@@ -89,7 +94,8 @@ def add_checkpoint(folder: Path, name: str = "step-00000002") -> None:
 
 
 def test_pretrain_records_the_run_and_starts_the_workers(config_file: Path, calls: Calls):
-    assert cli("pretrain", config_file, "--set", "seed=5") == 0
+    """--workers overrides the file and --set."""
+    assert cli("pretrain", config_file, "--set", "seed=5", "--set", "scheduling.workers=7", "--workers", "1") == 0
     (follow, run) = calls
     assert follow == ("follow", (Path("runs/trial"), 3))
     (target, request), named = run[1]
@@ -101,11 +107,6 @@ def test_pretrain_records_the_run_and_starts_the_workers(config_file: Path, call
     environment = json.loads(Path("runs/trial/environment.json").read_text())
     assert environment["cpu_cores"] == len(os.sched_getaffinity(0))
     assert {"torch", "deepspeed", "ray"} <= set(environment["packages"])
-
-
-def test_workers_overrides_the_file_and_set(config_file: Path, calls: Calls):
-    assert cli("pretrain", config_file, "--set", "scheduling.workers=7", "--workers", "1") == 0
-    assert calls[1][1][1]["workers"] == 1
 
 
 def test_without_ray_it_trains_in_this_process(config_file: Path, calls: Calls):
@@ -129,9 +130,9 @@ def test_under_torchrun_only_the_first_worker_checks_and_draws(config_file, call
     assert Path("runs/trial/config.yaml").exists() == (rank == "0")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_half_of_torchruns_variables_are_refused(config_file, calls, monkeypatch, capsys):
+    """Such processes would all train the whole run, in one folder."""
+    for given, message in (
         ({"RANK": "1"}, "RANK is '1' in the environment, but WORLD_SIZE is not set. Start the"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is '0' in the environment, but MASTER_ADDR is not set. Start the"),
         (PLACE | {"RANK": "x"}, "RANK is 'x' and WORLD_SIZE '2' in"),
@@ -141,17 +142,15 @@ def test_under_torchrun_only_the_first_worker_checks_and_draws(config_file, call
             (PLACE | {name: ""}, f"RANK is '0' in the environment, but {name} is not set. Start the")
             for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         ),
-    ],
-)
-@pytest.mark.parametrize("options", [(), ("--no-ray",)])
-def test_half_of_torchruns_variables_are_refused(config_file, calls, monkeypatch, capsys, given, message, options):
-    """Such processes would all train the whole run, in one folder."""
-    for name in PLACE:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert cli("pretrain", config_file, *options) == 2
-    assert error_of(capsys).startswith(f"error: {message}")
+    ):
+        with monkeypatch.context() as environment:
+            for name in PLACE:
+                environment.delenv(name, raising=False)
+            for name, value in given.items():
+                environment.setenv(name, value)
+            for options in ((), ("--no-ray",)):
+                assert cli("pretrain", config_file, *options) == 2
+                assert error_of(capsys).startswith(f"error: {message}")
     assert not calls
     assert not Path("runs").exists()
 
@@ -179,15 +178,7 @@ def test_a_config_that_no_run_wrote_is_not_replaced(config_file: Path, calls: Ca
     assert cli("pretrain", own) == 0  # that of a run which has no checkpoint yet
 
 
-def test_resume_continues_with_other_workers(config_file: Path, calls: Calls):
-    cli("pretrain", config_file)
-    add_checkpoint(Path("runs/trial"))
-    assert cli("pretrain", config_file, "--resume", "--set", "engine.zero_stage=2") == 0
-    assert calls[-1][1][0][1].resume is True
-    assert load_config("runs/trial/config.yaml").engine.zero_stage == 2
-
-
-def test_resume_refuses_another_config(config_file: Path, calls: Calls, capsys):
+def test_resume_refuses_another_config_and_continues_with_other_workers(config_file: Path, calls: Calls, capsys):
     cli("pretrain", config_file)
     add_checkpoint(Path("runs/trial"))
     capsys.readouterr()
@@ -197,6 +188,9 @@ def test_resume_refuses_another_config(config_file: Path, calls: Calls, capsys):
         "Resume with the old values, or choose another name or run_dir to start a new run."
     )
     assert load_config("runs/trial/config.yaml").seed == 0
+    assert cli("pretrain", config_file, "--resume", "--set", "engine.zero_stage=2") == 0
+    assert calls[-1][1][0][1].resume is True
+    assert load_config("runs/trial/config.yaml").engine.zero_stage == 2
 
 
 def test_resume_before_the_first_checkpoint_begins(config_file: Path, calls: Calls):
@@ -248,9 +242,9 @@ def test_what_cannot_be_trained_is_refused_before_workers_start(config_file, cal
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("override", ["size=900", "path=corpus/vocab.txt", "path=corpus/tokenizer.json"])
-def test_the_same_vocabulary(config_file: Path, calls: Calls, override: str):
-    assert cli("pretrain", config_file, "--set", f"corpus.vocabulary.{override}") == 0
+def test_the_same_vocabulary(config_file: Path, calls: Calls):
+    for override in ("size=900", "path=corpus/vocab.txt", "path=corpus/tokenizer.json"):
+        assert cli("pretrain", config_file, "--set", f"corpus.vocabulary.{override}") == 0
 
 
 def test_each_mistake_in_the_config_is_a_line(config_file: Path, capsys):
@@ -320,7 +314,7 @@ def test_dry_run_touches_nothing(config_file: Path, calls: Calls, capsys):
     assert "Resolved config" not in text
     for part in ("Precision", "Parameters", "Memory per worker", "Work", "8 x H100", "20 documents"):
         assert part in text
-    assert cli("pretrain", config_file, "--dry-run", "--show-config") == 0
+    assert cli("pretrain", config_file, "--dry-run", "--show-config", "--set", "engine.precision=fp32") == 0
     resolved = capsys.readouterr().out.split("Resolved config\n")[1]
     assert yaml.safe_load(resolved)["model"]["intermediate"] == 32
     assert calls == []
@@ -419,11 +413,10 @@ def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
 def test_a_failed_process_does_not_wait_for_a_group_that_is_left(what, backend, code, late) -> None:
     """NCCL's destructor may wait for other ranks; `late` is printed by what runs when the interpreter ends."""
     program = f"""
-import atexit, sys
-import torch.distributed as dist
+import atexit, sys, types
 from pretrain.common.commands import exit_code
 from pretrain.common.errors import InputError
-dist.is_initialized, dist.get_backend = lambda: True, lambda: {backend!r}
+sys.modules["torch.distributed"] = types.SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: {backend!r})
 atexit.register(lambda: print("late"))
 def run():
     {what}

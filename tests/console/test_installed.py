@@ -32,9 +32,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "site"
 
 
-def run(site: Path, folder: Path, *words: str, code: int = 0) -> str:
+def run(site: Path, folder: Path, *words: str, code: int = 0, program: tuple[str, ...] = ("-m", "finetune.cli")) -> str:
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": "bertrain"}
-    command = [sys.executable, "-m", "finetune.cli", *words]
+    command = [sys.executable, *program, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, (words, done.stdout, done.stderr)
     return done.stdout + done.stderr
@@ -48,8 +48,15 @@ def test_the_wheel_has_all_files_of_the_packages_and_the_example_configs(site: P
 
 
 def test_every_command_describes_itself(site: Path, tmp_path: Path) -> None:
-    for command in build_parsers()[1]:
-        assert run(site, tmp_path, command, "--help").startswith(f"usage: bertrain {command}"), command
+    commands = list(build_parsers()[1])
+    code = f"""
+import finetune.cli
+for command in {commands}:
+    try: finetune.cli.main([command, "--help"])
+    except SystemExit as end: assert not end.code
+"""
+    shown = run(site, tmp_path, program=("-c", code))
+    assert re.findall(r"^usage: bertrain ([\w-]+)", shown, re.MULTILINE) == commands
 
 
 def test_advice_in_python_names_the_console_command(site: Path, tmp_path: Path) -> None:
@@ -69,7 +76,7 @@ def test_example_configs_are_listed_printed_and_taken_by_name(site: Path, tmp_pa
     mini = run(site, tmp_path, "configs", "mini")
     assert mini == (CONFIGS / "pretrain" / "mini.yaml").read_text()
     assert "did you mean mini?" in run(site, tmp_path, "configs", "minni", code=2)
-    assert "mini" in run(site, tmp_path, "pretrain", "mini", "--dry-run")
+    assert "mini" in run(site, tmp_path, "pretrain", "mini", "--dry-run", "--set", "engine.precision=fp32")
     (tmp_path / "my.yaml").write_text(mini.replace("decay_timescale", "decay_timscale"))
     message = run(site, tmp_path, "pretrain", "my.yaml", "--dry-run", code=2)
     assert re.fullmatch(r"error: my.yaml:\d+: .*did you mean decay_timescale\?\n", message), message

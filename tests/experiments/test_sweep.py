@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from finetune.tasks.classification import ClassificationSettings
 from finetune.training import runs
 from finetune.training.config import GRIDS, FinetuneConfig
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
+from tests.chaos import wait_for
 from tests.tasks.refusals import refused
 from tests.tiny_checkpoints import make_bert
 
@@ -178,11 +178,8 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_continues(work: Pat
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(whole, cwd=work, env=environment(), **streams)
     metrics = work / "runs/tiny/seed-0/metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.read_bytes().count(b"\n") > 3), 240)
+    assert process.poll() is None, process.communicate()[0]
     process.send_signal(signal.SIGINT)
     out = process.communicate(timeout=300)[0]
     assert process.returncode == StoppedError.exit_code, out
@@ -225,11 +222,8 @@ def test_configs_share_a_sweep_with_glues_table_and_submission(work: Path) -> No
         (work / f"{name}.yaml").write_text(yaml.safe_dump(task))
     given = ["sweep", "rte.yaml", "sst2.yaml", "--submission", "out", "--parallel", "1"]
     process = subprocess.Popen([sys.executable, "-m", "finetune.cli", *given], cwd=work, env=environment())
-    second, deadline = work / "runs/sst2/seed-0/metrics.jsonl", time.monotonic() + 240
-    while not second.exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: process.poll() is not None or (work / "runs/sst2/seed-0/metrics.jsonl").exists(), 240)
+    assert process.poll() is None
     process.kill()
     process.wait()
     before = times(work / "runs/rte/seed-0")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from labeled_batches import batch_of, pad
 from tiny_checkpoints import make_bert
 
 from finetune.tasks.base import Head, Objective, Windows
-from finetune.training.model.batches import Batches, LabeledBatch
+from finetune.training.model.batches import Batches
 from finetune.training.model.task_model import TaskModel
 from pretrain.checkpoint.assembly import assemble
 from pretrain.checkpoint.layouts import HeadDropout, TaskHead, read_config
@@ -52,34 +53,7 @@ def theirs(checkpoint: Path, name: str, model: TaskModel, outputs: int) -> Any:
     return baseline
 
 
-def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None = None) -> LabeledBatch:
-    """One micro-batch of `LENGTHS`, one window an example, in this order of labels."""
-    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
-    draw = np.random.default_rng(0)
-    windows = Windows(
-        ids=draw.integers(5, 40, starts[-1]).astype(np.int32),
-        types=draw.integers(0, 2, starts[-1]).astype(np.uint8),
-        starts=starts,
-        examples=np.arange(len(LENGTHS)),
-        queries=asked,
-        labels=labels,
-        extra={},
-        weights=np.ones(len(asked), np.float32) if weights is None else weights,
-    )
-    (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
-    return batch
-
-
-def padded(batch: LabeledBatch) -> dict[str, torch.Tensor]:
-    rows = [slice(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
-    pad = torch.nn.utils.rnn.pad_sequence
-    return {
-        "input_ids": pad([batch.input_ids[r] for r in rows], batch_first=True),
-        "token_type_ids": pad([batch.token_types[r] for r in rows], batch_first=True),
-        "attention_mask": pad([torch.ones(r.stop - r.start, dtype=torch.long) for r in rows], batch_first=True),
-    }
-
-
+make_batch = functools.partial(batch_of, LENGTHS)
 FIRST = np.cumsum([0, *LENGTHS[:-1]])
 ALL = np.arange(sum(LENGTHS))
 
@@ -99,7 +73,7 @@ def test_sequence_losses_are_those_of_transformers(checkpoint, objective, proble
     baseline.config.problem_type = problem
     batch = make_batch(labels, FIRST)
     with torch.no_grad():
-        output, expected = model(batch), baseline(**padded(batch), labels=batch.labels)
+        output, expected = model(batch), baseline(**pad(batch), labels=batch.labels)
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(output.loss / 4, expected.loss, rtol=1e-5, atol=1e-6)
 
@@ -112,7 +86,7 @@ def test_tags_are_those_of_transformers(checkpoint: Path) -> None:
     labels = torch.full((len(LENGTHS), max(LENGTHS)), -100)
     labels[batch.sequence, batch.positions[batch.rows]] = batch.labels
     with torch.no_grad():
-        output, expected = model(batch), baseline(**padded(batch), labels=labels)
+        output, expected = model(batch), baseline(**pad(batch), labels=labels)
     found = expected.logits[batch.sequence, batch.positions[batch.rows]]
     torch.testing.assert_close(output.logits, found, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(output.loss / len(asked), expected.loss, rtol=1e-5, atol=1e-6)
@@ -129,8 +103,8 @@ def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
     with torch.no_grad():
         output = model(batch)
         # Only the window's tokens: transformers' softmax also covers padding.
-        expected = baseline(**padded(batch))
-    mask = padded(batch)["attention_mask"] == 0
+        expected = baseline(**pad(batch))
+    mask = pad(batch)["attention_mask"] == 0
     losses = [
         torch.nn.functional.cross_entropy(logits.masked_fill(mask, -torch.inf), torch.tensor(np.array(answers)[order]))
         for logits, answers in ((expected.start_logits, begins), (expected.end_logits, ends))
@@ -185,7 +159,7 @@ def test_heads_drop_where_and_as_much_as_transformers(family, values, head, kind
     asked = FIRST if head == "sequence" else ALL
     batch = make_batch(np.zeros((len(asked), 2) if head == "spans" else len(asked), np.int64), asked)
     batch = dataclasses.replace(batch, token_types=batch.token_types * (released.token_types == 2))
-    inputs = padded(batch)
+    inputs = pad(batch)
     if released.token_types < 2:
         del inputs["token_type_ids"]
     with torch.no_grad():

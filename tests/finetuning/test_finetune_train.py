@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
@@ -212,20 +214,6 @@ def test_the_model_predicts_what_was_scored(root: Path) -> None:
     assert model(rows[0]["text"])["label"] == made[0]["label"]
 
 
-def test_transformers_gives_the_same_probabilities(root: Path) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(root / "whole/model")
-    baseline = AutoModelForSequenceClassification.from_pretrained(root / "whole/model").eval()
-    texts = ["the film was good and great", "the book was awful"]
-    with torch.no_grad():
-        expected = baseline(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
-    made = finetune.load(root / "whole", precision="fp32")(texts)
-    for one, row in zip(made, expected.tolist(), strict=True):
-        scores = {baseline.config.id2label[n]: value for n, value in enumerate(row)}
-        assert one["scores"] == pytest.approx(scores, abs=1e-5)
-
-
 def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # A byte order mark and "\r\n" as on Windows; an empty line among objects is nothing.
     mixed = b"\xef\xbb\xbf" + json.dumps({"id": "b", "text": "awful"}).encode()
@@ -393,8 +381,6 @@ OTHER = ["finetune", "{config}", "--set", "name=other"]
     ],
 )
 def test_mistakes_are_reported_in_one_line(root, tmp_path, capsys, arguments, message) -> None:
-    import yaml
-
     values = settings(root, "whole")
     if "name=other" in arguments:
         del values["run_dir"]
@@ -406,8 +392,6 @@ def test_mistakes_are_reported_in_one_line(root, tmp_path, capsys, arguments, me
 
 
 def test_another_models_tokenizer_is_refused_before_training(root: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(root / "bert", tmp_path / "bert")
     tokenizer = tmp_path / "bert/vocab.txt"
     assert tokenizer.is_file()

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from labeled_batches import windows_of
 from sklearn.linear_model import LogisticRegression
 from tiny_checkpoints import make_bert
 
-from finetune.tasks.base import Objective, Windows
+from finetune.tasks.base import Objective
 from finetune.tasks.classification.checks import never_predicted
 from finetune.training.config import FinetuneConfig
 from finetune.training.model.batches import Batches
@@ -27,22 +28,12 @@ EXAMPLES = 60
 def make_batches(objective: Objective, outputs: int) -> Batches:
     draw = np.random.default_rng(0)
     lengths = draw.integers(3, 12, EXAMPLES)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
     labels = {
         "classes": draw.integers(0, outputs, EXAMPLES),
         "labels": draw.integers(0, 2, (EXAMPLES, outputs)).astype(np.float32),
         "value": draw.normal(size=EXAMPLES).astype(np.float32),
     }
-    windows = Windows(
-        ids=draw.integers(5, 40, starts[-1]).astype(np.int32),
-        types=np.zeros(starts[-1], np.uint8),
-        starts=starts,
-        examples=np.arange(EXAMPLES),
-        queries=starts[:-1],
-        labels=labels[objective],
-        weights=np.ones(EXAMPLES, np.float32),
-        extra={},
-    )
+    windows = windows_of(lengths.tolist(), labels[objective], np.cumsum([0, *lengths[:-1]]), segments=1)
     return Batches(windows, seed=0, budget=64, rank=0, world_size=1)
 
 

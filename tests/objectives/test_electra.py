@@ -185,18 +185,19 @@ def settings(corpus: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, str], Path]:
-    """Run folders by (workers, ZeRO stage, embeddings): never interrupted, and one stopped at step 2 beside it."""
+    """Run folders by (workers, ZeRO stage, embeddings): never interrupted; beside those of two workers, one stopped."""
     found, place = {}, tmp_path_factory.mktemp("electra")
     for world, kinds in ((1, ((0, "shared"), (1, "disentangled"))), (2, ((1, "shared"), (3, "disentangled")))):
-        plan = []
+        plan, ends = [], []
         for stage, embeddings in kinds:
             folders = [place / f"{world}-{stage}-{name}" for name in ("through", "broken")]
             changes = {"engine__zero_stage": stage, "electra__embeddings": embeddings}
             through, broken = (settings(corpus, folder, **changes) for folder in folders)
-            plan += [Start(through), Start(broken, stop_at=2), Start(broken, resume=True)]
+            more = [Start(broken, stop_at=2), Start(broken, resume=True)] if world == 2 else []
+            plan, ends = [*plan, Start(through), *more], [*ends, "", *["StoppedError", ""][: len(more)]]
             found[world, stage, embeddings] = folders[0]
         for outcomes in run_workers(world, starts, plan):
-            assert [outcome.partition(":")[0] for outcome in outcomes] == ["", "StoppedError", ""] * len(kinds)
+            assert [outcome.partition(":")[0] for outcome in outcomes] == ends
     return found
 
 
@@ -206,7 +207,7 @@ def losses(run: Path, split: str = "train") -> list[tuple[float, ...]]:
 
 
 def test_resumed_runs_are_bitwise_those_never_interrupted(runs) -> None:
-    for through in runs.values():
+    for through in (folder for (world, *_), folder in runs.items() if world == 2):
         broken = through.with_name(through.name.replace("through", "broken"))
         assert losses(broken) == losses(through)
         assert losses(broken, "validation") == losses(through, "validation")

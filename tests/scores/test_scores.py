@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from finetune.cli import main
@@ -60,14 +59,6 @@ def with_config(model: Path, folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return folder
-
-
-def with_weights(model: Path, factor: float) -> Path:
-    """The model with all weights multiplied."""
-    path = model / "model.safetensors"
-    scaled = {name: factor * tensor for name, tensor in load_file(path).items()}
-    save_file(scaled, path, {"format": "pt"})
-    return model
 
 
 def naive(folder: Path, sentence: str) -> float:
@@ -408,7 +399,6 @@ def test_a_model_without_a_masked_head_is_refused(tmp_path: Path, capsys: Any) -
         (["--blimp", ".", "--length", "3"], "--length: has no effect without --texts"),
         (["--blimp", ".", "--text-scores", "held_out"], "--text-scores: has no effect without --texts"),
         (["--blimp", ".", "--pid", "3"], "--pid: has no effect without --follow"),
-        (["--texts", ".", "--finetune", "a"], "unrecognized arguments: --finetune a"),
         (["--texts", ".", "--out", "run"], "--out: run is the folder of a run"),
     ],
 )

@@ -31,12 +31,19 @@ def options(*words: str) -> Any:
     return build_parsers()[0].parse_args(["adapt", *words])
 
 
-def test_a_text_becomes_a_model_and_a_report(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a small pretrained model."""
+    folder = tmp_path_factory.mktemp("pretrained") / "start"
+    make_pretrained(folder)
+    return str(folder)
+
+
+def test_a_text_becomes_a_model_and_a_report(start: str, tmp_path: Path) -> None:
     """The same command again finds everything done."""
-    make_pretrained(tmp_path / "start")
     write_text(tmp_path / "text", [*WORDS, *JARGON])
     write_text(tmp_path / "other", WORDS, seed=7)
-    words = ["text", "--from", "start", "--out", "out", "--steps", "4", "--general", "other", "--new-words", "3"]
+    words = ["text", "--from", start, "--out", "out", "--steps", "4", "--general", "other", "--new-words", "3"]
     sets = ["engine.precision=fp32", "engine.compile=false", "tracking.wandb=off", "corpus.processes=1"]
     command = ["adapt", *words, "--workers", "1"]
     command += [word for one in sets for word in ("--set", one)]
@@ -69,10 +76,9 @@ def assert_loads(folder: Path, size: int) -> None:
     assert AutoModelForMaskedLM.from_pretrained(folder).config.vocab_size == size
 
 
-def test_a_refused_stage_can_be_corrected(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    make_pretrained(tmp_path / "start")
+def test_a_refused_stage_can_be_corrected(start: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     write_text(tmp_path / "text", WORDS)
-    words = [str(tmp_path / "text"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+    words = [str(tmp_path / "text"), "--from", start, "--out", str(tmp_path / "out")]
     added: list[int] = []
 
     def refuse(config: Path) -> None:
@@ -86,11 +92,10 @@ def test_a_refused_stage_can_be_corrected(tmp_path: Path, monkeypatch: Any, caps
     assert "same command again" not in capsys.readouterr().out
 
 
-def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_pretrained(tmp_path / "start")
+def test_steps_are_timed_once_for_a_folder(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text(tmp_path / "text", WORDS)
     out, timed = tmp_path / "out", []
-    words = ["--from", str(tmp_path / "start"), "--out", str(out), "--minutes", "7"]
+    words = ["--from", start, "--out", str(out), "--minutes", "7"]
     arguments = options(str(tmp_path / "text"), *words)
 
     def fit(config: Any, minutes: float, _: Any) -> Any:
@@ -110,10 +115,9 @@ def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.M
     assert timed == [7]
 
 
-def test_a_table_without_texts_says_which_setting_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_pretrained(tmp_path / "start")
+def test_a_table_without_texts_says_which_setting_names_them(start: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "my.csv").write_text("sentence,label\ngood,a\nbad,b\n")
-    words = [str(tmp_path / "my.csv"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+    words = [str(tmp_path / "my.csv"), "--from", start, "--out", str(tmp_path / "out")]
     refused(r"^--set corpus\.sources\.0\.text_column: .*my\.csv has no column 'text'; it has sen", run, options(*words))
     monkeypatch.delattr(api, "prepare")
     with pytest.raises(AttributeError, match="prepare"):  # the first stage began
@@ -194,17 +198,17 @@ def test_the_held_out_share_shrinks_with_the_text() -> None:
     [
         (14, [], 12, 8, False),
         (14, ["--general", "other"], 15, 8, False),  # a fifth is replayed
-        (14, ["--workers", "3"], 12, 3, False),
-        (14, ["--set", "phases.0.global_sequences=9"], 9, 8, False),
+        (14, ["--workers", "3", "--set", "phases.0.global_sequences=9"], 9, 3, False),
         (8, [], 6, 6, False),
         (3, [], 1, 1, True),
         (80, [], 32, 8, False),
     ],
 )
-def test_a_short_text_has_smaller_batches(tmp_path, monkeypatch, documents, words, sequences, workers, alone) -> None:
+def test_a_short_text_has_smaller_batches(
+    start, tmp_path, monkeypatch, documents, words, sequences, workers, alone
+) -> None:
     """A document of 41 tokens gives one sequence of up to 64, so tokens do not count them."""
     monkeypatch.chdir(tmp_path)
-    make_pretrained(tmp_path / "start")
     write_text(tmp_path / "other", WORDS, seed=7)
     rows = [{"text": f"{number} " + " ".join(WORDS[number % 9 :][:10] * 4)} for number in range(documents)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -222,16 +226,15 @@ def test_a_short_text_has_smaller_batches(tmp_path, monkeypatch, documents, word
     monkeypatch.setattr(api, "train", stop)
     for _ in range(2):
         with pytest.raises(StoppedError):
-            run(options("text.jsonl", "--from", "start", "--out", "out", *words))
+            run(options("text.jsonl", "--from", start, "--out", "out", *words))
     config = load_config(tmp_path / "out/adapt.yaml")
     assert (config.phases[0].global_sequences, config.scheduling.workers) == (sequences, workers)
     assert started == 2 * [{"no_ray": alone, "resume": True}]
 
 
-def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_pretrained(tmp_path / "start")
+def test_a_batch_that_training_refused_can_be_corrected(start: str, tmp_path: Path, monkeypatch: Any) -> None:
     write_text(tmp_path / "text", WORDS, documents=3)
-    words = [str(tmp_path / "text"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+    words = [str(tmp_path / "text"), "--from", start, "--out", str(tmp_path / "out")]
 
     def refuse(path: Path, **_: Any) -> None:
         load_config(path).folder.mkdir(exist_ok=True)

@@ -6,16 +6,15 @@ FLOPs are the objective's `executed_flops` and `pretrain.planning.work.optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pretrain.batches.batch import StepBatch
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.objectives import objective_of
-from pretrain.planning import work
+from pretrain.planning import pace, work
 
 MOST_EPOCHS = 10.0
 TOLERANCE = 0.01  # of a budget
@@ -75,20 +74,14 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
     for number, phase in enumerate(config.phases):
         maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
         maker.check_batch()
-        flops, tokens, sequences = 0.0, 0, 0
-        for step in _sampled_steps(maker, phase):
+        flops, tokens, sequences, size = 0.0, 0, 0, phase.global_sequences
+        parts = max(1, min(_MEASURED // size, phase.sequences // size))
+        for part in range(parts):
+            step = maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
             tokens, sequences = tokens + step.tokens, sequences + step.sequences
             flops += sum(counted.executed_flops(batch.real_lengths, batch.targets) for batch in step.micro_batches)
         costs.append(SequenceCost(flops / sequences, tokens / sequences, maker.samples_per_epoch))
     return costs
-
-
-def _sampled_steps(maker: BatchMaker, phase: PhaseConfig) -> Iterator[StepBatch]:
-    """Batches of about `_MEASURED` sequences in all, at even distances over the phase."""
-    size = phase.global_sequences
-    parts = max(1, min(_MEASURED // size, phase.sequences // size))
-    for part in range(parts):
-        yield maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
 
 
 def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceCost]) -> Plan:
@@ -97,23 +90,11 @@ def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceC
     Raises `InputError` if steps are too large to meet the budget within `TOLERANCE`, or the text would be read more
     than `MOST_EPOCHS` times.
     """
-    whole = _plan(config, [phase.steps for phase in config.phases], costs)
-    scale = budget / whole.flops
-    least = [max(1, len(phase.batch_sizes) - 1) for phase in config.phases]  # a ramp has a step for each size
-    steps = [max(few, round(phase.steps * scale)) for phase, few in zip(config.phases, least, strict=True)]
-    # The phase with the cheapest steps takes what rounding left.
-    per_step = [
-        phase.global_sequences * cost.flops + work.optimizer_flops(config)
-        for phase, cost in zip(config.phases, costs, strict=True)
-    ]
-    finest = per_step.index(min(per_step))
-    left = round((budget - _plan(config, steps, costs).flops) / per_step[finest])
-    steps[finest] = max(least[finest], steps[finest] + left)
-    plan = _plan(config, steps, costs)
+    plan = _plan(pace.scale(config, budget / _plan(config, costs).flops), costs)
     if abs(plan.flops - budget) > TOLERANCE * budget:
         raise InputError(
-            f"--budget {budget:g}: steps of {per_step[finest]:.3g} FLOP come to {plan.flops:.4g} at best, not within "
-            f"{TOLERANCE:.0%}. Raise the budget, or lower phases.*.global_sequences."
+            f"--budget {budget:g}: {plan.steps:,} steps come to {plan.flops:.4g} FLOP, not within {TOLERANCE:.0%}. "
+            "Raise the budget, or lower phases.*.global_sequences."
         )
     if plan.epochs > MOST_EPOCHS:
         raise InputError(
@@ -124,27 +105,11 @@ def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceC
     return plan
 
 
-def _plan(config: PretrainConfig, steps: Sequence[int], costs: Sequence[SequenceCost]) -> Plan:
-    phases = tuple(_scaled(phase, count) for phase, count in zip(config.phases, steps, strict=True))
-    pairs = list(zip(phases, costs, strict=True))
+def _plan(config: PretrainConfig, costs: Sequence[SequenceCost]) -> Plan:
+    pairs = list(zip(config.phases, costs, strict=True))
     return Plan(
-        phases,
+        config.phases,
         tuple(phase.sequences * cost.flops + phase.steps * work.optimizer_flops(config) for phase, cost in pairs),
         tuple(phase.sequences * cost.tokens for phase, cost in pairs),
         sum(phase.sequences / cost.samples_per_epoch for phase, cost in pairs),
     )
-
-
-def _scaled(phase: PhaseConfig, steps: int) -> PhaseConfig:
-    """The phase with another number of steps; warm-up, decay and ramp keep their shares of it."""
-    ratio = steps / phase.steps
-    warmup = min(steps, round(phase.warmup_steps * ratio))
-    sizes = len(phase.batch_sizes) - 1
-    ramp = min(steps, max(sizes, round(phase.ramp_steps * ratio)))
-    changes = {
-        "steps": steps,
-        "warmup_steps": warmup,
-        "decay_steps": min(steps - warmup, max(1, round(phase.decay_steps * ratio))) if phase.decay_steps else 0,
-        "ramp_steps": ramp if phase.ramp_from else 0,
-    }
-    return PhaseConfig.model_validate({**phase.model_dump(), **changes})

@@ -20,13 +20,12 @@ from pretrain.corpus.formats import PLAIN, documents_of, files_below, kind_of
 from pretrain.corpus.inputs import Problems, plain_suffix
 
 CARD = "card.json"
-NOVELS = 0.25  # share of the words that is drawn from them, about as in BERT's text
 TRAIN, HELD_OUT = "train", "held-out"
-# By the kind of their files. BERT read 2,500 million words of Wikipedia and 800 million of books (Devlin et al. 2019,
+SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}  # by the kind of their files
+# Of the words, about as in BERT's text: 2,500 million of Wikipedia and 800 million of books (Devlin et al. 2019,
 # section 3.1).
-SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}
+SHARES = {"wikipedia": 0.75, "novels": 0.25}
 _LEAST_WORDS = 20  # of a document, as corpus.min_document_words
-_FORMAT = 1
 
 
 class Limits(NamedTuple):
@@ -57,26 +56,23 @@ class Drawn(NamedTuple):
     held_out: list[Document]
 
 
-def draw_text(data: Path, out: Path, limits: Limits = LIMITS, novels: float = NOVELS) -> dict[str, Any]:
+def draw_text(data: Path, out: Path, limits: Limits = LIMITS) -> dict[str, Any]:
     """Draw the text in `data` into the folder `out` and return its card; a folder that holds it already stays as it is.
 
     The card has, for each source, the documents, words, characters and SHA-256 of what is trained on and of what is
-    held out; `sha256` covers all of it. What is held out is the same for every share of `novels`.
+    held out; `sha256` covers all of it.
 
-    Raises:
-        InputError: `data` has no text or other files too, or `out` was drawn from other files, with other limits or
-            another share of novels.
+    Raises `InputError` if `data` has no text or other files too, or `out` was drawn from other files.
     """
     files = _files(data)
-    shares = {"wikipedia": 1 - novels, "novels": novels}
     inputs = [[str(file.relative_to(data)) if data.is_dir() else file.name, file.stat().st_size] for file in files]
-    card = _earlier(out, inputs, limits, shares)
+    card = _earlier(out, {"limits": limits._asdict(), "inputs": inputs})
     if card is None:
         with disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
-        drawn = _drawn(files, limits, shares)
+        drawn = _drawn(files, limits)
         _write(files, drawn, out)
-        card = {**_card(drawn, out), "limits": limits._asdict(), "shares": shares, "inputs": inputs}
+        card = {**_card(drawn, out), "limits": limits._asdict(), "inputs": inputs}
         write_json(out / CARD, card)
     return card
 
@@ -84,16 +80,6 @@ def draw_text(data: Path, out: Path, limits: Limits = LIMITS, novels: float = NO
 def text_files(card: Mapping[str, Any], out: Path, part: str) -> dict[str, Path]:
     """Source -> JSONL file of its training or held-out documents."""
     return {name: out / parts[part]["file"] for name, parts in card["sources"].items()}
-
-
-def novels_of(card: Mapping[str, Any]) -> float:
-    """The share of novels that the text of a card was drawn with."""
-    return float(card["shares"]["novels"])
-
-
-def drawn_novels(card: Mapping[str, Any]) -> float:
-    """The share of novels in the words that were drawn: another than asked for if one source has too little text."""
-    return card["sources"].get("novels", {TRAIN: {"words": 0}})[TRAIN]["words"] / card["words"]
 
 
 def _files(data: Path) -> list[Path]:
@@ -107,24 +93,15 @@ def _files(data: Path) -> list[Path]:
     return files
 
 
-def _earlier(out: Path, inputs: Sequence[Any], limits: Limits, shares: Mapping[str, float]) -> dict[str, Any] | None:
-    """The card of text that was drawn from the same files in the same way and is undamaged; None if there is none."""
+def _earlier(out: Path, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The card of text that was drawn from the same files and is undamaged; None if there is none."""
     if not (out / CARD).is_file():
         return None
     card: dict[str, Any] = json.loads((out / CARD).read_text(encoding="utf-8"))
-    if card.get("inputs") != inputs:
+    if any(card.get(name) != value for name, value in given.items()):
         raise InputError(
-            f"--data: {out} was drawn from other files. Give the same folder, or another --out: trials compare on one "
-            "text only."
-        )
-    if card.get("format") != _FORMAT or card.get("limits") != limits._asdict():
-        raise InputError(
-            f"--data: {out} was drawn by another version, with other limits. Give another --out: trials compare on one "
-            "text only."
-        )
-    if card.get("shares") != shares:
-        raise InputError(
-            f"--novels: {out} was drawn with {novels_of(card):g}. Give that, or another --out: a folder has one text."
+            f"--data: {out} was drawn from other files, or by another version. Give the same folder, or another --out: "
+            "trials compare on one text only."
         )
     parts = [part for source in card["sources"].values() for part in (source[TRAIN], source[HELD_OUT])]
     whole = all((out / one["file"]).is_file() and sha256_file(out / one["file"]) == one["sha256"] for one in parts)
@@ -144,13 +121,13 @@ def _documents(files: Sequence[Path]) -> Iterator[tuple[str, Document, str]]:
                 yield source, Document(digest, words, len(text), len(raw)), text
 
 
-def _drawn(files: Sequence[Path], limits: Limits, shares: Mapping[str, float]) -> dict[str, Drawn]:
+def _drawn(files: Sequence[Path], limits: Limits) -> dict[str, Drawn]:
     found: dict[str, list[Document]] = {}
     for source, document, _ in _documents(files):
         found.setdefault(source, []).append(document)
-    held_out = {name: _held_out(sorted(found[name]), limits) for name in shares if name in found}
+    held_out = {name: _held_out(sorted(found[name]), limits) for name in SHARES if name in found}
     left = {name: sorted(found[name])[len(held_out[name]) :] for name in held_out}
-    train = _in_turn(left, limits.words, shares)
+    train = _in_turn(left, limits.words)
     if not train or not all(train.values()):
         raise InputError(
             f"--data: too little text: of Wikipedia and of novels, {limits.held_out_documents} documents or "
@@ -172,15 +149,13 @@ def _held_out(ordered: Sequence[Document], limits: Limits) -> list[Document]:
     return taken
 
 
-def _in_turn(
-    ordered: Mapping[str, Sequence[Document]], most: int, shares: Mapping[str, float]
-) -> dict[str, list[Document]]:
+def _in_turn(ordered: Mapping[str, Sequence[Document]], most: int) -> dict[str, list[Document]]:
     """At most `most` words of all sources together, in their shares as long as all of them have text."""
     taken: dict[str, list[Document]] = {name: [] for name in ordered}
     words = dict.fromkeys(ordered, 0)
     rest = {name: iter(documents) for name, documents in ordered.items()}
     while rest:
-        name = min(rest, key=lambda one: words[one] / shares[one])
+        name = min(rest, key=lambda one: words[one] / SHARES[one])
         document = next(rest[name], None)
         if document is None or sum(words.values()) + document.words > most:
             del rest[name]
@@ -196,13 +171,9 @@ def _write(files: Sequence[Path], drawn: Mapping[str, Drawn], out: Path) -> None
     texts = {document.digest: text for _, document, text in _documents(files) if document.digest in wanted}
     for name, one in drawn.items():
         for part, documents in ((TRAIN, one.train), (HELD_OUT, one.held_out)):
-            with atomic_open(out / _file(name, part), "w") as file:
+            with atomic_open(out / f"{name}.{part}.jsonl", "w") as file:
                 for document in documents:
                     file.write(json.dumps({"text": texts[document.digest]}, ensure_ascii=False) + "\n")
-
-
-def _file(source: str, part: str) -> str:
-    return f"{source}.{part}.jsonl"
 
 
 def _card(drawn: Mapping[str, Drawn], out: Path) -> dict[str, Any]:
@@ -212,8 +183,8 @@ def _card(drawn: Mapping[str, Drawn], out: Path) -> dict[str, Any]:
                 "documents": len(documents),
                 "words": sum(document.words for document in documents),
                 "characters": sum(document.characters for document in documents),
-                "file": _file(name, part),
-                "sha256": sha256_file(out / _file(name, part)),
+                "file": f"{name}.{part}.jsonl",
+                "sha256": sha256_file(out / f"{name}.{part}.jsonl"),
             }
             for part, documents in ((TRAIN, one.train), (HELD_OUT, one.held_out))
         }
@@ -221,7 +192,6 @@ def _card(drawn: Mapping[str, Drawn], out: Path) -> dict[str, Any]:
     }
     digests = [source[part]["sha256"] for source in sources.values() for part in (TRAIN, HELD_OUT)]
     return {
-        "format": _FORMAT,
         "sha256": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         "words": sum(source[TRAIN]["words"] for source in sources.values()),
         "sources": sources,

@@ -1,152 +1,181 @@
-"""The trials of a folder: speedrun.json, the table for the terminal and the rows of the log."""
+"""What trained models are worth, by scores of held-out text: speedrun.json and the rows of the log."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from finetune.scores import common_words, held_out, whole_words
+from finetune.scores.held_out import read_documents
+from finetune.scores.masked_model import MaskedModel
+from finetune.scores.text_scores import WHY_NOT, WORD_PARTS, text_scores
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.wording import counted
-from tests.bench import aligned
-from tests.bench.speedrun.scores import Scores
-from tests.bench.speedrun.trial import budget_text
+from pretrain.config import PretrainConfig
 
 RESULTS = "speedrun.json"
-NEWER = ("common words, bits", "whole words, bits/character")
-HEADINGS = (
-    "trial",
-    "budget",
-    "FLOP",
-    "steps",
-    "epochs",
-    "minutes",
-    *NEWER,
-    "bits/character, one vocabulary",
-    "nats/token",
-    "accuracy",
-)
-RIGHT_ALIGNED = frozenset(range(1, len(HEADINGS)))
-# As in the log of the documentation, whose earlier rows lack the last two.
-_ELSEWHERE = ("BLiMP", "transfer")  # what `evaluate-pretrained` measures of the same run
-_OTHERS = (one for one in HEADINGS if one not in NEWER)
-LOG_HEADINGS = ("date", *_OTHERS, *_ELSEWHERE, "machine", "commit", "remarks", *NEWER)
 _NONE = "-"
 
 
-def _short_commit(commit: str | None) -> str:
-    """The commit with a short hash; keeps the suffix -dirty."""
-    return re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", commit) if commit else "unknown"
+@dataclass(frozen=True)
+class Scores:
+    """Scores of one run, None where the model cannot have them."""
 
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Trial(_Frozen):
-    """One run of a trial."""
-
-    trial: str  # name of the config
-    run: str  # name of its run folder
-    seed: int
-    budget: float
-    flops: float = 0.0  # executed, counted from the tokens that were trained on; 0 if it did not run
-    steps: int = 0
-    tokens: int = 0
-    epochs: float = 0.0
-    minutes: float = 0.0  # of training, over all starts, without evaluations and checkpoints
-    words: int  # of the drawn text
-    ground: str
-    scores: Scores = Scores()  # as `scores.Scores`
-    config: dict[str, Any] = {}  # of the run, whole
-    machine: dict[str, Any] = {}  # environment.json of the run
-    remarks: str = ""  # why it has no scores, or what else its row must say
+    nats: float | None = None  # per masked token of the held-out text, 15 % masked 80/10/10
+    accuracy: float | None = None  # of these tokens
+    bits_per_character: float | None = None  # of the held-out text; compares runs of one vocabulary only
+    common_word_bits: float | None = None  # of common words in the held-out text; compares vocabularies
+    common_word_error: float | None = None  # standard error of it, over the words
+    whole_word_bits: tuple[float, float] | None = None  # bounds of the bits per character of whole words
+    unscored: str = ""  # why there is no score of words
 
     @property
-    def date(self) -> str:
-        """The day on which the run was last started."""
-        return str(self.machine.get("started", ""))[:10]
+    def headline(self) -> str:
+        """The one number: that which compares vocabularies, or else that within one."""
+        if self.common_word_bits is not None:
+            return f"{self._common} bits of common words"
+        if self.bits_per_character is not None:
+            return f"{self.bits_per_character:.4f} bits per character, which compare runs of one vocabulary only"
+        return "no score of held-out text"
+
+    @property
+    def _common(self) -> str:
+        return f"{self.common_word_bits:.4f} ± {self.common_word_error:.4f}"
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Of runs with one budget: by the score that compares vocabularies, then by that within one."""
+        across, within = self.common_word_bits, self.bits_per_character
+        return float("inf") if across is None else across, float("inf") if within is None else within
+
+    def cells(self) -> dict[str, str]:
+        """Heading of the log -> text."""
+        return {
+            "bits/character, one vocabulary": _number(self.bits_per_character),
+            "nats/token": _number(self.nats),
+            "accuracy": _number(self.accuracy),
+            "common words, bits": _NONE if self.common_word_bits is None else self._common,
+            "whole words, bits/character": " to ".join(f"{one:.3f}" for one in self.whole_word_bits or ()) or _NONE,
+        }
 
 
-class Results(_Frozen):
-    """All trials of a folder, on one text."""
+def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
+    """The scores of a finished run.
 
-    format: int = 1
-    trials: tuple[Trial, ...] = ()
+    ELECTRA's discriminator predicts no tokens, so it has none. Raises as the parts of `evaluate-pretrained`.
+    """
+    if config.electra.is_on:
+        return Scores()
+    parts = text_scores(MaskedModel(config.folder), read_documents(texts), (*WORD_PARTS, held_out.PART))
+    found = {part: one["scores"] for part, one in parts}
+    loss = found.pop(held_out.PART)
+    return Scores(
+        nats=loss["nats_per_token"],
+        accuracy=loss["accuracy"],
+        bits_per_character=loss["bits_per_character"],
+        **_words(found),
+    )
 
 
-def read(path: Path, ground: str | None = None) -> Results:
+def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of `Scores` from those of `text_scores`."""
+    common, whole = found[common_words.PART], found[whole_words.PART]
+    why_not = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}" for part, one in found.items() if WHY_NOT in one]
+    return {
+        "common_word_bits": common.get("bits"),
+        "common_word_error": common.get("standard_error"),
+        "whole_word_bits": None if WHY_NOT in whole else (whole["lower"], whole["upper"]),
+        "unscored": "; ".join(why_not),
+    }
+
+
+class Trial(BaseModel):
+    """The run of one config with one budget."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str  # name of its run folder
+    budget: float
+    flops: float  # executed, counted from the tokens that were trained on
+    steps: int
+    epochs: float = 0.0
+    minutes: float = 0.0  # of training, over all starts, without evaluations and checkpoints
+    ground: str  # SHA-256 of the text
+    scores: Scores = Scores()
+    config: dict[str, Any] = {}  # of the run, whole
+    machine: dict[str, Any] = {}  # environment.json of the run
+    remarks: str = ""  # what else its row must say
+
+    def row(self) -> dict[str, str]:
+        """The row of the log: heading -> text. What `evaluate-pretrained` measures of the run is left open."""
+        machine = f"{counted(self.machine.get('cpu_cores', 0), 'core')} of {self.machine.get('cpu')}"
+        commit = re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", self.machine.get("git_commit") or "unknown")
+        return {
+            "date": str(self.machine.get("started", ""))[:10],
+            "trial": re.sub(r"-[^-]+-(s\d+)$", r" \1", self.run),
+            "budget": budget_text(self.budget),
+            "FLOP": f"{self.flops:.4g}",
+            "steps": f"{self.steps:,}",
+            "epochs": f"{self.epochs:.2f}",
+            "minutes": f"{self.minutes:.1f}",
+            **self.scores.cells(),
+            "BLiMP": _NONE,
+            "transfer": _NONE,
+            "machine": ", ".join(filter(None, self.machine.get("gpus", []))) or machine,
+            "commit": commit,
+            "remarks": self.remarks,
+        }
+
+
+_TRIALS = TypeAdapter(list[Trial])
+
+
+def read(path: Path, ground: str) -> list[Trial]:
     """The trials in the file `path`; none if it does not exist.
 
     Raises `InputError` if it is damaged, or has trials on another text than that with the SHA-256 `ground`.
     """
     if not path.is_file():
-        return Results()
+        return []
     try:
-        results = Results.model_validate_json(path.read_bytes())
+        trials = _TRIALS.validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise InputError(f"{path}: damaged ({first['msg']}). Remove it; finished runs are measured again.") from None
-    if ground is not None and any(one.ground != ground for one in results.trials):
+    if any(one.ground != ground for one in trials):
         raise InputError(f"{path}: has trials on another text, which do not compare. Give another --out, or remove it.")
-    return results
+    return trials
 
 
-def with_trial(results: Results, trial: Trial) -> Results:
-    """The results with one trial more, or another one of the same run; in the order of budgets and scores."""
-    trials = [one for one in results.trials if one.run != trial.run] + [trial]
-    trials.sort(key=lambda one: (one.budget, _rank(one.scores), one.run))
-    return Results(trials=tuple(trials))
+def with_trial(trials: Sequence[Trial], trial: Trial) -> list[Trial]:
+    """The trials with one more, or another one of the same run; in the order of budgets and scores."""
+    kept = [one for one in trials if one.run != trial.run]
+    return sorted([*kept, trial], key=lambda one: (one.budget, one.scores.rank, one.run))
 
 
-def _rank(scores: Scores) -> tuple[float, float]:
-    """Of runs with one budget: by the score that compares vocabularies, then by that within one."""
-    across, within = scores.common_word_bits, scores.bits_per_character
-    return float("inf") if across is None else across, float("inf") if within is None else within
-
-
-def write(results: Results, path: Path) -> None:
+def write(trials: Sequence[Trial], path: Path) -> None:
     """Write speedrun.json, atomically."""
-    write_json(path, results.model_dump(mode="json"))
+    write_json(path, [one.model_dump(mode="json") for one in trials])
 
 
-def cells(trial: Trial) -> tuple[str, ...]:
-    """The trial as text: one string per heading."""
-    scores = trial.scores
-    return (
-        f"{trial.trial} s{trial.seed}",
-        budget_text(trial.budget),
-        f"{trial.flops:.4g}" if trial.flops else _NONE,
-        f"{trial.steps:,}" if trial.steps else _NONE,
-        f"{trial.epochs:.2f}" if trial.steps else _NONE,
-        f"{trial.minutes:.1f}" if trial.minutes else _NONE,
-        _number(scores.common_word_bits, 4),
-        _NONE if scores.whole_word_bits is None else " to ".join(_number(one, 3) for one in scores.whole_word_bits),
-        _number(scores.bits_per_character, 4),
-        _number(scores.nats, 4),
-        _number(scores.accuracy, 4),
-    )
+def table(trials: Sequence[Trial]) -> str:
+    """The trials as the Markdown table that ends docs/benchmarks/speedrun.md."""
+    rows = [one.row() for one in trials]
+    lines = [list(rows[0]), *([cell.replace("|", "\\|") for cell in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def table(results: Results) -> str:
-    """The table for a terminal: a line per run, then their remarks."""
-    lines = aligned([HEADINGS, *map(cells, results.trials)], RIGHT_ALIGNED)
-    lines += [f"{one.run}: {one.remarks}" for one in results.trials if one.remarks]
-    return "\n".join(lines)
+def budget_text(budget: float) -> str:
+    """500000000000000.0 -> 5e14."""
+    mantissa, exponent = f"{budget:.6e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def log_row(trial: Trial) -> str:
-    """The trial as a row of the Markdown table that ends docs/benchmarks/speedrun.md."""
-    machine = f"{counted(trial.machine.get('cpu_cores', 0), 'core')} of {trial.machine.get('cpu')}"
-    gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
-    commit = _short_commit(trial.machine.get("git_commit"))
-    values = {"date": trial.date, **dict(zip(HEADINGS, cells(trial), strict=True))}
-    values |= {"machine": gpus or machine, "commit": commit, "remarks": trial.remarks}
-    return "| " + " | ".join(values.get(heading, _NONE).replace("|", "\\|") for heading in LOG_HEADINGS) + " |"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return _NONE if value is None else f"{value:.{digits}f}"
+def _number(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.4f}"
