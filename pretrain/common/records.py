@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, disk_errors
+from pretrain.common.files import atomic_open
 from pretrain.common.run_files import METRICS
 
 SOURCE_LOSS = "source_loss/"
@@ -50,7 +50,7 @@ def note_end(run_dir: Path, event: str, message: str) -> None:
     path = run_dir / METRICS
     if not path.is_file():
         return
-    with disk_errors(path), path.open("r+b") as file:
+    with path.open("r+b") as file:
         data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         found = (parse_record(line) for line in reversed(whole.splitlines()))

@@ -119,7 +119,7 @@ def check_settings(
     The run folder's config.yaml is compared before the start, but it may be missing.
 
     Args:
-        changed: as of `preflight.check_run_folder`.
+        changed: as of `preflight.run_folder`.
     """
     before = preflight.trained_with(type(config), state, checkpoint)
     preflight.check_unchanged(checkpoint, before, config, state["step"], changed)

@@ -22,7 +22,7 @@ from pretrain.run.progress import Progress, read_state, restore
 from pretrain.run.session import newest_checkpoint, total_matmul_peak
 from pretrain.run.task import S, TrainingTask
 from pretrain.run.warmup_step import warmup_step
-from pretrain.tracking import starting
+from pretrain.tracking import live
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 
@@ -148,17 +148,17 @@ def _prepared(
 
     def begin(phase: str) -> None:
         if engine.rank == 0:
-            starting.write_phase(config.folder, phase)
+            live.write_phase(config.folder, phase)
 
     if training.plan.warmup_step:
-        begin(starting.COMPILE if config.engine.compiled else starting.WARMUP_STEP)
+        begin(live.COMPILE if config.engine.compiled else live.WARMUP_STEP)
         warmup_step(engine, training.task, progress, checkpoints, extra_state, resumed)
     elif resumed is not None:
         restore(engine, resumed)
-    begin(starting.MEASURE)
+    begin(live.MEASURE)
     plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
     if engine.rank == 0:
-        starting.end_phases(config.folder)
+        live.end_phases(config.folder)
     return plan
 
 

@@ -47,7 +47,7 @@ class Fragment:
 
 
 class FragmentReader(Protocol):
-    """The source from which `Engine.load` reads saved state; `pretrain.checkpoint.reading.CheckpointReader` is one."""
+    """The source from which `Engine.load` reads saved state; `pretrain.checkpoint.store.CheckpointReader` is one."""
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
