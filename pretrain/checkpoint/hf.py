@@ -78,18 +78,12 @@ def export(
     layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
     tokenizer = ModelTokenizer.read_files(tokenizer_folder, rows)
     if not family and model.rows(entries := vocabulary_size(tokenizer.tokenizer)) != rows:
-        raise InputError(
-            f"{tokenizer_folder}: {entries} entries, but the model has {rows}. Use the corpus that the model was "
-            "trained on."
-        )
+        why = f"{entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
+        raise InputError(f"{tokenizer_folder}: {why}")
     if layout.padded_positions and not config:
-        # What tells RoBERTa from XLM-R: the model's type goes by its tokenizer. Both have one segment.
-        is_other = kind_of(tokenizer.tokenizer) == "released"
-        config = {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_other else {})}
-    types = state.get("embeddings.token_type")
-    if not next_sentence and config and config.get("type_vocab_size") == 1 and types is not None:
-        # The tokens of a run without pairs had the first type only, so the second may be the same again.
-        state = {**state, "embeddings.token_type": types[:1].expand(2, -1)}
+        config = _as_released(tokenizer)
+    if not next_sentence and config and config.get("type_vocab_size") == 1:
+        state = _with_one_type(state)
     facts, ids = written_facts(layout, model, state, config or {}, tokenizer.special_ids)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
@@ -173,6 +167,18 @@ def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapp
                 f"{other}: has another {what} than {first}, so their weights have no mean. Give runs of one model: "
                 "forks of one run."
             )
+
+
+def _as_released(tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """What tells RoBERTa from XLM-R in a config.json: the model's type goes by its tokenizer. Both have one segment."""
+    is_other = kind_of(tokenizer.tokenizer) == "released"
+    return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_other else {})}
+
+
+def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` of a run without pairs: its tokens had the first type only, so the second may be the same again."""
+    name = "embeddings.token_type"
+    return {**state, **({name: state[name][:1].expand(2, -1)} if name in state else {})}
 
 
 def fills_masks(run_dir: Path, config: PretrainConfig) -> Path:

@@ -257,10 +257,9 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
         raise InputError(
             f"{checkpoint}: has no averaged weights. Give a checkpoint of the end of a phase with averaged_share."
         )
-    kind = "average" if averaged else "weight"
-    with CheckpointReader(checkpoint) as reader:
+    with CheckpointReader(checkpoint, averaged=averaged) as reader:
         return {
-            name: reader.read(kind, name, 0, torch.Size(shape).numel()).view(shape)
+            name: reader.read("weight", name, 0, torch.Size(shape).numel()).view(shape)
             for name, shape in reader.shapes.items()
         }
 
@@ -326,10 +325,11 @@ def checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
 class CheckpointReader:
     """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager.
 
-    Files are opened with retries as `verify`.
+    Files are opened with retries as `verify`. `averaged` reads the mean of the last steps' weights as the weights.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, *, averaged: bool = False) -> None:
+        self._averaged = averaged
         self._files: dict[str, Any] = {}
         self._mapped = 0  # bytes read since the files were opened
         self._checkpoint = checkpoint
@@ -341,6 +341,7 @@ class CheckpointReader:
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` if any is missing."""
         out, position, stop = torch.empty(numel), start, start + numel
+        kind = "average" if self._averaged and kind == "weight" else kind
         for fragment in self._fragments.covering(kind, name, start, stop):
             if not fragment.start <= position < fragment.stop:
                 continue

@@ -43,11 +43,6 @@ class CheckpointShard:
     tensors: dict[str, Tensor]
     entries: list[dict[str, Any]]  # name, start, numel, kinds
 
-    @property
-    def bytes(self) -> int:
-        """Size of all its tensors in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
 
 def shard_name(group: SavingGroup) -> str:
     """The file of a checkpoint that this rank writes."""
@@ -113,7 +108,7 @@ def write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict
     path = aside / name
     with _write_errors(path):
         aside.mkdir(parents=True, exist_ok=True)
-        check_storage(path, shard.bytes)
+        check_storage(path, sum(tensor.numel() * tensor.element_size() for tensor in shard.tensors.values()))
         save_weights({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -57,10 +57,14 @@ def note_end(run_dir: Path, event: str, message: str) -> None:
         last = next((record for record in found if record is not None and is_training(record)), None)
         if last is None:
             return
-        record = {"event": event, "step": last["step"], "time": time.time(), "message": message}
         file.truncate(len(whole))
         file.seek(len(whole))
-        file.write(json.dumps(record).encode() + b"\n")
+        file.write(json.dumps(event_of(event, message, step=last["step"])).encode() + b"\n")
+
+
+def event_of(kind: str, message: str, **more: Any) -> dict[str, Any]:
+    """The record of an event that happens now."""
+    return {"event": kind, **more, "time": time.time(), "message": message}
 
 
 def is_training(record: dict[str, Any]) -> bool:

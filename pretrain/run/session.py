@@ -24,7 +24,6 @@ from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
 from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.model import precision
 from pretrain.run import preflight
-from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.tracking import live
 from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
@@ -265,11 +264,6 @@ def check_shared(config: RunConfig, worker: Worker) -> None:
             f"run_dir: {config.address or first.parent}: worker {blind[0]} does not see {first.parent} of worker 0. "
             f"{advice if config.address else 'Set it to a folder that all machines share.'}"
         )
-
-
-def stored_run(config: RunConfig) -> StoredRun | None:
-    """The run at its address; None for a run that is kept in its folder only."""
-    return StoredRun(config.address, config.folder, SAVE_RETRY_SECONDS) if config.address else None
 
 
 def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:

@@ -132,17 +132,11 @@ def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
 
 
 class _StoredState(NamedTuple):
-    """What is at the address of a run.
+    """What is at the address of a run."""
 
-    Attributes:
-        checkpoints: the manifests of the stored checkpoints, by name.
-        model: the manifest of the model of a finished fine-tuning.
-        writer: what the last start of the run wrote.
-    """
-
-    checkpoints: dict[str, bytes]
-    model: bytes | None
-    writer: bytes | None
+    checkpoints: dict[str, bytes]  # their manifests, by name
+    model: bytes | None  # its manifest, of a finished fine-tuning
+    writer: bytes | None  # what the last start of the run wrote
 
     @property
     def newest(self) -> str:
@@ -325,8 +319,8 @@ class StoredRun:
         checkpoint = [f"checkpoints/{newest}"] if newest > UNTRAINED and newest not in self.names() else []
         for name in (*checkpoint, _MODEL, "export"):
             if (self._folder / name / MANIFEST).is_file():
-                own: dict[str, Any] = {"hashed": name in checkpoint, "check": self._check_claim}
-                folders.store(self._folder / name, self._at(name), self._objects, **own)
+                hashed, check = name in checkpoint, self._check_claim
+                folders.store(self._folder / name, self._at(name), self._objects, hashed=hashed, check=check)
         if (self._folder / _MODEL / MANIFEST).is_file() and not newest:
             self.keep(())
 

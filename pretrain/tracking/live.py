@@ -245,21 +245,10 @@ class LiveProgress:
             *live[:1],
             _shown("{:,.0f} tokens/s", last.get("tokens_per_second")),
             _shown("{:.0%} MFU", last.get("mfu")),
-            self.phase(),
             *live[1:],
             _shown("stall {:.1%}", last.get("data_stall_fraction")),
         ]
         return [piece for piece in pieces if piece]
-
-    def phase(self) -> str:
-        """Number and sequence length of the phase, such as `phase 1/2 (128)`; "" if there is only one phase."""
-        phases = self._read_phases()
-        step = self.step
-        for number, phase in enumerate(phases, 1):
-            if step <= phase.steps or number == len(phases):
-                return f"phase {number}/{len(phases)} ({phase.sequence_length})" if len(phases) > 1 else ""
-            step -= phase.steps
-        return ""
 
     def _work(self, step: int) -> float:
         return work(self._read_phases(), step)

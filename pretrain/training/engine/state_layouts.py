@@ -52,6 +52,19 @@ class FragmentReader(Protocol):
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
 
+class InitialWeights:
+    """A reader of given weights, and moments of zero, with which a training begins.
+
+    DeepSpeed takes its master weights from a rounded copy of the model; these are exact.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = {name: weight.detach().clone().view(-1) for name, weight in weights.items()}
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        return self._weights[name][start : start + numel] if kind == "weight" else torch.zeros(numel)
+
+
 class ParameterPiece(NamedTuple):
     """The place of entries `start` on of the flattened parameter `name`: `held` of `flat`, one of a layout's flats."""
 
