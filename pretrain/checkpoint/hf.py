@@ -268,14 +268,11 @@ def _model_card(
 
 def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
     """Labels and values of the last evaluation up to `step`, or of the averaged weights at `step`; [] without one."""
-    records = read_records(run_dir)
-    if averaged:
-        evaluations = [one for one in records if one.get("event") == "average" and one.get("step") == step]
-    else:
-        evaluations = [one for one in records if one.get("split") == "validation" and one.get("step", 0) <= step]
-    if not evaluations:
+    key, value, first = ("event", "average", step) if averaged else ("split", "validation", 0)
+    found = (one for one in reversed(read_records(run_dir)) if one.get(key) == value)
+    last = next((one for one in found if first <= one.get("step", 0) <= step), None)
+    if last is None:
         return []
-    last = evaluations[-1]
     shown = [
         (metric.title, metric.text(last[name], more=1))
         for name, metric in objective_metrics().items()

@@ -34,12 +34,12 @@ def mapping_table(tensors: Iterable[MappedTensor]) -> str:
             filled[re.sub(r"^(layers|embeddings|heads?\.[a-z]+).*", r"\1.*", tensor.target)].append(tensor.name)
         else:
             left_out[tensor.target].append(tensor.name)
-    rows = [(_pattern(names), _count(names), target) for target, names in filled.items()]
+    rows = [(_pattern(names), counted(len(names), "tensor"), target) for target, names in filled.items()]
     wide, high = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = [f"{pattern:<{wide}}  {count:>{high}} -> {target}" for pattern, count, target in rows]
     read = [name for names in filled.values() for name in names]
     for reason, names in left_out.items():
-        lines.append(f"{_summary(names, read)}: {_count(names)} {reason}")
+        lines.append(f"{_summary(names, read)}: {counted(len(names), 'tensor')} {reason}")
     return "\n".join(lines)
 
 
@@ -50,10 +50,6 @@ def _summary(names: list[str], read: Collection[str]) -> str:
         return pattern
     beyond = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{', '.join(names[:_MOST_NAMES])}{beyond}"
-
-
-def _count(names: list[str]) -> str:
-    return counted(len(names), "tensor")
 
 
 def _pattern(names: list[str]) -> str:

@@ -325,7 +325,11 @@ def checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
 class CheckpointReader:
     """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager.
 
-    Files are opened with retries as `verify`. `averaged` reads the mean of the last steps' weights as the weights.
+    Files are opened with retries as `verify`.
+
+    Args:
+        checkpoint: a verified one.
+        averaged: read the mean of the last steps' weights in place of the weights.
     """
 
     def __init__(self, checkpoint: Path, *, averaged: bool = False) -> None:

@@ -63,7 +63,10 @@ def note_end(run_dir: Path, event: str, message: str) -> None:
 
 
 def event_of(kind: str, message: str, **more: Any) -> dict[str, Any]:
-    """The record of an event that happens now."""
+    """The record of an event that happens now.
+
+    `kind` is one of those in `pretrain.tracking.events`; `more` are its other fields, such as `step`.
+    """
     return {"event": kind, **more, "time": time.time(), "message": message}
 
 

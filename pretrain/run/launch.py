@@ -152,7 +152,10 @@ def _end_recorded(folder: Path) -> Iterator[None]:
 
 
 def _stopped(folder: Path, by: BaseException | None = None) -> StoppedError:
-    """The error of a stop, `by` if it is one, with the latest checkpoint; a `NothingSavedError` if no step is saved."""
+    """The error of a run that was stopped: `by`, if it is one, with the name of the latest checkpoint.
+
+    It is a `NothingSavedError` if no step is saved.
+    """
     error = by if isinstance(by, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
     newest = max(checkpoint_names(folder), default=UNTRAINED)
     if isinstance(error, NothingSavedError) or (newest > UNTRAINED and newest in str(error)):

@@ -106,8 +106,9 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
 def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
     """Store at the `address` of a run what it leaves in its `folder`, however it ends; "" stores nothing.
 
-    Raises `InputError` if a run is stored there and this one is not to `resume`, `MachineError` if the storing fails
-    after a run that did not; its checkpoints are in the folder then.
+    Raises:
+        InputError: a run is stored there, and this one is not to `resume`.
+        MachineError: the storing fails after a run that did not; its checkpoints are in the folder then.
     """
     if not address:
         yield
@@ -132,11 +133,17 @@ def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
 
 
 class _StoredState(NamedTuple):
-    """What is at the address of a run."""
+    """What is at the address of a run.
 
-    checkpoints: dict[str, bytes]  # their manifests, by name
-    model: bytes | None  # its manifest, of a finished fine-tuning
-    writer: bytes | None  # what the last start of the run wrote
+    Attributes:
+        checkpoints: the manifests of the stored checkpoints, by name.
+        model: the manifest of the model of a finished fine-tuning.
+        writer: what the last start of the run wrote.
+    """
+
+    checkpoints: dict[str, bytes]
+    model: bytes | None
+    writer: bytes | None
 
     @property
     def newest(self) -> str:
