@@ -66,9 +66,19 @@ def of_whole_tensors(optimizer: Any) -> Any:
     ids = number_tensors(named)
     segments = {p: cut_segments(ids[name], p.numel(), 0, p.numel(), 0) for name, p in named.items()}
     if isinstance(optimizer, Muon):
-        optimizer.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
+        give_moments(optimizer).set_shards(segments, matrix_shapes({n: p.shape for n, p in named.items()}), Alone())
     elif isinstance(optimizer, TensorwiseOptimizer):
-        optimizer.set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)
+        give_moments(optimizer).set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)
+    return optimizer
+
+
+def give_moments(optimizer: Any) -> Any:
+    """The optimizer with moments of zero, as the engine gives them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kinds = ("exp_avg",) if group.get("orthogonal") else ("exp_avg", "exp_avg_sq")
+            state = {kind: torch.zeros_like(parameter) for kind in kinds}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **state}
     return optimizer
 
 

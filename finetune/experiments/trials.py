@@ -98,10 +98,10 @@ def raise_failure(folder: Path, outcomes: Sequence[Outcome | None]) -> None:
 
 def _prepare(config: FinetuneConfig) -> None:
     """Check the folder of a run that starts or continues, and record its config and environment there."""
-    preflight.check_run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True)
-    if checkpoint_names(config.folder):
-        runs.check_same(config, over=False)  # it continues without --resume
-    preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
+    with preflight.run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True):
+        if checkpoint_names(config.folder):
+            runs.check_same(config, over=False)  # it continues without --resume
+        preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:

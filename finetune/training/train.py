@@ -37,8 +37,7 @@ from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import check_settings, read_state
 from pretrain.run.run import Training, run
 from pretrain.run.session import check_same_data, started
-from pretrain.training.engine import Engine
-from pretrain.training.initial_weights import InitialWeights
+from pretrain.training.engine import Engine, InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 
 LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # only launch kernels on a GPU

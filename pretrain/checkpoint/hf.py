@@ -7,17 +7,14 @@ import functools
 import json
 import logging
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-from tokenizers.models import WordPiece
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layout_of, why_own, write_config
+from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors, with_position_table, written_facts
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, corpus_of
@@ -29,13 +26,22 @@ from pretrain.common.run_files import START_FILE, read_fork
 from pretrain.common.settings import dump, load_recorded
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.released import kind_of
-from pretrain.corpus.vocabulary import read_vocabulary
+from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.objectives import objective_metrics, objective_of
 from pretrain.objectives.objective import Exported
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
+# Fields of config.json beside those of the shape, as transformers 5 writes them; 4 reads them too.
+_BERT_FIELDS = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "classifier_dropout": None,
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
 
 
 def export(
@@ -70,31 +76,33 @@ def export(
     """
     model, state = with_position_table(model, state)
     layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
-    if family:
-        tokenizer = ModelTokenizer.read_files(tokenizer_folder, rows)
-    else:
-        tokenizer = _read_prepared(tokenizer_folder, rows, model)
-    if family or layout.padded_positions:
-        config = config or (_as_released(tokenizer.tokenizer) if layout.padded_positions else {})
-        if not next_sentence and config.get("type_vocab_size") == 1:
-            state = _with_one_type(state)
+    tokenizer = ModelTokenizer.read_files(tokenizer_folder, rows)
+    if not family and model.rows(entries := vocabulary_size(tokenizer.tokenizer)) != rows:
+        why = f"{entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
+        raise InputError(f"{tokenizer_folder}: {why}")
+    if layout.padded_positions and not config:
+        config = _as_released(tokenizer)
+    if not next_sentence and config and config.get("type_vocab_size") == 1:
+        state = _with_one_type(state)
     facts, ids = written_facts(layout, model, state, config or {}, tokenizer.special_ids)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
-    values = _config_json(config, facts, rows, ids, head or ("ForPreTraining" if next_sentence else "ForMaskedLM"))
+    if config is None:
+        config = {} if family or layout is not BERT else _BERT_FIELDS
+    head = head or ("ForPreTraining" if next_sentence else "ForMaskedLM")
+    values = write_config(config, facts, head, rows, ids["pad"], ids)
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
         save_weights(released_tensors(kept, facts), aside / WEIGHTS, FOR_TRANSFORMERS)
         write_json(aside / "config.json", values)
         kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
-        _copy_tokenizer(tokenizer, aside, model.max_positions, kind)
-        if not facts.token_types:
-            # transformers would pass token types to a model that takes none.
-            path = aside / "tokenizer_config.json"
-            inputs = {"model_input_names": ["input_ids", "attention_mask"]}
-            write_json(path, json.loads(path.read_text(encoding="utf-8")) | inputs)
+        # transformers would pass token types to a model that takes none.
+        fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
+        if not family:
+            fields["model_max_length"] = model.max_positions
+        copy_tokenizer(tokenizer, aside, tokenizer_class=kind, max_positions=model.max_positions, fields=fields)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -116,21 +124,22 @@ def export_run(
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_recorded(run_dir / "config.yaml", PretrainConfig)
     objective_of(config)  # whose module may be missing
-    corpus = corpus_of(run_dir, config.corpus)
-    path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
-    phase, _ = config.phase_at(max(1, min(store.step_of(path), config.total_steps)) - 1)
+    path = store.choose(run_dir / "checkpoints", checkpoint)
+    trained = store.read_state(path)
+    corpus = corpus_of(run_dir, config.corpus, trained.get("tokenizer", ""))
+    step = store.step_of(path)
+    phase, _ = config.phase_at(max(1, min(step, config.total_steps)) - 1)
     exported = config.model_copy(update={"model": config.model_in(phase)})
     state = store.read_weights(path, averaged=averaged)
     for number, other in enumerate(others, 2):
-        theirs = _choose_checkpoint(other / "checkpoints", checkpoint)
-        _check_alike(path, theirs)
+        theirs = store.choose(other / "checkpoints", checkpoint)
+        _check_alike(path, trained, theirs, store.read_state(theirs))
         for name, weights in store.read_weights(theirs, averaged=averaged).items():
             state[name].lerp_(weights, 1 / number)
     start, objective, own = _began_as(run_dir), objective_of(exported), ""
-    average = store.read_state(path)["averaged"] if averaged else 0
-    card = functools.partial(
-        _model_card, config, run_dir, store.step_of(path), averaged=average, others=[one.name for one in others]
-    )
+    average = trained["averaged"] if averaged else 0
+    names = [one.name for one in others]
+    card = functools.partial(_model_card, config, run_dir, step, averaged=average, others=names)
     for part in objective.exported:
         weights = part.weights(state)
         written, _ = with_position_table(part.shape, {})
@@ -150,15 +159,26 @@ def export_run(
     return own
 
 
-def _check_alike(first: Path, other: Path) -> None:
-    """Raise `InputError` if the weights of two checkpoints have no mean."""
-    ours, theirs = (store.read_state(path) for path in (first, other))
+def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapping[str, Any]) -> None:
+    """Raise `InputError` if the weights of two checkpoints, given with their states, have no mean."""
     for what, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
         if ours.get(key) != theirs.get(key):
             raise InputError(
                 f"{other}: has another {what} than {first}, so their weights have no mean. Give runs of one model: "
                 "forks of one run."
             )
+
+
+def _as_released(tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """What tells RoBERTa from XLM-R in a config.json: the model's type goes by its tokenizer. Both have one segment."""
+    is_other = kind_of(tokenizer.tokenizer) == "released"
+    return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_other else {})}
+
+
+def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` of a run without pairs: its tokens had the first type only, so the second may be the same again."""
+    name = "embeddings.token_type"
+    return {**state, **({name: state[name][:1].expand(2, -1)} if name in state else {})}
 
 
 def fills_masks(run_dir: Path, config: PretrainConfig) -> Path:
@@ -187,18 +207,6 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
     )
 
 
-def _as_released(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What tells RoBERTa from XLM-R in a config.json: the model's type goes by its tokenizer. Both have one segment."""
-    is_other = kind_of(tokenizer) == "released"
-    return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_other else {})}
-
-
-def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` of a run without pairs: its tokens had the first type only, so the second may be the same again."""
-    name = "embeddings.token_type"
-    return {**state, **({name: state[name][:1].expand(2, -1)} if name in state else {})}
-
-
 # ---- a run
 
 
@@ -207,28 +215,6 @@ def _began_as(run_dir: Path) -> dict[str, Any]:
     path = run_dir / START_FILE
     start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {key: start[key] for key in ("family", "config")} if start.get("config") else {}
-
-
-def _choose_checkpoint(folder: Path, name: str | None) -> Path:
-    if name is None:
-        path = store.newest(folder)
-        if path is None:
-            raise InputError(f"{folder}: has no complete checkpoint. Train first.")
-        return path
-    if name == "best":
-        path = store.best(folder)
-        if path is None:
-            raise InputError(
-                f"{folder}: no checkpoint was evaluated, so there is no best one. "
-                "Give a checkpoint such as step-00001000, or leave --checkpoint out."
-            )
-    else:
-        path = folder / name
-        if path not in store.list_checkpoints(folder):
-            existing = ", ".join(p.name for p in store.list_checkpoints(folder)) or "none"
-            raise InputError(f"{path}: no such checkpoint. Available: {existing}.")
-    store.verify(path)
-    return path
 
 
 def _model_card(
@@ -272,80 +258,24 @@ def _model_card(
         others=others,
         own=own,
         measured=_measured(run_dir, step, averaged=averaged > 0),
-        corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8")) if corpus_card.is_file() else "",
+        # Its headings are subheadings here.
+        corpus_card=re.sub(r"^#", "###", corpus_card.read_text(encoding="utf-8"), flags=re.MULTILINE).strip()
+        if corpus_card.is_file()
+        else "",
         config_yaml=dump(config).strip(),
     )
 
 
 def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
     """Labels and values of the last evaluation up to `step`, or of the averaged weights at `step`; [] without one."""
-    records = read_records(run_dir)
-    if averaged:
-        evaluations = [one for one in records if one.get("event") == "average" and one.get("step") == step]
-    else:
-        evaluations = [one for one in records if one.get("split") == "validation" and one.get("step", 0) <= step]
-    if not evaluations:
+    key, value, first = ("event", "average", step) if averaged else ("split", "validation", 0)
+    found = (one for one in reversed(read_records(run_dir)) if one.get(key) == value)
+    last = next((one for one in found if first <= one.get("step", 0) <= step), None)
+    if last is None:
         return []
-    last = evaluations[-1]
     shown = [
         (metric.title, metric.text(last[name], more=1))
         for name, metric in objective_metrics().items()
         if last.get(name) is not None
     ]
     return [("step", f"{last['step']:,}"), *shown]
-
-
-def _two_levels_down(markdown: str) -> str:
-    """The corpus card's headings as subheadings of the model card."""
-    return re.sub(r"^#", "###", markdown, flags=re.MULTILINE).strip()
-
-
-# ---- writing
-
-
-def _config_json(
-    config: Mapping[str, Any] | None,
-    facts: ReleasedFacts,
-    rows: int,
-    ids: Mapping[str, int | None],
-    head: str,
-) -> dict[str, Any]:
-    """The fields of transformers' config as 5.x writes them; 4.x reads them too."""
-    fields = {
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": True,
-        "use_cache": True,
-        "classifier_dropout": None,
-        "is_decoder": False,
-        "add_cross_attention": False,
-    }
-    if config is None:
-        config = fields if facts.layout is BERT else {}
-    return write_config(config, facts, head, rows, ids["pad"], ids)
-
-
-def _read_prepared(folder: Path, rows: int, model: ModelConfig) -> ModelTokenizer:
-    """The tokenizer of a prepared corpus, which must be complete and have the entries of `model`'s `rows`."""
-    path = folder / "vocab.txt"
-    if path.is_file() and model.rows(entries := len(read_vocabulary(path))) != rows:
-        raise InputError(
-            f"{path}: {entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
-        )
-    read = ModelTokenizer.read_files(folder, rows)
-    missing = [name for name in _TOKENIZER_FILES if not (folder / name).is_file()]
-    if missing and isinstance(read.tokenizer.model, WordPiece):
-        raise InputError(f"{folder / missing[0]}: not found. Give the folder of the prepared corpus.")
-    if "pad" not in read.special_ids:
-        raise InputError(f"{folder}: its tokenizer has no [PAD]. Prepare the corpus again.")
-    return read
-
-
-def _copy_tokenizer(read: ModelTokenizer, out: Path, max_positions: int, tokenizer_class: str) -> None:
-    if not all((read.folder / name).is_file() for name in _TOKENIZER_FILES):
-        copy_tokenizer(read, out, tokenizer_class=tokenizer_class, max_positions=max_positions)
-        return
-    for name in _TOKENIZER_FILES:
-        shutil.copyfile(read.folder / name, out / name)
-    settings = json.loads((read.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    write_json(out / "tokenizer_config.json", {**settings, "model_max_length": max_positions})

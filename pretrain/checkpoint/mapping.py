@@ -26,7 +26,7 @@ class MappedTensor(NamedTuple):
 
 
 def mapping_table(tensors: Iterable[MappedTensor]) -> str:
-    """A line for all tensors with the same target, layers folded; then a line for each reason to leave some out."""
+    """A line for all tensors with the same target; then a line for each reason to leave some out."""
     filled: dict[str, list[str]] = defaultdict(list)
     left_out: dict[str, list[str]] = defaultdict(list)
     for tensor in tensors:
@@ -34,46 +34,28 @@ def mapping_table(tensors: Iterable[MappedTensor]) -> str:
             filled[re.sub(r"^(layers|embeddings|heads?\.[a-z]+).*", r"\1.*", tensor.target)].append(tensor.name)
         else:
             left_out[tensor.target].append(tensor.name)
-    rows = [(_pattern(names), _count(names), target) for target, names in filled.items()]
+    rows = [(_pattern(names), counted(len(names), "tensor"), target) for target, names in filled.items()]
     wide, high = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = [f"{pattern:<{wide}}  {count:>{high}} -> {target}" for pattern, count, target in rows]
     read = [name for names in filled.values() for name in names]
     for reason, names in left_out.items():
-        lines.append(f"{_summary(names, read)}: {_count(names)} {reason}")
+        lines.append(f"{_summary(names, read)}: {counted(len(names), 'tensor')} {reason}")
     return "\n".join(lines)
 
 
 def _summary(names: list[str], read: Collection[str]) -> str:
     """The pattern of the names if it matches none that is read, otherwise the first names."""
-    pattern, folded = _pattern(names), _folded(names)
-    if len(folded) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read):
+    pattern = _pattern(names)
+    if len(names) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read):
         return pattern
-    beyond = f" and {len(folded) - _MOST_NAMES} more" if len(folded) > _MOST_NAMES else ""
-    return f"{', '.join(folded[:_MOST_NAMES])}{beyond}"
-
-
-def _count(names: list[str]) -> str:
-    return counted(len(names), "tensor")
+    beyond = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{', '.join(names[:_MOST_NAMES])}{beyond}"
 
 
 def _pattern(names: list[str]) -> str:
     """The common beginning of all names, whole parts only, and a star; the name itself if there is one."""
-    folded = _folded(names)
-    if len(folded) == 1:
-        return folded[0]
-    parts = zip(*(re.split(r"(?<=[./])", name) for name in folded), strict=False)
+    if len(names) == 1:
+        return names[0]
+    parts = zip(*(re.split(r"(?<=[./])", name) for name in names), strict=False)
     same = itertools.takewhile(lambda column: len(set(column)) == 1, parts)
     return "".join(column[0] for column in same) + "*"
-
-
-def _folded(names: list[str]) -> list[str]:
-    """Distinct names, with the numbers in them as ranges: encoder.layer.0-11.output.dense.weight."""
-    numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for name in names:
-        match = re.search(r"(?<=[._])\d+(?=[./])", name)
-        key = (name, "") if match is None else (name[: match.start()], name[match.end() :])
-        numbers[key] |= set() if match is None else {int(match[0])}
-    return [
-        before + ("" if not values else str(*values) if len(values) == 1 else f"{min(values)}-{max(values)}") + after
-        for (before, after), values in numbers.items()
-    ]

@@ -34,28 +34,26 @@ def read_released(folder: Path) -> Released:
         InputError: something is missing or damaged, the architecture is not our encoder's, or a tensor of the backbone
             is missing or of another shape.
     """
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
-    outer, folder = folder, released_folder(folder)
-    if is_run(folder):
-        return _read_run(folder)
-    config_path = _config_path(folder)
-    config = _config(config_path, outer)
-    facts = _facts(config, config_path)
-    path, tensors = read_weights(folder)
+    inner = _inner(folder)
+    if is_run(inner):
+        return _read_run(inner)
+    config, facts = _read_config(folder, inner)
+    path, tensors = read_weights(inner)
     return assemble(tensors, facts, config, where=str(path))
 
 
 def read_shape(location: Path | str) -> ModelConfig:
     """The shape of the model in a folder or at an address, without its weights; `InputError` if there is none."""
-    folder = fetched_model(location)
+    inner = _inner(folder := fetched_model(location))
+    if is_run(inner):
+        return with_position_table(load_recorded(inner / "config.yaml", PretrainConfig).model, {})[0]
+    return _read_config(folder, inner)[1].model
+
+
+def _inner(folder: Path) -> Path:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
-    outer, folder = folder, released_folder(folder)
-    if is_run(folder):
-        return with_position_table(load_recorded(folder / "config.yaml", PretrainConfig).model, {})[0]
-    path = _config_path(folder)
-    return _facts(_config(path, outer), path).model
+    return released_folder(folder)
 
 
 def why_not_transformers(folder: Path) -> str:
@@ -72,9 +70,11 @@ def _config_path(folder: Path) -> Path:
     return found
 
 
-def _config(path: Path, folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, inner: Path) -> tuple[dict[str, Any], ReleasedFacts]:
     """The family's own config.json; where sentence-transformers says how it pools, `folder` wins over a default."""
-    return {**unwrap(read_json(path)), **sentence_pooling(folder)}
+    path = _config_path(inner)
+    config = {**unwrap(read_json(path)), **sentence_pooling(folder)}
+    return config, _facts(config, path)
 
 
 def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
@@ -88,9 +88,7 @@ def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
 
 
 def _read_run(folder: Path) -> Released:
-    checkpoint = store.newest(folder / "checkpoints")
-    if checkpoint is None:
-        raise InputError(f"{folder / 'checkpoints'}: has no complete checkpoint. Train first.")
+    checkpoint = store.choose(folder / "checkpoints", None)
     own = objective_of(load_recorded(folder / "config.yaml", PretrainConfig)).exported[-1]
     state = own.weights(store.read_weights(checkpoint))
     # Re-initialized parameters get BERT's values, as from an export, which does not record the initialization.

@@ -146,8 +146,8 @@ def written_facts(
     if (given := config.get("pad_token_id")) is not None:
         ids["pad"] = given
     types = 0 if layout.token_types is None or not model.token_types else 2
-    if types and layout.family in ("roberta", "gte") and _one_type(backbone, config):
-        types = 1
+    if types and layout.family in ("roberta", "gte") and config.get("type_vocab_size", 1) == 1:
+        types = 1 if torch.equal(*backbone["embeddings.token_type"]) else 2
     first = (1 if ids["pad"] is None else ids["pad"]) + 1 if layout.padded_positions else 0
     return ReleasedFacts(layout, model, types, first), ids
 
@@ -172,8 +172,3 @@ def _labels(config: Mapping[str, Any], count: int, purpose: str) -> dict[str, An
         raise ValueError(f"id2label names {len(id2label)} labels, but the head has {count}")
     id2label = {str(number): label for number, label in id2label.items()}
     return {"id2label": id2label, "label2id": {label: int(number) for number, label in id2label.items()}}
-
-
-def _one_type(backbone: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
-    first, second = backbone["embeddings.token_type"]
-    return config.get("type_vocab_size", 1) == 1 and torch.equal(first, second)

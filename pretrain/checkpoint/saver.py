@@ -1,7 +1,7 @@
 """Background checkpoints: the state is copied in memory, and a thread writes it while training continues.
 
 Training waits for the copy only. A kill during the writing does not affect earlier checkpoints: a checkpoint gets its
-name when it is complete (`store.write`).
+name when it is complete (`writing.write`).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint import store
+from pretrain.checkpoint import store, writing
 from pretrain.common.errors import MachineError, RunError
 from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 
@@ -56,10 +56,10 @@ class Saver:
         # Step and path of checkpoints that were written. Whoever tells of them clears it.
         self.written: list[dict[str, Any]] = []
 
-    def save(self, step: int, fragments: Iterable[store.HeldFragment], state: dict[str, Any]) -> None:
+    def save(self, step: int, fragments: Iterable[writing.HeldFragment], state: dict[str, Any]) -> None:
         """Save the current state of the fragments. Raises the error of the previous save."""
         self.wait()
-        shard = store.take_shard(fragments, self._group, self._copy)
+        shard = writing.take_shard(fragments, self._group, self._copy)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are asynchronous
         self._thread = threading.Thread(target=self._write, args=(step, shard, state), name="checkpoint", daemon=True)
@@ -68,7 +68,8 @@ class Saver:
     def wait(self) -> None:
         """Wait until the save in progress ends. Raises its error, on every rank."""
         self.join()
-        self._raise()
+        if self._error is not None:
+            raise self._error
 
     def join(self) -> None:
         """Wait until the save in progress ends, without raising its error."""
@@ -81,10 +82,6 @@ class Saver:
         """Whether a save has failed after its retries; ranks may learn this at different moments."""
         return self._error is not None
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
         copy = self._copies.get(key)
         if copy is None or copy.shape != tensor.shape:
@@ -92,7 +89,7 @@ class Saver:
             self._copies[key] = copy
         return copy.copy_(tensor, non_blocking=True)
 
-    def _write(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
+    def _write(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:
         try:
             self._write_or_retry(step, shard, state)
             self.written.append({"step": step, "path": str(self._folder / store.name_of(step))})
@@ -112,7 +109,7 @@ class Saver:
         name, is_first = checkpoint.name, self._group.rank == 0
         steps: list[Callable[[], None]] = [
             lambda: stored.unpublish(name) if is_first else None,
-            lambda: stored.put(checkpoint, [store.shard_name(self._group)]),
+            lambda: stored.put(checkpoint, [writing.shard_name(self._group)]),
             lambda: self._publish(stored, checkpoint) if is_first else None,
         ]
         try:
@@ -130,13 +127,13 @@ class Saver:
         except RunError as error:  # the next save deletes again
             logger.warning("%s", error)
 
-    def _write_or_retry(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
-        # All ranks get the same error at the same attempt (`store.write`), and all must decide alike. Their clocks may
+    def _write_or_retry(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:
+        # All ranks get the same error at the same attempt (`writing.write`), and must decide alike. Their clocks may
         # differ, so the waits are added up instead.
         waited, wait, reason = 0.0, FIRST_WAIT_SECONDS, ""
         while True:
             try:
-                store.write(self._folder, step, shard, state, self._group)
+                writing.write(self._folder, step, shard, state, self._group)
                 if waited:
                     self.trouble = f"{store.name_of(step)} was delayed {waited:.0f} s by the storage: {reason}"
                 return

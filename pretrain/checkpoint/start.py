@@ -137,23 +137,17 @@ def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, 
 def _vocabulary_overrides(folder: str, tokenizer: Tokenizer, given: Mapping[str, Any]) -> list[str]:
     vocabulary = _section(_section(given, "corpus"), "vocabulary")
     lowercase = bool(getattr(tokenizer.normalizer, "lowercase", False))
+    strips = getattr(tokenizer.normalizer, "strip_accents", None)
     if vocabulary.get("path"):
         raise InputError(
             f"corpus.vocabulary.path: {vocabulary['path']}, but start_from ({folder}) has its own tokenizer. Remove it."
         )
-    if vocabulary.get("lowercase", lowercase) != lowercase:
-        kind = "uncased" if lowercase else "cased"
-        raise InputError(
-            f"corpus.vocabulary.lowercase: {str(not lowercase).lower()}, but the tokenizer of start_from ({folder}) is "
-            f"{kind}. Remove it."
-        )
-    strips = getattr(tokenizer.normalizer, "strip_accents", None)
-    strips = lowercase if strips is None else strips
-    if vocabulary.get("strip_accents") not in (None, strips):
-        raise InputError(
-            f"corpus.vocabulary.strip_accents: {str(not strips).lower()}, but the tokenizer of start_from ({folder}) "
-            f"has {str(strips).lower()}. Remove it."
-        )
+    for name, own in (("lowercase", lowercase), ("strip_accents", lowercase if strips is None else strips)):
+        if vocabulary.get(name) not in (None, own):
+            raise InputError(
+                f"corpus.vocabulary.{name}: {json.dumps(vocabulary[name])}, but the tokenizer of start_from ({folder}) "
+                f"has {json.dumps(own)}. Remove it."
+            )
     added = vocabulary.get("added_words", 0)
     size = vocabulary_size(tokenizer) + (added if isinstance(added, int) else 0)
     return [_override("corpus.vocabulary.size", max(64, size)), _override("corpus.vocabulary.lowercase", lowercase)]

@@ -6,61 +6,42 @@
                                           kind: weight, exp_avg, exp_avg_sq; average of the last steps' weights;
                                           row_square, where start counts rows
         manifest.json                     sizes and SHA-256 of the files, and where each part of each parameter is
-                                          (`pretrain.checkpoint.fragments`)
+                                          (`FragmentIndex`)
 
 A checkpoint names its tensors and does not depend on the number of workers that wrote it
 (`pretrain.training.engine.Fragment`).
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pretrain.checkpoint.fragments import packed
-from pretrain.checkpoint.reading import CheckpointReader, checkpoint_manifest, retried
-from pretrain.checkpoint.weight_files import save_weights
 from pretrain.common.errors import InputError, MachineError, RunError, of_another_version
-from pretrain.common.files import (
-    CHECKPOINT_NAME,
-    MANIFEST,
-    disk_errors,
-    existing_parent,
-    fsync_folder,
-    put_manifest,
-    sha256_file,
-    verify_content,
-    verify_manifest,
-    write_json,
-)
+from pretrain.common.files import CHECKPOINT_NAME, MANIFEST, parse_manifest, verify_content, verify_manifest
 from pretrain.storage.runs import best_of
 
 FORMAT = 2
 _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
+# Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
+_READS, READ_WAIT_SECONDS = 6, 1.0
+# Pages of a mapped file count as the process's memory until the file is closed.
+_MOST_MAPPED_BYTES = 128 << 20
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-class HeldFragment(Protocol):
-    """The attributes of a fragment that `save` needs (`pretrain.training.engine.Fragment`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def tensors(self) -> dict[str, Tensor]: ...
-    @property
-    def shared(self) -> bool: ...
 
 
 class SavingGroup(Protocol):
@@ -86,105 +67,6 @@ def step_of(checkpoint: Path) -> int:
     if match is None:
         raise InputError(f"{checkpoint}: not the name of a checkpoint. Give a folder such as {name_of(1000)}.")
     return int(match[1])
-
-
-@dataclass(frozen=True)
-class CheckpointShard:
-    """The part of a checkpoint that one rank writes: fp32 tensors by "<kind>|<parameter>|<start>", and their list."""
-
-    tensors: dict[str, Tensor]
-    entries: list[dict[str, Any]]  # name, start, numel, kinds
-
-    @property
-    def bytes(self) -> int:
-        """Size of all its tensors in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
-
-def shard_name(group: SavingGroup) -> str:
-    """The file of a checkpoint that this rank writes."""
-    return f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
-
-
-def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: SavingGroup) -> Path:
-    """Write the checkpoint of `step` into `folder`, as `write` does; every rank calls this. Returns its path."""
-    return write(folder, step, take_shard(fragments, group), state, group)
-
-
-def take_shard(
-    fragments: Iterable[HeldFragment], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
-) -> CheckpointShard:
-    """The tensors that this rank writes: those that only it holds, and an equal part of those that all ranks hold.
-
-    What all ranks hold is divided end to end, so that a further rank cuts one fragment in two, not each of them.
-    `copy` gets each tensor's key and a view of the optimizer's tensor, which the next step modifies.
-    """
-    tensors: dict[str, Tensor] = {}
-    entries = []
-    fragments = list(fragments)
-    for fragment, part in zip(fragments, _parts(fragments, group), strict=True):
-        if part.start >= part.stop:
-            continue
-        start = fragment.start + part.start
-        for kind, tensor in fragment.tensors.items():
-            key = f"{kind}|{fragment.name}|{start}"
-            tensors[key] = copy(key, tensor[part].detach())
-        entries.append(
-            {
-                "name": fragment.name,
-                "start": start,
-                "numel": part.stop - part.start,
-                "kinds": list(fragment.tensors),
-            }
-        )
-    return CheckpointShard(tensors, entries)
-
-
-def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any], group: SavingGroup) -> Path:
-    """Write the checkpoint of `step` into `folder`; every rank calls this with its shard. Returns its path.
-
-    Each rank writes and hashes its own file. Then rank 0 writes the state and the manifest and renames the folder to
-    its final name. An error on any rank, such as a full disk, is raised on every rank as `MachineError`, and the
-    incomplete folder is removed.
-    """
-    final = folder / name_of(step)
-    aside = folder / f".{final.name}.tmp"
-    try:
-        agree(group, lambda: write_shard(aside, shard, group), lambda shards: _publish(aside, final, shards, state))
-    except RunError:
-        if group.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        group.first_object(None)  # no rank may retry before the incomplete folder is removed
-        raise
-    return final
-
-
-def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = itemgetter(0)) -> Any:
-    """Run `work` on every rank, then `conclude` on rank 0 with the results of all: by default it takes that of rank 0.
-
-    Returns what `conclude` returned, or raises the first error, on all ranks. Only rank 0 gets the others' results, so
-    that the work of another rank does not grow with their number. Every rank of the group calls this. An error that is
-    neither a `RunError` nor an `OSError` is logged, and raised as a `MachineError` too: the other ranks wait for it.
-    """
-    outcomes = group.collect_objects(_outcome(group, work))
-    concluded = _outcome(group, lambda: conclude([_result(one) for one in outcomes])) if group.rank == 0 else None
-    return _result(group.first_object(concluded))
-
-
-def _outcome(group: SavingGroup, work: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"result": work()}
-    except (RunError, OSError) as error:
-        return {"error": str(error), "kind": type(error).__name__}
-    except Exception as error:
-        logger.exception("worker %d failed", group.rank)
-        return {"error": f"worker {group.rank}: {type(error).__name__}: {error}", "kind": type(error).__name__}
-
-
-def _result(outcome: dict[str, Any]) -> Any:
-    if "error" not in outcome:
-        return outcome["result"]
-    raise (InputError if outcome["kind"] == "InputError" else MachineError)(outcome["error"])
 
 
 def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Path | None:
@@ -216,6 +98,32 @@ def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Pa
             "start from step 0."
         )
     return None
+
+
+def choose(folder: Path, name: str | None) -> Path:
+    """The checkpoint `name` in `folder`, the "best", or without a name the newest intact one; verified.
+
+    Raises `InputError` if there is none.
+    """
+    if name is None:
+        path = newest(folder)
+        if path is None:
+            raise InputError(f"{folder}: has no complete checkpoint. Train first.")
+        return path
+    if name == "best":
+        path = best(folder)
+        if path is None:
+            raise InputError(
+                f"{folder}: no checkpoint was evaluated, so there is no best one. "
+                "Give a checkpoint such as step-00001000, or leave --checkpoint out."
+            )
+    else:
+        path = folder / name
+        if path not in list_checkpoints(folder):
+            existing = ", ".join(p.name for p in list_checkpoints(folder)) or "none"
+            raise InputError(f"{path}: no such checkpoint. Available: {existing}.")
+    verify(path)
+    return path
 
 
 def _set_aside(checkpoint: Path) -> None:
@@ -349,91 +257,164 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
         raise InputError(
             f"{checkpoint}: has no averaged weights. Give a checkpoint of the end of a phase with averaged_share."
         )
-    kind = "average" if averaged else "weight"
-    shapes = checkpoint_manifest(checkpoint)["shapes"]
-    with CheckpointReader(checkpoint) as reader:
+    with CheckpointReader(checkpoint, averaged=averaged) as reader:
         return {
-            name: reader.read(kind, name, 0, torch.Size(shape).numel()).view(shape) for name, shape in shapes.items()
+            name: reader.read("weight", name, 0, torch.Size(shape).numel()).view(shape)
+            for name, shape in reader.shapes.items()
         }
 
 
-def write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
-    """Write this rank's tensors; returns the entry of the file for the manifest."""
-    name = shard_name(group)
-    path = aside / name
-    with _write_errors(path):
-        aside.mkdir(parents=True, exist_ok=True)
-        check_storage(path, shard.bytes)
-        save_weights({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        return {
-            "file": name,
-            "bytes": path.stat().st_size,
-            "sha256": sha256_file(path),
-            "fragments": [{**entry, "rank": group.rank} for entry in shard.entries],
-        }
+def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = itemgetter(0)) -> Any:
+    """Run `work` on every rank, then `conclude` on rank 0 with the results of all: by default it takes that of rank 0.
+
+    Returns what `conclude` returned, or raises the first error, on all ranks. Only rank 0 gets the others' results, so
+    that the work of another rank does not grow with their number. Every rank of the group calls this. An error that is
+    neither a `RunError` nor an `OSError` is logged, and raised as a `MachineError` too: the other ranks wait for it.
+    """
+    outcomes = group.collect_objects(_outcome(group, work))
+    concluded = _outcome(group, lambda: conclude([_result(one) for one in outcomes])) if group.rank == 0 else None
+    return _result(group.first_object(concluded))
 
 
-@contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    """As `disk_errors`; other errors of the storage become `MachineError`, too."""
+def _outcome(group: SavingGroup, work: Callable[[], Any]) -> dict[str, Any]:
     try:
-        with disk_errors(path):
-            yield
-    except OSError as error:
-        raise MachineError(f"{path}: cannot be written ({error.strerror or error}). Check the storage.") from error
+        return {"result": work()}
+    except (RunError, OSError) as error:
+        return {"error": str(error), "kind": type(error).__name__}
+    except Exception as error:
+        logger.exception("worker %d failed", group.rank)
+        return {"error": f"worker {group.rank}: {type(error).__name__}: {error}", "kind": type(error).__name__}
 
 
-def _parts(fragments: Sequence[HeldFragment], group: SavingGroup) -> Iterator[slice]:
-    """The part of each fragment that this rank writes."""
-    sizes = [next(iter(fragment.tensors.values())).numel() for fragment in fragments]
-    shared = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.shared)
-    begin, end = (shared * rank // group.world_size for rank in (group.rank, group.rank + 1))
-    behind = 0
-    for fragment, size in zip(fragments, sizes, strict=True):
-        if fragment.shared:
-            yield slice(max(0, begin - behind), max(0, min(size, end - behind)))
-            behind += size
-        else:
-            yield slice(0, size)
+def _result(outcome: dict[str, Any]) -> Any:
+    if "error" not in outcome:
+        return outcome["result"]
+    raise (InputError if outcome["kind"] == "InputError" else MachineError)(outcome["error"])
 
 
-def check_storage(path: Path, needed: int) -> None:
-    """Refuse before writing if the file does not fit on the disk."""
-    if shutil.disk_usage(existing_parent(path)).free < needed:
-        raise OSError(28, "No space left on device")
+# ---- the files of one checkpoint
 
 
-def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
-    """On rank 0, after every shard is on disk: write the state and the manifest, then rename the folder."""
-    for shard in shards:
-        _check_seen(aside / shard["file"], shard["bytes"])
-    with _write_errors(final):
-        write_json(aside / "state.json", state)
-        _write_manifest(aside, shards, state)
-        if final.exists():
-            shutil.rmtree(final)
-        aside.replace(final)
-        fsync_folder(final.parent)
+def retried(path: Path, read: Callable[[], T]) -> T:
+    """What `read` returns; its read errors are retried for half a minute. Raises `MachineError` after it.
+
+    A missing file is one of them: machines that share a folder may see a name that another one made later than it.
+    """
+    attempt = 0
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if attempt == _READS - 1 or isinstance(error, PermissionError):
+                raise MachineError(
+                    f"{error.filename or path}: cannot be read ({error.strerror or error}). Check the storage and the "
+                    "file's permissions."
+                ) from error
+            wait = READ_WAIT_SECONDS * 2**attempt
+            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", path, error, wait)
+            time.sleep(wait)
+            attempt += 1
 
 
-def _check_seen(path: Path, size: int) -> None:
-    """Raise `MachineError` if the shard that a rank wrote is not in rank 0's folder: that rank's may be another one."""
-    seen = retried(path, path.stat).st_size
-    if seen != size:
-        raise MachineError(f"{path}: has {seen} bytes, not the {size} that were written. Check the storage.")
+def checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, with retries."""
+    path = checkpoint / MANIFEST
+    return parse_manifest(retried(path, path.read_bytes), path)
 
 
-def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
-    files = {shard["file"]: {"bytes": shard["bytes"], "sha256": shard["sha256"]} for shard in shards}
-    state_file = aside / "state.json"
-    files["state.json"] = {"bytes": state_file.stat().st_size, "sha256": sha256_file(state_file)}
-    manifest = {
-        "format": FORMAT,
-        "step": state["step"],
-        "shapes": state["shapes"],
-        "fragments": packed(entry for shard in shards for entry in shard["fragments"]),
-        "files": files,
-    }
-    put_manifest(aside, manifest)
+class CheckpointReader:
+    """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager.
+
+    Files are opened with retries as `verify`.
+
+    Args:
+        checkpoint: a verified one.
+        averaged: read the mean of the last steps' weights in place of the weights.
+    """
+
+    def __init__(self, checkpoint: Path, *, averaged: bool = False) -> None:
+        self._averaged = averaged
+        self._files: dict[str, Any] = {}
+        self._mapped = 0  # bytes read since the files were opened
+        self._checkpoint = checkpoint
+        manifest = checkpoint_manifest(checkpoint)
+        self.shapes: dict[str, list[int]] = manifest["shapes"]  # of the parameters
+        files = sorted(name for name in manifest["files"] if name.startswith("rank-"))
+        self._fragments = FragmentIndex(manifest["fragments"], files)
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` if any is missing."""
+        out, position, stop = torch.empty(numel), start, start + numel
+        kind = "average" if self._averaged and kind == "weight" else kind
+        for fragment in self._fragments.covering(kind, name, start, stop):
+            if not fragment.start <= position < fragment.stop:
+                continue
+            end = min(stop, fragment.stop)
+            stored = self._file(fragment.file).get_slice(f"{kind}|{name}|{fragment.start}")
+            out[position - start : end - start] = stored[position - fragment.start : end - fragment.start]
+            self._mapped += out.element_size() * (end - position)
+            position = end
+        if position < stop:
+            raise InputError(
+                f"{self._checkpoint}: no {kind} of {name} from element {position}; the checkpoint belongs to another "
+                "model or optimizer. Resume with the config of the run that wrote it."
+            )
+        return out
+
+    def _file(self, name: str) -> Any:
+        if self._mapped > _MOST_MAPPED_BYTES:
+            self._close()
+        if name not in self._files:
+            path = self._checkpoint / name
+            try:
+                self._files[name] = retried(path, lambda: safe_open(path, framework="pt").__enter__())
+            except SafetensorError as error:
+                raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
+        return self._files[name]
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+        self._files, self._mapped = {}, 0
+
+
+class StoredFragment(NamedTuple):
+    """Entries [start, stop) of a flattened parameter, in `file` under the tensor name that ends with `start`."""
+
+    start: int
+    stop: int
+    file: str
+
+
+class FragmentIndex:
+    """Finds the fragments that a range of a parameter lies in.
+
+    Args:
+        entries: as `packed` returns them.
+        files: names of the ranks' files, by rank.
+    """
+
+    def __init__(self, entries: Iterable[Mapping[str, Any]], files: Sequence[str]) -> None:
+        self._files = files
+        self._runs: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+        for entry in entries:
+            for kind in entry["kinds"]:
+                self._runs[kind, entry["name"]].append(entry)
+        for runs in self._runs.values():
+            runs.sort(key=lambda run: run["start"])
+
+    def covering(self, kind: str, name: str, start: int, stop: int) -> Iterator[StoredFragment]:
+        """The fragments that share entries with [start, stop), in ascending order."""
+        for run in self._runs.get((kind, name), ()):
+            first, numel, parts = run["start"], run["numel"], run.get("parts", 1)
+            begin = max(0, (start - first) // numel)
+            end = min(parts, -(-(stop - first) // numel))
+            for number in range(begin, end):
+                file = self._files[int(run["rank"]) + number]
+                yield StoredFragment(first + number * numel, first + (number + 1) * numel, file)

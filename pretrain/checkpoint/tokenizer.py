@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,29 +103,24 @@ def tokenizer_folder(folder: Path) -> Path:
     folder = released_folder(folder)
     if not is_run(folder):
         return folder
-    return corpus_of(folder, settings.load_recorded(folder / "config.yaml", PretrainConfig).corpus)
+    recorded = settings.load_recorded(folder / "config.yaml", PretrainConfig)
+    return corpus_of(folder, recorded.corpus, _trained_tokenizer(folder))
 
 
-def corpus_of(run: Path, corpus: CorpusConfig) -> Path:
-    """The folder of `corpus`, that of a run of ours, whose tokenizer is the run's.
+def corpus_of(run: Path, corpus: CorpusConfig, trained_with: str) -> Path:
+    """The folder of `corpus`, that of a run of ours, whose tokenizer has the digest `trained_with`; "" is any.
 
     Raises `InputError` if it has another tokenizer by now.
     """
-    trained_with = _trained_tokenizer(run)
-    folder = fetch_without_tokens(corpus)
-    if not _is_tokenizer(folder, trained_with):  # at an address, it may have been prepared again since it was fetched
-        folder = fetch_without_tokens(corpus, again=True)
-    if not _is_tokenizer(folder, trained_with):
-        raise InputError(
-            f"{folder}: its tokenizer is not the one that {run} was trained with. Prepare the corpus as it was, or "
-            "give an export of the run, which has its own."
-        )
-    return folder
-
-
-def _is_tokenizer(corpus: Path, trained_with: str) -> bool:
-    """Whether a corpus has the tokenizer with the digest `trained_with`; what is missing is not another one."""
-    return not (trained_with and (corpus / "vocab.txt").is_file()) or trained_with == tokenizer_digest(corpus)
+    for again in (False, True):  # at an address, it may have been prepared again since it was fetched
+        folder = fetch_without_tokens(corpus, again=again)
+        # One that is missing is not another one.
+        if not trained_with or not (folder / "vocab.txt").is_file() or trained_with == tokenizer_digest(folder):
+            return folder
+    raise InputError(
+        f"{corpus.folder}: its tokenizer is not the one that {run} was trained with. Prepare the corpus as it was, or "
+        "give an export of the run, which has its own."
+    )
 
 
 def _trained_tokenizer(run: Path) -> str:
@@ -137,7 +133,13 @@ def _trained_tokenizer(run: Path) -> str:
 
 
 def copy_tokenizer(
-    read: ModelTokenizer, out: Path, *, tokenizer_class: str, max_positions: int, for_words: bool = False
+    read: ModelTokenizer,
+    out: Path,
+    *,
+    tokenizer_class: str,
+    max_positions: int,
+    for_words: bool = False,
+    fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a tokenizer into the folder `out` so that transformers reads the same one.
 
@@ -146,6 +148,7 @@ def copy_tokenizer(
         max_positions: tokens at most.
         for_words: for a model that was trained on single words: a text's first word gets a blank before it like all
             others, and so do words that are given one by one (transformers refuses them otherwise).
+        fields: further ones of tokenizer_config.json.
     """
     tokenizer = _with_prefix_space(read.tokenizer) if for_words else read.tokenizer
     for name in _COPIED:
@@ -159,7 +162,7 @@ def copy_tokenizer(
         declared["add_prefix_space"] = tokenizer.pre_tokenizer.add_prefix_space
     if isinstance(normalizer, normalizers.BertNormalizer):
         declared |= {flag: getattr(normalizer, name) for flag, name in CASING.items()}
-    write_json(out / "tokenizer_config.json", declared)
+    write_json(out / "tokenizer_config.json", {**declared, **(fields or {})})
 
 
 def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:

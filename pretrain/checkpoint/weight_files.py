@@ -65,7 +65,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
             if taken := next((path for path in others if (aside / path.name).exists()), None):
                 raise InputError(f"{taken}: no export wrote it, and this one would replace it. Move it, then repeat.")
             for path in aside.iterdir():
-                _fsync_file(path)
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
             write_manifest(aside, {"format": 1})
             _replace_folder(aside, out, others)
         finally:
@@ -172,15 +173,8 @@ def _check_manifest(path: Path) -> None:
         return
     manifest = read_json(path.with_name(MANIFEST))
     files = manifest.get("files")
-    if "format" not in manifest or not isinstance(files, dict):
-        return
-    if sha256_file(path) != files.get(path.name, {}).get("sha256"):
+    if "format" in manifest and isinstance(files, dict) and sha256_file(path) != files.get(path.name, {}).get("sha256"):
         raise InputError(f"{path}: its SHA-256 differs from the manifest's, so the file was changed. Export again.")
-
-
-def _fsync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _replace_folder(aside: Path, out: Path, others: Sequence[Path]) -> None:

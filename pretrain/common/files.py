@@ -324,6 +324,13 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
     return manifest
 
 
+def is_as_listed(path: Path, entry: Mapping[str, Any], *, content: bool) -> bool:
+    """Whether a file has the size of its entry in a manifest and, with `content`, the SHA-256."""
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    return not content or sha256_file(path) == entry["sha256"]
+
+
 def verify_content(path: Path, expected: Mapping[str, Any]) -> None:
     """Raise `InputError` if the file's SHA-256 is not that of `expected`, its entry in a manifest."""
     if sha256_file(path) != expected["sha256"]:

@@ -31,7 +31,12 @@ def check_kind(package: str, name: str) -> None:
     """Raise `ValueError` with the nearest name if `package` has no module `name`, and it cannot be one's own."""
     if extensions.is_own(name):
         extensions.check_name(name)
-    elif name not in (names := kind_names(package)):
+    else:
+        _check_built_in(package, name)
+
+
+def _check_built_in(package: str, name: str) -> None:
+    if name not in (names := kind_names(package)):
         raise ValueError(not_one_of(name, names))
 
 
@@ -46,11 +51,11 @@ def load_kind(package: str, name: str) -> ModuleType:
 
     Raises `InputError` if a module of the user's own cannot be imported, or lacks what the kind must have.
     """
-    if extensions.is_own(name):
-        module = extensions.own(name)
-    else:
-        check_kind(package, name)
+    if not extensions.is_own(name):
+        _check_built_in(package, name)
         module = importlib.import_module(f"{package}.{name}")
+    else:
+        module = extensions.own(name)
     contract = getattr(importlib.import_module(package), "KIND", None)
     if contract is not None:
         contract.check(module, name)

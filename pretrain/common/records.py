@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import UNTRAINED, atomic_open, checkpoint_names, disk_errors
+from pretrain.common.files import UNTRAINED, atomic_open, checkpoint_names
 from pretrain.common.run_files import METRICS
 
 SOURCE_LOSS = "source_loss/"
@@ -50,7 +50,7 @@ def note_end(run_dir: Path, event: str, message: str) -> None:
     path = run_dir / METRICS
     if not path.is_file():
         return
-    with disk_errors(path), path.open("r+b") as file:
+    with path.open("r+b") as file:
         data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         found = (parse_record(line) for line in reversed(whole.splitlines()))
@@ -58,11 +58,17 @@ def note_end(run_dir: Path, event: str, message: str) -> None:
         saved = int(max(checkpoint_names(run_dir), default=UNTRAINED).removeprefix("step-"))
         if not last and not saved:
             return
-        step = saved if event == "stop" else last
-        record = {"event": event, "step": step, "time": time.time(), "message": message}
         file.truncate(len(whole))
         file.seek(len(whole))
-        file.write(json.dumps(record).encode() + b"\n")
+        file.write(json.dumps(event_of(event, message, step=saved if event == "stop" else last)).encode() + b"\n")
+
+
+def event_of(kind: str, message: str, **more: Any) -> dict[str, Any]:
+    """The record of an event that happens now.
+
+    `kind` is one of those in `pretrain.tracking.events`; `more` are its other fields, such as `step`.
+    """
+    return {"event": kind, **more, "time": time.time(), "message": message}
 
 
 def is_training(record: dict[str, Any]) -> bool:

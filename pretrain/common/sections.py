@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,32 +84,19 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _sections_in(field: FieldInfo) -> list[type[Section]]:
-    return [one for one in (field.annotation, *typing.get_args(field.annotation)) if is_section(one)]
-
-
-def section_at(model: type[Section], path: Keys) -> type[Section] | None:
-    """The section at `path` below `model`; None if there is none."""
-    for part in path:
-        if isinstance(part, int):
-            continue
-        field = model.model_fields.get(part)
-        if not field or not (inner := _sections_in(field)):
-            return None
-        model = inner[0]
-    return model
+@functools.cache
+def fields_of(model: type[Section]) -> dict[Keys, FieldInfo]:
+    """The fields of all settings below `model`, by their paths; list items have the index 0."""
+    found: dict[Keys, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        found[name,] = field
+        above = (name, 0) if typing.get_origin(field.annotation) is tuple else (name,)
+        for section in filter(is_section, (field.annotation, *typing.get_args(field.annotation))):
+            for keys, inner in fields_of(section).items():
+                found.setdefault((*above, *keys), inner)
+    return found
 
 
 def field_at(model: type[Section], path: Keys) -> FieldInfo | None:
     """The field at `path` below `model`; None if there is none."""
-    section = section_at(model, path[:-1]) if path else None
-    return section.model_fields.get(str(path[-1])) if section else None
-
-
-def dotted_names(model: type[Section], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings below `model`; list items have the index 0."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        index = "0." if typing.get_origin(field.annotation) is tuple else ""
-        for section in _sections_in(field):
-            yield from dotted_names(section, f"{prefix}{name}.{index}")
+    return fields_of(model).get(tuple(0 if isinstance(key, int) else key for key in path))

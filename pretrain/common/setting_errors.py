@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pretrain.common.sections import Keys, Section, dotted_names, section_at
+from pretrain.common.sections import Keys, Section, fields_of
 
 _LONGEST_VALUE = 60  # characters of a value in a message
 
@@ -49,14 +49,15 @@ def first_problem(error: ValidationError) -> str:
 
 def suggest(model: type[Section], path: Keys) -> str:
     """The setting that an unknown one was probably meant to be: a similar name in the same section, or elsewhere."""
-    unknown, section = str(path[-1]), section_at(model, path[:-1])
-    siblings = list(section.model_fields) if section else []
+    unknown, known = str(path[-1]), fields_of(model)
+    above = tuple(0 if isinstance(key, int) else key for key in path[:-1])
+    siblings = [str(keys[-1]) for keys in known if keys[:-1] == above]
     if similar := difflib.get_close_matches(unknown, siblings, n=1):
         return f"did you mean {similar[0]}?"
     # Of sections of which a config has one, such as the tasks, another is no help.
     others = {name for name, field in model.model_fields.items() if field.default is None} - {path[0]}
-    useful = (name for name in dotted_names(model) if len(path) == 1 or name.partition(".")[0] not in others)
-    by_last_name = {name.rpartition(".")[2]: name for name in reversed(list(useful))}
+    useful = [keys for keys in known if len(path) == 1 or keys[0] not in others]
+    by_last_name = {str(keys[-1]): ".".join(map(str, keys)) for keys in reversed(useful)}
     if similar := difflib.get_close_matches(unknown, by_last_name, n=1, cutoff=0.8):
         return f"did you mean {by_last_name[similar[0]]}?"
     return f"known here: {', '.join(siblings)}."

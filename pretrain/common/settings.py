@@ -267,8 +267,7 @@ class _Document(Generic[S]):
         """Refuse texts under the names of secrets, in what a config passes on to other software; ours hold none."""
         for path, value in _leaves(self.values):
             names = [key for key in path if isinstance(key, str)]
-            fields = [field_at(self.kind, tuple(names[: n + 1])) for n in range(len(names))]
-            ours = [field for field in fields if field]
+            ours = [field for n in range(len(path)) if (field := field_at(self.kind, path[: n + 1]))]
             public = ours and ours[-1].json_schema_extra == NO_SECRETS
             if isinstance(value, str) and value and not public and any(map(_SECRET.search, names[len(ours) :])):
                 where = self.where(path)

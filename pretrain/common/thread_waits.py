@@ -29,6 +29,7 @@ _CONTENDED, _FREE = 0.10, 0.06
 _FREE_POLLS = 4
 # A pool starts only if the limits allow this many times its threads, since other workers start pools too.
 _SPARE_FACTOR = 16
+_FEW_PROCESSES = 10_000  # of one user, whose threads count: a limit below this may be near
 
 
 @contextlib.contextmanager
@@ -115,30 +116,20 @@ def _pool_size() -> int:
 
 def may_start(threads: int) -> bool:
     """Whether `threads` more threads are far below any limit; libgomp exits the process if it cannot create one."""
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+    space, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
+    if space != resource.RLIM_INFINITY or (processes != resource.RLIM_INFINITY and processes < _FEW_PROCESSES):
         return False
-    limits = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
-    available = [limit - _threads_of_user() for limit in limits if limit != resource.RLIM_INFINITY]
+    available: list[int] = []
     for folder in control_groups("pids"):
         with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
             available.append(int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text()))
     return all(_SPARE_FACTOR * threads < free for free in available)
 
 
-def _threads_of_user() -> int:
-    """Number of threads of all visible processes of this user."""
-    count = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if process.stat().st_uid == os.getuid():
-                count += sum(1 for _ in (process / "task").iterdir())
-    return count
-
-
 def loaded_openmp() -> ctypes.CDLL | None:
     """The libgomp that torch uses; None if it uses another OpenMP."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    paths = sorted({line.rpartition(" ")[2] for line in lines if "libgomp" in line}, key=_is_torchs)
+    paths = sorted({line.rpartition(" ")[2] for line in lines if "libgomp" in line}, key=lambda path: "/torch/" in path)
     if not paths:
         return None
     with contextlib.suppress(OSError, AttributeError):
@@ -147,7 +138,3 @@ def loaded_openmp() -> ctypes.CDLL | None:
         openmp.GOMP_parallel.restype = None
         return openmp
     return None
-
-
-def _is_torchs(path: str) -> bool:
-    return "/torch/" in path

@@ -184,7 +184,8 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
         return pace.recorded(config)
     preflight.check_corpus(config)
     if not dry_run:
-        preflight.check_run_folder(config, None, changed_for_resume, resume=resume)
+        with preflight.run_folder(config, None, changed_for_resume, resume=resume):
+            pass  # what would be refused after the measurement is refused before it
     return pace.fit(config, minutes, mean_lengths(config))
 
 

@@ -15,7 +15,6 @@ import inspect
 import logging
 import pickle
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import ask_for, own
+from pretrain.common.records import event_of
 from pretrain.config.run import callback_options
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Callbacks:
                     logger.warning("%s", message, exc_info=error)
                     advice = "the run stops" if stops else "the run goes on, without a word about its later errors"
                     message += f"; {advice}. logs/training-{self._rank}.log has the traceback"
-                    self._log({"event": "callback", "step": record["step"], "time": time.time(), "message": message})
+                    self._log(event_of("callback", message, step=record["step"]))
 
     def tell_all(self, hook: str, records: list[dict[str, Any]]) -> None:
         """Tell of `records`, which are cleared: those of the checkpoints that were written in the background."""

@@ -23,8 +23,7 @@ from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.stored import open_corpus
 from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.run.session import check_same_data
-from pretrain.training.engine import Engine
-from pretrain.training.initial_weights import InitialWeights
+from pretrain.training.engine import Engine, InitialWeights
 from pretrain.training.rates import lr_scales
 
 _WORDS = "embeddings.word"

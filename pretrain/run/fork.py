@@ -38,12 +38,15 @@ def begin_fork(config: PretrainConfig) -> bool:
     from pretrain.run.preflight import only_run
     from pretrain.storage.runs import StoredRun
 
+    run, step = _parent(config)
     with only_run(config.folder):
         names = checkpoint_names(config.folder)
         if names or (config.address and StoredRun(config.address, config.folder).names()):
-            return names == [_name(_step_of(config))] and _is_of(config)  # which was not begun yet
-        step, checkpoint = find_fork(config)
-        if is_remote(run := _run_of(config)):
+            fork = read_fork(config.folder)
+            is_same = fork.get("run") == _recorded(run, find_run(local_run(run))) and fork.get("step") == step
+            return is_same and names == [_name(step)]  # which was not begun yet
+        _, checkpoint = find_fork(config)
+        if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
         _check(config, step, checkpoint)
         with disk_errors(config.folder):
@@ -70,7 +73,7 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
     """(step, checkpoint) of `fork_from`, not fetched; raises `InputError` if there is none, or no step is left."""
     from pretrain.storage.runs import StoredRun
 
-    run, step = _run_of(config), _step_of(config)
+    run, step = _parent(config)
     folder = find_run(local_run(run))
     names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
     name = _name(step)
@@ -95,18 +98,10 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _run_of(config: PretrainConfig) -> str:
-    return config.fork_from.rpartition("@")[0]
-
-
-def _step_of(config: PretrainConfig) -> int:
-    return int(config.fork_from.rpartition("@")[2])
-
-
-def _is_of(config: PretrainConfig) -> bool:
-    """Whether the fork in the run's folder is the one of `fork_from`."""
-    run, fork = _run_of(config), read_fork(config.folder)
-    return (fork.get("run"), fork.get("step")) == (_recorded(run, find_run(local_run(run))), _step_of(config))
+def _parent(config: PretrainConfig) -> tuple[str, int]:
+    """(run, step) of `fork_from`."""
+    run, _, step = config.fork_from.rpartition("@")
+    return run, int(step)
 
 
 def _recorded(run: str, folder: Path) -> str:
@@ -136,10 +131,9 @@ def _take(config: PretrainConfig, step: int, checkpoint: Path) -> None:
         records = [one for one in read_records(parent, name) if one.get("step", 0) <= step]
         with atomic_open(folder / name, "w") as file:
             file.writelines(f"{json.dumps(one)}\n" for one in records)
-    run = _run_of(config)
     fork = {
         "id": new_id(config),  # of W&B's run, however often the first start is repeated
-        "run": _recorded(run, parent),
+        "run": _recorded(_parent(config)[0], parent),
         "name": before["name"],
         "step": step,
         "run_id": state.get("run_id"),

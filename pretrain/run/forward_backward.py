@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,23 +18,19 @@ def seed_device(engine: Engine, seed: int, start: int) -> None:
         torch.cuda.manual_seed(int(state[0]) >> 1)
 
 
-class Differentiable(Protocol):
-    """What passes need of a `TrainingTask`; an objective has it, too."""
-
-    def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor: ...
-    def totals(self, output: Any) -> Tensor: ...
-
-
 class ForwardBackward:
     """The passes of a training's micro-batches."""
 
     def __init__(
         self,
         engine: Engine,
-        task: Differentiable,
+        task: Any,
         timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """`timed` wraps what a rank does without waiting for others: the forward pass, or all of a recorded one."""
+        """`task` is a `TrainingTask` or an objective.
+
+        `timed` wraps what a rank does without waiting for others: the forward pass, or all of a recorded one.
+        """
         self._engine, self._task, self._timed = engine, task, timed
 
     def run(self, micro_batch: Any, weights: Sequence[float], *, last: bool) -> Tensor:

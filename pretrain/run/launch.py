@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, NoReturn
 
 from pretrain.common import records
 from pretrain.common.addresses import is_remote, local_run
-from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, NothingSavedError, RunError, StoppedError
+from pretrain.common.files import UNTRAINED, checkpoint_names
 from pretrain.common.interrupts import Interrupted
 from pretrain.common.records import Metric
 from pretrain.common.wording import counted
@@ -19,7 +21,7 @@ from pretrain.common.worker import TrainingRequest, Worker, torchrun_place
 from pretrain.config import R, RunConfig, SchedulingConfig
 from pretrain.run import preflight
 from pretrain.run.callbacks import carried, check_options
-from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
+from pretrain.storage.runs import StoredRun, storing
 from pretrain.tracking import live
 from pretrain.tracking.logs import process_restored
 
@@ -33,7 +35,7 @@ class RunKind(Generic[R]):
     # steps, or None if the run is finished already.
     check: Callable[[R, bool], int | None]
     is_finished: Callable[[R], bool]  # whether the run folder holds the finished run
-    changed: Callable[[R, R, int], list[str]]  # as of `preflight.check_run_folder`
+    changed: Callable[[R, R, int], list[str]]  # as of `preflight.run_folder`
     metrics: Mapping[str, Metric]  # what its records have, for the line on the terminal
     # What goes on beside the training; it may wait at the end of one that finishes.
     beside: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
@@ -41,14 +43,6 @@ class RunKind(Generic[R]):
 
 
 def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
-    """`_start_run`; a Ctrl-C or SIGTERM that comes when no workers run is a stop, too."""
-    try:
-        return _start_run(kind, config, before, resume=resume, ray=ray, no_ray=no_ray)
-    except KeyboardInterrupt:
-        raise _stopped(config) from None
-
-
-def _start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
     """Check that the run can start, record it in its folder and train it to the end; `api.train` has the options.
 
     Under torchrun only the first process checks, records and prints. The others only train.
@@ -60,22 +54,32 @@ def _start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, r
     start, diverged, or was stopped.
     """
     alone = is_alone(config.scheduling.workers, no_ray)
+    where = _where(config.scheduling, ray=ray, alone=alone)
     kind = replace(kind, callbacks=carried(kind.callbacks, elsewhere=not alone))
-    if is_follower():
-        if not kind.is_finished(config):
-            _train(kind, config, resume, alone=True)
-        return False
-    steps = kind.check(config, alone)
-    with preflight.only_run(config.folder):
-        config = preflight.check_run_folder(config, before, kind.changed, resume=resume)
-        with storing(config, resume):
+    try:
+        if is_follower():
+            if not kind.is_finished(config):
+                _train(kind, config, resume, alone=True)
+            return False
+        steps = kind.check(config, alone)
+        with (
+            preflight.run_folder(config, before, kind.changed, resume=resume) as config,
+            storing(config.address, config.folder, resume=resume),
+        ):
             if steps is None or kind.is_finished(config):
                 print(f"{config.folder}: already finished; nothing to do")
                 return False
             preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
-            print(_how(config.scheduling, ray=ray, alone=alone))
-            _train_and_follow(kind, config, resume, steps, alone=alone, ray=ray)
-    return True
+            print(where)
+            with (
+                _end_recorded(config.folder),
+                live.follow(config.folder, steps, metrics=kind.metrics),
+                kind.beside(config),
+            ):
+                _train(kind, config, resume, alone=alone, ray=ray)
+        return True
+    except (KeyboardInterrupt, Interrupted):  # when no workers run
+        raise _stopped(config.folder) from None
 
 
 def config_before(config: R, resume: bool) -> R | None:
@@ -122,43 +126,7 @@ def download(run_dir: Any) -> None:
         StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), follows=is_follower())
 
 
-@contextlib.contextmanager
-def storing(config: RunConfig, resume: bool) -> Iterator[None]:
-    """Store what a run with an address leaves in its folder, however it ends.
-
-    Raises `MachineError` if that fails after a run that did not; its checkpoints are in the folder then.
-    """
-    if not config.address:
-        yield
-        return
-    run = StoredRun(config.address, config.folder, SAVE_RETRY_SECONDS)
-    if not resume and (run.names() or run.has_model()):
-        found = f"checkpoints (newest {run.names()[-1]})" if run.names() else "a finished model"
-        raise InputError(
-            f"{config.address}: already holds {found}. Add --resume to continue that run, or choose another run_dir "
-            "to start a new one."
-        )
-    run.claim()
-    try:
-        yield
-    except BaseException as error:
-        try:
-            run.end(failed=True)
-        except RunError as reason:
-            if isinstance(error, RunError):  # and not a bug, an error of CUDA or Ctrl-C
-                raise type(error)(f"{error} Not stored: {reason}") from error
-        raise
-    try:
-        run.end()
-    except RunError as error:
-        raise MachineError(
-            f"{config.folder}: finished, but its last checkpoint or results are not stored: {error} "
-            "Run the command with --resume to store them."
-        ) from error
-    print(f"{config.address}: stored")
-
-
-def _how(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
+def _where(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
     """Where the run trains, for the terminal."""
     if torchrun_place():
         return "processes of torchrun, without Ray"
@@ -169,27 +137,36 @@ def _how(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
     return f"{counted(scheduling.workers, 'worker')}, {f'through {where}' if by_ray else 'without Ray'}"
 
 
-def _train_and_follow(kind: RunKind[R], config: R, resume: bool, steps: int, *, alone: bool, ray: bool) -> None:
-    """Train, with a live line on the terminal, and record why the run ended early."""
+@contextlib.contextmanager
+def _end_recorded(folder: Path) -> Iterator[None]:
+    """Record in the run `folder` why the training in the block ended early."""
     try:
-        with live.follow(config.folder, steps, metrics=kind.metrics), kind.beside(config):
-            _train(kind, config, resume, alone=alone, ray=ray)
-    except (StoppedError, DivergedError) as ended:
-        error = preflight.with_saved(config.folder, ended) if isinstance(ended, StoppedError) else ended
+        yield
+    except (Interrupted, StoppedError, DivergedError) as ended:
+        error = ended if isinstance(ended, DivergedError) else _stopped(folder, ended)
         try:
-            records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
+            records.note_end(folder, "diverged" if isinstance(error, DivergedError) else "stop", str(error))
         except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
             print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise error from None
 
 
-def _stopped(config: RunConfig) -> StoppedError:
-    return preflight.with_saved(config.folder, StoppedError(f"{config.folder}: {StoppedError.BETWEEN}"))
+def _stopped(folder: Path, by: BaseException | None = None) -> StoppedError:
+    """The error of a run that was stopped: `by`, if it is one, with the name of the latest checkpoint.
+
+    It is a `NothingSavedError` if no step is saved.
+    """
+    error = by if isinstance(by, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
+    newest = max(checkpoint_names(folder), default=UNTRAINED)
+    if isinstance(error, NothingSavedError) or (newest > UNTRAINED and newest in str(error)):
+        return error
+    kind, saved = (StoppedError, f"Checkpoint {newest}") if newest > UNTRAINED else (NothingSavedError, "No step")
+    return kind(f"{str(error).removesuffix(error.CONTINUE)} {saved} is saved.{error.CONTINUE}")
 
 
-def _give_up(config: RunConfig) -> NoReturn:
+def _give_up(folder: Path) -> NoReturn:
     """End this process, which a library holds although a stop is requested and there is nothing to save."""
-    error = _stopped(config)
+    error = _stopped(folder)
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)
 
@@ -201,12 +178,9 @@ def _train(kind: RunKind[R], config: R, resume: bool, *, alone: bool, ray: bool 
         with process_restored():
             worker = Worker.from_environment()
             worker.heed_stop_file(config.folder)
-            worker.interrupts.stuck = functools.partial(_give_up, config)
-            try:
-                with worker.interrupts:
-                    getattr(importlib.import_module(module), function)(training, worker)
-            except Interrupted:
-                raise _stopped(config) from None
+            worker.interrupts.stuck = functools.partial(_give_up, config.folder)
+            with worker.interrupts:
+                getattr(importlib.import_module(module), function)(training, worker)
         return
     from cluster.workers.launch import run
 

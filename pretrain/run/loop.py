@@ -19,18 +19,19 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.common.interrupts import Interrupted, Interrupts
+from pretrain.common.records import event_of
 from pretrain.common.transfers import to_device, to_host
 from pretrain.common.wording import counted
 from pretrain.run.callbacks import Callbacks
 from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.run.plan import TrainingPlan
-from pretrain.run.progress import AveragedWeights, Progress, Stopwatch, Window, checkpoint_state, restore
-from pretrain.run.session import collective_timeout, newest_checkpoint, stored_run
+from pretrain.run.progress import Progress, Stopwatch, Window, checkpoint_state, restore
+from pretrain.run.session import collective_timeout, newest_checkpoint
 from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
 from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
 from pretrain.run.stragglers import RankTimes
 from pretrain.run.task import Recorder, S, TrainingTask
-from pretrain.storage.runs import SAVE_RETRY_SECONDS
+from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -48,14 +49,10 @@ def fit(
     plan: TrainingPlan,
     progress: Progress,
     *,
-    checkpoints: Path,
-    extra_state: dict[str, Any],
-    recorder: Recorder,
     stop_requested: Callable[[], bool],
-    callbacks: Callbacks | None = None,
-    interrupts: Interrupts | None = None,
+    **parts: Any,
 ) -> None:
-    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end.
+    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end; `parts` are those of `Fit`.
 
     Raises:
         StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. Bad steps are
@@ -63,7 +60,7 @@ def fit(
         DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
-    training = Fit(engine, task, plan, progress, checkpoints, extra_state, recorder, callbacks, interrupts)
+    training = Fit(engine, task, plan, progress, **parts)
     try:
         if plan.evaluate_first:
             # A fine-tuning may return to its first weights, a continued pretraining may not.
@@ -118,11 +115,12 @@ class Fit(Generic[S]):
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
+        address = plan.config.address
         self.saver = Saver(
             checkpoints,
             engine.workers.aside(collective_timeout(plan.config)),
             keep_last=plan.config.checkpoint.keep_last,
-            stored=stored_run(plan.config),
+            stored=StoredRun(address, plan.config.folder, SAVE_RETRY_SECONDS) if address else None,
         )
         self.stopwatch = Stopwatch()
         self.stragglers = RankTimes(engine)
@@ -300,8 +298,11 @@ class Fit(Generic[S]):
         progress.window.tokens += step.tokens
         progress.skipped_steps += not applied
         self.norm, self.loss = norm, math.nan
-        if not all(map(math.isfinite, sums)) or (not applied and self._scale_is_stuck()):
-            return self._count_bad_step()
+        scale = self.engine.loss_scale.cur_scale if self.engine.loss_scale else 1
+        if not all(map(math.isfinite, sums)) or (not applied and self.scale_search.skipped(scale)):
+            progress.bad_in_a_row += 1
+            logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
+            return self._bad_steps(progress.step + 1) if progress.bad_in_a_row >= _MAX_BAD_STEPS else None
         progress.bad_in_a_row = 0
         if applied:
             self.scale_search.applied()
@@ -315,20 +316,9 @@ class Fit(Generic[S]):
         remedy = ", or set guard.spike_sigmas: 0 if such loss spikes are harmless"
         return TrainingFailure(f"the loss of step {progress.step + 1} spiked to {loss:.4g}", remedy)
 
-    def _count_bad_step(self) -> TrainingFailure | None:
-        progress = self.progress
-        progress.bad_in_a_row += 1
-        logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
-        if progress.bad_in_a_row < _MAX_BAD_STEPS:
-            return None
-        return self._bad_steps(progress.step + 1)
-
     def _bad_steps(self, last: int) -> TrainingFailure:
         count = counted(self.progress.bad_in_a_row, "step")
         return TrainingFailure(f"{count} in a row up to step {last} had a loss or gradient that is not finite")
-
-    def _scale_is_stuck(self) -> bool:
-        return self.scale_search.skipped(self.engine.loss_scale.cur_scale if self.engine.loss_scale else 1)
 
     def _enter(self, part: str) -> None:
         """Drop the losses of another phase: longer sequences have higher losses at first."""
@@ -395,17 +385,16 @@ class Fit(Generic[S]):
     def evaluate_average(self) -> None:
         """Record how good the averaged weights of the last checkpoint are; the engine computes with them afterward."""
         engine, step = self.engine, self.progress.step
-        with engine.watch.allow(LONG_SECONDS), store.CheckpointReader(self.checkpoints / store.name_of(step)) as reader:
-            engine.load(AveragedWeights(reader), engine.state())
+        checkpoint = self.checkpoints / store.name_of(step)
+        with engine.watch.allow(LONG_SECONDS), store.CheckpointReader(checkpoint, averaged=True) as reader:
+            engine.load(reader, engine.state())
         means = self._evaluated()
         if not means:
             return
         value, last = self.task.to_minimize(means), self.validation and self.validation[1]
         other = f" ({last:.4f} without averaging)" if last is not None else ""
         message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
-        self.recorder.log(
-            {"event": "average", "step": step, "time": time.time(), "message": f"{message}{other}", **means}
-        )
+        self.recorder.log(event_of("average", f"{message}{other}", step=step, **means))
 
     def _judge(self, value: float) -> None:
         progress = self.progress
@@ -448,7 +437,7 @@ class Fit(Generic[S]):
         """Record that a save had to wait for the storage, which looks like a hang while it lasts."""
         if self.saver.trouble:
             message, self.saver.trouble = self.saver.trouble, ""
-            self.recorder.log({"event": "storage", "step": self.progress.step, "time": time.time(), "message": message})
+            self.recorder.log(event_of("storage", message, step=self.progress.step))
 
     def roll_back(self, failure: TrainingFailure) -> None:
         """Go back to the last checkpoint and skip the data since.
@@ -474,14 +463,7 @@ class Fit(Generic[S]):
         first, count = restored.step, progress.step - restored.step
         message = f"{failure.reason}: back to {checkpoint.name}, past the data of {counted(count, 'step')}"
         logger.warning("%s", message)
-        event = {
-            "event": "rollback",
-            "step": first,
-            "from_step": progress.step,
-            "passed_over_steps": count,
-            "time": time.time(),
-            "message": message,
-        }
+        event = event_of("rollback", message, step=first, from_step=progress.step, passed_over_steps=count)
         restored.rollbacks, restored.failed_step = progress.rollbacks + 1, progress.step
         restored.bad_in_a_row = 0
         restored.skipped = self.task.skip(first, progress.step, progress.skipped)

@@ -9,21 +9,18 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from pretrain.common.errors import InputError, NothingSavedError, StoppedError, of_another_version
+from pretrain.common.errors import InputError, of_another_version
 from pretrain.common.extensions import hashes
 from pretrain.common.files import (
     MANIFEST,
-    UNTRAINED,
     atomic_open,
     checkpoint_names,
-    disk_errors,
     locked,
     verify_manifest,
     write_json,
@@ -115,8 +112,9 @@ def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R
         raise InputError(of_another_version(checkpoint, "Train again.")) from None
 
 
-def check_run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[str]], *, resume: bool) -> R:
-    """Check what the run writes to: W&B's names, and its folder, whose checkpoints, if any, must fit this config.
+@contextlib.contextmanager
+def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[str]], *, resume: bool) -> Iterator[R]:
+    """Lock the run folder, and check what the run writes to: W&B's names, and checkpoints, which must fit this config.
 
     Args:
         config: the run.
@@ -124,32 +122,28 @@ def check_run_folder(config: R, before: R | None, changed: Callable[[R, R, int],
         resume: continue from the newest checkpoint, if there is one.
         changed: names the settings that differ between two configs and must not when a run resumes after so many steps.
 
-    Returns the config; one that resumes has the precision that an earlier start resolved.
+    Yields the config; one that resumes has the precision that an earlier start resolved.
 
     Raises:
-        InputError: W&B would refuse a name; the folder cannot be written, or has a config.yaml of the user's; it holds
-            checkpoints and `resume` is off; or a resumed run's config changes which samples are used or how they are
-            weighted.
+        InputError: W&B would refuse a name; another process trains in the folder; it cannot be written, or has a
+            config.yaml of the user's; it holds checkpoints and `resume` is off; or a resumed run's config changes which
+            samples are used or how they are weighted.
     """
     config.tracking.check_names()
     folder = config.folder
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    checkpoints = checkpoint_names(folder)
-    if checkpoints and not resume:
-        raise InputError(
-            f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to "
-            "continue that run, or choose another name or run_dir to start a new one."
-        )
-    path = folder / CONFIG_FILE
-    if path.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
-        raise InputError(f"{path}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
-    if before is None:
-        return config
-    if checkpoints:
-        check_unchanged(path, before, config, int(checkpoints[-1].removeprefix("step-")), changed)
-    return keep_precision(config, before)
+    with only_run(folder):
+        checkpoints = checkpoint_names(folder)
+        if checkpoints and not resume:
+            raise InputError(
+                f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to "
+                "continue that run, or choose another name or run_dir to start a new one."
+            )
+        path = folder / CONFIG_FILE
+        if path.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
+            raise InputError(f"{path}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
+        if before is not None and checkpoints:
+            check_unchanged(path, before, config, int(checkpoints[-1].removeprefix("step-")), changed)
+        yield config if before is None else keep_precision(config, before)
 
 
 def check_unchanged(where: Path, before: R, config: R, done: int, changed: Callable[[R, R, int], list[str]]) -> None:
@@ -172,15 +166,6 @@ def is_finished(config: PretrainConfig) -> bool:
     return False
 
 
-def with_saved(folder: Path, error: StoppedError) -> StoppedError:
-    """The error with the name of the run's latest checkpoint; a `NothingSavedError` if no step is saved."""
-    newest = max(checkpoint_names(folder), default=UNTRAINED)
-    if isinstance(error, NothingSavedError) or (newest > UNTRAINED and newest in str(error)):
-        return error
-    kind, saved = (StoppedError, f"Checkpoint {newest}") if newest > UNTRAINED else (NothingSavedError, "No step")
-    return kind(f"{str(error).removesuffix(error.CONTINUE)} {saved} is saved.{error.CONTINUE}")
-
-
 def run_state(folder: Path, *, finished: bool) -> str:
     """What the run folder holds, for a dry run."""
     if finished:
@@ -197,8 +182,9 @@ def with_resolved_precision(config: R) -> R:
 
 def record_config(config: RunConfig) -> None:
     """Write the config into the run folder."""
+    text = dump(config)
     with atomic_open(config.folder / CONFIG_FILE, "w") as file:
-        file.write(dump(config))
+        file.write(text)
 
 
 def record_run(config: RunConfig, command: Sequence[str]) -> None:
@@ -250,15 +236,12 @@ def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None
         return
     written = json.loads(settings.read_text(encoding="utf-8"))
     lowercase, accents = written.get("do_lower_case", vocabulary.lowercase), written.get("strip_accents")
-    if lowercase != vocabulary.lowercase:
-        actual, expected = ("uncased" if lower else "cased" for lower in (lowercase, vocabulary.lowercase))
-        raise InputError(f"{folder}: its vocabulary is {actual}; the config has a {expected} one. {advice}")
-    strips = lowercase if accents is None else accents
-    if vocabulary.strip_accents not in (None, strips):
-        raise InputError(
-            f"{folder}: its vocabulary was made with strip_accents: {str(strips).lower()}; the config has "
-            f"{str(not strips).lower()}. {advice}"
-        )
+    for name, own in (("lowercase", lowercase), ("strip_accents", lowercase if accents is None else accents)):
+        if (wanted := getattr(vocabulary, name)) not in (None, own):
+            raise InputError(
+                f"{folder}: its vocabulary was made with {name}: {json.dumps(own)}; the config has "
+                f"{json.dumps(wanted)}. {advice}"
+            )
 
 
 def _version(package: str) -> str | None:

@@ -60,7 +60,9 @@ def probing(config: PretrainConfig) -> Iterator[None]:
         return
     (folder / LOGS).mkdir(exist_ok=True)
     with append_open(folder / LOGS / "probes.log") as log:
-        words, own = [*_command(config), "--pid", str(os.getpid())], _environment(settings.threads)
+        words = [*_command(config), "--pid", str(os.getpid())]
+        kept = {name: value for name, value in environment().items() if not name.startswith(_PLACES)}
+        own = {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
         # In a session of its own: Ctrl-C is the run's.
         child = subprocess.Popen(
             words, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -108,11 +110,6 @@ def _options(config: PretrainConfig) -> list[str]:
 def _absolute(path: str) -> Path:
     """The path as an argument, which cannot be taken for an option."""
     return Path(path).expanduser().absolute()
-
-
-def _environment(threads: int) -> dict[str, str]:
-    kept = {name: value for name, value in environment().items() if not name.startswith(_PLACES)}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
 
 
 def _watch(child: subprocess.Popen[bytes], ending: threading.Event, log: str) -> None:

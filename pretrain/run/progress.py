@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
 from pretrain.config import CheckpointConfig, R
 from pretrain.run import preflight
-from pretrain.training.engine import Engine, FragmentReader
+from pretrain.training.engine import Engine
 
 
 @dataclass
@@ -119,20 +117,10 @@ def check_settings(
     The run folder's config.yaml is compared before the start, but it may be missing.
 
     Args:
-        changed: as of `preflight.check_run_folder`.
+        changed: as of `preflight.run_folder`.
     """
     before = preflight.trained_with(type(config), state, checkpoint)
     preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
-
-
-class AveragedWeights:
-    """Reads the averaged weights of a checkpoint in place of its weights."""
-
-    def __init__(self, reader: FragmentReader) -> None:
-        self._reader = reader
-
-    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        return self._reader.read("average" if kind == "weight" else kind, name, start, numel)
 
 
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Generic
 from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.interrupts import Interrupted
-from pretrain.common.records import read_records
+from pretrain.common.records import event_of, read_records
 from pretrain.common.run_files import read_fork
 from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.run.callbacks import Callbacks
@@ -22,7 +21,7 @@ from pretrain.run.progress import Progress, read_state, restore
 from pretrain.run.session import newest_checkpoint, total_matmul_peak
 from pretrain.run.task import S, TrainingTask
 from pretrain.run.warmup_step import warmup_step
-from pretrain.tracking import starting
+from pretrain.tracking import live
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 
@@ -85,7 +84,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
     callbacks = Callbacks(
         config.callbacks, request.callbacks, engine.rank, tracker.log, lambda: engine.watch.awaiting("a callback")
     )
-    tracker.log_events([*request.events, *(_fork_events(fork) or _resume_events(checkpoint))], progress.step)
+    tracker.log_events([*request.events, *_start_events(fork, checkpoint)], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     ended: RunError | None = None
@@ -148,40 +147,36 @@ def _prepared(
 
     def begin(phase: str) -> None:
         if engine.rank == 0:
-            starting.write_phase(config.folder, phase)
+            live.write_phase(config.folder, phase)
 
     if training.plan.warmup_step:
-        begin(starting.COMPILE if config.engine.compiled else starting.WARMUP_STEP)
+        begin(live.COMPILE if config.engine.compiled else live.WARMUP_STEP)
         warmup_step(engine, training.task, progress, checkpoints, extra_state, resumed)
     elif resumed is not None:
         restore(engine, resumed)
-    begin(starting.MEASURE)
+    begin(live.MEASURE)
     plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
     if engine.rank == 0:
-        starting.end_phases(config.folder)
+        live.end_phases(config.folder)
     return plan
 
 
-def _resume_events(checkpoint: Path | None) -> list[dict[str, Any]]:
+def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[str, Any]]:
+    """What the run begins with, unless it begins anew: the fork, or else the checkpoint."""
+    if fork:
+        return [event_of("fork", f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}")]
     if checkpoint is None:
         return []
     message = f"resumed from {checkpoint.name}"
     if damaged := store.damaged_after(checkpoint):
         message += f"; set aside: {', '.join(damaged)} (see logs/training-0.log)"
-    return [{"event": "resume", "time": time.time(), "message": message}]
+    return [event_of("resume", message)]
 
 
 def _began_as_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """What the run forked from, if it begins with the checkpoint of this state, which is the other's; else {}."""
     fork = read_fork(folder)
     return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
-
-
-def _fork_events(fork: dict[str, Any]) -> list[dict[str, Any]]:
-    if not fork:
-        return []
-    message = f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}"
-    return [{"event": "fork", "time": time.time(), "message": message}]
 
 
 def _was_evaluated(folder: Path, engine: Engine) -> bool:

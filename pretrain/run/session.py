@@ -24,13 +24,11 @@ from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
 from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.model import precision
 from pretrain.run import preflight
-from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
-from pretrain.tracking import starting
+from pretrain.tracking import live
 from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
 from pretrain.training.watchdog import Watchdog
 
-_OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
 _CONNECT_TIMEOUT = timedelta(minutes=30)
 _TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
 # With which a user sets up torch's allocator of device memory; it takes either.
@@ -67,11 +65,11 @@ def started(
 
     Raises:
         InputError: the workers have different configs, or do not share the run folder.
-        MachineError: the device cannot compute in the run's precision, or there are too few open files.
+        MachineError: the device cannot compute in the run's precision.
     """
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     if worker.rank == 0 and worker.world_size > 1:
-        starting.write_phase(config.folder, starting.CONNECT)
+        live.write_phase(config.folder, live.CONNECT)
     with process_group(worker), watched(config, worker, launching) as watchdog:
         if worker.world_size > 1:
             ranks: Any = dist.group.WORLD
@@ -81,12 +79,12 @@ def started(
         config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
         if worker.rank == 0:
-            starting.write_phase(config.folder, starting.LOAD)
+            live.write_phase(config.folder, live.LOAD)
         try:
             yield config, device, watchdog
         finally:
             if worker.rank == 0:
-                starting.end_phases(config.folder)
+                live.end_phases(config.folder)
 
 
 @contextlib.contextmanager
@@ -103,7 +101,7 @@ def process_group(worker: Worker) -> Iterator[None]:
         with sleeping_when_crowded():
             yield
         return
-    raise_limit_of_open_files(worker)
+    allow_open_files(2 * worker.world_size)  # each rank connects to rank 0's store, for training and for heartbeats
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if worker.world_size > 1:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
@@ -128,18 +126,6 @@ def process_group(worker: Worker) -> Iterator[None]:
 def collective_timeout(config: RunConfig) -> timedelta:
     """After which a collective fails: later than the watchdog's limits, as only the watchdog names the cause."""
     return max(_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
-
-
-def raise_limit_of_open_files(worker: Worker) -> None:
-    """Raise rank 0's limit of open files: each rank connects to its store for training and for heartbeats."""
-    connections = 2 * worker.world_size
-    allowed = allow_open_files(connections)
-    if worker.rank == 0 < worker.world_size - 1 and allowed < connections + _OTHER_FILES:
-        raise MachineError(
-            f"worker 0: the limit of open files is {allowed}, but {worker.world_size} workers need "
-            f"{connections + _OTHER_FILES}. "
-            "Raise the hard limit of its machine (ulimit -Hn; LimitNOFILE of its service)."
-        )
 
 
 def take_gpu(worker: Worker) -> None:
@@ -280,11 +266,6 @@ def check_shared(config: RunConfig, worker: Worker) -> None:
         )
 
 
-def stored_run(config: RunConfig) -> StoredRun | None:
-    """The run at its address; None for a run that is kept in its folder only."""
-    return StoredRun(config.address, config.folder, SAVE_RETRY_SECONDS) if config.address else None
-
-
 def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:
     """The checkpoint to resume from, the same on all ranks. Each of them verifies a share of its files.
 
@@ -319,10 +300,9 @@ def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
     return name and checkpoints / name
 
 
-@contextlib.contextmanager
-def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Iterator[Watchdog]:
-    """End this process when a rank hangs, so that the run is restarted. The rest of the start is watched too."""
-    with Watchdog(
+def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Watchdog:
+    """Ends this process when a rank hangs, so that the run is restarted. The rest of the start is watched too."""
+    return Watchdog(
         worker.rank,
         worker.world_size,
         config.folder / "logs",
@@ -331,8 +311,7 @@ def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Iter
         compiles=config.engine.compiled,
         on_gpu=torch.cuda.is_available(),
         launching=(*LAUNCHING, *launching),
-    ) as watchdog:
-        yield watchdog
+    )
 
 
 def total_matmul_peak(engine: Engine) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pretrain.common.records import event_of
 from pretrain.run.task import Recorder
 from pretrain.training.engine import Engine
 
@@ -82,7 +83,10 @@ class RankTimes:
         self._events.clear()
         forward, waited, longest = table.tolist()
         self.report_stragglers(forward, recorder, step)
-        _report_stall(longest, recorder, step)
+        rank, seconds = max(enumerate(longest), key=lambda one: one[1])
+        if seconds >= STALL_SECONDS:
+            message = f"rank {rank} waited {seconds:.0f} s for a batch"
+            recorder.log(event_of("data_stall", message, step=step, rank=rank, seconds=seconds))
         # Of many ranks, these are most of a record. More digits would be noise.
         values = {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
         return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
@@ -98,17 +102,7 @@ class RankTimes:
             slow.named = True
             message = f"rank {rank} takes {times[rank]:.1f} times as long as the others' median for a forward pass"
             logger.warning("step %d: %s", step, message)
-            recorder.log({"event": "straggler", "step": step, "rank": rank, "time": time.time(), "message": message})
-
-
-def _report_stall(longest: list[float], recorder: Recorder, step: int) -> None:
-    rank, seconds = max(enumerate(longest), key=lambda one: one[1])
-    if seconds < STALL_SECONDS:
-        return
-    message = f"rank {rank} waited {seconds:.0f} s for a batch"
-    recorder.log(
-        {"event": "data_stall", "step": step, "rank": rank, "seconds": seconds, "time": time.time(), "message": message}
-    )
+            recorder.log(event_of("straggler", message, step=step, rank=rank))
 
 
 @dataclass

@@ -41,8 +41,7 @@ from pretrain.run.progress import check_settings
 from pretrain.run.run import Training, run
 from pretrain.run.session import check_same_data, collective_timeout, started
 from pretrain.tracking.tracker import Tracker
-from pretrain.training.engine import Engine
-from pretrain.training.initial_weights import InitialWeights
+from pretrain.training.engine import Engine, InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import scaled_groups
 
@@ -91,11 +90,12 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             objective.check_resumed(state, checkpoint)
             continuation.resume(engine, state)
 
+        card = config.corpus.folder / "card.json"
         training = Training(
             task,
             _plan(config),
             job_type="pretrain",
-            card={"corpus_card": _card(config)},
+            card={"corpus_card": json.loads(card.read_text(encoding="utf-8")) if card.is_file() else {}},
             identity=continuation.identity,
             check=check,
             finish=lambda tracker: _export(config, tracker),
@@ -372,11 +372,6 @@ def _other_reading(before: list[list[Any]], now: list[list[Any]], phase: int, ha
         f"has read the sources of {where} in other shares than its weights, temperature and max_epochs now make. Set "
         "them, and the steps if max_epochs binds, to the old values; end the phase here to go on with others."
     )
-
-
-def _card(config: PretrainConfig) -> dict[str, Any]:
-    path = config.corpus.folder / "card.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def full_lengths(config: PretrainConfig, workers: int) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint import store
+from pretrain.checkpoint import writing
 from pretrain.common.errors import MachineError
 from pretrain.run.forward_backward import ForwardBackward
 from pretrain.run.progress import Progress, checkpoint_state, restore
@@ -33,7 +33,7 @@ def warmup_step(
     checkpoint = resumed
     if checkpoint is None:
         state = checkpoint_state(engine, progress, extra_state)
-        checkpoint = store.save(checkpoints, progress.step, engine.fragments(), state, engine.workers)
+        checkpoint = writing.save(checkpoints, progress.step, engine.fragments(), state, engine.workers)
     engine.module.train()
     step, forward_backward = task.largest(), ForwardBackward(engine, task)
     weights = task.loss_weights(step)

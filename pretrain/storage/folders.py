@@ -12,8 +12,8 @@ import fnmatch
 import hashlib
 import json
 import logging
+import re
 import shutil
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,16 +27,16 @@ from pretrain.common.files import (
     check_manifest,
     disk_errors,
     existing_parent,
+    is_as_listed,
     locked,
     read_manifest,
-    sha256_file,
     signed,
-    write_json,
 )
 from pretrain.common.wording import make_console
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
 AT_ONCE = 4  # files on their way
+_STORED = ".stored"  # in a folder that is being stored: what is at the address already, a line each
 _SAME_TIME_SECONDS = 0.01  # what a file system may round
 _PATTERN = frozenset("*?[")
 
@@ -51,7 +51,7 @@ def fetch(
     but: Sequence[str] = (),
     trusted: bool = True,
     at_once: int = 0,
-    place: Callable[[str, str], str] | None = None,
+    hashed: bool = False,
     advice: str = "Check the address.",
 ) -> Path:
     """Bring the folder with a manifest at `address` to this machine, to `folder` or else its local one; returns that.
@@ -64,7 +64,7 @@ def fetch(
         but: files whose names match one of these patterns are left out, and then no manifest is written.
         at_once: files on their way; by default few, since they are large.
         trusted: files under the same manifest are compared by size, otherwise by SHA-256.
-        place: the address of a file from its name and SHA-256; without it, its name below `address`.
+        hashed: the files have their `hashed_name` there.
         advice: what to do if there is no manifest.
 
     Raises:
@@ -72,7 +72,7 @@ def fetch(
         MachineError: the disk is full, or a file is not what the manifest says.
     """
     objects, folder = objects or ObjectStore(), folder or local(address)
-    content = read_stored_manifest(address, objects)
+    content = objects.read(join(address, MANIFEST))
     if content is None:
         raise InputError(f"{join(address, MANIFEST)}: not found, so nothing complete is stored there. {advice}")
     manifest = check_manifest(content, join(address, MANIFEST))
@@ -84,7 +84,7 @@ def fetch(
     with alone(folder):
         same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
         trusted = trusted and same
-        missing = [name for name, entry in files.items() if not _is_here(folder / name, entry, trusted=trusted)]
+        missing = [name for name, entry in files.items() if not is_as_listed(folder / name, entry, content=not trusted)]
         if same and not missing:
             return folder
         if not same:
@@ -93,8 +93,8 @@ def fetch(
         _check_space(folder, sum(bytes_to_fetch(folder / name, *expected[name]) for name in missing))
 
         def download(name: str) -> None:
-            source = place(name, files[name]["sha256"]) if place else join(address, name)
-            objects.download(source, folder / name, *expected[name])
+            source = hashed_name(name, files[name]) if hashed else name
+            objects.download(join(address, source), folder / name, *expected[name])
 
         _all(download, missing, at_once)
         if not but:
@@ -109,41 +109,56 @@ def read_stored_manifest(address: str, objects: ObjectStore) -> bytes | None:
     return objects.read(join(address, MANIFEST))
 
 
+def hashed_name(name: str, entry: Mapping[str, Any]) -> str:
+    """The name at an address of a file with this entry in its manifest, which ends with its SHA-256."""
+    return f"{name}.{entry['sha256'][:16]}"
+
+
 def store(
-    folder: Path, address: str, objects: ObjectStore | None = None, *, replaced: Collection[str] = ()
+    folder: Path,
+    address: str,
+    objects: ObjectStore | None = None,
+    *,
+    replaced: Collection[str] = (),
+    hashed: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Store the folder with a manifest at `address`, the manifest last; files that are there already are kept.
 
     An interrupted call continues where it stopped. New files come first, and those that were lost there. Before others
     are replaced, the manifest that is there is deleted; if they are all among `replaced`, it only stops naming them, so
-    that the rest can be fetched. At the end, files of an earlier manifest that this one has not are deleted.
+    that the rest can be fetched. At the end, files of an earlier manifest that this one has not are deleted. `check` is
+    called before the manifest is written; `hashed` is as for `fetch`.
 
     Returns the files that were lost there.
 
     Raises `MachineError` if a file was lost there and is not here, or damaged.
     """
-    objects, manifest = objects or ObjectStore(), read_manifest(folder)
+    objects, entries = objects or ObjectStore(), read_manifest(folder)["files"]
     content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
     before, there = files_of(theirs), objects.listing(address)
-    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-    lost = {name for name, size in sizes.items() if name not in there or there[name].bytes != size}
+    names = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}
+    lost = {name for name in names if getattr(there.get(names[name]), "bytes", None) != entries[name]["bytes"]}
     if theirs == content and not lost:
         return []
-    others = [name for name, entry in manifest["files"].items() if before.get(name, entry) != entry]
-    uploaded = _Uploaded(folder, address)
+    others = [name for name, entry in entries.items() if before.get(name, entry) != entry]
+    journal = folder / _STORED
+    journal.touch()
+    stored = set(journal.read_text(encoding="utf-8").splitlines(keepends=True))
 
     def put(name: str) -> None:
-        entry = manifest["files"][name]
-        if name in lost or not uploaded.has(name, entry["sha256"]):
-            if not _is_here(folder / name, entry, trusted=name not in before):
+        line = _stored_line(join(address, names[name]), entries[name]["sha256"])
+        if name in lost or line not in stored:
+            if not is_as_listed(folder / name, entries[name], content=name in before):
                 raise MachineError(
                     f"{join(address, name)}: is missing or has another size there, and is not here, or damaged. "
                     "Restore it, or run this command on a machine that has all files."
                 )
-            objects.upload(folder / name, join(address, name))
-            uploaded.add({name: entry["sha256"]})
+            objects.upload(folder / name, join(address, names[name]))
+            with contextlib.suppress(OSError), journal.open("a", encoding="utf-8") as file:
+                file.write(line)
 
-    _all(put, [name for name in manifest["files"] if name not in before or (name in lost and name not in others)])
+    _all(put, [name for name in names if name not in before or (name in lost and name not in others)])
     if theirs is not None and others:
         if set(others) <= set(replaced):
             rest = {**json.loads(theirs), "files": {n: e for n, e in before.items() if n not in others}}
@@ -151,10 +166,11 @@ def store(
         else:
             objects.delete(join(address, MANIFEST))
     _all(put, others)
+    check()
     if theirs != content:
         objects.write(join(address, MANIFEST), content)
-    uploaded.end()
-    for name in before.keys() - manifest["files"].keys():
+    journal.unlink()
+    for name in before.keys() - names.keys():
         objects.delete(join(address, name))
     return sorted(lost & before.keys())
 
@@ -217,7 +233,10 @@ def find(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | No
     root = _root(address)
     found = {join(root, name): facts for name, facts in sorted(objects.listing(root).items())}
     if root != address.rstrip("/"):
-        return {name: facts for name, facts in found.items() if _matches(name, address)}
+        from fsspec.utils import glob_translate
+
+        matches = re.compile(glob_translate(address)).match
+        return {name: facts for name, facts in found.items() if matches(name)}
     visible = {name: facts for name, facts in found.items() if not name.rpartition("/")[2].startswith(".")}
     return {name: facts for name, facts in visible.items() if not suffixes or _suffix(name) in suffixes}
 
@@ -227,20 +246,6 @@ def _root(address: str) -> str:
     parts = address.rstrip("/").split("/")
     first = next((number for number, part in enumerate(parts) if _PATTERN & set(part)), len(parts))
     return "/".join(parts[:first])
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """As glob: `**` is any number of folders, and other patterns match within one."""
-    names, patterns = name.split("/"), pattern.split("/")
-
-    def match(i: int, j: int) -> bool:
-        if j == len(patterns):
-            return i == len(names)
-        if patterns[j] == "**":
-            return any(match(k, j + 1) for k in range(i, len(names) + 1))
-        return i < len(names) and fnmatch.fnmatchcase(names[i], patterns[j]) and match(i + 1, j + 1)
-
-    return match(0, 0)
 
 
 def _suffix(name: str) -> str:
@@ -254,13 +259,6 @@ def _is_current(path: Path, facts: ListedObject) -> bool:
         return False
     stat = path.stat()
     return stat.st_size == facts.bytes and abs(stat.st_mtime - facts.modified) < _SAME_TIME_SECONDS
-
-
-def _is_here(path: Path, entry: dict[str, Any], *, trusted: bool) -> bool:
-    """Whether a file is as its entry in the manifest says. With `trusted` its content was checked when it came."""
-    if not path.is_file() or path.stat().st_size != entry["bytes"]:
-        return False
-    return trusted or sha256_file(path) == entry["sha256"]
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -281,40 +279,18 @@ def files_of(manifest: bytes | None) -> dict[str, Any]:
     return {}
 
 
-def _all(work: Callable[[str], Any], names: Iterable[str], at_once: int = 0) -> list[Any]:
+def _all(work: Callable[[str], object], names: Iterable[str], at_once: int = 0) -> None:
     """`work` on all names, a few at once; the first error ends it."""
     with ThreadPoolExecutor(at_once or AT_ONCE, thread_name_prefix="objects") as pool:
-        futures = [pool.submit(work, name) for name in names]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+        for _ in pool.map(work, names):
+            pass
 
 
-def note_stored(folder: Path, address: str, hashes: dict[str, str]) -> None:
+def note_stored(folder: Path, address: str, hashes: Mapping[str, str]) -> None:
     """Let the `store` that comes know files that are at the address already, by their SHA-256."""
-    _Uploaded(folder, address).add(hashes)
+    with (folder / _STORED).open("a", encoding="utf-8") as file:
+        file.writelines(_stored_line(join(address, name), sha256) for name, sha256 in hashes.items())
 
 
-class _Uploaded:
-    """Which files of a folder an interrupted `store` has stored already, by their SHA-256."""
-
-    def __init__(self, folder: Path, address: str) -> None:
-        self._path, self._address = folder / ".stored.json", address
-        self._lock = threading.Lock()
-        self._known: dict[str, str] = {}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            kept = json.loads(self._path.read_text(encoding="utf-8"))
-            self._known = dict(kept["files"]) if kept["address"] == self._address else {}
-
-    def has(self, name: str, sha256: str) -> bool:
-        return self._known.get(name) == sha256
-
-    def add(self, hashes: Mapping[str, str]) -> None:
-        with self._lock:
-            self._known |= hashes
-            write_json(self._path, {"address": self._address, "files": self._known})
-
-    def end(self) -> None:
-        self._path.unlink(missing_ok=True)
+def _stored_line(address: str, sha256: str) -> str:
+    return f"{sha256} {address}\n"

@@ -19,12 +19,12 @@ import math
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretrain.common.addresses import is_remote, join, local
-from pretrain.common.errors import InputError, RunError
+from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.common.files import (
     CHECKPOINT_NAME,
     MANIFEST,
@@ -81,10 +81,6 @@ def _is_own(manifest: bytes | None) -> bool:
         return True
 
 
-def _stored_name(name: str, sha256: str) -> str:
-    return f"{name}.{sha256[:16]}"
-
-
 def _content(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
@@ -104,6 +100,36 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
         return ""
     latest = list(measured.values())[-1]
     return min(reversed(latest), key=latest.__getitem__)
+
+
+@contextlib.contextmanager
+def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
+    """Store at the `address` of a run what it leaves in its `folder`, however it ends; "" stores nothing.
+
+    Raises:
+        InputError: a run is stored there, and this one is not to `resume`.
+        MachineError: the storing fails after a run that did not; its checkpoints are in the folder then.
+    """
+    if not address:
+        yield
+        return
+    run = StoredRun(address, folder, SAVE_RETRY_SECONDS)
+    if not resume and (run.names() or run.has_model()):
+        found = f"checkpoints (newest {run.names()[-1]})" if run.names() else "a finished model"
+        raise InputError(
+            f"{address}: already holds {found}. Add --resume to continue that run, or choose another run_dir "
+            "to start a new one."
+        )
+    run.claim()
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        run.end(failure)
+    print(f"{address}: stored")
 
 
 class _StoredState(NamedTuple):
@@ -209,16 +235,26 @@ class StoredRun:
                 self._objects.delete(self._writer(number))
             raise
 
-    def end(self, *, failed: bool = False) -> None:
-        """Store what this start leaves, as `complete`, unless it `failed` and leaves nothing.
+    def end(self, failure: BaseException | None = None) -> None:
+        """Store what this start leaves, as `complete`, unless it failed and leaves nothing.
 
-        Then nothing is stored, and the start before it, which may still run elsewhere, is the last again.
+        Then nothing is stored, and the start before it, which may still run elsewhere, is the last again. What cannot
+        be stored is said in the error that ended the run, if that is a `RunError`, and not a bug or Ctrl-C.
         """
-        if failed and self._replaced and self._results() <= self._replaced[1]:
-            self._objects.delete(self._writer(self._replaced[0]))
-            (self._folder / WRITER).unlink()
-        else:
-            self.complete()
+        try:
+            if failure and self._replaced and self._results() <= self._replaced[1]:
+                self._objects.delete(self._writer(self._replaced[0]))
+                (self._folder / WRITER).unlink()
+            else:
+                self.complete()
+        except RunError as reason:
+            if isinstance(failure, RunError):
+                raise type(failure)(f"{failure} Not stored: {reason}") from failure
+            if failure is None:
+                raise MachineError(
+                    f"{self._folder}: finished, but its last checkpoint or results are not stored: {reason} "
+                    "Run the command with --resume to store them."
+                ) from reason
 
     def unpublish(self, name: str) -> None:
         """Before a checkpoint is stored: if it is written once more, delete its manifest.
@@ -234,7 +270,7 @@ class StoredRun:
         """Store these files of a checkpoint."""
         entries = read_manifest(checkpoint)["files"]
         for name in names:
-            stored = _stored_name(name, entries[name]["sha256"])
+            stored = folders.hashed_name(name, entries[name])
             self._objects.upload(checkpoint / name, self._at("checkpoints", checkpoint.name, stored))
 
     def publish(self, checkpoint: Path) -> None:
@@ -261,7 +297,7 @@ class StoredRun:
         if name not in self._states:
             try:
                 entry = folders.files_of(self._stored_manifests().get(name))[_STATE]
-                content = self._objects.read(self._place(name, _STATE, entry["sha256"]))
+                content = self._objects.read(self._at("checkpoints", name, folders.hashed_name(_STATE, entry)))
                 self._states[name] = json.loads(content or b"{}")
             except (ValueError, KeyError):
                 self._states[name] = {}
@@ -285,23 +321,20 @@ class StoredRun:
         Once the model of a fine-tuning is stored, no checkpoint is, as in the folder.
         """
         self._check_claim()
-        newest, self._manifests = self._newest_intact(), None  # the workers have stored others
-        if newest > UNTRAINED and newest not in self.names():
-            checkpoint = self._folder / "checkpoints" / newest
-            self.put(checkpoint, [name for name in read_manifest(checkpoint)["files"] if name != _STATE])
-            self.publish(checkpoint)
         self.put_files()
-        for result in (_MODEL, "export"):
-            if (self._folder / result / MANIFEST).is_file():
-                folders.store(self._folder / result, self._at(result), self._objects)
+        newest, self._manifests = self._newest_intact(), None  # the workers have stored others
+        checkpoint = [f"checkpoints/{newest}"] if newest > UNTRAINED and newest not in self.names() else []
+        for name in (*checkpoint, _MODEL, "export"):
+            if (self._folder / name / MANIFEST).is_file():
+                hashed, check = name in checkpoint, self._check_claim
+                folders.store(self._folder / name, self._at(name), self._objects, hashed=hashed, check=check)
         if (self._folder / _MODEL / MANIFEST).is_file() and not newest:
             self.keep(())
 
     def _results(self) -> set[bytes]:
         """The manifests of what training made in the local folder: checkpoints and the model of a fine-tuning."""
-        checkpoints = [f"checkpoints/{name}" for name in checkpoint_names(self._folder) if name > UNTRAINED]
-        manifests = (_content(self._folder / name / MANIFEST) for name in (*checkpoints, _MODEL))
-        return {manifest for manifest in manifests if manifest is not None}
+        made = [*self._folder.glob(f"checkpoints/step-*/{MANIFEST}"), self._folder / _MODEL / MANIFEST]
+        return {path.read_bytes() for path in made if path.is_file() and path.parent.name != UNTRAINED}
 
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
@@ -414,17 +447,13 @@ class StoredRun:
                 logger.warning("%s The run goes on without its best checkpoint.", error)
 
     def _fetch(self, name: str) -> None:
-        folder, place = self._folder / "checkpoints" / name, functools.partial(self._place, name)
-        folders.fetch(self._at("checkpoints", name), self._objects, folder=folder, trusted=False, place=place)
-
-    def _place(self, checkpoint: str, name: str, sha256: str) -> str:
-        """The address of a checkpoint's file."""
-        return self._at("checkpoints", checkpoint, _stored_name(name, sha256))
+        folder, address = self._folder / "checkpoints" / name, self._at("checkpoints", name)
+        folders.fetch(address, self._objects, folder=folder, trusted=False, hashed=True)
 
     def _is_left(self, name: str, file: str) -> bool:
         """Whether an earlier save of the stored checkpoint `name` left this file: an intact manifest lacks it."""
         entries = folders.files_of(self._stored_manifests().get(name))
-        named = {_stored_name(one, entry["sha256"]) for one, entry in entries.items()}
+        named = {folders.hashed_name(one, entry) for one, entry in entries.items()}
         return bool(entries) and file not in {MANIFEST, *named}
 
     def _newest_intact(self) -> str:

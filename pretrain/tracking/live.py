@@ -1,4 +1,7 @@
-"""Shows a run's progress on the terminal, read from its metrics.jsonl."""
+"""Shows a run's progress on the terminal, read from its metrics.jsonl.
+
+While a run starts, worker 0 writes the phase of the start, such as compilation, to a file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from pretrain.common.records import NO_METRICS, Metric, metric_lines, parse_reco
 from pretrain.common.run_files import METRICS, PROBES
 from pretrain.common.wording import clock, counted, make_console, shown_scores
 from pretrain.common.worker import WAITING_FILE
-from pretrain.tracking import starting
 from pretrain.tracking.events import PROBE_SCORES
 
 if TYPE_CHECKING:
@@ -29,6 +31,31 @@ _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 30.0
 _SPEED_SECONDS = 1800.0  # over which the speed for the time left is taken
 _BAR_WIDTH = 24
+_MOST_SCORES = 4
+# The phases of a start.
+WORKERS = "starting the workers"
+CONNECT = "connecting the workers"
+LOAD = "loading data and model"
+WARMUP_STEP = "trying the largest batch and a checkpoint"
+COMPILE = f"compiling the model, {WARMUP_STEP}"
+MEASURE = "measuring the speed of matrix products"
+STEPS = "training the first steps"
+_PHASE_FILE = "logs/starting.txt"  # exists while the run starts
+
+
+def write_phase(run_dir: Path, phase: str) -> None:
+    """Record that `phase` of the start begins. A full or read-only disk is ignored: other writes report it."""
+    path = run_dir / _PHASE_FILE
+    aside = path.with_name(f".{path.name}.tmp")
+    with contextlib.suppress(OSError):
+        aside.write_text(phase, encoding="utf-8")
+        aside.replace(path)
+
+
+def end_phases(run_dir: Path) -> None:
+    """Record that the start is over."""
+    with contextlib.suppress(OSError):
+        (run_dir / _PHASE_FILE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -45,7 +72,7 @@ def follow(
     30 s.
     """
     console = console or make_console(highlight=False, soft_wrap=True)
-    starting.end_phases(run_dir)  # a killed start leaves its phase
+    end_phases(run_dir)  # a killed start leaves its phase
     progress = LiveProgress(run_dir, total_steps, console, metrics)
     progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
@@ -122,19 +149,19 @@ class LiveProgress:
         self.has_news = False
         self._phases: list[PhaseConfig] = []
         self._waiting = ""
-        self.phase_of_start = starting.WORKERS
+        self.phase_of_start = WORKERS
         self.bar = _make_bar(console)
         self._task = self.bar.add_task("", total=None)
 
     def poll(self) -> None:
         """Read new records; print evaluations, events and waits for nodes on separate lines; update the bar."""
         self._read()
-        if self.started_training:
-            self.bar.update(self._task, total=self._work(self.total_steps), completed=self._work(self.step))
-            self.bar.update(self._task, description="  ".join(self.pieces()))
-        else:
-            started = f"{self.phase_of_start}, {clock(time.monotonic() - self.started)}"
-            self.bar.update(self._task, description=started)
+        if not self.started_training:
+            text = f"{self.phase_of_start}, {clock(time.monotonic() - self.started)}"
+            self.bar.update(self._task, description=text)
+            return
+        amount, done = self._work(self.total_steps), self._work(self.step)
+        self.bar.update(self._task, total=amount, completed=done, description="  ".join(self.pieces()))
 
     def _read(self) -> None:
         self._print_wait()
@@ -169,11 +196,11 @@ class LiveProgress:
     def _read_start(self) -> None:
         if self.started_training:
             return
-        phase = starting.read_phase(self._run_dir)
-        if phase:
-            self.phase_of_start = phase
-        elif self.phase_of_start != starting.WORKERS:
-            self.phase_of_start = starting.STEPS
+        try:
+            self.phase_of_start = (self._run_dir / _PHASE_FILE).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            if self.phase_of_start != WORKERS:
+                self.phase_of_start = STEPS
 
     def _start_again(self) -> None:
         """Show the phases of a start until the next record."""
@@ -209,34 +236,19 @@ class LiveProgress:
     def pieces(self) -> list[str]:
         """The parts of the line, the most important first."""
         last, left = self.last, self.bar.tasks[0].time_remaining
-        live = [
-            metric.line(last[name])
-            for name, metric in self.metrics.items()
-            if metric.live and last.get(name) is not None
-        ]
+        live = metric_lines(last, {name: metric for name, metric in self.metrics.items() if metric.live})
         pieces = [
             f"step {self.step:,}/{self.total_steps:,}",
-            _piece(last.get("loss"), "loss {:.3f}"),
+            _shown("loss {:.3f}", last.get("loss")),
             "" if left is None else f"{clock(left)} left",
-            _piece(last.get("skipped_steps") or None, "{:,} skipped"),
+            _shown("{:,} skipped", last.get("skipped_steps") or None),
             *live[:1],
-            _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
-            _piece(last.get("mfu"), "{:.0%} MFU"),
-            self.phase(),
+            _shown("{:,.0f} tokens/s", last.get("tokens_per_second")),
+            _shown("{:.0%} MFU", last.get("mfu")),
             *live[1:],
-            _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
+            _shown("stall {:.1%}", last.get("data_stall_fraction")),
         ]
         return [piece for piece in pieces if piece]
-
-    def phase(self) -> str:
-        """Number and sequence length of the phase, such as `phase 1/2 (128)`; "" if there is only one phase."""
-        phases = self._read_phases()
-        step = self.step
-        for number, phase in enumerate(phases, 1):
-            if step <= phase.steps or number == len(phases):
-                return f"phase {number}/{len(phases)} ({phase.sequence_length})" if len(phases) > 1 else ""
-            step -= phase.steps
-        return ""
 
     def _work(self, step: int) -> float:
         return work(self._read_phases(), step)
@@ -297,32 +309,25 @@ def _show(progress: LiveProgress, stop: threading.Event) -> None:
             stop.wait(_REFRESH_SECONDS)
 
 
-def _piece(value: float | None, form: str) -> str:
+def _shown(form: str, value: float | None) -> str:
     return "" if value is None else form.format(value)
 
 
 def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric]) -> str:
-    scores = _shown_scores(record, metrics)
-    return "  ".join([f"  step {record.get('step', 0):,} held-out", *scores, *(["best"] if record.get("best") else [])])
+    """The metrics of an evaluation of pretraining, or the first few scores of another task."""
+    scores = metric_lines(record, metrics)
+    if not scores:
+        numbers = {key: one for key, one in record.items() if isinstance(one, float) and key != "seconds"}
+        first = list(shown_scores(numbers).items())[:_MOST_SCORES]
+        scores = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in first]
+    return _line(record, "held-out", *scores, "best" if record.get("best") else "")
 
 
 def _probe_line(record: dict[str, Any]) -> str:
-    scores = metric_lines(record, PROBE_SCORES)
-    if skipped := record.get("skipped"):
-        scores.append(f"{counted(skipped, 'checkpoint')} skipped")
-    return "  ".join(
-        [f"  step {record.get('step', 0):,} probes", *scores, *([record["error"]] if "error" in record else [])]
-    )
+    skipped = record.get("skipped")
+    skips = f"{counted(skipped, 'checkpoint')} skipped" if skipped else ""
+    return _line(record, "probes", *metric_lines(record, PROBE_SCORES), skips, record.get("error", ""))
 
 
-_MOST_SCORES = 4
-
-
-def _shown_scores(record: dict[str, Any], metrics: Mapping[str, Metric]) -> list[str]:
-    """The metrics of an evaluation of pretraining, or the first few scores of another task."""
-    if known := metric_lines(record, metrics):
-        return known
-    others = shown_scores(
-        {key: value for key, value in record.items() if isinstance(value, float) and key != "seconds"}
-    )
-    return [f"{key.replace('_', ' ')} {value:.3f}" for key, value in list(others.items())[:_MOST_SCORES]]
+def _line(record: dict[str, Any], *pieces: str) -> str:
+    return "  ".join(piece for piece in (f"  step {record.get('step', 0):,} {pieces[0]}", *pieces[1:]) if piece)

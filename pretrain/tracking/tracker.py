@@ -3,14 +3,13 @@
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.records import keep_until, read_records, with_nulls
+from pretrain.common.records import event_of, keep_until, read_records, with_nulls
 from pretrain.common.run_files import LAST_SENT, METRICS, PROBES
 from pretrain.config import RunConfig
 from pretrain.tracking.mirror import WandbMirror, new_id, wandb_arguments, wandb_mode
@@ -118,7 +117,7 @@ class Tracker:
         if self.mirror is not None and (reason := self.mirror.failure):
             self.mirror = None
             message = f"W&B failed; metrics.jsonl continues without it ({reason})"
-            self.log({"event": "wandb", "step": self._step, "time": time.time(), "message": message})
+            self.log(event_of("wandb", message, step=self._step))
 
     @property
     def mirrored(self) -> bool:

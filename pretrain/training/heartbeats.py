@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 HANG, DATA_STALL = "hang", "data_stall"
 IN_COLLECTIVE = "a collective"  # what a rank is doing that waits for other ranks
@@ -48,22 +48,12 @@ class HeartbeatSummary(NamedTuple):
     finding: Hang | None
 
 
-class Store(Protocol):
-    """The part of torch's TCPStore that is used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
-
-
 class HeartbeatExchange:
     """One rank's part in the rounds, over the store that it was last attached to."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
-        self._store: Store | None = None
+        self._store: Any = None  # torch's TCPStore
         self._has_summary = False  # `get` waits for a missing key, and then raises
         # A store of torchrun's agent outlives a start, and a process may have several runs.
         start = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(starts)}"
@@ -75,7 +65,7 @@ class HeartbeatExchange:
         """Whether `attach` was called."""
         return self._store is not None
 
-    def attach(self, store: Store) -> None:
+    def attach(self, store: Any) -> None:
         """Use this store from now on."""
         if self._rank == 0:  # `multi_get` waits for missing keys
             for key in self._keys[1:]:
@@ -88,14 +78,12 @@ class HeartbeatExchange:
 
     def gather(self, mine: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
         """Rank 0: publish the summary; returns the newest heartbeat of each rank, None before its first."""
-        assert self._store is not None
         self._store.set(self._summary, json.dumps([mine, finding]))
         others = self._store.multi_get(self._keys[1:])
         return [mine, *(Heartbeat(*one) if one else None for one in map(json.loads, others))]
 
     def report(self, mine: Heartbeat) -> HeartbeatSummary | None:
         """Other ranks: publish a heartbeat; returns the newest summary, None before the first."""
-        assert self._store is not None
         self._store.set(self._keys[self._rank], json.dumps(mine))
         self._has_summary = self._has_summary or self._store.check([self._summary])
         if not self._has_summary:

@@ -40,7 +40,6 @@ from pretrain.training.heartbeats import (
     HeartbeatExchange,
     HeartbeatSummary,
     Ranks,
-    Store,
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these bounds
@@ -68,8 +67,6 @@ LAUNCHING = (
     "torch.",
     "triton.",
 )
-
-_Check = Callable[[float], Hang | None]  # which rank hangs, at a time of `Clock`
 
 
 class Watchdog:
@@ -114,6 +111,8 @@ class Watchdog:
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._exchange: ExchangeThread | None = None
+        # What torch calls when a compilation starts and ends.
+        self._compilation = (lambda _: self._start_allowance(_COMPILE_SECONDS)), (lambda _: self._end_allowance())
 
     def beat(self) -> None:
         """This rank starts another micro-batch."""
@@ -156,16 +155,16 @@ class Watchdog:
             self._exchange = ExchangeThread(self, connect, self._rank, self._world_size, self._round)
         self._watcher.start()
         if self._compiles:
-            _compilations().register_start_callback(self._compilation_starts)
-            _compilations().register_end_callback(self._compilation_ends)
+            _compilations().register_start_callback(self._compilation[0])
+            _compilations().register_end_callback(self._compilation[1])
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._limit:
             return
         if self._compiles:
-            _compilations().remove_start_callback(self._compilation_starts)
-            _compilations().remove_end_callback(self._compilation_ends)
+            _compilations().remove_start_callback(self._compilation[0])
+            _compilations().remove_end_callback(self._compilation[1])
         self._end.set()
         self._watcher.join()
         if self._exchange is not None:
@@ -185,12 +184,6 @@ class Watchdog:
             host=self._host,
             pid=self._pid,
         )
-
-    def _compilation_starts(self, _: Any) -> None:
-        self._start_allowance(_COMPILE_SECONDS)
-
-    def _compilation_ends(self, _: Any) -> None:
-        self._end_allowance()
 
     def _start_allowance(self, seconds: float) -> None:
         self._allowances.append(seconds)
@@ -216,40 +209,29 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Judge the heartbeats, in a thread of its own: their exchange blocks while the store's server is stopped."""
-        clock = Clock(2 * self._round)
-        if self._exchange is None:
-            check = self._check_alone(Ranks(1, 0.0))
-        elif self._rank == 0:
-            check = self._check_all(self._exchange, Ranks(self._world_size, 0.0))
-        else:
-            check = self._check_first(self._exchange, Follower(self._rank, _LINGER_ROUNDS * self._round))
+        clock, ranks = Clock(2 * self._round), Ranks(self._world_size if self._exchange else 1, 0.0)
+        follower = Follower(self._rank, _LINGER_ROUNDS * self._round)
         while not self._end.wait(self._round):
-            finding = check(clock.tick())
+            finding = self._find(ranks, follower, clock.tick())
             if finding is not None and not self._end.is_set():
                 self._give_up(finding)
 
-    def _check_alone(self, ranks: Ranks) -> _Check:
-        def check(now: float) -> Hang | None:
+    def _find(self, ranks: Ranks, follower: Follower, now: float) -> Hang | None:
+        """Which rank hangs, at a time of `Clock`; rank 0 looks at all, the others at rank 0."""
+        exchange = self._exchange
+        if exchange is None:
             ranks.record([self.heartbeat()], now)
             finding = ranks.find()
             return finding and finding._replace(rank=self._rank)
-
-        return check
-
-    def _check_all(self, exchange: ExchangeThread, ranks: Ranks) -> _Check:
-        def check(now: float) -> Hang | None:
-            heartbeats, exchange.heartbeats = exchange.heartbeats, None
-            if heartbeats is not None:
-                ranks.record(heartbeats, now)
-            if silent_seconds := ranks.silent_seconds(now, self._limit):
-                why = f"got no answer from the heartbeat store for {silent_seconds:.0f} s"
-                return Hang(HANG, self._rank, why, self._host, self._pid)
-            return ranks.find()
-
-        return check
-
-    def _check_first(self, exchange: ExchangeThread, follower: Follower) -> _Check:
-        return lambda now: follower.find(exchange.summary, self._pulses, self._allowed(), now)
+        if self._rank:
+            return follower.find(exchange.summary, self._pulses, self._allowed(), now)
+        heartbeats, exchange.heartbeats = exchange.heartbeats, None
+        if heartbeats is not None:
+            ranks.record(heartbeats, now)
+        if silent_seconds := ranks.silent_seconds(now, self._limit):
+            why = f"got no answer from the heartbeat store for {silent_seconds:.0f} s"
+            return Hang(HANG, self._rank, why, self._host, self._pid)
+        return ranks.find()
 
     def _give_up(self, finding: Hang) -> None:
         exchange = self._exchange
@@ -319,7 +301,7 @@ class ExchangeThread:
     """
 
     def __init__(
-        self, watchdog: Watchdog, connect: Callable[[], Store], rank: int, world_size: int, seconds: float
+        self, watchdog: Watchdog, connect: Callable[[], Any], rank: int, world_size: int, seconds: float
     ) -> None:
         self.heartbeats: list[Heartbeat | None] | None = None
         self.summary: HeartbeatSummary | None = None
@@ -422,7 +404,7 @@ def _stacks() -> str:
         return file.read()
 
 
-def _connection() -> Callable[[], Store] | None:
+def _connection() -> Callable[[], Any] | None:
     """How to connect again to the ranks' store, since training's own connection blocks while training waits.
 
     None if the ranks did not meet by MASTER_ADDR.

@@ -23,7 +23,7 @@ from pretrain.batches.balancing import Assignment, balance
 from pretrain.batches.batch import StepBatch
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader
-from pretrain.checkpoint.fragments import packed
+from pretrain.checkpoint.writing import packed
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.heads import PretrainingModel

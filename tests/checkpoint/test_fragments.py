@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.fragments import FragmentIndex, packed
+from pretrain.checkpoint.store import FragmentIndex
+from pretrain.checkpoint.writing import packed
 
 KINDS = ["weight", "exp_avg"]
 

@@ -207,12 +207,12 @@ def test_the_mapping_table_is_short_and_names_what_is_left_out(theirs: Any, tmp_
     assert {tensor.name: tensor.shape for tensor in released.mapping} == shapes
     assert sorted(mapping_table(released.mapping).split("\n")) == sorted(
         [
-            "bert.embeddings.*          5 tensors -> embeddings.*",
-            "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
-            "bert.pooler.dense.*        2 tensors -> head.dense.*",
-            "cls.predictions.*          5 tensors -> heads.mlm.*",
-            "cls.seq_relationship.*     2 tensors -> heads.nsp.*",
-            "adapters.0-1.down: 2 tensors left out: not a parameter of the encoder or its heads",
+            "bert.embeddings.*        5 tensors -> embeddings.*",
+            "bert.encoder.layer.*    48 tensors -> layers.*",
+            "bert.pooler.dense.*      2 tensors -> head.dense.*",
+            "cls.predictions.*        5 tensors -> heads.mlm.*",
+            "cls.seq_relationship.*   2 tensors -> heads.nsp.*",
+            "adapters.*: 2 tensors left out: not a parameter of the encoder or its heads",
             "embeddings.position_ids: 1 tensor left out: a constant: 0, 1, 2, ...",
             "cls.predictions.decoder.weight: 1 tensor left out: tied to embeddings.word",
         ]
@@ -280,7 +280,7 @@ def test_a_foreign_prefix_is_taken_off_and_shown(prefix: str) -> None:
     assert all(torch.equal(wrapped.backbone[name], plain.backbone[name]) for name in plain.backbone)
     assert wrapped.head["out_weight"].shape == (3, 32)
     assert target_of(wrapped, f"{prefix}embeddings.word_embeddings.weight") == "embeddings.word"
-    assert f"{prefix}encoder.layer.0-" in mapping_table(wrapped.mapping)
+    assert f"{prefix}encoder.layer.*" in mapping_table(wrapped.mapping)
 
 
 def test_what_names_a_file_has_is_said() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pretrain.checkpoint import saver as saver_module
-from pretrain.checkpoint import store
+from pretrain.checkpoint import store, writing
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import MachineError
 from pretrain.run import loop
@@ -41,13 +41,13 @@ def make(folder: Path, **changes: Any) -> Saver:
 def test_a_checkpoint_is_the_state_at_its_step_while_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, write = threading.Event(), store.write
+    go, write = threading.Event(), writing.write
 
     def held_up(*arguments: Any) -> Path:
         go.wait(10)
         return write(*arguments)
 
-    monkeypatch.setattr(store, "write", held_up)
+    monkeypatch.setattr(writing, "write", held_up)
     values, saver = torch.arange(4.0), make(tmp_path)
     saver.save(1, fragments(values), STATE)
     values.add_(1)  # the next step, while nothing is written yet
@@ -125,14 +125,14 @@ def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
 
 def test_the_other_ranks_do_not_wait_for_one_whose_save_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lack of memory is no error of the storage."""
-    write = store.save_weights
+    write = writing.save_weights
 
     def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if path.name.startswith("rank-00001"):
             raise MemoryError("too little")
         write(tensors, path)
 
-    monkeypatch.setattr(store, "save_weights", save_weights)
+    monkeypatch.setattr(writing, "save_weights", save_weights)
     assert train_two(tmp_path, steps=1) == ["worker 1: MemoryError: too little"] * 2
     assert not list(tmp_path.iterdir())
 
@@ -171,7 +171,7 @@ def test_waits_for_a_save_last_as_long_as_its_retries(tmp_path: Path, monkeypatc
     def broken(*_: Any) -> Any:
         raise MachineError("x: [Errno 30] Read-only file system")
 
-    monkeypatch.setattr(store, "write_shard", broken)
+    monkeypatch.setattr(writing, "write_shard", broken)
     events = list[str]()
 
     @contextlib.contextmanager
@@ -206,7 +206,7 @@ def test_a_failure_for_good_is_raised_and_the_checkpoint_before_stays(
         tries.append(time.monotonic())
         raise MachineError("x: disk full (0.00 GB free).")
 
-    monkeypatch.setattr(store, "write_shard", full)
+    monkeypatch.setattr(writing, "write_shard", full)
     with pytest.raises(MachineError, match="disk full"):
         save_and_wait(saver, 2)
     assert len(tries) == 2, "a full disk is tried once more only"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from pretrain.checkpoint import reading, store
+from pretrain.checkpoint import store, writing
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
 from pretrain.run.session import newest_checkpoint
@@ -58,7 +58,7 @@ class Weights:
 
 def save(folder: Path, step: int, *, loss: float | None = None, weights: Weights | None = None, phase: int = 0) -> Path:
     state = {"step": step, "shapes": SHAPES, "validation_loss": loss, "validation_set": f"phase {phase}"}
-    return store.save(folder, step, (weights or Weights(step)).fragments(), state, Alone())
+    return writing.save(folder, step, (weights or Weights(step)).fragments(), state, Alone())
 
 
 def test_any_range_of_any_parameter_reads_back(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: Path, num
             raise OSError(number, os.strerror(number), str(given))
         return real(given, *arguments, **more)
 
-    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(store, "READ_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(owner, name, unreliable)
 
 
@@ -130,7 +130,7 @@ def test_reading_a_verified_checkpoint_is_retried_too(
 ) -> None:
     """Rank 0 verifies; the machine of another rank may not see a file yet."""
     checkpoint, left = save(tmp_path, 10), [failures]
-    for owner, name in ((Path, "read_text"), (Path, "read_bytes"), (reading, "safe_open")):
+    for owner, name in ((Path, "read_text"), (Path, "read_bytes"), (store, "safe_open")):
         fail(monkeypatch, owner, name, checkpoint / which, number, left)
     refused = pytest.raises(MachineError, match=rf"{which}: cannot be read \({os.strerror(number)}\)\. Check")
     with contextlib.nullcontext() if failures == 1 else refused:
@@ -268,7 +268,7 @@ def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:
         *(Held(f"b{number}", 0, {"weight": torch.arange(7.0)}, shared=True) for number in range(9)),
     ]
     for world_size in (1, 3, 8, 100):
-        shards = [store.take_shard(fragments, Alone(rank, world_size)) for rank in range(world_size)]
+        shards = [writing.take_shard(fragments, Alone(rank, world_size)) for rank in range(world_size)]
         held = [fragment for fragment in fragments if fragment.shared]
         for fragment in held:
             entries = [entry for shard in shards for entry in shard.entries if entry["name"] == fragment.name]
@@ -290,7 +290,7 @@ class OfTwo(Alone):
     world_size: int = 2
 
     def collect_objects(self, value: Any) -> list[Any]:
-        return [value, {"result": {**value["result"], "file": store.shard_name(Alone(1, 2))}}]
+        return [value, {"result": {**value["result"], "file": writing.shard_name(Alone(1, 2))}}]
 
 
 @pytest.mark.parametrize(
@@ -300,14 +300,14 @@ def test_a_checkpoint_without_the_file_that_a_rank_wrote_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bytes | None, message: str
 ) -> None:
     """Each machine may have a folder of its own at the run's path."""
-    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(store, "READ_WAIT_SECONDS", 0.0)
     if there is not None:
         aside = tmp_path / ".step-00000002.tmp"
         aside.mkdir()
-        (aside / store.shard_name(Alone(1, 2))).write_bytes(there)
+        (aside / writing.shard_name(Alone(1, 2))).write_bytes(there)
     held, state = [Held("a", 0, {"weight": torch.ones(20)})], {"step": 2, "shapes": {"a": [20]}}
     with pytest.raises(MachineError, match=f"rank-00001-of-00002.safetensors: {message}"):
-        store.save(tmp_path, 2, held, state, OfTwo())
+        writing.save(tmp_path, 2, held, state, OfTwo())
     assert not list(tmp_path.iterdir())
 
 
@@ -327,11 +327,11 @@ def save_and_count_bytes(folder: Path) -> tuple[int, str]:
     distributed_c10d._tensor_to_object = counted
     mine = [Held(f"parameter {number}", 2 * group.rank, {"weight": torch.ones(2)}) for number in range(200)]
     shapes = {held.name: [2 * group.world_size] for held in mine}
-    store.save(folder, 1, mine, {"step": 1, "shapes": shapes}, group)
+    writing.save(folder, 1, mine, {"step": 1, "shapes": shapes}, group)
     if group.rank == 1:
-        store.save_weights = None  # type: ignore[assignment]
+        writing.save_weights = None  # type: ignore[assignment]
     with pytest.raises(MachineError) as failed:
-        store.save(folder, 2, mine, {"step": 2, "shapes": shapes}, group)
+        writing.save(folder, 2, mine, {"step": 2, "shapes": shapes}, group)
     return sum(received), str(failed.value)
 
 
@@ -350,7 +350,7 @@ def find_newest_and_note_reads(folder: Path, trouble: str = "") -> tuple[Path | 
             raise failures.pop()
         return bytes_of(self)
 
-    store.verify_content, Path.read_bytes, reading.READ_WAIT_SECONDS = noted, late, 0.0
+    store.verify_content, Path.read_bytes, store.READ_WAIT_SECONDS = noted, late, 0.0
     try:
         return newest_checkpoint(folder, group), read
     except MachineError as error:
@@ -378,7 +378,7 @@ def test_each_rank_verifies_its_own_file(saved: dict[int, Path], tmp_path: Path,
     newest = "step-00000001" if damaged else "step-00000002"
     assert [checkpoint for checkpoint, _ in found] == [tmp_path / newest] * 3
     for rank, (_, read) in enumerate(found):
-        assert read == [store.shard_name(Alone(rank, 3)), *(["state.json"] if rank == 0 else [])]
+        assert read == [writing.shard_name(Alone(rank, 3)), *(["state.json"] if rank == 0 else [])]
     assert (tmp_path / "damaged-step-00000002").is_dir() == bool(damaged)
 
 
@@ -400,7 +400,7 @@ def save_two_checkpoints(folder: Path) -> None:
     group = own_group()
     for step in (1, 2):
         held = [Held("a", 2 * group.rank, {"weight": torch.full((2,), 1.0 * step)})]
-        store.save(folder, step, held, {"step": step, "shapes": {"a": [6]}}, group)
+        writing.save(folder, step, held, {"step": step, "shapes": {"a": [6]}}, group)
 
 
 def test_only_the_rank_that_writes_the_manifest_receives_the_others_pieces(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_a_full_disk_keeps_what_was_good(small_disk: Path) -> None:
     good = save(small_disk, 1)
     large = [Held("a", 0, {"weight": torch.zeros(1 << 20)})]
     with pytest.raises(MachineError, match=r"disk full \(0\.00 GB free\).*free some space"):
-        store.save(small_disk, 2, large, {"step": 2, "shapes": {"a": [1 << 20]}}, Alone())
+        writing.save(small_disk, 2, large, {"step": 2, "shapes": {"a": [1 << 20]}}, Alone())
     assert [path.name for path in small_disk.iterdir()] == [good.name]
     verify_manifest(good)
 
@@ -441,19 +441,19 @@ def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, 
     numel = 1 << 17
     held = [Held("a", 0, {"weight": torch.zeros(numel), "exp_avg": torch.zeros(numel)})]
     state = {"step": 2, "shapes": {"a": [numel]}}
-    good, tried = save(small_disk, 1), store.save(small_disk, 2, held, state, Alone())
+    good, tried = save(small_disk, 1), writing.save(small_disk, 2, held, state, Alone())
     needed = sum(-(-path.stat().st_size // 4096) * 4096 for path in tried.iterdir())
     shutil.rmtree(tried)
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     (small_disk / "ballast").write_bytes(bytes(free - rng.randrange(0, needed, 4096)))
-    monkeypatch.setattr(store, "check_storage", lambda path, needed: None)
+    monkeypatch.setattr(writing, "check_storage", lambda path, needed: None)
     with pytest.raises(MachineError, match="disk full"):
-        store.save(small_disk, 2, held, state, Alone())
+        writing.save(small_disk, 2, held, state, Alone())
     assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", good.name]
     assert store.newest(small_disk) == good
     (small_disk / "ballast").unlink()
     assert store.newest(small_disk) == good
-    assert store.save(small_disk, 2, held, state, Alone()) == tried
+    assert writing.save(small_disk, 2, held, state, Alone()) == tried
 
 
 def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:

@@ -222,7 +222,10 @@ def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, ca
         ("--set corpus.vocabulary.path=a.txt", "corpus: its vocabulary (500 entries) is not a.txt (7 entries)."),
         ("--set corpus.vocabulary.path=a.json", "corpus.vocabulary.kind: wordpiece, but a.json is"),
         ("--set corpus.vocabulary.path=bad.json", "bad.json: not a tokenizer.json"),
-        ("--set corpus.vocabulary.lowercase=false", "corpus: its vocabulary is uncased; the config has a cased one."),
+        (
+            "--set corpus.vocabulary.lowercase=false",
+            "corpus: its vocabulary was made with lowercase: true; the config has false.",
+        ),
         (
             "--set corpus.vocabulary.strip_accents=false",
             "corpus: its vocabulary was made with strip_accents: true; the",

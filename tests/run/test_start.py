@@ -203,7 +203,7 @@ def test_missing_heads_are_named_and_the_decoder_begins_with_frequencies(place: 
     table = start_table(resolved(place.root / "bare.yaml"))
     assert "initialized as in a new run: heads.nsp.*, heads.mlm_transform.*, heads.mlm_norm.*" in table
     assert "initialized from the frequencies of tokens in the corpus: heads.mlm_bias" in table
-    assert "pooler.dense.*        2 tensors -> head.dense.*" in table
+    assert "pooler.dense.*    2 tensors -> head.dense.*" in table
     shards = open_shards(place.corpus, "train")
     bias = weights(runs["bare"], 0)["heads.mlm_bias"]
     counts = np.bincount(np.concatenate([shard.tokens for shard in shards.shards]), minlength=len(bias)) + 1
@@ -430,7 +430,7 @@ def test_a_checkpoint_with_narrow_embeddings_can_be_continued(place: Place, tmp_
         ("model.attention_bias=false", "model.attention_bias: False, but the checkpoint"),
         ("model.hiden=32", r"model.hiden is not a known setting; did you mean hidden\?"),
         ("corpus.vocabulary.path=vocab.txt", "corpus.vocabulary.path: vocab.txt, but start_from"),
-        ("corpus.vocabulary.lowercase=false", "but the tokenizer of start_from .* is uncased"),
+        ("corpus.vocabulary.lowercase=false", "lowercase: false, but the tokenizer of start_from .* has true"),
         ("corpus.vocabulary.strip_accents=false", "but the tokenizer of start_from .* has true"),
         ("phases.0.sequence_length=128", "exceeds model.max_positions"),
         ("start_from=nowhere", "nowhere: no such folder"),

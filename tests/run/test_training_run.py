@@ -15,7 +15,7 @@ from pretrain.run import run as running
 from pretrain.run.loop import LONG_SECONDS
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress
-from pretrain.tracking import starting
+from pretrain.tracking import live
 
 RESTART = {"event": "restart", "time": 1.0, "message": "a node was lost"}
 
@@ -35,8 +35,8 @@ class Calls:
         dump, engine = (lambda mode: {"name": "trial"}), SimpleNamespace(compiled=True)
         self._config: Any = SimpleNamespace(folder=folder, callbacks=(), model_dump=dump, engine=engine)
         self.phases: list[str] = []
-        monkeypatch.setattr(starting, "write_phase", lambda folder, phase: self.phases.append(phase))
-        monkeypatch.setattr(starting, "end_phases", lambda folder: self.phases.append("end"))
+        monkeypatch.setattr(live, "write_phase", lambda folder, phase: self.phases.append(phase))
+        monkeypatch.setattr(live, "end_phases", lambda folder: self.phases.append("end"))
         stand_ins = {
             "newest_checkpoint": self._newest,
             "read_state": lambda engine, checkpoint: self._note("read state", saved),
@@ -148,8 +148,8 @@ def test_a_run_calls(
         run_id = "old" if state else "new"
         assert calls.extra_state == {"run_id": run_id, "data": "abc", "config": {"name": "trial"}}
         assert calls.peak == 2e12
-        compiles = [starting.COMPILE] if "warmup_step" in made else []
-        assert calls.phases == [*compiles, starting.MEASURE, "end"]
+        compiles = [live.COMPILE] if "warmup_step" in made else []
+        assert calls.phases == [*compiles, live.MEASURE, "end"]
 
 
 def test_a_checkpoint_of_other_data_is_refused_before_anything_is_written(

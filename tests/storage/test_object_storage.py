@@ -23,7 +23,7 @@ from corpora import make_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from pretrain.checkpoint import store
+from pretrain.checkpoint import store, writing
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
@@ -31,7 +31,7 @@ from pretrain.common.files import checkpoint_names, locked, verify_manifest, wri
 from pretrain.run import launch
 from pretrain.storage import folders, objects, runs
 from pretrain.storage.objects import ListedObject, ObjectStore, _listed, _part_file
-from pretrain.storage.runs import StoredRun, fetched_model
+from pretrain.storage.runs import StoredRun, fetched_model, storing
 from pretrain.training.engine import Fragment
 from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients
 
@@ -648,30 +648,24 @@ def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: Faulty
     save(saver, 1)
     run.put_files()
     StoredRun(RUN, there).download(best=True)
-    config = start_of(there)
     for end in ("--resume by mistake", "and again"):
-        with pytest.raises(MachineError, match=end), launch.storing(config, True):
+        with pytest.raises(MachineError, match=end), storing(RUN, there, resume=True):
             raise MachineError(end)
         assert not (there / "writer.json").exists()
     save(saver, 2)
     assert saver.trouble == ""
-    with contextlib.suppress(MachineError), launch.storing(config, True):
+    with contextlib.suppress(MachineError), storing(RUN, there, resume=True):
         save(make_saver(StoredRun(RUN, there), there), 3)
         raise MachineError("after a checkpoint")
     save(saver, 4)
     assert "the run was started again" in saver.trouble
 
 
-def start_of(folder: Path) -> Any:
-    """The config of a start of `RUN` that trains in `folder`."""
-    return SimpleNamespace(address=RUN, folder=folder)
-
-
 def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that_trains(proxy, tmp_path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     run = StoredRun(RUN, here)
     run.claim()  # and trains, with nothing stored yet
-    with pytest.raises(MachineError, match=r"does not fit$"), launch.storing(start_of(there), False):
+    with pytest.raises(MachineError, match=r"does not fit$"), storing(RUN, there, resume=False):
         fail_untrained(there)
     assert sorted(ObjectStore().listing(RUN)) == ["writers/writer-1"]
     saver = make_saver(run, here)
@@ -682,12 +676,12 @@ def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that
 def fail_untrained(folder: Path) -> None:
     """As a new run, which writes a checkpoint before it tries its largest batch."""
     fragment = Fragment("a", 0, {"weight": torch.zeros(4)}, shared=False)
-    store.save(folder / "checkpoints", 0, [fragment], {"step": 0, "shapes": {"a": [4]}}, Rank(0, Ranks(1)))
+    writing.save(folder / "checkpoints", 0, [fragment], {"step": 0, "shapes": {"a": [4]}}, Rank(0, Ranks(1)))
     raise MachineError("the largest micro-batch does not fit")
 
 
 def test_untrained_weights_are_not_stored(proxy: FaultyProxy, tmp_path: Path) -> None:
-    with contextlib.suppress(MachineError), launch.storing(start_of(tmp_path), False):
+    with contextlib.suppress(MachineError), storing(RUN, tmp_path, resume=False):
         (tmp_path / "config.yaml").write_text("name: mine")
         fail_untrained(tmp_path)
     assert StoredRun(RUN, tmp_path).names() == []
@@ -707,7 +701,7 @@ def test_a_start_that_gives_the_run_back_stores_nothing(proxy: FaultyProxy, tmp_
     run.end()
     stored = contents(RUN)
     for error in (MachineError("no GPU"), RuntimeError("a bug")):
-        with contextlib.suppress(type(error)), launch.storing(start_of(there), True):
+        with contextlib.suppress(type(error)), storing(RUN, there, resume=True):
             write_files(there, "another")
             raise error
         assert contents(RUN) == stored
@@ -733,7 +727,7 @@ def test_a_claim_that_fails_is_undone(proxy, tmp_path, monkeypatch, earlier) -> 
         raise MachineError(f"{path}: disk full")
 
     monkeypatch.setattr(runs, "atomic_open", fail)
-    with pytest.raises(MachineError, match=r"disk full$"), launch.storing(start_of(tmp_path / "there"), False):
+    with pytest.raises(MachineError, match=r"disk full$"), storing(RUN, tmp_path / "there", resume=False):
         pass
     assert [*ObjectStore().listing(RUN)] == before == ["writers/writer-1"] * earlier
 
@@ -743,7 +737,7 @@ def test_what_a_start_leaves_is_stored_however_it_ends(proxy: FaultyProxy, error
     folder = local(RUN)
 
     def start() -> None:
-        with launch.storing(start_of(folder), False):
+        with storing(RUN, folder, resume=False):
             save(make_saver(StoredRun(RUN, folder), folder), 1)
             (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
             raise error

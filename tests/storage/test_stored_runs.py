@@ -247,11 +247,11 @@ def test_a_corpus_that_was_prepared_again_since_it_was_fetched_is_fetched_again(
     (run / "checkpoints/step-00000001/state.json").write_text(json.dumps(state))
     (run / "checkpoints/step-00000001/manifest.json").write_text("{}")
     corpus = CorpusConfig.model_validate({"dir": address})
-    assert tokenizer_digest(corpus_of(run, corpus)) == state["tokenizer"]
+    assert tokenizer_digest(corpus_of(run, corpus, state["tokenizer"])) == state["tokenizer"]
     folders.store(make_corpus(tmp_path / "third", documents=20, vocabulary_size=250), address)
     (local(address) / "vocab.txt").write_text("another")
     with pytest.raises(InputError, match="its tokenizer is not the one"):
-        corpus_of(run, corpus)
+        corpus_of(run, corpus, state["tokenizer"])
 
 
 def text_of(seed: int, documents: int = 30) -> list[str]:

@@ -33,7 +33,7 @@ from pretrain.common.settings import dump
 from pretrain.common.wording import clock
 from pretrain.config import PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.tracking import live, mirror, starting
+from pretrain.tracking import live, mirror
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
 from pretrain.tracking.rows import LAST_SENT
@@ -531,7 +531,7 @@ class TestFollow:
             append(run, {"step": 20, "loss": 2.0})
         lines = screen.getvalue().splitlines()
         assert "  step 10 held-out  mlm loss 3.000  mlm 20.0%  best" in lines
-        assert re.sub(r"\S+ left  ", "", lines[-1]) == "step 20/100  loss 2.000  phase 1/2 (128)"
+        assert re.sub(r"\S+ left  ", "", lines[-1]) == "step 20/100  loss 2.000"
         assert "\x1b" not in screen.getvalue()
 
     def test_a_terminal_gets_one_live_line(self, run: Path) -> None:
@@ -540,26 +540,26 @@ class TestFollow:
         text = screen.getvalue()
         assert "starting the workers" in text or "step 90/100" in text
         last = text[text.rindex("━") :]
-        for expected in ("phase 2/2 (512)", "step 90/100", "loss 3.000", "42% MFU", "2 skipped"):
+        for expected in ("step 90/100", "loss 3.000", "42% MFU", "2 skipped"):
             assert expected in last
 
     @pytest.mark.parametrize("terminal", [False, True])
     def test_the_phases_of_the_start_are_shown_as_they_happen(self, run: Path, terminal: bool) -> None:
         (run / "logs").mkdir()
-        starting.write_phase(run, "phase of an earlier start, which was killed")
+        live.write_phase(run, "phase of an earlier start, which was killed")
         with following(run, terminal) as screen:
-            wait_for(lambda: starting.WORKERS in screen.getvalue())
-            for phase in (starting.LOAD, starting.COMPILE):
-                starting.write_phase(run, phase)
+            wait_for(lambda: live.WORKERS in screen.getvalue())
+            for phase in (live.LOAD, live.COMPILE):
+                live.write_phase(run, phase)
                 wait_for(lambda phase=phase: phase in screen.getvalue())
-            starting.end_phases(run)
-            wait_for(lambda: starting.STEPS in screen.getvalue())
+            live.end_phases(run)
+            wait_for(lambda: live.STEPS in screen.getvalue())
             append(run, {"step": 10, "loss": 3.0})
         text = screen.getvalue()
         assert "earlier start" not in text
         if not terminal:
             seen = [line.strip() for line in text.splitlines()]
-            assert seen[:4] == [starting.WORKERS, starting.LOAD, starting.COMPILE, starting.STEPS]
+            assert seen[:4] == [live.WORKERS, live.LOAD, live.COMPILE, live.STEPS]
             assert "step 10/100" in seen[4]
 
     def test_earlier_records_are_not_reported_again(self, run: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain.checkpoint import store
+from pretrain.checkpoint import store, writing
 from pretrain.common.errors import InputError
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
@@ -338,7 +338,7 @@ def save_at(folder: Path, stage: int, optimizer: str, precision: str) -> tuple[d
     engine = make_engine(stage, precision, optimizer)
     take_steps(engine, range(2))
     state = {"step": 2, **engine.state()}
-    store.save(folder, 2, engine.fragments(), state, engine.workers)
+    writing.save(folder, 2, engine.fragments(), state, engine.workers)
     saved, after = whole_state(engine), take_steps(engine, range(2, 4))
     engine.close()
     return saved, after
@@ -451,7 +451,7 @@ def average_and_save(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, t
         take_steps(engine, range(step, step + 1))
         engine.average(engine.averaged + 1)
     shapes = {name: list(shape) for name, shape in engine.shapes.items()}
-    store.save(folder, 2, engine.fragments(), {"step": 2, "averaged": 2, "shapes": shapes}, engine.workers)
+    writing.save(folder, 2, engine.fragments(), {"step": 2, "averaged": 2, "shapes": shapes}, engine.workers)
     saved = whole_state(engine)
     take_steps(engine, range(2, 3))
     engine.average(3)

@@ -23,7 +23,7 @@ from pretrain.training.optim import (
 from pretrain.training.optim import matrix_rounds as rounds
 from pretrain.training.optim.matrix_rounds import MatrixPiece, plan_rounds
 from pretrain.training.optim.muon import orthogonalize
-from tests.distributed import of_whole_tensors, run_workers
+from tests.distributed import give_moments, of_whole_tensors, run_workers
 
 SHAPES = {
     "embeddings.word": (50, 8),
@@ -228,7 +228,7 @@ def train_sharded(
             segments[flat] = segments_of(names, *bounds)
             flats.append((flat, names, bounds))
             group["params"] = [flat]
-        optimizer.set_shards(segments, matrix_shapes(SHAPES), workers, dtype=dtype)
+        give_moments(optimizer).set_shards(segments, matrix_shapes(SHAPES), workers, dtype=dtype)
         for step in range(steps):
             gradients = make_gradients(step)
             for flat, names, bounds in flats:

@@ -21,7 +21,7 @@ from pretrain.training.optim import (
     tensorwise,
 )
 from tests import launches
-from tests.distributed import Alone, of_whole_tensors
+from tests.distributed import Alone, give_moments, of_whole_tensors
 
 TENSORS, MATRICES = 246, 72  # three for a stacked query, key and value
 
@@ -81,9 +81,9 @@ def train(values: dict[str, Any], *, flat: bool) -> list[torch.Tensor]:
     if not flat:
         of_whole_tensors(optimizer)
     elif isinstance(optimizer, Muon):
-        optimizer.set_shards(segments, matrix_shapes(SHAPES), Alone())
+        give_moments(optimizer).set_shards(segments, matrix_shapes(SHAPES), Alone())
     else:
-        optimizer.set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)  # type: ignore[attr-defined]
+        give_moments(optimizer).set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step in range(4):
         for parameter in weights:

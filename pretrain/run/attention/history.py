@@ -53,9 +53,8 @@ class AttentionHistory:
 
     def rewind(self, step: int) -> None:
         """Drop what was recorded after `step`, from which training continues."""
-        records = [record for record in self._records() if record["step"] <= step]
-        if self._path.is_file():
-            self._write(records)
+        if content := read_history(self._path.parent):
+            self._write({**content, "records": [one for one in content["records"] if one["step"] <= step]})
 
     def record(self, step: int, parameters: Mapping[str, Tensor], model: ModelConfig | None = None) -> None:
         """Add the attention of the weights after `step` steps, unless there is a record of that step.
@@ -67,7 +66,7 @@ class AttentionHistory:
             step: optimizer steps taken.
             parameters: the encoder's, by name, whole, in any precision and on any device; heads are ignored.
         """
-        earlier = self._records()
+        earlier = read_history(self._path.parent).get("records", [])
         if not self._texts or any(one["step"] == step for one in earlier):
             return
         encoder = PaddedEncoder(model or self._model, {name: tensor.detach() for name, tensor in parameters.items()})
@@ -81,8 +80,16 @@ class AttentionHistory:
             "entropy": statistics.entropy.round(4).tolist(),
             "matrices": [_packed(pictures[layer][head]) for layer, head in self._heads()],
         }
-        even = {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED}
-        self._write(thinned([*earlier, record]), even, statistics.even_entropy)
+        self._write(
+            {
+                "format": FORMAT,
+                "picture": self._picture.tolist(),
+                "heads": self._heads(),
+                "even_shares": {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED},
+                "even_entropy": round(statistics.even_entropy, 4),
+                "records": thinned([*earlier, record]),
+            }
+        )
 
     def _weights(self, encoder: PaddedEncoder, ids: np.ndarray) -> list[np.ndarray]:
         some = next(encoder.parameters())
@@ -98,21 +105,7 @@ class AttentionHistory:
         kept = min(count, _PICTURES)
         return [divmod(number * count // kept, self._model.heads) for number in range(kept)]
 
-    def _records(self) -> list[dict[str, Any]]:
-        return read_history(self._path.parent).get("records", [])
-
-    def _write(
-        self, records: list[dict[str, Any]], even: dict[str, float] | None = None, even_entropy: float = 0.0
-    ) -> None:
-        written = read_history(self._path.parent)
-        content = {
-            "format": FORMAT,
-            "picture": self._picture.tolist(),
-            "heads": self._heads(),
-            "even_shares": written.get("even_shares", {}) if even is None else even,
-            "even_entropy": written.get("even_entropy", 0.0) if even is None else round(even_entropy, 4),
-            "records": records,
-        }
+    def _write(self, content: dict[str, Any]) -> None:
         try:
             with atomic_open(self._path, "w") as file:
                 json.dump(content, file, separators=(",", ":"))

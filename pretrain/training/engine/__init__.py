@@ -4,14 +4,14 @@ from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import import_deepspeed
 from pretrain.training.engine.engine import Engine, ProgressWatch, StepResult
 from pretrain.training.engine.pass_graphs import LAUNCHED
-from pretrain.training.engine.state_layouts import Fragment, FragmentReader
+from pretrain.training.engine.state_layouts import Fragment, InitialWeights
 from pretrain.training.engine.workers import RankGroup, end_process_group, first_object, gather_objects
 
 __all__ = [
     "LAUNCHED",
     "Engine",
     "Fragment",
-    "FragmentReader",
+    "InitialWeights",
     "ProgressWatch",
     "RankGroup",
     "StepResult",

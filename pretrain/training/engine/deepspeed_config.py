@@ -53,7 +53,11 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         # A sum of many micro-batches with 8 bits of mantissa loses the later ones.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = _merge(config, settings.deepspeed)
-    if own_sums or (settings.precision == "bf16" and settings.zero_stage == 1 and not _offloads(merged)):
+    if own_sums or (
+        settings.precision == "bf16"
+        and settings.zero_stage == 1
+        and not merged["zero_optimization"].get("offload_optimizer")
+    ):
         # Ours are fp32 whatever DeepSpeed believes. If it believes so of bf16 in stage 1, it takes its BF16_Optimizer,
         # which sends all gradients to every worker and keeps them twice.
         types = merged.pop("data_types", {})
@@ -64,10 +68,6 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     if settings.precision == "fp16":
         merged["fp16"]["loss_scale"] = 1.0  # the engine has its own `LossScale`
     return merged
-
-
-def _offloads(config: Mapping[str, Any]) -> bool:
-    return bool(config["zero_optimization"].get("offload_optimizer"))
 
 
 def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

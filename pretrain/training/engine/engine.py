@@ -120,8 +120,6 @@ class Engine:
             hold_freed_memory()
             share_one_heap()
         deepspeed = import_deepspeed()
-        if not dist.is_initialized():
-            raise RuntimeError("the process group must be initialized before the engine")
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         use_world_group()
@@ -161,7 +159,11 @@ class Engine:
         if self.sums is not None and self.sums.takes_rows:
             use_sparse_embedding_gradients(self.module)
         self.records_passes = settings.cuda_graphs and self.device.type == "cuda"
-        self.graphs = self._new_graphs() if self.records_passes else None
+        self.graphs = None
+        if self.records_passes:
+            if self.sums is None:
+                raise InputError("engine.cuda_graphs: does not fit what engine.deepspeed asks for. Set it to false.")
+            self.graphs = PassGraphs(self.module, self.sums)
         self.averaged = 0
         self.variant: Hashable = None
         self._prepare_moments()
@@ -176,7 +178,9 @@ class Engine:
         """Add the gradients of `loss`, this rank's share of the global loss; `last` micro-batch of the step or not."""
         self._deepspeed.set_gradient_accumulation_boundary(last)
         if self.sums is None:  # DeepSpeed's own reduction divides by the number of workers
-            self._deepspeed.backward(loss * (self.world_size * self._own_loss_scale()), scale_wrt_gas=False)
+            # fp16's scale of the loss, where DeepSpeed leaves it to us.
+            own = 1.0 if self.layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
+            self._deepspeed.backward(loss * (self.world_size * own), scale_wrt_gas=False)
             return
         self.sums.begin_backward(last=last)
         self._deepspeed.backward(loss, scale_wrt_gas=False)
@@ -215,15 +219,6 @@ class Engine:
             self.sums.begin_backward(last=True)
             self.sums.end_backward()
         return totals
-
-    def _new_graphs(self) -> PassGraphs:
-        if self.sums is None:
-            raise InputError("engine.cuda_graphs: does not fit what engine.deepspeed asks for. Set it to false.")
-        return PassGraphs(self.module, self.sums)
-
-    def _own_loss_scale(self) -> float:
-        """fp16's scale of the loss, where DeepSpeed leaves it to us."""
-        return 1.0 if self.layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
 
     def _set_loss_scale(self) -> None:
         if self.loss_scale and self.layout.deepspeed_scales:

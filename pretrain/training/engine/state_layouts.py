@@ -47,9 +47,22 @@ class Fragment:
 
 
 class FragmentReader(Protocol):
-    """The source from which `Engine.load` reads saved state; `pretrain.checkpoint.reading.CheckpointReader` is one."""
+    """The source from which `Engine.load` reads saved state; `pretrain.checkpoint.store.CheckpointReader` is one."""
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
+
+
+class InitialWeights:
+    """A reader of given weights, and moments of zero, with which a training begins.
+
+    DeepSpeed takes its master weights from a rounded copy of the model; these are exact.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = {name: weight.detach().clone().view(-1) for name, weight in weights.items()}
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        return self._weights[name][start : start + numel] if kind == "weight" else torch.zeros(numel)
 
 
 class ParameterPiece(NamedTuple):

@@ -50,20 +50,17 @@ class Lamb(TensorwiseOptimizer):
         self._prepare_skip()
         adapted: list[tuple[float, list[TensorPiece]]] = []  # with their rates
         for group in self.param_groups:
-            if not group["layer_adaptation"]:
-                whole = ((p, (Segment(0, p.numel(), -1),)) for p in group["params"])
-                pieces = self._begin(group, whole)
-                self._update(group, pieces)
-                if pieces:
-                    weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
-                    if self._kept is not None:
-                        foreach._foreach_mul_(updates, self._share(1.0))
-                    foreach._foreach_add_(weights, updates, alpha=-group["lr"])
-                continue
-            pieces = self._begin(group, self._pieces(group))
+            adapts = group["layer_adaptation"]
+            whole = ((p, (Segment(0, p.numel(), -1),)) for p in group["params"])
+            pieces = self._begin(group, self._pieces(group) if adapts else whole)
             self._update(group, pieces)
-            if pieces:
+            if adapts and pieces:
                 adapted.append((group["lr"], pieces))
+            elif pieces:
+                weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
+                if self._kept is not None:
+                    foreach._foreach_mul_(updates, self._share(1.0))
+                foreach._foreach_add_(weights, updates, alpha=-group["lr"])
         if any(group["layer_adaptation"] for group in self.param_groups):
             self._apply_adapted(adapted)
 

@@ -63,7 +63,8 @@ class Muon(SkippingOptimizer):
     and so are the halves of `gated_in_weight`.
 
     Groups carry `names`, and `orthogonal` where all their parameters are matrices for Muon. Parameters must be
-    contiguous fp32, and `set_shards` comes first. `step` uses up the gradient. Matrices have no second moment.
+    contiguous fp32; `set_shards` and their state, of matrices without a second moment, come first. `step` uses up the
+    gradient.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Muon(SkippingOptimizer):
         """Advance momenta and turn gradients into Nesterov's; decay the weights."""
         if not parameters:
             return
-        states = [self._state(parameter, "exp_avg") for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momenta = [state["exp_avg"] for state in states]
         self._advance_counts([state["step"] for state in states])
@@ -152,7 +153,7 @@ class Muon(SkippingOptimizer):
         foreach._foreach_mul_(parameters, self._remaining(group["lr"] * group["weight_decay"]))
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
         beta1, beta2 = group["betas"]
         adamw(
             parameters,
@@ -171,13 +172,6 @@ class Muon(SkippingOptimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-    def _state(self, parameter: Tensor, *moments: str) -> dict[str, Any]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state.update((moment, torch.zeros_like(parameter)) for moment in moments)
-        return state
 
     def _step_matrices(self, rates: Mapping[Tensor, float]) -> None:
         """Orthogonalize the updates of these flat parameters, which their gradients hold, and step."""

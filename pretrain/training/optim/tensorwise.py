@@ -85,8 +85,8 @@ def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 class TensorwiseOptimizer(SkippingOptimizer):
     """An optimizer whose step depends on whole tensors.
 
-    Groups carry `names`. Parameters must be contiguous fp32, and `set_segments` comes first. A stacked parameter counts
-    as the tensors it holds.
+    Groups carry `names`. Parameters must be contiguous fp32; `set_segments` and their state, moments and a count of
+    steps, come first. A stacked parameter counts as the tensors it holds.
     """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -111,12 +111,6 @@ class TensorwiseOptimizer(SkippingOptimizer):
             reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once
                 if any of its groups steps by tensor, so all workers must step the same groups in the same order.
         """
-        for flat, pieces in segments.items():
-            end = 0
-            for piece in pieces:
-                if not end <= piece.start < piece.stop <= flat.numel() or not 0 <= piece.tensor_id < tensor_count:
-                    raise ValueError(f"{piece} does not fit: shard of {flat.numel()}, {tensor_count} tensors")
-                end = piece.stop
         self._segments, self._tensor_count, self._reduce = dict(segments), tensor_count, reduce
         self._numbers.clear()
 
@@ -129,7 +123,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         present = [(parameter, segments) for parameter, segments in parts if parameter.grad is not None]
         if not present:
             return []
-        states = [self._moments(parameter) for parameter, _ in present]
+        states = [self.state[parameter] for parameter, _ in present]
         counts, (beta1, beta2) = [state["step"] for state in states], group["betas"]
         self._advance_counts(counts)
         # The counts stay on their device: to read them would wait for all work queued there.
@@ -154,15 +148,6 @@ class TensorwiseOptimizer(SkippingOptimizer):
         foreach._foreach_mul_(squares, self._remaining(1 - beta2))
         foreach._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
         return list(foreach._foreach_div(squares, common(corrections)))
-
-    def _moments(self, parameter: Tensor) -> dict[str, Any]:
-        """The moments of `parameter` and their count of steps."""
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
 
     def _ids_and_sizes(self, pieces: Sequence[TensorPiece]) -> tuple[Tensor, Tensor]:
         """(int64 tensor ids, fp64 numbers of entries) of some pieces, on their device, where they are copied once."""

@@ -1,0 +1,207 @@
+"""Writes checkpoints, those of `store`: every rank its own shard, then rank 0 the state and the manifest."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pretrain.checkpoint.store import FORMAT, SavingGroup, agree, name_of, retried
+from pretrain.checkpoint.weight_files import save_weights
+from pretrain.common.errors import MachineError, RunError
+from pretrain.common.files import (
+    disk_errors,
+    existing_parent,
+    fsync_folder,
+    put_manifest,
+    sha256_file,
+    write_json,
+)
+
+
+class HeldFragment(Protocol):
+    """The attributes of a fragment that `save` needs (`pretrain.training.engine.Fragment`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def tensors(self) -> dict[str, Tensor]: ...
+    @property
+    def shared(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class CheckpointShard:
+    """The part of a checkpoint that one rank writes: fp32 tensors by "<kind>|<parameter>|<start>", and their list."""
+
+    tensors: dict[str, Tensor]
+    entries: list[dict[str, Any]]  # name, start, numel, kinds
+
+
+def shard_name(group: SavingGroup) -> str:
+    """The file of a checkpoint that this rank writes."""
+    return f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
+
+
+def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: SavingGroup) -> Path:
+    """Write the checkpoint of `step` into `folder`, as `write` does; every rank calls this. Returns its path."""
+    return write(folder, step, take_shard(fragments, group), state, group)
+
+
+def take_shard(
+    fragments: Iterable[HeldFragment], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
+) -> CheckpointShard:
+    """The tensors that this rank writes: those that only it holds, and an equal part of those that all ranks hold.
+
+    What all ranks hold is divided end to end, so that a further rank cuts one fragment in two, not each of them.
+    `copy` gets each tensor's key and a view of the optimizer's tensor, which the next step modifies.
+    """
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    fragments = list(fragments)
+    for fragment, part in zip(fragments, _parts(fragments, group), strict=True):
+        if part.start >= part.stop:
+            continue
+        start = fragment.start + part.start
+        for kind, tensor in fragment.tensors.items():
+            key = f"{kind}|{fragment.name}|{start}"
+            tensors[key] = copy(key, tensor[part].detach())
+        entries.append(
+            {
+                "name": fragment.name,
+                "start": start,
+                "numel": part.stop - part.start,
+                "kinds": list(fragment.tensors),
+            }
+        )
+    return CheckpointShard(tensors, entries)
+
+
+def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any], group: SavingGroup) -> Path:
+    """Write the checkpoint of `step` into `folder`; every rank calls this with its shard. Returns its path.
+
+    Each rank writes and hashes its own file. Then rank 0 writes the state and the manifest and renames the folder to
+    its final name. An error on any rank, such as a full disk, is raised on every rank as `MachineError`, and the
+    incomplete folder is removed.
+    """
+    final = folder / name_of(step)
+    aside = folder / f".{final.name}.tmp"
+    try:
+        agree(group, lambda: write_shard(aside, shard, group), lambda shards: _publish(aside, final, shards, state))
+    except RunError:
+        if group.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        group.first_object(None)  # no rank may retry before the incomplete folder is removed
+        raise
+    return final
+
+
+def write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
+    """Write this rank's tensors; returns the entry of the file for the manifest."""
+    name = shard_name(group)
+    path = aside / name
+    with _write_errors(path):
+        aside.mkdir(parents=True, exist_ok=True)
+        check_storage(path, sum(tensor.numel() * tensor.element_size() for tensor in shard.tensors.values()))
+        save_weights({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return {
+            "file": name,
+            "bytes": path.stat().st_size,
+            "sha256": sha256_file(path),
+            "fragments": [{**entry, "rank": group.rank} for entry in shard.entries],
+        }
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """As `disk_errors`; other errors of the storage become `MachineError`, too."""
+    try:
+        with disk_errors(path):
+            yield
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written ({error.strerror or error}). Check the storage.") from error
+
+
+def _parts(fragments: Sequence[HeldFragment], group: SavingGroup) -> Iterator[slice]:
+    """The part of each fragment that this rank writes."""
+    sizes = [next(iter(fragment.tensors.values())).numel() for fragment in fragments]
+    shared = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.shared)
+    begin, end = (shared * rank // group.world_size for rank in (group.rank, group.rank + 1))
+    behind = 0
+    for fragment, size in zip(fragments, sizes, strict=True):
+        if fragment.shared:
+            yield slice(max(0, begin - behind), max(0, min(size, end - behind)))
+            behind += size
+        else:
+            yield slice(0, size)
+
+
+def check_storage(path: Path, needed: int) -> None:
+    """Refuse before writing if the file does not fit on the disk."""
+    if shutil.disk_usage(existing_parent(path)).free < needed:
+        raise OSError(28, "No space left on device")
+
+
+def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    """On rank 0, after every shard is on disk: write the state and the manifest, then rename the folder."""
+    for shard in shards:
+        _check_seen(aside / shard["file"], shard["bytes"])
+    with _write_errors(final):
+        write_json(aside / "state.json", state)
+        _write_manifest(aside, shards, state)
+        if final.exists():
+            shutil.rmtree(final)
+        aside.replace(final)
+        fsync_folder(final.parent)
+
+
+def _check_seen(path: Path, size: int) -> None:
+    """Raise `MachineError` if the shard that a rank wrote is not in rank 0's folder: that rank's may be another one."""
+    seen = retried(path, path.stat).st_size
+    if seen != size:
+        raise MachineError(f"{path}: has {seen} bytes, not the {size} that were written. Check the storage.")
+
+
+def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    files = {shard["file"]: {"bytes": shard["bytes"], "sha256": shard["sha256"]} for shard in shards}
+    state_file = aside / "state.json"
+    files["state.json"] = {"bytes": state_file.stat().st_size, "sha256": sha256_file(state_file)}
+    manifest = {
+        "format": FORMAT,
+        "step": state["step"],
+        "shapes": state["shapes"],
+        "fragments": packed(entry for shard in shards for entry in shard["fragments"]),
+        "files": files,
+    }
+    put_manifest(aside, manifest)
+
+
+def packed(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The entries {name, start, numel, kinds, rank} of all ranks, with equal parts on consecutive ranks as one entry.
+
+    That entry has the start and rank of the first part, and `parts`, their number.
+    """
+    runs: list[dict[str, Any]] = []
+    for entry in sorted(entries, key=lambda entry: (entry["name"], entry["kinds"], entry["start"])):
+        if runs and _continues(runs[-1], entry):
+            runs[-1]["parts"] = runs[-1].get("parts", 1) + 1
+        else:
+            runs.append(dict(entry))
+    return runs
+
+
+def _continues(run: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    parts = run.get("parts", 1)
+    return (
+        all(run[key] == entry[key] for key in ("name", "kinds", "numel"))
+        and entry["start"] == run["start"] + parts * run["numel"]
+        and entry["rank"] == run["rank"] + parts
+    )
