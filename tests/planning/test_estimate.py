@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from pretrain.config import EngineConfig, ModelConfig, PhaseConfig, PretrainConfig, load_config
-from pretrain.model import compile as compiler
 from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives import objective_of
 from pretrain.planning import estimate, memory, roofline, work
+from pretrain.run.train import full_batch
 from pretrain.training.engine import buckets, gradient_sums
+from tests.model.test_architecture import saved_bytes, saving_as_compiled  # noqa: F401
 from tests.tasks.refusals import refused
 
 TINY = {"size": "custom", "layers": 2, "hidden": 64, "heads": 2}
@@ -58,34 +55,6 @@ def test_parts_are_our_models_parts():
     assert count.embeddings == sum(p.numel() for p in ours.embeddings.parameters())
     assert count.layers == sum(p.numel() for p in ours.layers.parameters())
     assert count.heads == sum(p.numel() for p in ours.heads.parameters())
-
-
-def test_flops_are_what_torch_counts():
-    """Torch does not look into our attention operator, and our last layer skips rows nobody asks for."""
-    shape = ModelConfig(size="custom", layers=2, hidden=64, heads=2, max_positions=128)
-    vocabulary, length, masked = 300, 40, 6
-    config = make_config(model=shape)
-    batch = SimpleNamespace(
-        input_ids=torch.randint(vocabulary, (length,)),
-        token_types=torch.zeros(length, dtype=torch.long),
-        positions=torch.arange(length),
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-        token_keys=torch.zeros(length, dtype=torch.int32),
-        lengths=(length,),
-        masked_rows=torch.tensor(sorted(random.Random(0).sample(range(length), masked))),
-        masked_labels=torch.zeros(masked, dtype=torch.long),
-        nsp_labels=torch.zeros(1, dtype=torch.long),
-    )
-    model = PretrainingModel(shape, vocabulary)
-    with FlopCounterMode(display=False) as counter:
-        losses = model(batch)
-        (losses.mlm_loss + losses.nsp_loss).backward()
-    h, f = shape.hidden, shape.intermediate
-    skipped = 6 * (h * h + 2 * h * f) * (length - masked - 1)
-    attention = 3 * 2 * 2 * shape.layers * h * length * length  # forward and backward, scores and context
-    column_sums = 2 * masked * vocabulary  # made as a product with ones
-    counted = counter.get_total_flops() + skipped + attention - column_sums
-    assert objective_of(config, vocabulary).useful_flops([length], masked) == pytest.approx(counted, rel=1e-9)
 
 
 def test_flops_add_up_over_sequences():
@@ -227,59 +196,22 @@ def test_more_workers_need_less_each(stage: int):
     assert len(set(totals)) == 4
 
 
-def saved_bytes(config: PretrainConfig, vocabulary: int) -> int:
-    """Bytes that torch keeps for the backward pass of one full micro-batch."""
-    from pretrain.run.train import full_batch
-
-    dtype = torch.float32 if config.engine.precision == "fp32" else torch.bfloat16
-    model = PretrainingModel(
-        config.model,
-        vocabulary,
-        compile=config.engine.compiled,
-        activation_checkpointing=config.engine.activation_checkpointing,
-    ).to(dtype)
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses = model(full_batch(config, [128] * 8, vocabulary))
-    assert losses.mlm_loss.isfinite()
-    return sum(saved.values())
-
-
-@pytest.fixture
-def saving_as_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled programs save what Inductor's do, but no C++ is made of them, which takes long."""
-    compiled = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
-    monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(compiler, "compiled_function", functools.cache(compiler.compiled_function.__wrapped__))
-    compiler.program.cache_clear()
-    yield
-    compiler.program.cache_clear()
-
-
 @pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.usefixtures("saving_as_compiled")
 def test_activations_are_what_torch_saves(precision: Any, compile: bool, monkeypatch: pytest.MonkeyPatch):
     """Beside what is saved, the estimate has one layer's working space."""
     monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # a GPU has no such loops
-    vocabulary = 64
     config = make_config(
-        vocabulary=vocabulary,
+        vocabulary=64,
         model=ModelConfig(size="custom", layers=4, hidden=128, heads=2, hidden_dropout=0.1),
         engine=EngineConfig(precision=precision, micro_batch_tokens=1024, compile=compile),  # pyright: ignore[reportArgumentType]
     )
-    width = 4 if precision == "fp32" else 2
-    working = width * 1024 * (2 * 512 + 10 * 128)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    working = dtype.itemsize * 1024 * (2 * 512 + 10 * 128)
     estimated = memory.memory_bytes(config, 1, 1, "cuda")["activations"] - working
-    assert estimated == pytest.approx(saved_bytes(config, vocabulary), rel=0.05)
+    model = PretrainingModel(config.model, 64, compile=compile).to(dtype)
+    assert estimated == pytest.approx(saved_bytes(model, full_batch(config, [128] * 8, 64)), rel=0.05)
 
 
 def test_checkpointing_keeps_the_layers_inputs():
@@ -415,8 +347,5 @@ def test_a_mean_length_must_be_positive(length: float):
 
 
 def test_a_warmup_step_masks_a_token_however_rarely_training_does():
-    from pretrain.run.train import full_batch
-
-    config = make_config(masking={"probability": 0.003})
-    batch = full_batch(config, [128, 64], 100)
+    batch = full_batch(make_config(masking={"probability": 0.003}), [128, 64], 100)
     assert batch.masked_rows.tolist() == [1, 129]

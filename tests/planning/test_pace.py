@@ -157,7 +157,9 @@ def test_every_worker_of_the_timed_run_has_a_sequence_to_evaluate(tmp_path: Path
     assert (timed.total_steps, timed.phases[0].batch_sizes, timed.folder) == (7, (8,), tmp_path / "timed")
 
 
-def test_a_timed_run_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_timed_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Traceback\npretrain.InputError: corpus: not found\n"
+    monkeypatch.setattr(pace, "run_program", lambda command: subprocess.CompletedProcess(command, 1, "", said))
     with pytest.raises(MachineError, match=r"^The run that times steps failed: .*corpus"):
         pace.time_steps(make_config(tmp_path), 1)
 

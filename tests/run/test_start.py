@@ -33,7 +33,7 @@ from pretrain.storage.runs import fetched_model
 from pretrain.training.rates import lr_scales, scaled_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
-from tests.starts import Start, pretraining, records, starts, with_changes
+from tests.starts import Start, losses, pretraining, records, starts, with_changes
 
 JARGON = ["zymurgy", "quotidian", "vexillology", "jumbuck", "wyvern"]
 
@@ -83,10 +83,6 @@ def start_of(path: Path, **options: Any) -> Start:
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return store.read_weights(run / "checkpoints" / f"step-{step:08d}")
-
-
-def losses(run: Path, split: str = "train", key: str = "mlm_loss") -> list[tuple[int, float]]:
-    return [(record["step"], record[key]) for record in records(run, split)]
 
 
 class Place:

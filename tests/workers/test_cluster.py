@@ -545,50 +545,6 @@ def test_a_head_that_is_slow_when_it_is_joined_is_waited_for(tmp_path: Path, mon
     assert fitted == [request]
 
 
-def _train(monkeypatch: pytest.MonkeyPatch, request: LaunchRequest, run: Callable[[Attempt], None]) -> None:
-    """`supervisor.supervise` on a machine of two cores, with `run` for Ray's part."""
-    monkeypatch.setattr(capacity, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
-    monkeypatch.setattr(supervisor, "run_attempt", lambda attempt, _: run(attempt))
-    supervisor.supervise(request, keep_logs=lambda: None)
-
-
-def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    request = request_of(tmp_path, max_failures=2)
-
-    def run(attempt: Attempt) -> None:
-        seen.append((attempt.number, attempt.training.resume))
-        raise AttemptCrashed(3, "killed")
-
-    with pytest.raises(MachineError, match=r"worker-3\.log: worker 3: killed, and all max_failures=2"):
-        _train(monkeypatch, request, run)
-    assert seen == [(0, False), (1, True), (2, True)]
-
-
-def test_crashes_with_a_new_checkpoint_between_them_are_not_counted_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(attempt: Attempt) -> None:
-        if attempt.number == 7:
-            return
-        checkpoint = tmp_path / f"checkpoints/step-{attempt.number:08d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "manifest.json").touch()
-        raise AttemptCrashed(0, "killed")
-
-    _train(monkeypatch, request_of(tmp_path, max_failures=1), run)
-
-
-def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(attempt: Attempt) -> None:
-        assert attempt.number == 0
-        (tmp_path / "stop").touch()
-        raise AttemptCrashed(0, "killed")
-
-    with pytest.raises(StoppedError, match="ended while stopping"):
-        _train(monkeypatch, request_of(tmp_path, max_failures=5), run)
-
-
 def test_workers_and_launcher_have_one_folder_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker on a cluster has the environment of the cluster, which may name another folder or none."""
     monkeypatch.chdir(tmp_path)
