@@ -119,11 +119,3 @@ def _joined(
         segments[flat] += cut_segments(ids[name], numel, 0, numel, at)
         at += numel
     return flat
-
-
-if __name__ == "__main__":
-    for values in ({"name": "adamw"}, {"name": "lamb"}, {"name": "stable_adamw"}, {"name": "muon"}):
-        for flat in (True, False):
-            found = of_step(OptimizerConfig.model_validate(values), flat=flat)
-            print(values, "flat" if flat else "by parameter", found.total, dict(found.counts.most_common(30)))
-    print("norm", of_norm().total, dict(of_norm().counts))

@@ -87,7 +87,7 @@ def test_a_number_is_a_constant_of_the_code() -> None:
     assert "ks1" not in two
     assert two != four
     x = torch.randn(5, 8)
-    for heads in (1, 2, 4):
+    for heads in (1, 4):
         torch.testing.assert_close(program(turned_heads, True, ("M",))(x, heads), turned_heads(x, heads))
 
 
@@ -158,6 +158,7 @@ def test_a_compilation_that_a_signal_to_the_process_group_ends_is_repeated(tmp_p
     once = f'[ -e {killed} ] || case "$*" in *.main.cpp*) touch {killed}; kill $$;; esac'
     compiler.write_text(f'#!/bin/sh\n{once}\nexec {shutil.which("g++")} "$@"')
     compiler.chmod(0o755)
-    with fresh_cache(), inductor_config.patch({"cpp.cxx": (str(compiler),)}):
+    settings = {"cpp.cxx": (str(compiler),), "cpp_cache_precompile_headers": False}
+    with fresh_cache(), inductor_config.patch(settings):
         assert program(lambda x: x * 2 + 1, True, ("T",))(torch.ones(3)).tolist() == [3] * 3
     assert killed.exists()

@@ -48,15 +48,6 @@ def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
     assert parameter_count(model, 30522, next_sentence).total == reference.num_parameters()
 
 
-def test_parts_are_our_models_parts():
-    model = ModelConfig(size="custom", layers=3, hidden=32, heads=2, intermediate=48, max_positions=20)
-    count = parameter_count(model, 99)
-    ours = PretrainingModel(model, 99)
-    assert count.embeddings == sum(p.numel() for p in ours.embeddings.parameters())
-    assert count.layers == sum(p.numel() for p in ours.layers.parameters())
-    assert count.heads == sum(p.numel() for p in ours.heads.parameters())
-
-
 def test_flops_add_up_over_sequences():
     config = make_config(model=ModelConfig(size="mini"))
     alone = [objective_of(config, 500).useful_flops([length], 3) for length in (20, 70)]
