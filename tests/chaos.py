@@ -18,6 +18,7 @@ import yaml
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.launch import end_session
 from tests.distributed import free_port
+from tests.starts import pretraining
 
 ROOT = Path(__file__).parent.parent
 _TAIL_BYTES = 1 << 16  # of many records
@@ -25,22 +26,10 @@ _TAIL_BYTES = 1 << 16  # of many records
 
 def settings(corpus: Path, run_dir: Path, *, steps: int = 100, workers: int = 2, **more: Any) -> dict[str, Any]:
     """A tiny pretraining with dropout in fp32: every step is logged, every 25th saved."""
-    return {
-        "name": run_dir.name,
-        "run_dir": str(run_dir),
-        "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
-        "model": {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
-        "phases": [
-            {"sequence_length": 32, "global_sequences": 12, "steps": steps}
-            | {"peak_learning_rate": 1e-3, "decay": "constant"}
-        ],
-        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 256},
-        "evaluation": {"every_steps": 10**6, "sequences": 16},
-        "checkpoint": {"every_steps": 25},
-        "tracking": {"log_every_steps": 1, "wandb": "off"},
-        "scheduling": {"workers": workers, "cpus_per_worker": 1, "hang_seconds": 8},
-        **more,
-    }
+    values = pretraining(corpus, run_dir, [(32, 12, steps)], name=run_dir.name, engine__micro_batch_tokens=256)
+    values["phases"][0]["decay"] = "constant"
+    values["evaluation"]["every_steps"], values["checkpoint"]["every_steps"] = 10**6, 25
+    return {**values, "scheduling": {"workers": workers, "cpus_per_worker": 1, "hang_seconds": 8}, **more}
 
 
 def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -> subprocess.Popen[str]:

@@ -52,20 +52,20 @@ def rows_of_heads(x_TND: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:
     return x_TND[rows_M].float().exp().sum((1, 2))
 
 
-def write_code(*sizes: tuple[int, int]) -> list[str]:
-    """The kernel's code, for first calls of so many tokens and columns. torch drops all compiled code to get it."""
-    function, found = program(rows_of_heads, True, ("T", "M")), []
-    for tokens, width in sizes:
-        x, rows = torch.zeros(tokens, 4, width, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
-        with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-            found += run_and_get_code(function, x, rows)[1]
-    return [code.partition("async_compile = ")[2].partition("def benchmark")[0] for code in found]
+def write_code(tokens: int, width: int) -> str:
+    """The kernel's code, compiled for a first call of so many tokens. torch drops all compiled code to get it."""
+    function = program(rows_of_heads, True, ("T", "M"))
+    x, rows = torch.zeros(tokens, 4, width, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        (found,) = run_and_get_code(function, x, rows)[1]
+    return found.partition("async_compile = ")[2].partition("def benchmark")[0]
 
 
 @pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch relies on sizes")
 def test_the_code_does_not_depend_on_the_first_batch() -> None:
     """The compiler's cache on disk hands it to later runs: of large batches, and of other models unless it differs."""
-    ((few, many, narrow),) = run_workers(1, write_code, (3, 64), (5000, 64), (5000, 16))
+    sizes = ((3, 64), (5000, 64), (5000, 16))
+    (few,), (many,), (narrow,) = (run_workers(1, write_code, *size) for size in sizes)
     assert "kernel" in few
     assert few == many != narrow
 
