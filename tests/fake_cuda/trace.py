@@ -193,7 +193,7 @@ def fit_of(engine: Any) -> Any:
 
 def loss_of(output: Any) -> Tensor:
     losses = [getattr(output, name) for name in ("mlm_loss", "nsp_loss", "rtd_loss") if hasattr(output, name)]
-    return sum(losses[1:], losses[0]) if losses else output.loss
+    return functools.reduce(torch.add, losses) if losses else output.loss
 
 
 def groups_of(mode: FakeTensorMode) -> Callable[..., Any]:
