@@ -34,7 +34,6 @@ settings.load_profile("busy")
 # Files whose tests are skipped where a package is missing, as on a machine that is only lent for its GPU.
 _PACKAGES = {
     "test_cluster": "ray",
-    "test_cluster_trials": "ray",
     "test_corpus_ray": "ray",
     "test_submission": "ray",
     "test_object_storage": "moto",

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,32 @@ class Alone:
 
     def all_to_all(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         return values
+
+
+class Ranks:
+    """The ranks of a run, as threads of this process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self._values = world_size, {}
+        self._barrier = threading.Barrier(world_size, timeout=30)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._barrier.wait()
+        self._values[rank] = value
+        self._barrier.wait()
+        return [self._values[rank] for rank in range(self.world_size)]
+
+
+class Rank:
+    def __init__(self, rank: int, ranks: Ranks) -> None:
+        self.rank, self.world_size, self._ranks = rank, ranks.world_size, ranks
+
+    def collect_objects(self, value: Any) -> list[Any]:
+        values = self._ranks.gather(self.rank, value)
+        return [] if self.rank else values
+
+    def first_object(self, value: Any) -> Any:
+        return self._ranks.gather(self.rank, value)[0]
 
 
 class NullWatchdog:

@@ -1,10 +1,9 @@
 """Our models beside transformers' own classes with the same random weights: the largest differences, family by family.
 
-`python -m tests.parity --write` measures all of `SHAPES` in fp32 and writes docs/benchmarks/parity.md; the tests
+`python -m tests.parity` measures all of `SHAPES` in fp32 and prints the table of docs/benchmarks/parity.md; the tests
 measure the first shape.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
 from tests.bench.baselines import pad
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "parity.md"
 LIMIT = 1e-4
 ROWS = 101
 
@@ -348,45 +346,13 @@ def _given(inputs: dict[str, Tensor], name: str) -> Tensor:
 # ---- the page
 
 
-def table(measured: dict[str, dict[str, float]]) -> str:
-    """The page in Markdown."""
-    columns = (MLM, GRADIENTS, *HEADS, ONNX)
-    rows = [
-        f"| {family} | " + " | ".join(f"{cells[c]:.0e}" if c in cells else "no class" for c in columns) + " |"
-        for family, cells in measured.items()
-    ]
-    shapes = "; ".join(f"{s.layers} x {s.hidden}, {s.heads} heads, {s.intermediate}" for s in SHAPES)
-    return "\n".join(
-        [
-            "# Parity with transformers",
-            "",
-            "The largest difference from transformers' own class with the same random weights, in fp32 on CPU over",
-            "padded batches, relative to the largest value if that exceeds 1. Every figure must stay below",
-            f"{LIMIT:.0e}. Where transformers has no class, our padded twin is the reference of a test.",
-            "",
-            f"Shapes (layers x width, heads, feed-forward width): {shapes}; for ONNX",
-            f"{ONNX_SHAPE.layers} x {ONNX_SHAPE.hidden}. Local layers look 4 tokens to each side.",
-            "",
-            f"| Family | {' | '.join(columns)} |",
-            f"|---|{'---|' * len(columns)}",
-            *rows,
-            "",
-            "MLM gradients: of the summed loss, every parameter, under transformers' names. ONNX: onnxruntime's scores",
-            "of the classification head beside transformers'. Measure again: `python -m tests.parity --write`.",
-            "",
-        ]
-    )
-
-
 def main() -> int:
-    """Print the table; with `--write`, write the page. Exits with 1 if a difference exceeds the limit."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
-    options = parser.parse_args()
+    """Print the rows of docs/benchmarks/parity.md. Exits with 1 if a difference exceeds the limit."""
+    columns = (MLM, GRADIENTS, *HEADS, ONNX)
+    print(f"| Family | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     measured = {family: measure_all(family) for family in FAMILIES}
-    print(page := table(measured))
-    if options.write:
-        PAGE.write_text(page, encoding="utf-8")
+    for family, cells in measured.items():
+        print(f"| {family} |", *(f"{cells[c]:.0e} |" if c in cells else "no class |" for c in columns))
     return int(any(value > LIMIT for cells in measured.values() for value in cells.values()))
 
 

@@ -73,26 +73,13 @@ RECORDS = (
 )
 
 
-def compare(record: Record) -> dict[str, Any]:
-    """The record, and the limit of the same step in bf16, also for the records in FP8."""
+def share(record: Record) -> float:
+    """The published speed, as a share of the limit of the same step in bf16, also for the records in FP8."""
     config = _config(record)
     objective = objective_of(config, _VOCABULARY[config.model.family])
     work = phase_work(config, config.phases[0], objective.vocabulary, record.mean)
     times = step_times(objective, config.phases[0], work, GPUS[record.gpu], record.workers)
-    limit = record.each * (record.mean if record.in_tokens else 1) / times.limit
-    peak = record.workers * GPUS[record.gpu].peak_flops
-    return {
-        "name": record.name,
-        "source": record.source,
-        "gpus": f"{record.workers} x {record.gpu}",
-        "unit": "tokens/s" if record.in_tokens else "sequences/s",
-        "published": record.published,
-        "limit": limit,
-        "share": record.published / limit,
-        "mfu_of_limit": work.flops / work.steps / times.limit / peak,
-        "limited_by": times.limited_by,
-        "seconds": dict(times.rows()),
-    }
+    return record.published * times.limit / (record.each * (record.mean if record.in_tokens else 1))
 
 
 def _config(record: Record) -> PretrainConfig:

@@ -87,6 +87,11 @@ def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
     return [one for one in all_records(run_dir) if "event" not in one and one.get("split", "train") == split]
 
 
+def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
+    """(step, loss) in the order of the file."""
+    return [(record["step"], record["loss"]) for record in records(run_dir, split)]
+
+
 @dataclass
 class _StopsAt(Worker):
     """A worker that is asked to stop while it takes its `step`-th step."""

@@ -20,7 +20,7 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import MachineError
 from pretrain.run import loop
 from pretrain.training.engine import Fragment
-from tests.distributed import Alone
+from tests.distributed import Alone, Rank, Ranks
 
 STATE = {"step": 1, "shapes": {"a": [4]}}
 
@@ -60,36 +60,12 @@ def test_a_checkpoint_is_the_state_at_its_step_while_training_continues(
     assert store.read_weights(tmp_path / "step-00000002")["a"].tolist() == [1, 2, 3, 4]
 
 
-class Rank:
-    """One of two ranks, each a thread."""
-
-    world_size = 2
-    meeting, values = threading.Barrier(2, timeout=30), [None, None]
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def collect_objects(self, value: Any) -> list[Any]:
-        values = self._gather(value)
-        return [] if self.rank else values
-
-    def first_object(self, value: Any) -> Any:
-        return self._gather(value)[0]
-
-    def _gather(self, value: Any) -> list[Any]:
-        self.values[self.rank] = value
-        self.meeting.wait()
-        found = list(self.values)
-        self.meeting.wait()
-        return found
-
-
 def train_two(folder: Path, steps: int) -> list[str]:
     """What the saves of two ranks raised, at any step."""
-    failed = []
+    failed, group = [], Ranks(2)
 
     def train(rank: int) -> None:
-        saver = Saver(folder, Rank(rank), keep_last=3, retry_seconds=0.0)
+        saver = Saver(folder, Rank(rank, group), keep_last=3, retry_seconds=0.0)
         try:
             for step in range(1, steps + 1):
                 fragment = Fragment("a", 2 * rank, {"weight": torch.full((2,), float(step))}, shared=False)

@@ -7,7 +7,6 @@ import fcntl
 import logging
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,8 +30,7 @@ from pretrain.common.files import (
 from pretrain.corpus import shards as shards_of
 from pretrain.corpus.shards import open_shards
 from pretrain.reporting.pages import write_page
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed import run_program
 
 
 def test_a_full_disk_is_recognized_without_a_number(tmp_path: Path) -> None:
@@ -153,30 +151,19 @@ def many_shards(tmp_path: Path) -> Path:
     )
 
 
-_OPEN = """
-import os, sys
-from pretrain.corpus.shards import open_shards
-from pretrain.common.errors import RunError
-before = len(os.listdir("/proc/self/fd"))
-try:
-    shards = open_shards(sys.argv[1], "train").shards
-    print(sum(int(shard.tokens.sum()) for shard in shards), len(os.listdir("/proc/self/fd")) - before)
-except RunError as error:
-    print(type(error).__name__, error)
-"""
+def open_all(corpus: Path, soft: int, hard: int) -> None:
+    """Print what a process with these limits of open files finds in the corpus."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        shards = open_shards(corpus, "train").shards
+        print(sum(int(shard.tokens.sum()) for shard in shards), len(list(Path("/proc/self/fd").iterdir())) - before)
+    except MachineError as error:
+        print("MachineError", error)
 
 
 def opened(corpus: Path, soft: int, hard: int) -> str:
-    """The output of a process that opens the corpus with these limits of open files."""
-    done = subprocess.run(
-        [sys.executable, "-c", _OPEN, str(corpus)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
-    )
-    return done.stdout
+    return run_program(open_all, corpus, soft, hard).stdout
 
 
 def test_more_shards_than_the_soft_limit_are_opened(many_shards: Path) -> None:

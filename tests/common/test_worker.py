@@ -8,7 +8,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from pretrain.common import interrupts
 from pretrain.common.interrupts import Interrupted
 from pretrain.common.worker import Flag, Worker
+from tests.distributed import run_program
 
 
 @pytest.fixture(autouse=True)
@@ -151,14 +151,15 @@ def test_a_stop_interrupts_a_wait_only_where_nothing_is_lost(patience: float, mo
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
+def interrupt_twice() -> None:
+    worker = Worker.from_environment()
+    os.kill(os.getpid(), signal.SIGINT)
+    print(worker.stop_requested(), flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("still here")
+
+
 def test_second_interrupt_ends_the_process() -> None:
-    script = (
-        "import os, signal; from pretrain.common.worker import Worker\n"
-        "worker = Worker.from_environment()\n"
-        "os.kill(os.getpid(), signal.SIGINT); print(worker.stop_requested(), flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGINT); print('still here')\n"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    done = run_program(interrupt_twice)
     assert done.returncode == -signal.SIGINT
     assert done.stdout == "True\n"

@@ -1,7 +1,7 @@
 """python -m tests.fake_cuda.trace CASE...: a step of each case on fake CUDA tensors, as a line of JSON each.
 
-A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile`,
-`fp8` and `cuda_graphs` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has
+A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`;
+`electra` and `cuda_graphs` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has
 `host_reads`: where the host waited for the device, read a value of it, copied from it, or copied to it in a way that
 waits, while the loop launched a step; for pretraining `host_reads_of_evaluation`; `collectives` of the step, by name;
 and `launches`, the Python functions from which it put work on the device. What would be recorded is launched. Tensors
@@ -68,8 +68,8 @@ def take_a_step(case: dict[str, Any]) -> None:
     from pretrain.training.engine.pass_graphs import PassGraphs
     from pretrain.training.optim import make_optimizer, parameter_groups
 
-    switches = {name: case.get(name, False) for name in ("compile", "cuda_graphs")}
-    settings = EngineConfig.model_validate({"zero_stage": case["stage"], "precision": case["precision"], **switches})
+    how = {"zero_stage": case["stage"], "precision": case["precision"], "cuda_graphs": case.get("cuda_graphs", False)}
+    settings = EngineConfig.model_validate({"compile": False, **how})
     PassGraphs.run = launch_what_would_be_recorded  # type: ignore[method-assign]
     optimizer = OptimizerConfig.model_validate(case["optimizer"])
     host_reads_of_evaluation.clear()
@@ -129,14 +129,17 @@ def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
 def model_of(case: dict[str, Any]) -> nn.Module:
     from finetune.training.model.task_model import TaskModel
     from pretrain.checkpoint.layouts import TaskHead
-    from pretrain.config import ModelConfig
+    from pretrain.config import ElectraConfig, ModelConfig
     from pretrain.model.heads import PretrainingModel
+    from pretrain.objectives.replaced_tokens import ElectraModel
 
     shape = ModelConfig.model_validate(case["model"])
     if "task" in case:
         head, objective, pooling = case["task"]
         return TaskModel(shape, VOCABULARY, head, objective, 2, TaskHead("tanh", pooling=pooling))
-    return PretrainingModel(shape, VOCABULARY, **{name: case.get(name, False) for name in ("compile",)})
+    if case.get("electra"):
+        return ElectraModel(shape, VOCABULARY, settings=ElectraConfig(generator_width=0.5))
+    return PretrainingModel(shape, VOCABULARY)
 
 
 def batch_of(case: dict[str, Any]) -> Any:
@@ -189,7 +192,8 @@ def fit_of(engine: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    return output.mlm_loss + output.nsp_loss if hasattr(output, "mlm_loss") else output.loss
+    losses = [getattr(output, name) for name in ("mlm_loss", "nsp_loss", "rtd_loss") if hasattr(output, name)]
+    return functools.reduce(torch.add, losses) if losses else output.loss
 
 
 def groups_of(mode: FakeTensorMode) -> Callable[..., Any]:
@@ -305,6 +309,9 @@ def pretend_to_have_a_gpu() -> None:
 
         def on_accelerator(self, tensor: Tensor) -> bool:
             return tensor.is_cuda
+
+        def create_op_builder(self, class_name: str) -> None:  # CUDA's has no collectives of a CPU to compile
+            pass
 
     accelerator = FakeAccelerator()
     accelerator._name = "cuda"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.checkpoint.layouts import LAYOUTS, OWN, layout_of, read_config
 from pretrain.checkpoint.released import read_released
@@ -77,6 +78,24 @@ def test_a_short_group_reads_only_rows_that_it_reaches(monkeypatch: pytest.Monke
     monkeypatch.setattr(grouped_op.DistanceTerms, "of_heads", spy)
     model.encode(batch)
     assert set(seen) == {5, 32}
+
+
+class Entered(TorchDispatchMode):
+    """Runs the body of the grouped attention."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = torch.ops.bertrain
+        if func in (ours.grouped_attention.default, ours.grouped_attention_backward.default):
+            return (grouped_op.backward_op if "backward" in str(func) else grouped_op.forward_op)._init_fn(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_micro_batch_reads_nothing_back() -> None:
+    """On the meta device there are shapes but no data. Other models: test_fake_cuda.py, which has no distances."""
+    model = PretrainingModel(make_shape(), 101).to("meta")
+    with Entered():
+        model(make_batch((7, 40, 9)).to(torch.device("meta"))).mlm_loss.backward()
+    assert model.get_parameter("embeddings.word").grad is not None
 
 
 # ---- costs

@@ -94,7 +94,10 @@ def test_the_executed_flops_are_what_torch_counts(name: str, monkeypatch: pytest
     batch = dataclasses.replace(batch, masked_rows=rows)
     masked = len(batch.masked_rows)
     teacher = TEACHER if config.distillation.teacher else None
-    expected = objective_of(config, VOCABULARY, teacher).executed_flops(batch.lengths, masked)
+    objective = objective_of(config, VOCABULARY, teacher)
+    expected = objective.executed_flops(batch.lengths, masked)
+    if name == "checkpointing":
+        assert objective.model_flops(batch.lengths, masked) < expected / 1.2
     ones = 2 * masked * VOCABULARY
     assert expected == pytest.approx(counted(config, batch, monkeypatch) - ones, rel=0.002)
 
@@ -118,19 +121,6 @@ def test_padding_of_groups_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> No
     expected = objective_of(config, VOCABULARY).executed_flops(batch.lengths, len(batch.masked_rows))
     measured = counted(config, batch, monkeypatch)
     assert 1.001 < measured / expected < 1.05
-
-
-def test_recomputation_and_a_teacher_are_counted() -> None:
-    lengths, masked = [64.0], 10.0
-    plain = objective_of(make_config(), VOCABULARY).executed_flops(lengths, masked)
-    again = make_config(engine={"activation_checkpointing": True})
-    assert objective_of(again, VOCABULARY).executed_flops(lengths, masked) > 1.2 * plain
-    assert objective_of(again, VOCABULARY).model_flops(lengths, masked) < plain
-    distilled = make_config(distillation={"teacher": "x"})
-    both = (objective_of(distilled, VOCABULARY, one) for one in (None, TEACHER))
-    alone, taught = (one.executed_flops(lengths, masked) for one in both)
-    teachers = objective_of(make_config(model=TEACHER.model_dump()), VOCABULARY).model_flops(lengths, masked)
-    assert taught > alone + teachers / 4
 
 
 def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:

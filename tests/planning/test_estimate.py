@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from corpora import make_corpus
+from corpora import make_corpus, make_vocabulary, write_corpus
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
+from finetune.cli import main
+from pretrain.batches.loader import BatchMaker
+from pretrain.common.settings import dump
 from pretrain.config import EngineConfig, ModelConfig, PhaseConfig, PretrainConfig, load_config
-from pretrain.model import compile as compiler
 from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives import objective_of
 from pretrain.planning import estimate, memory, roofline, work
+from pretrain.planning.text import mean_lengths
+from pretrain.run.continuation import Corpora
+from pretrain.run.train import full_batch
 from pretrain.training.engine import buckets, gradient_sums
+from tests.model.test_architecture import saved_bytes, saving_as_compiled  # noqa: F401
 from tests.tasks.refusals import refused
 
 TINY = {"size": "custom", "layers": 2, "hidden": 64, "heads": 2}
@@ -49,43 +52,6 @@ def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
     with torch.device("meta"):
         reference = (BertForPreTraining if next_sentence else BertForMaskedLM)(config)
     assert parameter_count(model, 30522, next_sentence).total == reference.num_parameters()
-
-
-def test_parts_are_our_models_parts():
-    model = ModelConfig(size="custom", layers=3, hidden=32, heads=2, intermediate=48, max_positions=20)
-    count = parameter_count(model, 99)
-    ours = PretrainingModel(model, 99)
-    assert count.embeddings == sum(p.numel() for p in ours.embeddings.parameters())
-    assert count.layers == sum(p.numel() for p in ours.layers.parameters())
-    assert count.heads == sum(p.numel() for p in ours.heads.parameters())
-
-
-def test_flops_are_what_torch_counts():
-    """Torch does not look into our attention operator, and our last layer skips rows nobody asks for."""
-    shape = ModelConfig(size="custom", layers=2, hidden=64, heads=2, max_positions=128)
-    vocabulary, length, masked = 300, 40, 6
-    config = make_config(model=shape)
-    batch = SimpleNamespace(
-        input_ids=torch.randint(vocabulary, (length,)),
-        token_types=torch.zeros(length, dtype=torch.long),
-        positions=torch.arange(length),
-        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
-        token_keys=torch.zeros(length, dtype=torch.int32),
-        lengths=(length,),
-        masked_rows=torch.tensor(sorted(random.Random(0).sample(range(length), masked))),
-        masked_labels=torch.zeros(masked, dtype=torch.long),
-        nsp_labels=torch.zeros(1, dtype=torch.long),
-    )
-    model = PretrainingModel(shape, vocabulary)
-    with FlopCounterMode(display=False) as counter:
-        losses = model(batch)
-        (losses.mlm_loss + losses.nsp_loss).backward()
-    h, f = shape.hidden, shape.intermediate
-    skipped = 6 * (h * h + 2 * h * f) * (length - masked - 1)
-    attention = 3 * 2 * 2 * shape.layers * h * length * length  # forward and backward, scores and context
-    column_sums = 2 * masked * vocabulary  # made as a product with ones
-    counted = counter.get_total_flops() + skipped + attention - column_sums
-    assert objective_of(config, vocabulary).useful_flops([length], masked) == pytest.approx(counted, rel=1e-9)
 
 
 def test_flops_add_up_over_sequences():
@@ -227,59 +193,22 @@ def test_more_workers_need_less_each(stage: int):
     assert len(set(totals)) == 4
 
 
-def saved_bytes(config: PretrainConfig, vocabulary: int) -> int:
-    """Bytes that torch keeps for the backward pass of one full micro-batch."""
-    from pretrain.run.train import full_batch
-
-    dtype = torch.float32 if config.engine.precision == "fp32" else torch.bfloat16
-    model = PretrainingModel(
-        config.model,
-        vocabulary,
-        compile=config.engine.compiled,
-        activation_checkpointing=config.engine.activation_checkpointing,
-    ).to(dtype)
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        losses = model(full_batch(config, [128] * 8, vocabulary))
-    assert losses.mlm_loss.isfinite()
-    return sum(saved.values())
-
-
-@pytest.fixture
-def saving_as_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled programs save what Inductor's do, but no C++ is made of them, which takes long."""
-    compiled = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
-    monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(compiler, "compiled_function", functools.cache(compiler.compiled_function.__wrapped__))
-    compiler.program.cache_clear()
-    yield
-    compiler.program.cache_clear()
-
-
 @pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.usefixtures("saving_as_compiled")
 def test_activations_are_what_torch_saves(precision: Any, compile: bool, monkeypatch: pytest.MonkeyPatch):
     """Beside what is saved, the estimate has one layer's working space."""
     monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # a GPU has no such loops
-    vocabulary = 64
     config = make_config(
-        vocabulary=vocabulary,
+        vocabulary=64,
         model=ModelConfig(size="custom", layers=4, hidden=128, heads=2, hidden_dropout=0.1),
         engine=EngineConfig(precision=precision, micro_batch_tokens=1024, compile=compile),  # pyright: ignore[reportArgumentType]
     )
-    width = 4 if precision == "fp32" else 2
-    working = width * 1024 * (2 * 512 + 10 * 128)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    working = dtype.itemsize * 1024 * (2 * 512 + 10 * 128)
     estimated = memory.memory_bytes(config, 1, 1, "cuda")["activations"] - working
-    assert estimated == pytest.approx(saved_bytes(config, vocabulary), rel=0.05)
+    model = PretrainingModel(config.model, 64, compile=compile).to(dtype)
+    assert estimated == pytest.approx(saved_bytes(model, full_batch(config, [128] * 8, 64)), rel=0.05)
 
 
 def test_checkpointing_keeps_the_layers_inputs():
@@ -415,8 +344,62 @@ def test_a_mean_length_must_be_positive(length: float):
 
 
 def test_a_warmup_step_masks_a_token_however_rarely_training_does():
-    from pretrain.run.train import full_batch
-
-    config = make_config(masking={"probability": 0.003})
-    batch = full_batch(config, [128, 64], 100)
+    batch = full_batch(make_config(masking={"probability": 0.003}), [128, 64], 100)
     assert batch.masked_rows.tolist() == [1, 129]
+
+
+# ---- mean lengths of the sequences of a prepared text, beside what a run trains on
+
+
+def mini(**values: Any) -> PretrainConfig:
+    config = load_config(CONFIGS / "mini.yaml")
+    return PretrainConfig.model_validate({**config.model_dump(), "corpus": {"dir": "nowhere"}, **values})
+
+
+def test_a_dry_run_has_the_tokens_of_the_prepared_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within 1 % of those of all batches, in each phase. Without a corpus they are assumed."""
+    config = two_lengths(corpus={"dir": str(make_corpus(tmp_path / "corpus"))})
+    (tmp_path / "run.yaml").write_text(dump(config))
+    printed = dry_run_tokens(tmp_path / "run.yaml", capsys, "measured on ")
+    assert printed == pytest.approx([length * 12800 for length in counted_lengths(config)], rel=0.01)
+    most = [one.sequences * one.sequence_length for one in config.phases]
+    assert printed[0] < 0.94 * most[0], "it is not what is assumed"
+    (tmp_path / "run.yaml").write_text(dump(two_lengths()))
+    assumed = dry_run_tokens(tmp_path / "run.yaml", capsys, "assumed, 0.8 of the length; `prepare` ")
+    assert assumed == pytest.approx([work.ASSUMED_FILL * one for one in most], rel=1e-3)
+
+
+def test_replayed_text_counts_in_the_mean_length(tmp_path: Path) -> None:
+    """A text of questions, half replaced by long documents."""
+    short = [[np.arange(10, 30)] for _ in range(3000)]
+    own = write_corpus(
+        tmp_path / "own", {"train": [(0, short)], "validation": [(0, short[:20])]}, make_vocabulary(1000)
+    )
+    replay = {"replay_corpus": str(make_corpus(tmp_path / "general")), "replay_share": 0.5}
+    config = two_lengths(corpus={"dir": str(own)}, start_from="start", adaptation=replay)
+    assert mean_lengths(config) == pytest.approx(counted_lengths(config), rel=0.01)
+    assert mean_lengths(config)[0] > 1.5 * mean_lengths(two_lengths(corpus={"dir": str(own)}))[0]
+
+
+def two_lengths(**values: Any) -> PretrainConfig:
+    """Phases of 128 and 32 tokens, of 12,800 sequences each."""
+    phase = {**mini().phases[0].model_dump(), "ramp_from": 0, "ramp_steps": 0, "steps": 200}
+    return mini(phases=[{**phase, "sequence_length": length} for length in (128, 32)], **values)
+
+
+def counted_lengths(config: PretrainConfig) -> list[float]:
+    """Mean tokens of all sequences that a run trains on, of each phase."""
+    shards, means = Corpora.open(config).training, []
+    for number, phase in enumerate(config.phases):
+        maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
+        size = phase.global_sequences
+        means.append(sum(maker.make(size * step, size).tokens for step in range(phase.steps)) / phase.sequences)
+    return means
+
+
+def dry_run_tokens(path: Path, capsys: pytest.CaptureFixture[str], source: str) -> list[float]:
+    """Of each phase, as printed with where the mean lengths come from."""
+    assert main(["pretrain", str(path), "--dry-run"]) == 0
+    table = capsys.readouterr().out.partition("Work\n")[2]
+    assert f"mean: tokens per sequence, {source}" in table
+    return [float(row.split()[5]) for row in table.splitlines()[1:3]]

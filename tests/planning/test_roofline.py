@@ -13,7 +13,7 @@ from pretrain.objectives import objective_of
 from pretrain.planning import estimate, roofline
 from pretrain.planning.roofline import GPUS, StepTimes, step_times
 from pretrain.planning.work import phase_work
-from tests.published_speeds import RECORDS, Record, compare
+from tests.published_speeds import RECORDS, Record, share
 
 MODERNBERT = {"family": "modernbert", "size": "base", "max_positions": 128}
 CONFIGS = Path(__file__).parents[2] / "configs" / "pretrain"
@@ -56,12 +56,11 @@ def test_products_are_the_counted_ones(model: dict[str, Any]):
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record.name}, {record.workers} {record.gpu}")
 def test_no_published_result_is_above_the_limit(record: Record):
-    share = compare(record)["share"]
-    assert 0.4 < share < 1
+    assert 0.4 < share(record) < 1
 
 
 def test_the_assumed_share_is_the_median_of_the_records():
-    shares = sorted(compare(record)["share"] for record in RECORDS)
+    shares = sorted(map(share, RECORDS))
     middle = shares[len(shares) // 2 - 1 : len(shares) // 2 + 1]
     assert sum(middle) / 2 == pytest.approx(roofline.REACHED, abs=0.01)
 

@@ -21,7 +21,7 @@ from pretrain.run.train import _check_read
 from tests.corpus.test_growth import config, source, write_lines
 from tests.corpus.test_prepare import text
 from tests.distributed import run_workers
-from tests.starts import Start, pretraining, records, starts
+from tests.starts import Start, losses, pretraining, records, starts
 
 NAMES = ("one", "two", "three", "four")
 ZERO = {"three": 0.0, "four": 0.0}
@@ -60,10 +60,6 @@ def shards_of_others(sources: list[SourceConfig]) -> TokenShards:
     folder = Path(sources[0].path).parent / "others"
     prepare(config(folder, *sources[2:]), quiet=True)
     return open_shards(folder, "train")
-
-
-def losses(run: Path) -> list[float]:
-    return [one["loss"] for one in records(run)]
 
 
 def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources: list[SourceConfig]) -> None:

@@ -3,8 +3,6 @@
 import contextlib
 import itertools
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from pretrain.config import EngineConfig, PretrainConfig, changed_for_resume, ke
 from pretrain.model import precision
 from pretrain.model.precision import DeviceCapabilities, PrecisionChoice, choose
 from pretrain.run import preflight, session
-from tests.distributed import run_workers
+from tests.distributed import run_program, run_workers
 from tests.starts import pretraining
 
 
@@ -289,13 +287,14 @@ def test_an_error_of_one_rank_does_not_wait_for_the_end_of_nccl(
     assert ends == [True] * ended
 
 
+def grown() -> None:
+    torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = lambda: True, lambda: 1, lambda _: None
+    session.take_gpu(Worker())
+    print(torch._C._accelerator_getAllocatorSettings())
+
+
 def test_torch_takes_the_allocators_settings_while_it_runs() -> None:
-    code = (
-        "import torch; from pretrain.run import session; session._let_segments_grow();"
-        "print(torch._C._accelerator_getAllocatorSettings())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "expandable_segments:True"
+    assert run_program(grown).stdout == "expandable_segments:True\n"
 
 
 def test_tf32_is_for_runs_in_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from corpora import make_corpus
 from pydantic import ValidationError
-from starts import pretraining, records
+from starts import losses, pretraining
 from wandb_files import history
 
 from pretrain.common.errors import StoppedError
@@ -166,10 +166,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LONG = [{"sequence_length": 32, "global_sequences": 8, "steps": 600, "peak_learning_rate": 1e-3}]
-
-
-def losses(run: Path) -> list[tuple[int, float]]:
-    return [(one["step"], one["loss"]) for one in records(run)]
 
 
 @contextlib.contextmanager

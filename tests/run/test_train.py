@@ -26,7 +26,7 @@ from finetune.cli import main
 from pretrain.config import PretrainConfig, load_config
 from pretrain.run import forward_backward, loop, preflight
 from tests.distributed import ROOT, Program, run_program, run_workers
-from tests.starts import Start, pretraining, records, starts
+from tests.starts import Start, losses, pretraining, records, starts
 
 STEPS = 6  # over both phases
 
@@ -40,11 +40,6 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
 def starts_of_own(given: list[list[Start]]) -> list[str]:
     """Each rank's own starts."""
     return starts(given[dist.get_rank()])
-
-
-def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
-    """(step, loss) in the order of the file."""
-    return [(record["step"], record["loss"]) for record in records(run_dir, split)]
 
 
 def test_batches_without_a_masked_token_train(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import make_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
@@ -33,6 +32,7 @@ from pretrain.storage import folders, objects, runs
 from pretrain.storage.objects import ListedObject, ObjectStore, _listed, _part_file
 from pretrain.storage.runs import StoredRun, fetched_model, storing
 from pretrain.training.engine import Fragment
+from tests.distributed import Rank, Ranks
 from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients
 
 RUN = f"s3://{BUCKET}/runs/a"
@@ -46,9 +46,15 @@ def make_folder(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_a_fetch_that_was_cut_goes_on_and_keeps_what_is_here(proxy: FaultyProxy, tmp_path: Path) -> None:
-    corpus, address = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300), f"s3://{BUCKET}/corpora/one"
-    folders.store(corpus, address)
+@pytest.fixture
+def stored_corpus(proxy: FaultyProxy, corpus: Path) -> str:
+    folders.store(corpus, address := f"s3://{BUCKET}/corpora/one")
+    proxy.requests.clear()
+    return address
+
+
+def test_a_fetch_that_was_cut_goes_on_and_keeps_what_is_here(proxy: FaultyProxy, stored_corpus: str) -> None:
+    address = stored_corpus
     proxy.plan = [Fault("403", r"GET .*validation-00001\.tokens\.npy")]
     with pytest.raises(InputError, match=r"tokens\.npy: cannot be read"):
         folders.fetch(address)
@@ -69,26 +75,21 @@ def test_a_fetch_that_was_cut_goes_on_and_keeps_what_is_here(proxy: FaultyProxy,
     verify_manifest(folder)
 
 
-def test_content_that_is_not_the_manifests_is_refused(proxy: FaultyProxy, tmp_path: Path) -> None:
-    corpus, address = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300), f"s3://{BUCKET}/corpora/one"
-    folders.store(corpus, address)
+def test_content_that_is_not_the_manifests_is_refused(stored_corpus: str, corpus: Path) -> None:
     content = (corpus / "vocab.txt").read_bytes()
-    ObjectStore().write(f"{address}/vocab.txt", content[:-1] + b"?")
+    ObjectStore().write(f"{stored_corpus}/vocab.txt", content[:-1] + b"?")
     with pytest.raises(MachineError, match=r"vocab\.txt: its content is not what its manifest or listing says"):
-        folders.fetch(address)
-    assert not (local(address) / "manifest.json").exists()
+        folders.fetch(stored_corpus)
+    assert not (local(stored_corpus) / "manifest.json").exists()
 
 
-def test_processes_of_a_machine_fetch_a_folder_once(proxy: FaultyProxy, tmp_path: Path) -> None:
-    corpus, address = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300), f"s3://{BUCKET}/corpora/one"
-    folders.store(corpus, address)
-    proxy.requests.clear()
+def test_processes_of_a_machine_fetch_a_folder_once(proxy: FaultyProxy, stored_corpus: str) -> None:
     proxy.plan = [Fault("slow", r"GET .*tokens\.npy", 2)]
     with ThreadPoolExecutor(3) as pool:  # flock excludes threads as it does processes
-        assert len(set(pool.map(lambda _: folders.fetch(address), range(3)))) == 1
+        assert len(set(pool.map(lambda _: folders.fetch(stored_corpus), range(3)))) == 1
     fetched = [request.split("/")[-1] for request in proxy.requests if request.startswith("GET")]
     assert len(set(fetched)) == len(fetched) - 2, "all ask for the manifest, one for the rest"
-    verify_manifest(local(address))
+    verify_manifest(local(stored_corpus))
 
 
 def test_a_folder_that_is_stored_again_loses_its_former_files(proxy: FaultyProxy, tmp_path: Path) -> None:
@@ -332,32 +333,6 @@ WHEN = datetime.datetime(2026, 3, 1, tzinfo=datetime.timezone.utc)
 )
 def test_facts_of_each_library_are_understood(facts: dict[str, Any], expected: ListedObject) -> None:
     assert _listed(facts) == expected
-
-
-class Ranks:
-    """The ranks of a run, as threads of this process."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size, self._values = world_size, {}
-        self._barrier = threading.Barrier(world_size)
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self._barrier.wait()
-        self._values[rank] = value
-        self._barrier.wait()
-        return [self._values[rank] for rank in range(self.world_size)]
-
-
-class Rank:
-    def __init__(self, rank: int, ranks: Ranks) -> None:
-        self.rank, self.world_size, self._ranks = rank, ranks.world_size, ranks
-
-    def collect_objects(self, value: Any) -> list[Any]:
-        values = self._ranks.gather(self.rank, value)
-        return [] if self.rank else values
-
-    def first_object(self, value: Any) -> Any:
-        return self._ranks.gather(self.rank, value)[0]
 
 
 def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:

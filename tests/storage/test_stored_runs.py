@@ -38,7 +38,7 @@ from pretrain.storage.objects import ObjectStore
 from pretrain.storage.runs import StoredRun, fetched_model
 from tests.distributed import run_workers
 from tests.object_store import BUCKET, Fault, FaultyProxy
-from tests.starts import _StopsAt, pretraining, records
+from tests.starts import _StopsAt, losses, pretraining
 
 STEPS = 6
 
@@ -71,10 +71,6 @@ def write_config(path: Path, corpus: Path | str, run_dir: Path | str) -> str:
     values |= {"run_dir": str(run_dir), "corpus": {**values["corpus"], "dir": str(corpus)}}
     path.write_text(yaml.safe_dump(values))
     return str(path)
-
-
-def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(record["step"], record["loss"]) for record in records(folder)]
 
 
 def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import json
+import logging
 import math
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,9 +36,11 @@ from pretrain.config import PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.tracking import live, mirror
 from pretrain.tracking.live import follow
+from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.mirror import wandb_names
 from pretrain.tracking.rows import LAST_SENT
 from pretrain.tracking.tracker import Tracker, send_probes
+from tests.distributed import Program, run_program
 from tests.tasks.refusals import refused
 from tests.wandb_files import history
 
@@ -96,6 +99,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits for W&B's end, however busy the machine is."""
     monkeypatch.setattr(mirror, "TEARDOWN_SECONDS", 600.0)
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "600")
+
+
+def log_without_end(folder: Path) -> None:
+    tracker = start(folder)
+    for step in itertools.count(1):
+        tracker.log({"step": step, "loss": 1 / step, "message": "x" * 3000})
+        if step == 20:
+            (folder / "twenty").touch()
 
 
 class TestMetricsFile:
@@ -190,23 +201,9 @@ class TestMetricsFile:
         assert str(caught.value) == f"{path}:2: {reason}. Remove the line, or restore the file."
 
     def test_a_killed_writer_leaves_a_readable_file(self, tmp_path: Path) -> None:
-        program = """
-            import sys, itertools
-            from pathlib import Path
-            from pretrain.config import PretrainConfig
-            from pretrain.tracking.tracker import Tracker
-            config = PretrainConfig.model_validate_json(sys.argv[1])
-            tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=None, card={}, job_type="x", enabled=True)
-            for step in itertools.count(1):
-                tracker.log({"step": step, "loss": 1 / step, "message": "x" * 3000})
-                if step == 20:
-                    print("twenty", flush=True)
-        """
-        command = [sys.executable, "-c", textwrap.dedent(program), make_config().model_dump_json(), str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"twenty\n"
-            process.send_signal(signal.SIGKILL)
+        with Program(log_without_end, tmp_path) as process:
+            wait_for(lambda: (tmp_path / "twenty").exists())
+            process.kill()
         found = steps(tmp_path)
         assert len(found) >= 20
         assert found == list(range(1, len(found) + 1))
@@ -478,41 +475,37 @@ class TestWandb:
         refused("no W&B key is set", start, tmp_path, wandb="online")
 
 
-def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
+def be_noisy(logs: Path) -> None:
     """A library that adds a terminal handler at import, as DeepSpeed does, one that does so later, warnings, W&B."""
-    program = """
-        import logging, sys, warnings
-        from pathlib import Path
 
-        def library(name):
-            logger = logging.getLogger(name)
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
-            logger.addHandler(logging.StreamHandler(sys.stdout))
-            return logger
+    def library(name: str) -> logging.Logger:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(logging.StreamHandler(sys.stdout))
+        return logger
 
-        early = library("early")
-        from pretrain.tracking.logs import quiet_logging
-        quiet_logging(Path(sys.argv[1]) / "logs" / "first.log")
-        quiet_logging(Path(sys.argv[1]) / "logs" / "worker.log")
-        early.info("from the early library")
-        library("late").info("from the late library")
-        warnings.warn("from warnings")
-        logging.getLogger("wandb").info("chatter")
-        logging.getLogger("wandb").warning("worth knowing")
-        logging.getLogger("late").debug("too much")
-        print("ours")
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
-    assert result.stdout == "ours\n"
-    assert result.stderr == ""
-    text = (tmp_path / "logs" / "worker.log").read_text()
+    early = library("early")
+    quiet_logging(logs / "first.log")
+    quiet_logging(logs / "worker.log")
+    early.info("from the early library")
+    library("late").info("from the late library")
+    warnings.warn("from warnings", stacklevel=1)
+    logging.getLogger("wandb").info("chatter")
+    logging.getLogger("wandb").warning("worth knowing")
+    logging.getLogger("late").debug("too much")
+    print("ours")
+
+
+def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
+    result = run_program(be_noisy, tmp_path)
+    assert (result.stdout, result.stderr) == ("ours\n", "")
+    text = (tmp_path / "worker.log").read_text()
     for expected in ("from the early library", "from the late library", "UserWarning: from warnings", "worth knowing"):
         assert text.count(expected) == 1, expected
     assert "chatter" not in text
     assert "too much" not in text
-    assert (tmp_path / "logs" / "first.log").read_text() == ""
+    assert (tmp_path / "first.log").read_text() == ""
 
 
 class TestFollow:

@@ -73,9 +73,9 @@ def take_one_step(engine: Engine, *, without_pairs: bool) -> None:
     assert engine.step(RATE).applied
 
 
-def record_sends(stage: int, without_pairs: bool) -> list[Any]:
-    """What a step of small buckets does, in order: "gradient", or the entries of a piece that is sent."""
-    events: list[Any] = []
+def record_sends(without_pairs: bool) -> list[list[Any]]:
+    """What a step of small buckets does, in order: "gradient", or the entries of a piece that is sent; by stage."""
+    found, events = [], list[Any]()
     add, send = GradientSums._add, dist.all_to_all_single
 
     def noted_add(self: GradientSums, parameter: nn.Parameter, number: int) -> None:
@@ -90,15 +90,17 @@ def record_sends(stage: int, without_pairs: bool) -> list[Any]:
         patch.setattr(buckets, "ENTRIES", 3000)
         patch.setattr(GradientSums, "_add", noted_add)
         patch.setattr(gradient_sums.dist, "all_to_all_single", noted_send)
-        engine = make_engine(stage, "bf16")
-        take_one_step(engine, without_pairs=without_pairs)
-        engine.close()
-    return events
+        for stage in STAGES:
+            events.clear()
+            engine = make_engine(stage, "bf16")
+            take_one_step(engine, without_pairs=without_pairs)
+            engine.close()
+            found.append(list(events))
+    return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_bucket_is_sent_before_the_backward_pass_ends(stage: int) -> None:
-    for events in run_workers(2, record_sends, stage, False):
+def test_a_bucket_is_sent_before_the_backward_pass_ends() -> None:
+    for events in itertools.chain(*run_workers(2, record_sends, False)):
         sends = [number for number, event in enumerate(events) if event != "gradient"]
         last_gradient = max(number for number, event in enumerate(events) if event == "gradient")
         assert len(sends) > 6
@@ -107,11 +109,10 @@ def test_a_bucket_is_sent_before_the_backward_pass_ends(stage: int) -> None:
         assert sum(number > last_gradient for number in sends) <= 3
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_with_other_gradients_send_the_same_buckets(stage: int) -> None:
-    ours, theirs = run_workers(2, record_sends, stage, True)
-    assert ours.count("gradient") > theirs.count("gradient"), "the second rank has none for the NSP classifier"
-    assert [event for event in ours if event != "gradient"] == [event for event in theirs if event != "gradient"]
+def test_ranks_with_other_gradients_send_the_same_buckets() -> None:
+    for ours, theirs in zip(*run_workers(2, record_sends, True), strict=True):
+        assert ours.count("gradient") > theirs.count("gradient"), "the second rank has none for the NSP classifier"
+        assert [event for event in ours if event != "gradient"] == [event for event in theirs if event != "gradient"]
 
 
 _GATHER = buckets.all_gather
@@ -127,7 +128,11 @@ class _Later:
         _GATHER(self._whole, self._own.clone())
 
 
-def train_with_late_gathers(stage: int, late: bool) -> Any:
+def train_with_late_gathers(stage: int) -> list[Any]:
+    return [train_with_gathers(stage, late) for late in (True, False)]
+
+
+def train_with_gathers(stage: int, late: bool) -> Any:
     waited = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "ENTRIES", 3000)
@@ -145,8 +150,8 @@ def train_with_late_gathers(stage: int, late: bool) -> Any:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_layer_runs_before_its_weights_are_gathered(stage: int) -> None:
-    results, lent, state, waited = run_workers(2, train_with_late_gathers, stage, True)[0]
-    expected, expected_lent, expected_state, _ = run_workers(2, train_with_late_gathers, stage, False)[0]
+    (results, lent, state, waited), expected = run_workers(2, train_with_late_gathers, stage)[0]
+    expected, expected_lent, expected_state, _ = expected
     assert waited > 6
     assert results == expected
     assert all(torch.equal(lent[name], value) for name, value in expected_lent.items())

@@ -12,18 +12,25 @@ from tests import fake_cuda
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has a CUDA device of its own")
 
+# All layers of a kind do the same; the first of ModernBERT is global, the others are local.
 MODELS: dict[str, dict[str, Any]] = {
-    "bert-base": {"size": "base", "max_positions": 512},
-    "bert-large": {"size": "large", "max_positions": 512},
-    "modernbert-base": {"family": "modernbert", "size": "base"},
+    "bert-large": {"size": "large", "layers": 2, "max_positions": 512},
+    "modernbert-base": {"family": "modernbert", "size": "base", "layers": 3},
 }
-SMALL = {"size": "mini", "max_positions": 128}
+SMALL = {"size": "mini", "layers": 2, "max_positions": 128}
 
 
 def case(model: dict[str, Any], stage: int, optimizer: str = "adamw", precision: str = "bf16") -> dict[str, Any]:
     return {"model": model, "stage": stage, "optimizer": {"name": optimizer}, "precision": precision}
 
 
+# Parts of a model; in fp32 without flash attention, whose groups are copied to the device once for all layers.
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "local": ({"family": "modernbert", "local_attention": 16, "global_every": 2, "pooling": "mean"}, "fp32"),
+    "relative": ({"positions": "relative", "relative_buckets": 8, "relative_max_distance": 32}, "fp32"),
+    "shared keys": ({"family": "modernbert", "kv_heads": 2, "pooling": "mean"}, "bf16"),
+    "sinusoidal": ({"positions": "sinusoidal", "activation": "relu", "embedding": 32}, "bf16"),
+}
 TASKS = (
     *(("sequence", "classes", pooling) for pooling in ("cls", "mean", "max", "late")),
     ("sequence", "labels", "cls"),
@@ -36,13 +43,18 @@ CASES = {
     **{f"fp32 {stage}": case(SMALL, stage, precision="fp32") for stage in (0, 2)},
     **{f"{name} {stage}": case(SMALL, stage, name) for name in ("muon", "lamb", "stable_adamw") for stage in (0, 1, 2)},
     **{f"{name} recorded": {**case(model, 1), "cuda_graphs": True} for name, model in MODELS.items()},
+    **{name: case({**SMALL, **part}, 1, precision=precision) for name, (part, precision) in PARTS.items()},
+    **{
+        f"electra {precision}": {**case(SMALL, 1, precision=precision), "electra": True}
+        for precision in ("bf16", "fp32")
+    },
     **{" ".join(task): {**case(SMALL, 1), "task": task} for task in TASKS},
 }
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    lines = fake_cuda.run("trace", CASES.values(), tmp_path_factory.mktemp("fake-cuda"))
+    lines = fake_cuda.run(CASES.values(), tmp_path_factory.mktemp("fake-cuda"))
     return dict(zip(CASES, lines, strict=True))
 
 

@@ -1,6 +1,7 @@
 """Outcomes that are read when the next step has been launched, as on a GPU, change neither losses nor weights."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from corpora import make_corpus
 
 from pretrain.checkpoint.store import CheckpointReader, read_weights
+from pretrain.common.transfers import PendingCopy, arrivals
 from pretrain.run import loop
 from tests.distributed import run_workers
 from tests.run.test_spikes import starts_with_bad_data
@@ -104,3 +106,24 @@ def everything(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:
             for kind in ("weight", "average", "exp_avg", "exp_avg_sq")
             for name, weight in weights.items()
         }
+
+
+def test_a_copy_is_waited_for_when_the_next_is_on_its_way() -> None:
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def synchronize(self) -> None:
+            order.append(f"wait {self.number}")
+
+    def launch() -> Iterator[tuple[int, PendingCopy]]:
+        for number in range(3):
+            order.append(f"launch {number}")
+            event: Any = Event(number)
+            yield number, PendingCopy(torch.tensor(number), event)
+
+    assert [(number, int(values)) for number, values in arrivals(launch())] == [(0, 0), (1, 1), (2, 2)]
+    assert order == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
+    assert list(arrivals([])) == []

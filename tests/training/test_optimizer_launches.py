@@ -1,5 +1,6 @@
 """Optimizers and the gradients' norm do not go tensor by tensor on a GPU: kernels of a step of BERT-Base."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from pretrain.config import OptimizerConfig
 from pretrain.training.optim import (
     Muon,
+    SkippingOptimizer,
     cut_segments,
     lists,
     make_optimizer,
@@ -22,8 +24,9 @@ from pretrain.training.optim import (
 )
 from tests import launches
 from tests.distributed import Alone, give_moments, of_whole_tensors
+from tests.training.test_muon import SHAPES, make_gradients, make_parameters
 
-TENSORS, MATRICES = 246, 72  # three for a stacked query, key and value
+KINDS = ("lamb", "stable_adamw", "muon")
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -48,23 +51,9 @@ def test_the_norm_of_the_gradients_has_few_kernels() -> None:
     assert launches.of_norm("base").total <= 20
 
 
-SHAPES = {
-    "embeddings.word": (50, 8),
-    "embeddings.norm_weight": (8,),
-    "layers.0.qkv_weight": (24, 8),
-    "layers.0.qkv_bias": (24,),
-    "layers.0.attention_out_weight": (8, 8),
-    "layers.0.ffn_in_weight": (32, 8),
-    "layers.1.ffn_in_weight": (32, 8),
-    "layers.1.ffn_out_weight": (8, 32),
-    "heads.mlm_bias": (50,),
-}
-
-
 def train(values: dict[str, Any], *, flat: bool) -> list[torch.Tensor]:
     """The weights after four steps, of which every other has large gradients."""
-    generator = torch.Generator().manual_seed(1)
-    named = {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    generator, named = torch.Generator().manual_seed(1), make_parameters()
     ids, segments = number_tensors(named), {}
     optimizer = make_optimizer(OptimizerConfig.model_validate(values), parameter_groups(named.items(), 0.1))
     for group in optimizer.param_groups:
@@ -93,15 +82,10 @@ def train(values: dict[str, Any], *, flat: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize(
-    "values",
-    [{"name": "lamb"}, {"name": "stable_adamw"}, {"name": "muon"}],
-    ids=lambda values: "-".join(map(str, values.values())),
-)
-def test_many_tensors_at_a_time_step_as_one_does(
-    values: dict[str, Any], flat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_tensors_at_a_time_step_as_one_does(kind: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does, on a CPU."""
+    values = {"name": kind}
     one_at_a_time = train(values, flat=flat)
     for module in (lists, tensorwise, stable_adamw, muon):
         monkeypatch.setattr(module, "in_lists", lambda _: True)
@@ -116,3 +100,60 @@ def test_norms_of_lists_are_those_of_their_tensors(monkeypatch: pytest.MonkeyPat
     assert square_sums(values).equal(expected)
     monkeypatch.setattr(tensorwise, "in_lists", lambda _: True)
     torch.testing.assert_close(square_sums(values), expected, rtol=1e-5, atol=0)
+
+
+# ---- a step that is left out on the device, and a step that is taken is the one without a flag
+
+
+class Training:
+    """An optimizer and its parameters."""
+
+    def __init__(self, kind: str, found_inf: torch.Tensor | None = None) -> None:
+        self.parameters = make_parameters()
+        settings = OptimizerConfig.model_validate({"name": kind, "weight_decay": 0.1})
+        optimizer = make_optimizer(settings, parameter_groups(self.parameters.items(), 0.1))
+        assert isinstance(optimizer, SkippingOptimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02
+        self.optimizer, optimizer.found_inf = of_whole_tensors(optimizer), found_inf
+
+    def step(self, number: int, bad: float = 0.0) -> None:
+        """Take a step; with `bad`, the first gradient of each parameter is this."""
+        for name, gradient in make_gradients(number).items():
+            if bad:
+                gradient.view(-1)[0] = bad
+            self.parameters[name].grad = gradient
+        self.optimizer.step()
+
+    def everything(self) -> list[torch.Tensor]:
+        """Copies of the weights and of all state."""
+        states = [value for parameter in self.parameters.values() for value in self.optimizer.state[parameter].values()]
+        return [tensor.detach().clone() for tensor in (*self.parameters.values(), *states)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_step_with_a_bad_gradient_is_left_out_on_the_device(kind: str, bad: float, first: bool) -> None:
+    training = Training(kind, torch.zeros(()))
+    training.step(0)
+    if first:  # as before any step
+        for state in training.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+    before = training.everything()
+    training.optimizer.found_inf = torch.ones(())
+    training.step(1, bad)
+    assert len(before) >= 3 * len(training.parameters)
+    assert all(map(torch.equal, before, training.everything()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_the_device_takes_is_the_one_that_the_host_takes(kind: str) -> None:
+    ends = []
+    for found_inf in (None, torch.zeros(())):
+        training = Training(kind, found_inf)
+        for number in range(3):
+            training.step(number)
+        ends.append(training.everything())
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)

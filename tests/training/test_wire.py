@@ -54,36 +54,29 @@ def count_steps(cases: list[tuple[int, str]]) -> dict[tuple[int, str, int], tupl
     return found
 
 
+CASES = [(stage, precision) for stage in range(4) for precision in ("bf16", "fp32")]
+
+
 @pytest.fixture(scope="module")
-def counted() -> dict[int, Any]:
-    both = [(stage, precision) for stage in range(4) for precision in ("bf16", "fp32")]
-    return {2: run_workers(2, count_steps, both)[0], 3: run_workers(3, count_steps, both[::2])[0]}
-
-
-CASES = [(2, s, p) for s in range(4) for p in ("bf16", "fp32")] + [(3, s, "bf16") for s in range(4)]
+def counted() -> Any:
+    return run_workers(2, count_steps, CASES)[0]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize(("workers", "stage", "precision"), CASES)
-def test_a_step_sends_what_zero_says(counted, workers: int, stage: int, precision: str, micro_batches: int) -> None:
-    parameters, calls = counted[workers][stage, precision, micro_batches]
+@pytest.mark.parametrize(("stage", "precision"), CASES)
+def test_a_step_sends_what_zero_says_in_few_collectives(
+    counted: Any, stage: int, precision: str, micro_batches: int
+) -> None:
+    parameters, calls = counted[stage, precision, micro_batches]
     width, dtype = (2, torch.bfloat16) if precision == "bf16" else (4, torch.float32)
     payload = [call for call in calls if call.dtype == dtype]
     # ZeRO pads parameters or groups to a multiple of the workers.
-    assert sum(call.sent for call in payload) == pytest.approx(
-        formula_bytes(stage, parameters, width, workers, micro_batches), rel=2e-3
-    )
+    formula = formula_bytes(stage, parameters, width, 2, micro_batches)
+    assert sum(call.sent for call in payload) == pytest.approx(formula, rel=2e-3)
     # Beyond the formula: the gradients' norm, where no worker has all of them (DeepSpeed's own of two groups), and the
-    # record.
+    # record. A ring of two sends every byte once.
     beyond = [call.sent for call in calls if call.dtype != dtype]
-    ring = 2 * (workers - 1) / workers
-    assert beyond == pytest.approx([8 * ring] * {0: 0, 3: 2}.get(stage, 1) + [8 * RECORD * ring])
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize(("workers", "stage", "precision"), CASES)
-def test_collectives_are_few(counted, workers: int, stage: int, precision: str, micro_batches: int) -> None:
-    _, calls = counted[workers][stage, precision, micro_batches]
+    assert beyond == pytest.approx([8] * {0: 0, 3: 2}.get(stage, 1) + [8 * RECORD])
     names = Counter(call.name for call in calls if call.dtype != torch.float64)
     if stage == 0:
         assert names == {"allreduce": 1}
@@ -98,18 +91,18 @@ def test_collectives_are_few(counted, workers: int, stage: int, precision: str, 
         assert "alltoall_base" in names or "all_to_all_single" in names
 
 
-RANKS = (8, 64, 1024)
+RANKS = (8, 1024)
+IN_BF16 = CASES[::2]
 
 
 @pytest.fixture(scope="module")
 def simulated() -> dict[int, Any]:
-    cases = [(stage, "bf16") for stage in range(4)]
-    return {ranks: run_simulated(ranks, count_steps, cases) for ranks in RANKS}
+    return {ranks: run_simulated(ranks, count_steps, IN_BF16) for ranks in RANKS}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
-def test_many_ranks_send_what_zero_says(simulated, stage: int, micro_batches: int) -> None:
+def test_many_ranks_send_what_zero_says_in_as_many_collectives(simulated, stage: int, micro_batches: int) -> None:
     for ranks in RANKS:
         parameters, calls = simulated[ranks][stage, "bf16", micro_batches]
         sent = sum(call.sent for call in calls if call.dtype == torch.bfloat16)
@@ -117,17 +110,11 @@ def test_many_ranks_send_what_zero_says(simulated, stage: int, micro_batches: in
         # Bytes: ZeRO pads groups, or single parameters, to 16 of each rank.
         padding = 16 * ranks * len(calls)
         assert formula <= sent <= formula * 1.001 + (padding if stage < 3 else 0.3 * formula)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_collectives_do_not_grow_with_the_number_of_ranks(simulated, stage: int, micro_batches: int) -> None:
-    for ranks in RANKS:
-        _, calls = simulated[ranks][stage, "bf16", micro_batches]
-        names = Counter(call.name for call in calls if call.dtype != torch.float64)
-        sums = GROUPS * (micro_batches if stage == 2 else 1)
-        assert sorted(names.values()) == sorted([sums, GROUPS]), "sums of gradients, and gathers of weights"
-        assert any("scatter" in name for name in names)
+        if stage in (1, 2):
+            names = Counter(call.name for call in calls if call.dtype != torch.float64)
+            sums = GROUPS * (micro_batches if stage == 2 else 1)
+            assert sorted(names.values()) == sorted([sums, GROUPS]), "sums of gradients, and gathers of weights"
+            assert any("scatter" in name for name in names)
 
 
 def count_steps_apart(cases: list[tuple[int, str]]) -> dict[tuple[int, str, int], tuple[int, list[Call]]]:
@@ -138,11 +125,10 @@ def count_steps_apart(cases: list[tuple[int, str]]) -> dict[tuple[int, str, int]
     return count_steps(cases)
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(4, 8), (63, 64), (512, 1024)])
+@pytest.mark.parametrize(("rank", "ranks"), [(7, 8), (512, 1024)])
 def test_all_ranks_call_the_same_collectives_in_the_same_order(simulated, rank: int, ranks: int) -> None:
     """The name, type and bytes of each; else ranks wait for each other for ever."""
-    cases = [(stage, "bf16") for stage in range(4)]
-    assert run_simulated(ranks, count_steps_apart, cases, rank=rank) == simulated[ranks]
+    assert run_simulated(ranks, count_steps_apart, IN_BF16, rank=rank) == simulated[ranks]
 
 
 def test_a_step_a_start_and_a_resume_of_a_real_size() -> None:

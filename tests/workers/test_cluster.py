@@ -26,9 +26,10 @@ from cluster.workers.actors import PROCESS_TITLE, WorkerGroup, WorkerLocation, W
 from cluster.workers.launch import Signals, drive, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, error_from, one_line
-from cluster.workers.request import Attempt, LaunchRequest
+from cluster.workers.request import Attempt, LaunchRequest, TrialRequest
 from cluster.workers.supervisor import AttemptCrashed, cause_of
 from cluster.workers.target import RankAssignment, run_worker
+from cluster.workers.trials import run_trials
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Flag, TrainingRequest
 from tests.distributed import free_port
@@ -545,50 +546,6 @@ def test_a_head_that_is_slow_when_it_is_joined_is_waited_for(tmp_path: Path, mon
     assert fitted == [request]
 
 
-def _train(monkeypatch: pytest.MonkeyPatch, request: LaunchRequest, run: Callable[[Attempt], None]) -> None:
-    """`supervisor.supervise` on a machine of two cores, with `run` for Ray's part."""
-    monkeypatch.setattr(capacity, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
-    monkeypatch.setattr(supervisor, "run_attempt", lambda attempt, _: run(attempt))
-    supervisor.supervise(request, keep_logs=lambda: None)
-
-
-def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    request = request_of(tmp_path, max_failures=2)
-
-    def run(attempt: Attempt) -> None:
-        seen.append((attempt.number, attempt.training.resume))
-        raise AttemptCrashed(3, "killed")
-
-    with pytest.raises(MachineError, match=r"worker-3\.log: worker 3: killed, and all max_failures=2"):
-        _train(monkeypatch, request, run)
-    assert seen == [(0, False), (1, True), (2, True)]
-
-
-def test_crashes_with_a_new_checkpoint_between_them_are_not_counted_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(attempt: Attempt) -> None:
-        if attempt.number == 7:
-            return
-        checkpoint = tmp_path / f"checkpoints/step-{attempt.number:08d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "manifest.json").touch()
-        raise AttemptCrashed(0, "killed")
-
-    _train(monkeypatch, request_of(tmp_path, max_failures=1), run)
-
-
-def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(attempt: Attempt) -> None:
-        assert attempt.number == 0
-        (tmp_path / "stop").touch()
-        raise AttemptCrashed(0, "killed")
-
-    with pytest.raises(StoppedError, match="ended while stopping"):
-        _train(monkeypatch, request_of(tmp_path, max_failures=5), run)
-
-
 def test_workers_and_launcher_have_one_folder_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker on a cluster has the environment of the cluster, which may name another folder or none."""
     monkeypatch.chdir(tmp_path)
@@ -687,3 +644,58 @@ def test_signals_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert not errors
+
+
+# ---- many trials through Ray Tune
+
+
+TRIALS = (
+    {"name": "a", "do": "meet", "other": "b"},
+    {"name": "b", "do": "meet", "other": "a"},
+    {"name": "c", "do": "die once"},
+    {"name": "d", "do": "diverge"},
+    {"name": "e", "do": "bug"},
+)
+
+
+def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> dict[str, Exception | None]:
+    """Run the trials; returns the error, if any, of each."""
+    found: dict[int, Exception | None] = {}
+    requests = [TrialRequest(Path("run") / trial["name"], TrainingRequest(trial, True)) for trial in trials]
+    where: dict[str, Any] = {"name": "test", "run_dir": Path("run"), "poll": found.update}
+    run_trials("trial_targets:trial", requests, **where, **options)
+    return {str(TRIALS[number]["name"]): error for number, error in found.items()}
+
+
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+def test_trials_run_side_by_side_and_only_crashes_are_repeated(folder: Path) -> None:
+    outcomes = run_all(TRIALS, parallel=2, cpus_per_trial=1, max_failures=1)
+    assert list(map(outcomes.get, "abc")) == [None, None, None]
+    assert set(outcomes) == set("abcde")
+    assert isinstance(outcomes["d"], DivergedError)
+    assert str(outcomes["d"]) == "step 3: loss is NaN."
+    assert isinstance(outcomes["e"], MachineError)
+    message = str(outcomes["e"])
+    assert "\n" not in message
+    assert "run/e/logs/worker-0.log: crashed (ZeroDivisionError: a bug in two lines) and all max_failures=1" in message
+    starts = {name: (folder / f"starts-{name}").read_text().splitlines() for name in "abcde"}
+    assert {name: len(lines) for name, lines in starts.items()} == {"a": 1, "b": 1, "c": 2, "d": 1, "e": 2}
+    assert all(line.split()[0] == "1" for lines in starts.values() for line in lines)
+    processes = [line.split()[1] for lines in starts.values() for line in lines]
+    assert len(set(processes)) == len(processes), "two trials shared a process"
+    assert "Traceback" in (folder / "run/e/logs/worker-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_trials_run_on_a_cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with own_head(tmp_path_factory, cpus=2) as (head, port):
+        errors = run_all(TRIALS[:4], address=f"127.0.0.1:{port}", parallel=2)
+        kinds = {name: type(error) for name, error in errors.items()}
+        assert kinds == {"a": type(None), "b": type(None), "c": MachineError, "d": DivergedError}
+        assert head.poll() is None, "the cluster is not ours to end"
+
+
+def test_an_address_is_host_and_port(folder: Path) -> None:
+    with pytest.raises(InputError, match="host:port"):
+        run_all(TRIALS, address="auto")
+    assert not (folder / "run").exists()

@@ -280,16 +280,42 @@ def test_a_crowded_cluster_gets_a_smaller_request_though_nothing_is_waited_for(c
 
 def test_a_crash_on_nodes_that_stay_is_a_failure(cluster: Cluster) -> None:
     cluster.patch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
-    seen: list[int] = []
+    seen: list[tuple[int, bool]] = []
 
     def run(attempt: Attempt) -> None:
-        seen.append(attempt.number)
+        seen.append((attempt.number, attempt.training.resume))
         raise AttemptCrashed(1, "killed")
 
-    crashed = r"max_failures=3 restarts .* Workers crashed repeatedly on 10\.0\.0\.b: check"
+    crashed = r"worker-1\.log: worker 1: killed, and all max_failures=3 .* crashed repeatedly on 10\.0\.0\.b: check"
     with pytest.raises(MachineError, match=crashed):
         cluster.train([node("a"), node("b")], run)
-    assert seen == [0, 1, 2, 3], "a bad node that the run needs is not left out"
+    # A bad node that the run needs is not left out.
+    assert seen == [(0, False), (1, True), (2, True), (3, True)]
+
+
+def test_crashes_with_a_new_checkpoint_between_them_are_not_counted_up(cluster: Cluster) -> None:
+    cluster.patch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
+
+    def run(attempt: Attempt) -> None:
+        checkpoint = cluster.folder / f"checkpoints/step-{attempt.number:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / MANIFEST).touch()
+        if attempt.number < 7:
+            raise AttemptCrashed(0, "killed")
+
+    cluster.train([node("a", 4)], run, max_failures=1)
+
+
+def test_crash_while_stopping_is_a_stop(cluster: Cluster) -> None:
+    cluster.patch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
+
+    def run(attempt: Attempt) -> None:
+        assert attempt.number == 0
+        (cluster.folder / "stop").touch()
+        raise AttemptCrashed(0, "killed")
+
+    with pytest.raises(StoppedError, match="ended while stopping"):
+        cluster.train([node("a", 4)], run)
 
 
 def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(cluster: Cluster) -> None:
