@@ -37,6 +37,8 @@ JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u2
 ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]"
 PLANES = 0x40000  # code points of the planes that have letters
 _IGNORED = regex.compile(r"(?V1)[\p{Default_Ignorable_Code_Point}]+")
+UNIT = regex.compile(f"(?V1)[{ALONE}]")
+CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and what belongs to it
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")

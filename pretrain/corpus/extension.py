@@ -7,6 +7,8 @@ WordPiece takes the longest entry. A Unigram takes an entry if its score is abov
 that words which do not begin with one stay as they are, and by more the more pieces, so that a longer word comes before
 its beginning. A BPE takes a word that is an entry before it merges (`ignore_merges`), if it cuts texts into
 words first.
+
+Where a script has no blanks, a WordPiece or a Unigram gets the sequences of letters that byte-pair encoding finds.
 """
 
 import collections
@@ -18,53 +20,73 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from pretrain.common import scripts
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import sources
-from pretrain.corpus.byte_level import BLANK
+from pretrain.corpus.byte_level import is_byte_level, repeated
+from pretrain.corpus.byte_words import entry_bytes
 from pretrain.corpus.inputs import Input, Problems
-from pretrain.corpus.vocabulary import vocabulary_size
+from pretrain.corpus.vocabulary import forget_rarest, vocabulary_size
 
 LARGEST_NARROW = 1 << 16  # entries whose ids fit the 16 bits of a shard, see `shards.token_dtype`
-_LEAST_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
+LEAST_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
 _SAMPLED_BYTES = 256 << 20  # of text whose words are counted
-_WORD = re.compile(r"\w+")
+# Characters that are encoded to see what is saved, of a document at most, and those that letter sequences are from
+_MEASURED, _LONGEST, _LEARNED = 2 << 20, 1 << 18, 4 << 20
+_ASCII_WORD = re.compile(r"\w+")
+_FURTHER = 100  # sequences than can be added: beginnings of words, and words of which some are left out
+_FIRST_PRIVATE = 0xF0000  # characters that stand for a letter with its marks
 _ABOVE = 1e-4  # natural logarithm by which a Unigram prefers a new word to its pieces, for each piece that it saves
 
 
 class Extension(NamedTuple):
-    """An extended vocabulary, and what it saves on the words it was chosen from."""
+    """An extended vocabulary."""
 
     tokenizer: Tokenizer
     words: list[str]  # the new entries, in the order of their ids
-    tokens_before: int
-    tokens_after: int
 
 
-def sampled_words(given: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> collections.Counter[str]:
-    """How often words occur in the sources that are trained on, in about `_SAMPLED_BYTES` of their text."""
+def sampled_words(
+    given: Iterable[tuple[SourceConfig, Sequence[Input]]],
+) -> tuple[collections.Counter[str], list[str]]:
+    """How often words occur in about `_SAMPLED_BYTES` of the text that is trained on, and documents from all of it."""
     read = [(source, item) for source, items in given if not source.held_out for item in items]
     sizes = [sources.reader(source).text_bytes(item) for source, item in read]
     known = [size for size in sizes if math.isfinite(size)]
     sizes = [size if math.isfinite(size) else max(1, statistics.fmean(known or [1])) for size in sizes]
     total = max(1, sum(sizes))
     counts: collections.Counter[str] = collections.Counter()
+    texts, seen, taken = list[str](), 0, 0
     for (source, item), size in zip(read, sizes, strict=True):
         left = _SAMPLED_BYTES * size / total
         for text in _documents(source, item, every=max(1, int(total / _SAMPLED_BYTES))):
-            counts.update(_WORD.findall(text))
-            left -= len(text)
+            counts.update((_ASCII_WORD if text.isascii() else scripts.WORD).findall(text))
+            forget_rarest(counts)
+            seen, left = seen + len(text), left - len(text)
+            if taken < _MEASURED * min(2, seen / min(total, _SAMPLED_BYTES)):
+                texts.append(text[:_LONGEST])
+                taken += len(texts[-1])
             if left <= 0:
                 break
-    return counts
+    return counts, texts
+
+
+def saved_share(before: Tokenizer, after: Tokenizer, texts: Sequence[str]) -> float:
+    """The share of the tokens of `before` in texts that `after` saves."""
+    old, new = (
+        sum(len(found.ids) for found in tokenizer.encode_batch(texts, add_special_tokens=False))
+        for tokenizer in (before, after)
+    )
+    return 1 - new / max(1, old)
 
 
 def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int) -> Extension:
     """Add up to `most` words to a tokenizer.
 
-    Candidates are words of at least two tokens, one letter and `_LEAST_COUNT` occurrences, without unknown characters.
+    Candidates are words of at least two tokens, one letter and `LEAST_COUNT` occurrences, without unknown characters.
     Those that save the most tokens come first; the same counts give the same vocabulary.
 
     Args:
@@ -78,12 +100,14 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int
     check_extension(tokenizer, most)
     unknown, known = _unknown(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
     words = _divided(tokenizer, counts)
-    pieces = _pieces(tokenizer, words)
+    candidates = words if isinstance(tokenizer.model, models.BPE) else _with_letter_sequences(tokenizer, words, most)
+    pieces = _pieces(tokenizer, words | candidates)
+    is_bytes = is_byte_level(tokenizer)
     saved = {
-        word: words[word] * (len(ids) - 1)
-        for word, ids in pieces.items()
-        if len(ids) > 1 and words[word] >= _LEAST_COUNT and unknown not in ids and word not in known
-        if any(map(str.isalpha, word.removeprefix(BLANK)))
+        word: count * (len(pieces[word]) - 1)
+        for word, count in candidates.items()
+        if len(pieces[word]) > 1 and count >= LEAST_COUNT and unknown not in pieces[word] and word not in known
+        if any(map(str.isalpha, entry_bytes(word).decode("utf-8", "replace") if is_bytes else word))
     }
     chosen = sorted(saved, key=lambda word: (-saved[word], word))[:most]
     while True:
@@ -93,8 +117,13 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int
         if not broken:
             break
         # The longest match comes first: after a new word as its beginning, a longer one may have no wordpieces left.
-        chosen = [entry for entry in chosen if not any(word.startswith(entry) for word in broken)]
-    return Extension(extended, chosen, _tokens(words, pieces), _tokens(words, after))
+        chosen = [entry for entry in chosen if not any(_may_begin(entry, word) for word in broken)]
+    return Extension(extended, chosen)
+
+
+def _may_begin(entry: str, word: str) -> bool:
+    """Whether an entry may be the beginning of a word, or of what is left of it."""
+    return word.startswith(entry) or (entry.startswith("##") and entry[2:] in word)
 
 
 def check_extension(tokenizer: Tokenizer, most: int) -> None:
@@ -145,7 +174,50 @@ def _divided(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Cou
 def _pieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
     """The ids of each word, which is as `_divided` leaves it."""
     model: Any = tokenizer.model
-    return {word: [token.id for token in model.tokenize(word)] for word in words}
+    inner = _within_words(tokenizer) if isinstance(model, models.WordPiece) else model
+    found = {word: model.tokenize(word) if word[:2] != "##" else inner.tokenize(word[2:]) for word in words}
+    return {word: [token.id for token in tokens] for word, tokens in found.items()}
+
+
+def _within_words(tokenizer: Tokenizer) -> Any:
+    """A model for what continues words: its first pieces are entries with "##", too."""
+    model: Any = tokenizer.model
+    entries = {entry: n for entry, n in tokenizer.get_vocab().items() if entry[:2] == "##" or entry == model.unk_token}
+    return models.WordPiece(
+        entries | {entry[2:]: n for entry, n in entries.items() if entry[2:] and entry[:2] == "##"},
+        unk_token=model.unk_token,
+    )
+
+
+def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], most: int) -> collections.Counter[str]:
+    """Words between blanks, and the sequences of letters of scripts without them: how often they occur.
+
+    They are learned by byte-pair encoding of letters with their marks.
+    """
+    runs = {word: count for word, count in words.items() if not word.isascii() and scripts.UNIT.search(word)}
+    found = collections.Counter({word: count for word, count in words.items() if word not in runs})
+    letters: dict[str, str] = {}
+    coded: dict[str, int] = {}
+    step = max(1, sum(map(len, runs)) // _LEARNED)
+    for word in list(runs)[::step]:
+        cut = scripts.CLUSTER.findall(word)
+        coded["".join(letters.setdefault(one, chr(_FIRST_PRIVATE + len(letters))) for one in cut)] = step * runs[word]
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(letters) + most + _FURTHER,
+        min_frequency=LEAST_COUNT,
+        special_tokens=list(letters.values()),
+        show_progress=False,
+    )
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    learned.train_from_iterator(repeated(coded), trainer)
+    spelled = {ord(code): letter for letter, code in letters.items()}
+    mark = "##" if isinstance(tokenizer.model, models.WordPiece) else ""
+    model: Any = learned.model
+    for word, count in coded.items():
+        for number, piece in enumerate(model.tokenize(word)):
+            found[(mark if number else "") + piece.value.translate(spelled)] += count
+    return found
 
 
 def _unknown(tokenizer: Tokenizer) -> int | None:
@@ -170,7 +242,3 @@ def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
         if model["type"] == "BPE":
             model["ignore_merges"] = True
     return Tokenizer.from_str(json.dumps(described))
-
-
-def _tokens(words: Mapping[str, int], pieces: Mapping[str, list[int]]) -> int:
-    return sum(count * len(pieces[word]) for word, count in words.items())

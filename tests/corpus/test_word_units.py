@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import unicodedata
 from collections import Counter
 from typing import Any
@@ -14,7 +15,9 @@ import regex
 from piece_tokenizers import LANGUAGES
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from pretrain.common import scripts
 from pretrain.corpus.byte_words import speller, word_edges
+from pretrain.corpus.extension import extend_vocabulary, old_pieces, saved_share
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 from pretrain.corpus.vocabulary import bert_tokenizer, train_byte_vocabulary
 from tests.corpus.preparing import masked_words
@@ -129,3 +132,57 @@ def test_a_character_of_several_tokens_has_its_class(entries: list[str], begins:
     assert spell is not None
     ids = np.array([known.index(entry) for entry in entries])
     assert word_edges(known, spell).begins(ids).astype(int).tolist() == list(map(int, begins))
+
+
+THAI = ["แม่น้ำ", "โรงพยาบาล", "หนังสือ", "สถานี", "ผู้โดยสาร", "ภาษา", "เกิด"]
+KANA = ["テレビ", "カップ", "りんご", "たべる", "ちょっと", "でんしゃ"]
+HINDI = ["किसानों", "योजना", "विद्यालय", "समस्याओं", "पढ़ते", "है", "हिन्दी"]
+
+
+@pytest.mark.parametrize("kind", ["cased", "uncased", "unigram", "bytes"])
+@pytest.mark.parametrize(("words", "blank", "least"), [(HINDI, " ", 0.5), (THAI, "", 0.3), (KANA, "", 0.3)])
+def test_added_words_of_any_script_save_what_is_said(words: list[str], blank: str, least: float, kind: str) -> None:
+    draw = random.Random(0)
+    texts = [blank.join(draw.choices(words, k=30 if blank else 8)) + "।" for _ in range(90)]
+    old = small_tokenizer(kind, "".join(words))
+    counts = Counter(word for text in texts for word in scripts.WORD.findall(text))
+    found = extend_vocabulary(old, counts, 20)
+    tokens = [
+        sum(len(one.encode(text, add_special_tokens=False).ids) for text in texts) for one in (old, found.tokenizer)
+    ]
+    assert saved_share(old, found.tokenizer, texts) == pytest.approx(1 - tokens[1] / tokens[0])
+    assert all(len(pieces) > 1 for pieces in old_pieces(old, found.words))
+    if kind == "bytes":  # GPT-2's division: no words of marks or without blanks
+        assert bool(found.words) is (words is not KANA)
+        return
+    assert 1 - tokens[1] / tokens[0] > least
+    normalizer: Any = old.normalizer or normalizers.Sequence([])
+    entries = {entry.removeprefix("##").lstrip("▁") for entry in found.words}
+    assert not [entry for entry in entries if regex.match(r"[\p{M}าーっょ]", entry)]
+    if blank:
+        assert entries <= {normalizer.normalize_str(word) for word in words}
+
+
+def small_tokenizer(kind: str, letters: str) -> Tokenizer:
+    """Every character is an entry."""
+    if kind == "bytes":
+        return train_byte_vocabulary({b"a": 1}, 261, min_frequency=1)
+    if kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram([("<unk>", -20.0), *((one, -5.0) for one in sorted({*letters, "▁"}))], 0))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # pyright: ignore[reportAttributeAccessIssue]
+        return tokenizer
+    normalizer = normalizers.BertNormalizer(lowercase=kind == "uncased")
+    known = sorted(set(normalizer.normalize_str(letters)))
+    entries = [*SPECIAL_TOKENS, *known, *(f"##{one}" for one in known)]
+    return bert_tokenizer({entry: number for number, entry in enumerate(entries)}, normalizer)
+
+
+def test_words_with_joiners_and_numbers() -> None:
+    """BERT drops a joiner; a number has no letter, in whatever digits."""
+    texts = ["کتاب‌هایشان را می‌خوانند ١٢٣٤ و १९४८"] * 5
+    for kind, expected in (("cased", ["کتابهایشان", "میخوانند"]), ("unigram", ["▁کتاب‌هایشان", "▁می‌خوانند"])):
+        old = small_tokenizer(kind, "".join(texts))
+        counts = Counter(word for text in texts for word in scripts.WORD.findall(text))
+        assert extend_vocabulary(old, counts, 2).words == expected
+    old = small_tokenizer("bytes", "")
+    assert extend_vocabulary(old, {"१९४८": 9}, 2).words == []
