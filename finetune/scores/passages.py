@@ -28,7 +28,7 @@ _ANY = (
 # Share of such letters and blanks in a passage: others are formulas, tables, lists of names or other scripts, which
 # have up to three times as many tokens. Also of ASCII letters among those of a text whose words are of them.
 _PLAIN = 0.85
-_LOOKED_AT = 4096  # characters of a document that tell its letters
+_LOOKED_AT = 1024  # documents, and characters of each, that tell the letters of a text
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def all_words(documents: Sequence[str]) -> Iterator[str]:
 
 def _alphabet(documents: Sequence[str]) -> tuple[regex.Pattern[str], regex.Pattern[str]]:
     """`_ASCII`, or `_ANY` for a text of other letters."""
-    letters = "".join(filter(str.isalpha, "".join(document[:_LOOKED_AT] for document in documents)))
+    letters = "".join(filter(str.isalpha, "".join(document[:_LOOKED_AT] for document in documents[:_LOOKED_AT])))
     return _ASCII if sum(map(str.isascii, letters)) >= _PLAIN * len(letters) else _ANY
 
 
@@ -89,11 +89,8 @@ def sampled(
 
     Raises `NoScoreError` if there is none.
     """
-    texts, places, (word, plain) = (
-        list(documents),
-        list[tuple[int, int, int]](),
-        _ASCII if is_english else _alphabet(documents),
-    )
+    texts, places = list(documents), list[tuple[int, int, int]]()
+    word, plain = _ASCII if is_english else _alphabet(documents)
     keys = [np.zeros(0, np.uint64)]
     for number, document in enumerate(texts):
         found = [match.span() for match in word.finditer(document) if wanted(match[0])]

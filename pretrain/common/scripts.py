@@ -37,7 +37,8 @@ JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u2
 ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]"
 PLANES = 0x40000  # code points of the planes that have letters
 _IGNORED = regex.compile(r"(?V1)[\p{Default_Ignorable_Code_Point}]+")
-UNIT = regex.compile(f"(?V1)[{ALONE}]")
+BEGINS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")
+FOLLOWING = regex.compile(f"(?V1)[{FOLLOWS}]")
 CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and what belongs to it
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
 
@@ -69,16 +70,6 @@ def kinds() -> np.ndarray:
 def kind_of(character: str) -> int:
     """The kind of one character."""
     return int(kinds()[ord(character)]) if ord(character) < PLANES else OTHER
-
-
-def follows(character: str) -> bool:
-    """Whether it belongs to the character before it."""
-    return ord(character) < PLANES and bool(members(FOLLOWS)[ord(character)])
-
-
-def begins_unit(text: str) -> bool:
-    """Whether the first character is a letter that is a word, or a part of one, by itself."""
-    return bool(text) and ord(text[0]) < PLANES and bool(members(ALONE)[ord(text[0])]) and not follows(text[0])
 
 
 def comparable(text: str) -> str:

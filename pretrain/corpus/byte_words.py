@@ -7,7 +7,6 @@ DeBERTa-v3 or Gemma. WordPiece has no blanks, and marks what continues a word ("
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -101,31 +100,19 @@ def _whole_characters(text: bytes) -> int:
     return len(text)
 
 
-class CharacterParts(NamedTuple):
-    """The bytes of characters that are in several of V entries, each int64 [V].
-
-    An entry begins with the last `ends` bytes of a character, which have the bits `end`; it ends with the bits `begin`
-    of one that lacks `lacks` bytes.
-    """
-
-    ends: np.ndarray
-    end: np.ndarray
-    lacks: np.ndarray
-    begin: np.ndarray
-
-
 @dataclass(frozen=True)
 class WordEdges:
     """Where words begin among the V entries of a vocabulary. A token continues the word of the one before it if
 
     continues bool [V] is true for it, and its class first uint8 [V] is the class last uint8 [V] of the one before; 0
-    fits all. Without classes, all fit.
+    fits all. Without classes, all fit. parts int64 [4, V]: how many bytes of a character begun before an entry has at
+    its beginning, these bytes, how many the character lacks that it begins at its end, and the bytes of that.
     """
 
     continues: np.ndarray
     first: np.ndarray | None = None
     last: np.ndarray | None = None
-    parts: CharacterParts | None = None
+    parts: np.ndarray | None = None
 
     def begins(self, tokens: np.ndarray) -> np.ndarray:
         """bool [T]: which of consecutive tokens begin a word; of the first, as far as it tells by itself."""
@@ -156,51 +143,41 @@ def word_edges(entries: Sequence[str], spell: Spell | None, *, is_segmented: boo
         return WordEdges(continues, first, last)
     texts = [spell(entry) for entry in entries]
     cuts = [_cut(text) for text in texts]
-    first, last = _edge_classes([whole for _, whole, _ in cuts])
-    parts = CharacterParts(
-        *np.array([(*_bits(end), *_bits(begin)) for end, _, begin in cuts], np.int64).reshape(-1, 4).T
-    )
-    inside, opens = np.array([not whole for _, whole, _ in cuts], bool), parts.lacks > 0
-    first[inside & opens] = last[inside] = _PART
-    first[parts.ends > 0] = _ANY
+    first, last = _edge_classes([whole for whole, *_ in cuts])
+    parts = np.array([part for _, *part in cuts], np.int64).T
+    first[[not whole for whole, *_ in cuts]] = last[[not whole for whole, *_ in cuts]] = _PART
+    first[parts[0] > 0] = _ANY
     if spell is _marked_bytes:  # the indentation of a line is no part of its first word
         last[[len(text) > 1 and not text.strip(b" ") for text in texts]] = _SPACE
     return WordEdges(np.array([not text[:1].isspace() for text in texts], bool), first, last, parts)
 
 
-def _cut(text: bytes) -> tuple[bytes, str, bytes]:
-    """The end of a character, whole ones, and the beginning of another."""
-    begin = len(text) - len(text.lstrip(_CONTINUATION))
-    end = max(begin, _whole_characters(text))
-    return text[:begin], text[begin:end].decode("utf-8", "replace"), text[end:]
+def _cut(text: bytes) -> tuple[str, int, int, int, int]:
+    """The whole characters of an entry, and its `parts`."""
+    end = text[: len(text) - len(text.lstrip(_CONTINUATION))]
+    stop = max(len(end), _whole_characters(text))
+    begin = text[stop:]
+    lacks = 2 + (begin >= b"\xe0") + (begin >= b"\xf0") - len(begin) if begin else 0
+    whole = text[len(end) : stop].decode("utf-8", "replace")
+    return whole, len(end), int.from_bytes(end[-3:], "big"), lacks, int.from_bytes(begin, "big")
 
 
-def _bits(part: bytes) -> tuple[int, int]:
-    """Of the end of a character: how many bytes it has, and their bits; of a beginning: how many it lacks, and bits."""
-    bits, count = 0, len(part)
-    for byte in part:
-        if byte >= 0xC0:
-            whole = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            count, bits = whole - len(part), byte & (0x7F >> whole)
-        else:
-            bits = (bits << 6 | byte & 0x3F) & 0x1FFFFF
-    return count, bits
-
-
-def _join(parts: CharacterParts, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
+def _join(parts: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
     """Set the classes of the tokens whose first or last character is in several of them; a broken one is a letter."""
-    begun = np.flatnonzero(parts.lacks[tokens[:-1]])
-    at, bits, lacks = begun, parts.begin[tokens[begun]], parts.lacks[tokens[begun]]
+    ends, end, lacks, begin = parts
+    begun = at = np.flatnonzero(lacks[tokens[:-1]])
+    spelled, left = begin[tokens[begun]], lacks[tokens[begun]]
     while len(at):
         at = at + 1
         here = tokens[at]
-        bits, lacks = bits << 6 * parts.ends[here] | parts.end[here], lacks - parts.ends[here]
-        whole = lacks == 0
-        for classes, places, found in zip((first, last), (begun, at), _classes(bits[whole]), strict=True):
-            chosen = places[whole]
-            classes[chosen] = np.where(classes[chosen] == _PART, found, classes[chosen])
-        going = (lacks > 0) & (parts.ends[here] > 0) & (at + 1 < len(tokens))
-        begun, at, bits, lacks = (one[going] for one in (begun, at, bits, lacks))
+        spelled, left = spelled << 8 * ends[here] | end[here], left - ends[here]
+        distinct, which = np.unique(spelled[left == 0], return_inverse=True)
+        texts = [number.to_bytes(4, "big").lstrip(b"\0").decode("utf-8", "replace") for number in distinct.tolist()]
+        for classes, places, found in zip((first, last), (begun, at), _edge_classes(texts), strict=True):
+            chosen = places[left == 0]
+            classes[chosen] = np.where(classes[chosen] == _PART, found[which], classes[chosen])
+        going = (left > 0) & (ends[here] > 0) & (at + 1 < len(tokens))
+        begun, at, spelled, left = (one[going] for one in (begun, at, spelled, left))
     first[first == _PART] = last[last == _PART] = LETTER
 
 
@@ -215,7 +192,7 @@ def _edge_classes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 def _classes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The classes of characters that begin a token, and of those that end one; a blank is one with what follows."""
-    classes = character_classes(np.minimum(points, 0x10FFFF))
+    classes = character_classes(points)
     classes[classes < LETTER] = _SPACE
     classes[points == ord(" ")] = _ANY
     inside = np.minimum(points, scripts.PLANES - 1)

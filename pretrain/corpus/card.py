@@ -120,10 +120,7 @@ def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any
     return {**source, "files": len(hashes), "file_hashes": {shown(path): digest for path, digest in first}}
 
 
-_NONE_ADDED = (
-    " (no words added: none that this tokenizer can take, which stand between blanks or punctuation, has several "
-    "tokens and occurs three times)"
-)
+_NONE_ADDED = " (no words added: none between blanks or punctuation has several tokens and occurs three times)"
 _KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "Released"}
 
 

@@ -32,7 +32,7 @@ from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.vocabulary import forget_rarest, vocabulary_size
 
 LARGEST_NARROW = 1 << 16  # entries whose ids fit the 16 bits of a shard, see `shards.token_dtype`
-LEAST_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
+_LEAST_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
 _SAMPLED_BYTES = 256 << 20  # of text whose words are counted
 # Characters that are encoded to see what is saved, of a document at most, and those that letter sequences are from
 _MEASURED, _LONGEST, _LEARNED = 2 << 20, 1 << 18, 4 << 20
@@ -86,7 +86,7 @@ def saved_share(before: Tokenizer, after: Tokenizer, texts: Sequence[str]) -> fl
 def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int) -> Extension:
     """Add up to `most` words to a tokenizer.
 
-    Candidates are words of at least two tokens, one letter and `LEAST_COUNT` occurrences, without unknown characters.
+    Candidates are words of at least two tokens, one letter and `_LEAST_COUNT` occurrences, without unknown characters.
     Those that save the most tokens come first; the same counts give the same vocabulary.
 
     Args:
@@ -101,12 +101,12 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int
     unknown, known = _unknown(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
     words = _divided(tokenizer, counts)
     candidates = words if isinstance(tokenizer.model, models.BPE) else _with_letter_sequences(tokenizer, words, most)
-    pieces = _pieces(tokenizer, words | candidates)
+    pieces = _pieces(tokenizer, {**words, **candidates})
     is_bytes = is_byte_level(tokenizer)
     saved = {
         word: count * (len(pieces[word]) - 1)
         for word, count in candidates.items()
-        if len(pieces[word]) > 1 and count >= LEAST_COUNT and unknown not in pieces[word] and word not in known
+        if len(pieces[word]) > 1 and count >= _LEAST_COUNT and unknown not in pieces[word] and word not in known
         if any(map(str.isalpha, entry_bytes(word).decode("utf-8", "replace") if is_bytes else word))
     }
     chosen = sorted(saved, key=lambda word: (-saved[word], word))[:most]
@@ -122,8 +122,8 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int
 
 
 def _may_begin(entry: str, word: str) -> bool:
-    """Whether an entry may be the beginning of a word, or of what is left of it."""
-    return word.startswith(entry) or (entry.startswith("##") and entry[2:] in word)
+    """Whether a word, or what is left of it after other entries, may begin with an entry."""
+    return entry[2:] in word if entry[:2] == "##" else word.startswith(entry)
 
 
 def check_extension(tokenizer: Tokenizer, most: int) -> None:
@@ -174,41 +174,33 @@ def _divided(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Cou
 def _pieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
     """The ids of each word, which is as `_divided` leaves it."""
     model: Any = tokenizer.model
-    inner = _within_words(tokenizer) if isinstance(model, models.WordPiece) else model
-    found = {word: model.tokenize(word) if word[:2] != "##" else inner.tokenize(word[2:]) for word in words}
-    return {word: [token.id for token in tokens] for word, tokens in found.items()}
-
-
-def _within_words(tokenizer: Tokenizer) -> Any:
-    """A model for what continues words: its first pieces are entries with "##", too."""
-    model: Any = tokenizer.model
-    entries = {entry: n for entry, n in tokenizer.get_vocab().items() if entry[:2] == "##" or entry == model.unk_token}
-    return models.WordPiece(
-        entries | {entry[2:]: n for entry, n in entries.items() if entry[2:] and entry[:2] == "##"},
-        unk_token=model.unk_token,
-    )
+    inner = model
+    if isinstance(model, models.WordPiece):  # whose first pieces are the entries with "##", too
+        entries = {entry[2:]: number for entry, number in tokenizer.get_vocab().items() if entry[:2] == "##"}
+        entries[model.unk_token] = _unknown(tokenizer) or 0
+        inner: Any = models.WordPiece(entries, unk_token=model.unk_token, continuing_subword_prefix="")
+    taken = ((word, inner.tokenize(word[2:]) if word[:2] == "##" else model.tokenize(word)) for word in words)
+    return {word: [token.id for token in tokens] for word, tokens in taken}
 
 
 def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], most: int) -> collections.Counter[str]:
-    """Words between blanks, and the sequences of letters of scripts without them: how often they occur.
+    """Words between blanks, and sequences of letters of scripts without them, by byte-pair encoding: how often each is.
 
-    They are learned by byte-pair encoding of letters with their marks.
+    The units of that encoding are letters with their marks.
     """
-    runs = {word: count for word, count in words.items() if not word.isascii() and scripts.UNIT.search(word)}
+    runs = {word: count for word, count in words.items() if not word.isascii() and scripts.BEGINS_UNIT.search(word)}
     found = collections.Counter({word: count for word, count in words.items() if word not in runs})
     letters: dict[str, str] = {}
     coded: dict[str, int] = {}
     step = max(1, sum(map(len, runs)) // _LEARNED)
-    for word in list(runs)[::step]:
-        cut = scripts.CLUSTER.findall(word)
-        coded["".join(letters.setdefault(one, chr(_FIRST_PRIVATE + len(letters))) for one in cut)] = step * runs[word]
+    for word in sorted(runs)[::step]:
+        units = (letters.setdefault(one, chr(_FIRST_PRIVATE + len(letters))) for one in scripts.CLUSTER.findall(word))
+        coded["".join(units)] = step * runs[word]
+    learned, first = Tokenizer(models.BPE()), list(letters.values())  # in this order, or it would be that of a hash map
+    size = len(letters) + most + _FURTHER
     trainer = trainers.BpeTrainer(
-        vocab_size=len(letters) + most + _FURTHER,
-        min_frequency=LEAST_COUNT,
-        special_tokens=list(letters.values()),
-        show_progress=False,
+        vocab_size=size, min_frequency=_LEAST_COUNT, special_tokens=first, show_progress=False
     )
-    learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     learned.train_from_iterator(repeated(coded), trainer)
     spelled = {ord(code): letter for letter, code in letters.items()}
@@ -216,7 +208,7 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], most:
     model: Any = learned.model
     for word, count in coded.items():
         for number, piece in enumerate(model.tokenize(word)):
-            found[(mark if number else "") + piece.value.translate(spelled)] += count
+            found[mark * (number > 0) + piece.value.translate(spelled)] += count
     return found
 
 
