@@ -27,6 +27,7 @@ from pretrain.batches.order import draw
 from pretrain.batches.plan import Rows
 from pretrain.batches.scheme import MaskingVocabulary
 from pretrain.common.errors import InputError
+from pretrain.corpus.byte_words import WordEdges
 from pretrain.corpus.formats import documents_of, files_below
 from pretrain.corpus.inputs import Problems
 
@@ -166,7 +167,8 @@ def _vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> Masking
     for entry, number in ids.items():
         entries[number] = entry
     gaps = {number for number, entry in enumerate(entries) if not entry}
-    return MaskingVocabulary(special_ids["mask"], ordinary_ids(entries, special | gaps), np.zeros(len(entries), bool))
+    edges = WordEdges(np.zeros(len(entries), bool))
+    return MaskingVocabulary(special_ids["mask"], ordinary_ids(entries, special | gaps), edges)
 
 
 def document_key(document: str, seed: int) -> np.uint64:

@@ -77,7 +77,7 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         type=local_path,
         default=[],
         metavar="PATH",
-        help="score on text that the model was not trained on; bits of common words compare vocabularies: "
+        help="score on text that the model was not trained on; bits of common (English) words compare vocabularies: "
         "plain text (one document a file), JSONL with `text`, "
         "WikiExtractor's files, or folders of them",
     )

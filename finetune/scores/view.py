@@ -24,7 +24,7 @@ _TITLES = {
 }
 # The forms of the rows of a part -> their titles.
 _FORMS = {
-    common_words.PART: {"{bits:.4f} ± {standard_error:.4f}": "common words, bits"},
+    common_words.PART: {"{bits:.4f} ± {standard_error:.4f}": "common words, bits (English only)"},
     whole_words.PART: {"{lower:.4f} and {upper:.4f}": "whole words, bits per character, between"},
     held_out.PART: {
         "{bits_per_character:.4f}": "held-out text, bits per character (within one vocabulary)",

@@ -11,6 +11,7 @@ import numpy as np
 from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.plan import Rows
 from pretrain.config import MaskingConfig
+from pretrain.corpus.byte_words import WordEdges
 
 _REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters distinct from those of pairs.py and of `Masker`
 
@@ -21,11 +22,7 @@ class MaskingVocabulary:
 
     mask_id: int
     ordinary: np.ndarray  # int64, ascending ids of the entries that may replace a token: no special, no [unused]
-    continues: np.ndarray  # bool [V], whether the entry continues a word ("##ing"), if the next two allow it
-    # uint8 [V], the classes of the entry's first and last character: letter, number, mark. Between two classes a word
-    # begins; 0 fits all. WordPiece has none: its marks are words without "##".
-    first: np.ndarray | None = None
-    last: np.ndarray | None = None
+    edges: WordEdges
     entries: Sequence[str] = ()  # [V], the text of each id
 
 
@@ -83,11 +80,7 @@ def word_heads(rows: Rows, candidates: np.ndarray, vocabulary: MaskingVocabulary
 
     The first piece after a special token begins a word in any case.
     """
-    tokens = rows.input_ids[candidates]
-    begins_word = ~vocabulary.continues[tokens]
-    if vocabulary.first is not None and vocabulary.last is not None:
-        here, before = vocabulary.first[tokens[1:]], vocabulary.last[tokens[:-1]]
-        begins_word[1:] |= (here != before) & (here > 0) & (before > 0)
+    begins_word = vocabulary.edges.begins(rows.input_ids[candidates])
     begins_word[0] = True
     begins_word[1:] |= np.diff(candidates) > 1
     return np.flatnonzero(begins_word)

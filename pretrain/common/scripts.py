@@ -25,29 +25,51 @@ _PATTERNS = {  # later ones prevail
     # Joiners, and what a font may not draw, stand within words. ZERO WIDTH SPACE parts them.
     MARK: r"\p{M}[\p{Default_Ignorable_Code_Point}--\u200b]",
 }
-_PLANES = 0x40000  # code points of the planes that have letters
+# What is a word, or a part of one, by itself: letters where no blanks tell, with their marks. Tibetan's are syllables.
+ALONE = "".join(_PATTERNS[kind] for kind in (IDEOGRAPH, KANA, COMPLEX)) + r"[\p{Line_Break=SA}&&\p{M}]"
+# What begins none: also vowels that stand after their consonant, small kana, and signs that repeat (Annex 14, CJ, NS)
+FOLLOWS = _PATTERNS[MARK] + (
+    r"[\p{L}&&[[\p{InSC=Vowel_Dependent}--\p{InPC=Visual_Order_Left}]\p{Line_Break=CJ}\p{Line_Break=NS}]]"
+    r"[\p{Lm}&&\p{Line_Break=SA}]"
+)
+# After what the next letter belongs to the same one: vowels that stand before their consonant, and signs that join.
+JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
+ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]"
+PLANES = 0x40000  # code points of the planes that have letters
 _IGNORED = regex.compile(r"(?V1)[\p{Default_Ignorable_Code_Point}]+")
+BEGINS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")
+FOLLOWING = regex.compile(f"(?V1)[{FOLLOWS}]")
+CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and what belongs to it
+MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 
 
 @functools.cache
+def members(pattern: str) -> np.ndarray:
+    """bool [0x40000]: the characters that a set matches; read only."""
+    points = np.arange(PLANES, dtype="<u4")
+    points[0xD800:0xE000] = 0  # surrogates are no characters
+    found = np.zeros(PLANES, bool)
+    for run in regex.finditer(f"(?V1)[{pattern}]+", points.tobytes().decode("utf-32-le")):
+        found[run.start() : run.end()] = True
+    found.flags.writeable = False
+    return found
+
+
+@functools.cache
 def kinds() -> np.ndarray:
     """uint8 [0x40000]: the kind of each character of the planes that have letters; read only."""
-    points = np.arange(_PLANES, dtype="<u4")
-    points[0xD800:0xE000] = 0  # surrogates are no characters
-    characters = points.tobytes().decode("utf-32-le")
-    kinds = np.full(_PLANES, OTHER, np.uint8)
+    kinds = np.full(PLANES, OTHER, np.uint8)
     for kind, pattern in _PATTERNS.items():
-        for found in regex.finditer(f"(?V1)[{pattern}]+", characters):
-            kinds[found.start() : found.end()] = kind
+        kinds[members(pattern)] = kind
     kinds.flags.writeable = False
     return kinds
 
 
 def kind_of(character: str) -> int:
     """The kind of one character."""
-    return int(kinds()[ord(character)]) if ord(character) < _PLANES else OTHER
+    return int(kinds()[ord(character)]) if ord(character) < PLANES else OTHER
 
 
 def comparable(text: str) -> str:

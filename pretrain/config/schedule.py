@@ -231,7 +231,7 @@ class ProbesConfig(Section):
         default=(),
         description="Held-out text, files or folders as --texts of evaluate-pretrained: loss per masked token.",
     )
-    common_words: bool = Field(default=False, description="Also score the bits of common words in texts.")
+    common_words: bool = Field(default=False, description="Also score the bits of common English words in texts.")
     blimp: LocalPath = Field(
         default="", description="Folder with BLiMP's .jsonl files, of which the first 20 pairs each are scored."
     )

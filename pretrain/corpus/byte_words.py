@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretrain.corpus.byte_columns import LETTER, MARK, NUMBER, character_classes
+from pretrain.common import scripts
+from pretrain.corpus.byte_columns import LETTER, character_classes
 
-# Classes besides those of characters. Those of ideographs differ, so that none continues the word of another.
-_ANY, _SPACE, _BEGINS_WITH_IDEOGRAPH, _ENDS_WITH_IDEOGRAPH = 0, 255, 254, 253
-_IDEOGRAPHS = range(0xE4, 0xEA)  # first bytes of U+4000 to U+9FFF in UTF-8
+# Classes besides those of characters. Those of scripts without blanks differ: no letter continues the word of another.
+_ANY, _SPACE, _BEGINS, _ENDS = 0, 255, 254, 253
+_PART = 252  # of a character; those around it tell its class
+_CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -42,7 +44,7 @@ def speller(entries: Sequence[str]) -> Spell | None:
 
 
 def _begins_word(entry: str, mark: str) -> bool:
-    return entry.startswith(mark) and entry[len(mark) :].isalpha()
+    return entry.startswith(mark) and scripts.WORD.fullmatch(entry, len(mark)) is not None
 
 
 def is_byte_vocabulary(entries: Sequence[str]) -> bool:
@@ -103,42 +105,99 @@ class WordEdges:
     """Where words begin among the V entries of a vocabulary. A token continues the word of the one before it if
 
     continues bool [V] is true for it, and its class first uint8 [V] is the class last uint8 [V] of the one before; 0
-    fits all.
+    fits all. Without classes, all fit. parts int64 [4, V]: how many bytes of a character begun before an entry has at
+    its beginning, these bytes, how many the character lacks that it begins at its end, and the bytes of that.
     """
 
     continues: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
+    first: np.ndarray | None = None
+    last: np.ndarray | None = None
+    parts: np.ndarray | None = None
+
+    def begins(self, tokens: np.ndarray) -> np.ndarray:
+        """bool [T]: which of consecutive tokens begin a word; of the first, as far as it tells by itself."""
+        begins = ~self.continues[tokens]
+        if self.first is not None and self.last is not None:
+            first, last = self.first[tokens], self.last[tokens]
+            if self.parts is not None:
+                _join(self.parts, tokens, first, last)
+            here, before = first[1:], last[:-1]
+            begins[1:] |= (here != before) & (here > 0) & (before > 0)
+        return begins
 
 
-def word_edges(entries: Sequence[str], spell: Spell) -> WordEdges:
-    """Words are GPT-2's pre-tokens, as far as single tokens tell: letters, numbers or marks, with the blank before.
+def word_edges(entries: Sequence[str], spell: Spell | None, *, is_segmented: bool = False) -> WordEdges:
+    """Words are GPT-2's pre-tokens, as far as tokens tell: letters, numbers or marks, with the blank before.
 
-    Each ideograph begins a word, as in BERT. Part of a character counts as a letter.
+    Unlike there, combining marks and joiners belong to the character before them. In a WordPiece (without `spell`),
+    "##" continues. A letter of a script without blanks begins a word, as ideographs do in BERT; in a WordPiece not if
+    the text is segmented by blanks.
     """
-    spelled = [spell(entry) for entry in entries]
-    first = np.array([_class_of(text, 0) for text in spelled], np.uint8)
-    last = np.array([_class_of(text, -1) for text in spelled], np.uint8)
+    if spell is None:
+        continues = np.array([entry.startswith("##") for entry in entries], bool)
+        if is_segmented:
+            return WordEdges(continues)
+        first, last = _edge_classes([entry.removeprefix("##") for entry in entries])
+        for classes in (first, last):  # punctuation is no part of a word, and has no "##"
+            classes[~np.isin(classes, (_ANY, _BEGINS, _ENDS))] = LETTER
+        return WordEdges(continues, first, last)
+    texts = [spell(entry) for entry in entries]
+    cuts = [_cut(text) for text in texts]
+    first, last = _edge_classes([whole for whole, *_ in cuts])
+    parts = np.array([part for _, *part in cuts], np.int64).T
+    first[[not whole for whole, *_ in cuts]] = last[[not whole for whole, *_ in cuts]] = _PART
+    first[parts[0] > 0] = _ANY
     if spell is _marked_bytes:  # the indentation of a line is no part of its first word
-        last[[len(text) > 1 and not text.strip(b" ") for text in spelled]] = _SPACE
-    begins = np.array([text[:1].isspace() for text in spelled], bool)
-    return WordEdges(~begins, first, last)
+        last[[len(text) > 1 and not text.strip(b" ") for text in texts]] = _SPACE
+    return WordEdges(np.array([not text[:1].isspace() for text in texts], bool), first, last, parts)
 
 
-def _class_of(text: bytes, place: int) -> int:
-    """The class of the first (0) or last (-1) character; that of a letter if not all of its bytes are there.
+def _cut(text: bytes) -> tuple[str, int, int, int, int]:
+    """The whole characters of an entry, and its `parts`."""
+    end = text[: len(text) - len(text.lstrip(_CONTINUATION))]
+    stop = max(len(end), _whole_characters(text))
+    begin = text[stop:]
+    lacks = 2 + (begin >= b"\xe0") + (begin >= b"\xf0") - len(begin) if begin else 0
+    whole = text[len(end) : stop].decode("utf-8", "replace")
+    return whole, len(end), int.from_bytes(end[-3:], "big"), lacks, int.from_bytes(begin, "big")
 
-    A blank has the class of what follows, with which it is one pre-token.
-    """
-    if place == 0 and text and text[0] in _IDEOGRAPHS:
-        return _BEGINS_WITH_IDEOGRAPH
-    decoded = text.decode("utf-8", "replace")
-    character = decoded[place] if decoded else "\ufffd"
-    if character == " ":
-        return _ANY
-    if character == "\ufffd":
-        return LETTER
-    if "\u4000" <= character <= "\u9fff":
-        return _ENDS_WITH_IDEOGRAPH
-    kind = int(character_classes(np.array([ord(character)]))[0])
-    return kind if kind in (LETTER, NUMBER, MARK) else _SPACE
+
+def _join(parts: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
+    """Set the classes of the tokens whose first or last character is in several of them; a broken one is a letter."""
+    ends, end, lacks, begin = parts
+    begun = at = np.flatnonzero(lacks[tokens[:-1]])
+    spelled, left = begin[tokens[begun]], lacks[tokens[begun]]
+    while len(at):
+        at = at + 1
+        here = tokens[at]
+        spelled, left = spelled << 8 * ends[here] | end[here], left - ends[here]
+        distinct, which = np.unique(spelled[left == 0], return_inverse=True)
+        texts = [number.to_bytes(4, "big").lstrip(b"\0").decode("utf-8", "replace") for number in distinct.tolist()]
+        for classes, places, found in zip((first, last), (begun, at), _edge_classes(texts), strict=True):
+            chosen = places[left == 0]
+            classes[chosen] = np.where(classes[chosen] == _PART, found[which], classes[chosen])
+        going = (left > 0) & (ends[here] > 0) & (at + 1 < len(tokens))
+        begun, at, spelled, left = (one[going] for one in (begun, at, spelled, left))
+    first[first == _PART] = last[last == _PART] = LETTER
+
+
+def _edge_classes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 [V] each: the classes of the first and the last character of texts; marks at the end have that before."""
+    firsts = np.array([ord(text[0]) if text else 0 for text in texts], np.int64)
+    lasts = np.array([ord(text[-1]) if text else 0 for text in texts], np.int64)
+    first, last = _classes(firsts)[0], _classes(lasts)[1]
+    bases = np.array([ord((scripts.MARKS_AT_END.sub("", text) or text or "\0")[-1]) for text in texts], np.int64)
+    return first, np.where(last == _ANY, last, _classes(bases)[1])
+
+
+def _classes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The classes of characters that begin a token, and of those that end one; a blank is one with what follows."""
+    classes = character_classes(points)
+    classes[classes < LETTER] = _SPACE
+    classes[points == ord(" ")] = _ANY
+    inside = np.minimum(points, scripts.PLANES - 1)
+    sets = (scripts.ALONE, scripts.FOLLOWS, scripts.JOINS, scripts.ACCENTS)
+    alone, follows, joins, accents = (scripts.members(one)[inside] for one in sets)
+    classes[accents] = LETTER
+    first = np.where(follows, _ANY, np.where(alone, _BEGINS, classes))
+    return first, np.where(joins, _ANY, np.where(alone, _ENDS, classes))

@@ -120,6 +120,7 @@ def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any
     return {**source, "files": len(hashes), "file_hashes": {shown(path): digest for path, digest in first}}
 
 
+_NONE_ADDED = " (no words added: none between blanks or punctuation has several tokens and occurs three times)"
 _KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "Released"}
 
 
@@ -137,7 +138,7 @@ def summary_line(folder: Path, what: str) -> str:
     vocabulary = f"vocabulary {manifest['vocabulary_size']:,}"
     if "added" in card["vocabulary"]:
         added, saved = card["vocabulary"]["added"], card["vocabulary"]["saved_share"]
-        vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)"
+        vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)" if added else _NONE_ADDED
     line = (
         f"{shown(folder)}: {what}: {counted(totals['documents'], 'document')} "
         f"({totals['validation_documents']:,} held out, {counted(totals['duplicates'], 'duplicate')} and "

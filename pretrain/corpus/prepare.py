@@ -44,7 +44,7 @@ from pretrain.corpus.description import (
     processes,
 )
 from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
-from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words
+from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words, saved_share
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import CountReadings, Prepared
@@ -278,9 +278,9 @@ class _Preparation:
         """Let the checkpoint's tokenizer have further words, and keep what they save."""
         assert self._tokenizer is not None
         with self._bar.stage("choosing words", 0):
-            words = sampled_words((self._all[n], inputs) for n, inputs in self._inputs.items())
+            words, texts = sampled_words((self._all[n], inputs) for n, inputs in self._inputs.items())
             found = extend_vocabulary(self._tokenizer, words, self._corpus.vocabulary.added_words)
-        share = 1 - found.tokens_after / max(1, found.tokens_before)
+            share = saved_share(self._tokenizer, found.tokenizer, texts)
         self._extension = {"added": len(found.words), "saved_share": round(share, 6), "first_added": found.words[:20]}
         self._tokenizer = found.tokenizer
 

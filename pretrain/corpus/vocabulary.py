@@ -98,7 +98,7 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     return vocabulary
 
 
-def forget_rarest(counts: Counter[bytes]) -> None:
+def forget_rarest(counts: Counter[Any]) -> None:
     """Keep memory bounded: drop the words that occurred once, then twice, ... until few enough are left."""
     least = 1
     while len(counts) > _MAX_COUNTED_WORDS:

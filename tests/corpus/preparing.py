@@ -63,14 +63,11 @@ def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 def masked_words(tokenizer: Tokenizer, text: str) -> list[str]:
     """The words that the masking schemes see in `text`."""
     ids, entries = tokenizer.encode(text, add_special_tokens=False).ids, entries_of(tokenizer)
-    spell = speller(entries)
-    assert spell is not None
-    edges, texts = word_edges(entries, spell), spelled([entries[number] for number in ids], spell)
-    words = [""]
-    for place, (number, shown) in enumerate(zip(ids, texts, strict=True)):
-        here, before = edges.first[number], edges.last[ids[place - 1]]
-        if place and (not edges.continues[number] or (here != before and here > 0 and before > 0)):
-            words.append("")
+    spell, pieces = speller(entries), [entries[number] for number in ids]
+    texts = spelled(pieces, spell) if spell else [piece.removeprefix("##") for piece in pieces]
+    words: list[str] = []
+    for begins, shown in zip(word_edges(entries, spell).begins(np.array(ids)), texts, strict=True):
+        words += [""] * bool(begins or not words)
         words[-1] += shown
     return words
 

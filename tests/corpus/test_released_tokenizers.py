@@ -229,8 +229,20 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(kind, left_o
     entries = entries_of(make_tokenizer(kind))
     assert {entry for number, entry in enumerate(entries) if number not in masker.ordinary} == left_out
     vocabulary = masker._scheme.vocabulary
-    assert not vocabulary.continues[entries.index("\u0120the")]
+    assert not vocabulary.edges.continues[entries.index("\u0120the")]
     check_corpus(config)
+
+
+def test_without_a_word_to_add_the_line_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Japanese has no blanks, and GPT-2's division takes whole words alone."""
+    text, kana = tmp_path / "text.jsonl", [chr(0x3042 + n) for n in range(60)]
+    texts = ["".join(kana[n * m % 60] for m in range(1, 50)) for n in range(1, 21)]
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    make_released(tmp_path / "start", "roberta")
+    added = {"corpus__sources": jsonl(text), "corpus__vocabulary__added_words": 4, "corpus__min_document_words": 1}
+    path = write_config(tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start", **added)
+    assert main(["prepare", str(path)]) == 0
+    assert "(no words added: none between blanks or punctuation" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["roberta", "modernbert"])

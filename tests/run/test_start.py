@@ -23,7 +23,7 @@ from pretrain.checkpoint.start import log_frequencies, read_start, start_overrid
 from pretrain.common.errors import InputError
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PhaseConfig, PretrainConfig, load_config, run_folder
-from pretrain.corpus.extension import check_extension, extend_vocabulary
+from pretrain.corpus.extension import check_extension, extend_vocabulary, saved_share
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import tokenizer_digest
@@ -259,7 +259,9 @@ def test_an_extension_depends_on_counts_alone_and_breaks_no_word(place: Place) -
     counts = {"zebra": 9, "zebras": 2, "quagga": 5, "once": 1, "film": 99, "1234": 50, "\u00e6on": 7}
     extension = extend_vocabulary(tokenizer, counts, 10)
     assert extension.words == ["zebra", "quagga"]
-    assert extension.tokens_before - extension.tokens_after == 9 * 4 + 2 * 4 + 5 * 5
+    text = "zebra " * 9 + "zebras " * 2 + "quagga " * 5
+    tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
+    assert saved_share(tokenizer, extension.tokenizer, [text]) == pytest.approx((9 * 4 + 2 * 4 + 5 * 5) / tokens)
     again = extend_vocabulary(tokenizer, dict(reversed(counts.items())), 10)
     assert again.tokenizer.to_str() == extension.tokenizer.to_str()
     assert extend_vocabulary(tokenizer, counts, 1).words == ["zebra"]

@@ -1133,6 +1133,45 @@ def test_words_are_learned_from_the_training_file_and_kept(tmp_path):
     assert earlier.example("U.S.", "it").words == ["U", ".", "S", "."]  # as it was trained to be used
 
 
+def test_words_of_scripts_without_blanks_are_cut_as_the_training_words_were():
+    words = [
+        "タナカ",
+        "コーヒー",
+        "コーヒー",
+        "カップ",
+        "は",
+        "を",
+        "が",
+        "これ",
+        "これ",
+        "飲む",
+        "飲む",
+        "ในไทย",
+        "ไทย",
+        "ไทย",
+        "แม่น้ำ",
+        "แม่น้ำ",
+    ]
+    cuts = WordCuts.learn(words * 3)
+    for text in ("スミス|は|コーヒー|を|飲む", "แม่น้ำ|ไทย", "これ|が|ไทย"):
+        assert "|".join(text.replace("|", "")[begin:end] for begin, end in cuts(text.replace("|", "")).tolist()) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("เขาไปกรุงเทพเมื่อวาน", "กรุงเทพ"), ("きのうスペインへいった", "スペイン"), ("ខ្ញុំទៅភ្នំពេញម្សិលមិញ", "ភ្នំពេញ")],
+)
+def test_an_entity_within_a_run_of_letters_has_its_own_words(tmp_path, text, name):
+    start = text.index(name)
+    record = {"text": text, "entities": [{"start": start, "end": start + len(name), "type": "LOC"}]}
+    task = Entities(EntitiesSettings(train=write_records(tmp_path / "a.jsonl", record)))
+    (one,) = task.read_train()
+    assert not task.remarks
+    tagged = [offsets for offsets, tag in zip(one.characters()[1].tolist(), one.tags or (), strict=True) if tag != "O"]
+    assert (tagged[0][0], tagged[-1][1]) == (start, start + len(name))
+    assert task.example(text, "it").words == one.words  # plain text is cut alike
+
+
 def test_a_long_run_of_signs_is_cut_into_known_words():
     cuts = WordCuts.learn(["...", "...", "..", "..", "."])
     lengths = np.diff(cuts("." * 600), axis=1)
@@ -1148,6 +1187,9 @@ def test_a_long_run_of_signs_is_cut_into_known_words():
         ("नमस्ते दुनिया", "नमस्ते|दुनिया"),  # vowel signs are marks, not letters
         ("e\u0301a \u0301b", "e\u0301a|\u0301b"),
         ("东京tower", "东|京|tower"),
+        ("コーヒーをﾊﾟっと人々", "コー|ヒー|を|ﾊﾟっ|と|人々"),
+        ("แม่น้ำใน\u200bไทย2", "แ|ม่|น้ำ|ใ|น\u200b|ไ|ท|ย|2"),
+        ("ក្រុង ကျွန်ုပ်", "ក្|រុ|ង|ကျွ|န်ု|ပ်"),
         ("❤\ufe0f👩\u200d👩x", "❤\ufe0f|👩\u200d|👩|x"),
         ("a\u200bb\u200b c\x00d", "a\u200bb\u200b|c\x00d"),
         ("\ufeffAnn\u00a0Li\u3000\u2028x\ty", "\ufeffAnn|Li|x|y"),

@@ -4,9 +4,9 @@ Training sets segment differently: "U.S.", "anti-Spanish" and "@ann" are one wor
 The model tags the first token of each word, so plain text must be segmented like the training set.
 
 The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece is a class (word, number,
-initial or ideograph) or a symbol. A word is a sequence of pieces; its probability is that of their trigrams. Words of
-several pieces that occur more than once have their own frequency ("Mr.", "'s"). Text is split at white space, and
-each chunk between is segmented into the most probable words (Viterbi).
+initial, ideograph, or a letter of another script without blanks) or a symbol. A word is a sequence of pieces; its
+probability is that of their trigrams. Words of several pieces that occur more than once have their own frequency
+("Mr.", "'s"). Text is split at white space, and each chunk between is segmented into the most probable words (Viterbi).
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.datasets.words import cut_words, is_ideograph
+from finetune.tasks.datasets.words import cut_words
+from pretrain.common import scripts
 
 _MOST_ENTRIES = 5000  # of each table: the most frequent ones
 _MOST_PIECES = 48  # per word
 _START, _END = "start", "end"
 _WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
-_SPELLED = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH}
+_KATAKANA, _HIRAGANA, _COMPLEX = "katakana", "hiragana", "complex"
+_SPELLED = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH, _KATAKANA, _HIRAGANA, _COMPLEX}
 _LETTER = math.log(1 / 50)  # log probability of any one letter; a symbol is its own class
 _UNSEEN = 0.1  # count of a symbol that is not in the training set
 # A training set does not show the spaces around a symbol: "a - b" and "a-b" may be the same three words. A symbol
@@ -173,8 +175,10 @@ def _pieces(word: str) -> list[str]:
 
 
 def _class_of(piece: str) -> str:
-    if is_ideograph(piece[0]):
-        return _IDEOGRAPH
+    if scripts.BEGINS_UNIT.match(piece):
+        kind = scripts.kind_of(piece[0])
+        kana = _KATAKANA if "\u30a0" <= piece[0] <= "\u30ff" else _HIRAGANA
+        return {scripts.KANA: kana, scripts.COMPLEX: _COMPLEX}.get(kind, _IDEOGRAPH)
     if piece.isdigit():
         return _NUMBER
     if not any(letter.isalnum() for letter in piece):

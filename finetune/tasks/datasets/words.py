@@ -4,6 +4,8 @@ import unicodedata
 
 import numpy as np
 
+from pretrain.common import scripts
+
 _SPACE, _RUN, _ALONE, _MARK = range(4)
 
 
@@ -12,8 +14,8 @@ def cut_words(text: str) -> np.ndarray:
 
     Follows BERT's pre-tokenizer (google-research/bert tokenization.py, BasicTokenizer): white space separates words;
     each punctuation mark and CJK character is a word; any other run of characters is one word. Unlike BERT, symbols of
-    any script (currency, arrows, emoji) are words too, because entities end at them. Combining marks, joiners and
-    control characters belong to the preceding character.
+    any script (currency, arrows, emoji) are words too, because entities end at them, and letters of scripts without
+    blanks (kana, Thai, Khmer). Combining marks, joiners and control characters belong to the preceding character.
     """
     if not text:
         return np.zeros((0, 2), np.int64)
@@ -43,19 +45,6 @@ def _kind(character: str) -> int:
     if character.isspace() and not "\x1c" <= character <= "\x1f":
         return _SPACE
     category = unicodedata.category(character)
-    if category[0] in "PS" or is_ideograph(character):
+    if category[0] in "PS" or scripts.BEGINS_UNIT.match(character):
         return _ALONE
-    return _MARK if category[0] == "M" or category in ("Cc", "Cf") else _RUN
-
-
-def is_ideograph(character: str) -> bool:
-    """Whether it is in the CJK blocks of google-research/bert tokenization.py, BasicTokenizer._is_chinese_char."""
-    point = ord(character)
-    return (
-        0x4E00 <= point <= 0x9FFF
-        or 0x3400 <= point <= 0x4DBF
-        or 0x20000 <= point <= 0x2A6DF
-        or 0x2A700 <= point <= 0x2CEAF
-        or 0xF900 <= point <= 0xFAFF
-        or 0x2F800 <= point <= 0x2FA1F
-    )
+    return _MARK if category in ("Cc", "Cf") or scripts.FOLLOWING.match(character) else _RUN

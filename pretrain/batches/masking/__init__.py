@@ -22,7 +22,7 @@ from pretrain.common.kinds import load_kind
 from pretrain.config import MaskingConfig
 from pretrain.corpus.byte_words import speller, word_edges
 from pretrain.corpus.shards import TokenShards
-from pretrain.corpus.special_tokens import special_added_ids
+from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
 KIND = Contract("Scheme", MaskingScheme, ("choose",))
@@ -130,9 +130,7 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
     ordinary = ordinary_ids(entries, {*shards.special_ids.values(), *without_role})
     if not len(ordinary):
         raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
-    mask = shards.special_ids["mask"]
-    if spell:
-        edges = word_edges(entries, spell)
-        return MaskingVocabulary(mask, ordinary, edges.continues, edges.first, edges.last, entries)
-    continues = np.array([entry.startswith("##") for entry in entries])
-    return MaskingVocabulary(mask, ordinary, continues, entries=entries)
+    # Japanese checkpoints, whose text is cut into words beforehand, do not cut at ideographs.
+    is_segmented = declared_settings(shards.folder).get("tokenize_chinese_chars") is False
+    edges = word_edges(entries, spell, is_segmented=is_segmented)
+    return MaskingVocabulary(shards.special_ids["mask"], ordinary, edges, entries)
