@@ -1,7 +1,7 @@
 """Whole training steps on CUDA tensors that do not exist, on any machine.
 
 Fake tensors have a device, a type and a shape, and no values. Torch's builds for CPUs know no CUDA device; `device.cpp`
-registers one on which nothing runs. `trace.py` takes steps of the engine there.
+registers one on which nothing runs. `trace.py` takes steps of the engine there; `kernels.py` compiles their kernels.
 """
 
 import json
@@ -17,8 +17,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def run(cases: Iterable[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What `trace` prints of each case, in a process that has the fake device; built in `folder`."""
+def run(module: str, cases: Iterable[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What a module of this package prints of each case, in a process that has the fake device; built in `folder`."""
     library, torch_folder = folder / "device.so", Path(torch.__file__).parent
     subprocess.run(
         [
@@ -29,7 +29,7 @@ def run(cases: Iterable[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         check=True,
     )
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda.trace", *map(json.dumps, cases)],
+        [sys.executable, "-m", f"tests.fake_cuda.{module}", *map(json.dumps, cases)],
         cwd=ROOT,
         env={**os.environ, "LD_PRELOAD": str(library), "DS_ACCELERATOR": "cpu"},
         capture_output=True,

@@ -1,6 +1,6 @@
 """python -m tests.fake_cuda.trace CASE...: a step of each case on fake CUDA tensors, as a line of JSON each.
 
-A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`;
+A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile`,
 `electra` and `cuda_graphs` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has
 `host_reads`: where the host waited for the device, read a value of it, copied from it, or copied to it in a way that
 waits, while the loop launched a step; for pretraining `host_reads_of_evaluation`; `collectives` of the step, by name;
@@ -68,8 +68,8 @@ def take_a_step(case: dict[str, Any]) -> None:
     from pretrain.training.engine.pass_graphs import PassGraphs
     from pretrain.training.optim import make_optimizer, parameter_groups
 
-    how = {"zero_stage": case["stage"], "precision": case["precision"], "cuda_graphs": case.get("cuda_graphs", False)}
-    settings = EngineConfig.model_validate({"compile": False, **how})
+    switches = {name: case.get(name, False) for name in ("compile", "cuda_graphs")}
+    settings = EngineConfig.model_validate({"zero_stage": case["stage"], "precision": case["precision"], **switches})
     PassGraphs.run = launch_what_would_be_recorded  # type: ignore[method-assign]
     optimizer = OptimizerConfig.model_validate(case["optimizer"])
     host_reads_of_evaluation.clear()
@@ -139,7 +139,7 @@ def model_of(case: dict[str, Any]) -> nn.Module:
         return TaskModel(shape, VOCABULARY, head, objective, 2, TaskHead("tanh", pooling=pooling))
     if case.get("electra"):
         return ElectraModel(shape, VOCABULARY, settings=ElectraConfig(generator_width=0.5))
-    return PretrainingModel(shape, VOCABULARY)
+    return PretrainingModel(shape, VOCABULARY, compile=case.get("compile", False))
 
 
 def batch_of(case: dict[str, Any]) -> Any:

@@ -54,7 +54,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    lines = fake_cuda.run(CASES.values(), tmp_path_factory.mktemp("fake-cuda"))
+    lines = fake_cuda.run("trace", CASES.values(), tmp_path_factory.mktemp("fake-cuda"))
     return dict(zip(CASES, lines, strict=True))
 
 
