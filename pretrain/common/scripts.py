@@ -16,17 +16,19 @@ OTHER, MARK, LETTER, TIBETAN, IDEOGRAPH, KANA, COMPLEX = range(7)
 # Of scripts without blanks between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others
 UNSPACED = (TIBETAN, IDEOGRAPH, KANA, COMPLEX)
 
+_UNDRAWN = r"[\p{Default_Ignorable_Code_Point}--\u200b]"  # what a font may not draw; ZERO WIDTH SPACE parts words
 _PATTERNS = {  # later ones prevail
     LETTER: r"\p{L}\p{N}",
     TIBETAN: r"[\p{Script=Tibetan}&&[\p{L}\p{N}]]",
     IDEOGRAPH: r"[\p{Script=Han}&&[\p{L}\p{N}]][\p{Line_Break=ID}&&\p{L}]",
     KANA: r"[[\p{Script_Extensions=Hiragana}\p{Script_Extensions=Katakana}]&&\p{L}--\p{Script=Han}]",
     COMPLEX: r"[[\p{Line_Break=SA}\p{Line_Break=AK}\p{Line_Break=AS}]&&\p{L}]",
-    # Joiners, and what a font may not draw, stand within words. ZERO WIDTH SPACE parts them.
-    MARK: r"\p{M}[\p{Default_Ignorable_Code_Point}--\u200b]",
+    MARK: r"\p{M}" + _UNDRAWN,  # joiners, too, stand within words
 }
 _PLANES = 0x40000  # code points of the planes that have letters
-_IGNORED = regex.compile(r"(?V1)[\p{Default_Ignorable_Code_Point}]+")
+_IGNORED = regex.compile(f"(?V1){_UNDRAWN}+")
+# What `comparable` may change. The others neither decompose nor compose with what stands before them (Annex 15, 9).
+_CHANGING = rf"(?V1)[\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_UNDRAWN}[^\p{{CCC=0}}]]"
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 
@@ -34,15 +36,19 @@ WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 @functools.cache
 def kinds() -> np.ndarray:
     """uint8 [0x40000]: the kind of each character of the planes that have letters; read only."""
-    points = np.arange(_PLANES, dtype="<u4")
-    points[0xD800:0xE000] = 0  # surrogates are no characters
-    characters = points.tobytes().decode("utf-32-le")
+    characters = _characters(_PLANES)
     kinds = np.full(_PLANES, OTHER, np.uint8)
     for kind, pattern in _PATTERNS.items():
         for found in regex.finditer(f"(?V1)[{pattern}]+", characters):
             kinds[found.start() : found.end()] = kind
     kinds.flags.writeable = False
     return kinds
+
+
+def _characters(count: int) -> str:
+    points = np.arange(count, dtype="<u4")
+    points[0xD800:0xE000] = 0  # surrogates are no characters
+    return points.tobytes().decode("utf-32-le")
 
 
 def kind_of(character: str) -> int:
@@ -55,3 +61,15 @@ def comparable(text: str) -> str:
     if text.isascii():
         return text
     return _IGNORED.sub("", unicodedata.normalize("NFKC", text))
+
+
+def changing() -> np.ndarray:
+    """bool [0x110000]: the characters without which a text has the words of its comparable form.
+
+    Those that are part of no word in either form, such as a no-break space, are not among them.
+    """
+    found = np.zeros(0x110000, bool)
+    for one in regex.finditer(_CHANGING, _characters(len(found))):
+        formed = max(map(kind_of, comparable(one[0])), default=OTHER)
+        found[one.start()] = kind_of(one[0]) != OTHER or formed >= LETTER
+    return found

@@ -59,11 +59,17 @@ def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
     if not sets:
         return []
     rows = [
-        table_row(one["name"], f"{one['texts']:,}", f"{one['found']:,}", f"{100 * one['found'] / one['texts']:.2f} %")
+        table_row(one["name"], f"{one['texts']:,}", f"{one['found']:,}", _share_found(one), f"{one['too_short']:,}")
         for one in sets
     ]
-    header = [table_row("set", "texts", "found in the sources", "share"), table_row("---", *["---:"] * 3)]
+    names = ("set", "texts", "found in the sources", "share of those looked for", "too short to be looked for")
+    header = [table_row(*names), table_row("---", *["---:"] * 4)]
     return ["## Evaluation sets", "", *header, *rows, ""]
+
+
+def _share_found(one: dict[str, Any]) -> str:
+    sought = one["texts"] - one["too_short"]
+    return f"{100 * one['found'] / sought:.2f} %" if sought else "none looked for"
 
 
 def _examples(filtered: list[dict[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from pretrain.common.files import put_manifest
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
 from pretrain.corpus.documents import Documents, ShardPlan
-from pretrain.corpus.filters.evaluation_sets import set_names
+from pretrain.corpus.filters.evaluation_sets import SetSize, set_names
 from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
@@ -42,7 +42,7 @@ class Prepared:
         extension: facts about an extended vocabulary, for the card.
         results: of writing each shard of the plan.
         hashes: {path: SHA-256} of the files of each source, in its order.
-        evaluation_texts: of each evaluation set.
+        evaluation_sizes: of each evaluation set.
     """
 
     corpus: CorpusConfig
@@ -59,7 +59,7 @@ class Prepared:
     results: list[dict[str, Any]]
     hashes: list[dict[str, str]]
     problems: Problems
-    evaluation_texts: Sequence[int]
+    evaluation_sizes: Sequence[SetSize]
 
     def write(self, count_readings: CountReadings | None) -> None:
         """Write what is left. `count_readings` is that of `prepare`."""
@@ -105,7 +105,7 @@ class Prepared:
         before = self.growth.card(self.work) if self.growth else {}
         count = len(manifest["sources"])
         extension = {key: x for key, x in before.get("vocabulary", {}).items() if key in _EXTENSION_FACTS}
-        evaluation = self.documents.evaluation(self.evaluation_texts, set_names(self.corpus.filters.contamination))
+        evaluation = self.documents.evaluation(self.evaluation_sizes, set_names(self.corpus.filters.contamination))
         card.write_card(
             self.corpus.folder,
             manifest["sources"],
