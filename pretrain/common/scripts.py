@@ -60,7 +60,7 @@ def comparable(text: str) -> str:
     """A text as it is compared with others: composed (NFKC), without characters that a font may not draw."""
     if text.isascii():
         return text
-    return _IGNORED.sub("", unicodedata.normalize("NFKC", text))
+    return unicodedata.normalize("NFKC", _IGNORED.sub("", text))
 
 
 def changing() -> np.ndarray:
@@ -70,6 +70,6 @@ def changing() -> np.ndarray:
     """
     found = np.zeros(0x110000, bool)
     for one in regex.finditer(_CHANGING, _characters(len(found))):
-        formed = max(map(kind_of, comparable(one[0])), default=OTHER)
-        found[one.start()] = kind_of(one[0]) != OTHER or formed >= LETTER
+        formed = comparable(one[0])
+        found[one.start()] = not formed or kind_of(one[0]) != OTHER or max(map(kind_of, formed)) >= LETTER
     return found

@@ -59,10 +59,10 @@ def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
     if not sets:
         return []
     rows = [
-        table_row(one["name"], f"{one['texts']:,}", f"{one['found']:,}", _share_found(one), f"{one['too_short']:,}")
+        table_row(one["name"], *(f"{one[key]:,}" for key in ("texts", "too_short", "found")), _share_found(one))
         for one in sets
     ]
-    names = ("set", "texts", "found in the sources", "share of those looked for", "too short to be looked for")
+    names = ("set", "texts", "too short to be looked for", "found in the sources", "share of those looked for")
     header = [table_row(*names), table_row("---", *["---:"] * 4)]
     return ["## Evaluation sets", "", *header, *rows, ""]
 

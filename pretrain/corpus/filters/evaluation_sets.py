@@ -50,8 +50,8 @@ def write_table(config: ContaminationConfig, path: Path) -> list[SetSize]:
     """Write the n-grams of all sets to `path`; returns the sizes of the sets.
 
     hashes uint64 [G], ascending, and texts int64 [G], the first text that has it; beginnings uint64: hashes of their
-    first `SHORTEST` words; lengths int64: quarters of words in the n-grams; first int64 [sets + 1]: first text of each
-    set.
+    first `SHORTEST` words; lengths int64: quarters of words in the n-grams; first int64 [sets + 1]: the first text of
+    each set.
     """
     none = np.zeros(0, np.uint64)
     grams, first, too_short = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0], []

@@ -21,6 +21,7 @@ _QUARTERS = np.array([0, 0, WORD, 1, WORD, 2, 1])
 _UNITS = 1 << 16
 _HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one stands for a row of characters
 _LEAST_LETTERS = 64  # of a row, without which it is of symbols, such as emoji
+_APART = 64  # characters between changes above which they are made one by one
 _CHANGES = 1 << 7  # beside a kind: the comparable form may have something else
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
 
@@ -60,14 +61,24 @@ class TextColumns:
         """int64: where sequences of so many quarters of words, or the least above, end; past T if there are none."""
         if self.quarters is None:
             return starts + -(-quarters // WORD)
-        return np.searchsorted(self.quarters, self.quarters[starts] + quarters)
+        return self._until(self.quarters[starts] + quarters)
+
+    @functools.cached_property
+    def _terms_of(self) -> np.ndarray:
+        """int64: the terms until so many quarters of words are reached, from 0 on; past T behind the last."""
+        assert self.quarters is not None
+        counts = np.diff(self.quarters, prepend=-1, append=self.quarters[-1] + 1)
+        return np.repeat(np.arange(len(counts)), counts)
+
+    def _until(self, quarters: np.ndarray) -> np.ndarray:
+        return self._terms_of[np.clip(quarters, 0, len(self._terms_of) - 1)]
 
     def grams(self, n: int) -> np.ndarray:
         """uint64 [G]: hashes of n words from each term on, as far as there are any, also across documents' ends."""
         if self.quarters is None:
             count = max(0, len(self.term_starts) - n + 1)
             return self.sequence_hashes(slice(count), slice(n, n + count))
-        starts = np.arange(np.searchsorted(self.quarters, self.quarters[-1] - n * WORD, "right"))
+        starts = np.arange(int(self._until(self.quarters[-1] - n * WORD + 1)))
         return self.sequence_hashes(starts, self.sequence_ends(starts, n * WORD))
 
     def gram_documents(self, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +86,7 @@ class TextColumns:
         first, ends = self.terms[:-1], self.terms[1:]
         if self.quarters is None:
             return first, np.maximum(0, ends - first - n + 1)
-        return first, np.maximum(0, np.searchsorted(self.quarters, self.quarters[ends] - n * WORD, "right") - first)
+        return first, np.maximum(0, self._until(self.quarters[ends] - n * WORD + 1) - first)
 
     def document_quarters(self) -> np.ndarray:
         """int64 [D]: quarters of words of each document."""
@@ -87,8 +98,7 @@ def text_columns(texts: Sequence[str]) -> TextColumns:
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
     kinds = _kinds()[units]
     if kinds.max() >= _CHANGES:
-        units = _comparable(units, np.flatnonzero(kinds >= _CHANGES))
-        kinds = _kinds()[units] & (_CHANGES - 1)
+        units, kinds = _comparable(units, kinds)
     starts, ends, quarters = _terms(kinds)
     return TextColumns(
         units=units,
@@ -100,17 +110,20 @@ def text_columns(texts: Sequence[str]) -> TextColumns:
     )
 
 
-def _comparable(units: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """`units` with the comparable form of the lines that have one of `places`."""
-    line_ends = np.flatnonzero((units == 0) | (units == ord("\n")))
-    lines = np.unique(np.searchsorted(line_ends, places))
-    starts = np.append(0, line_ends + 1)[lines]
-    raw, parts, done = units.tobytes(), [], 0
-    for start, end in zip((2 * starts).tolist(), (2 * line_ends[lines]).tolist(), strict=True):
-        line = scripts.comparable(raw[start:end].decode("utf-16-le"))
-        parts += raw[done:start], line.encode("utf-16-le")
+def _comparable(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`units` in their comparable form, and the kinds of these; only what changes is made anew, with what it joins."""
+    places = np.flatnonzero(kinds >= _CHANGES)
+    apart = np.diff(places) > _APART
+    starts, ends = np.maximum(places[np.append(True, apart)] - 1, 0), places[np.append(apart, True)] + 1
+    starts -= units[starts] // _ROW == _LOW // _ROW  # characters of two units stay whole
+    ends += units[ends] // _ROW == _LOW // _ROW
+    formed, of_kinds, done = [], [], 0
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        text = scripts.comparable(units[start:end].tobytes().decode("utf-16-le"))
+        formed += units[done:start], np.frombuffer(text.encode("utf-16-le"), np.uint16)
+        of_kinds += kinds[done:start], _kinds()[formed[-1]] & (_CHANGES - 1)
         done = end
-    return np.frombuffer(b"".join([*parts, raw[done:]]), np.uint16)
+    return np.concatenate([*formed, units[done:]]), np.concatenate([*of_kinds, kinds[done:]])
 
 
 def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
