@@ -36,7 +36,7 @@ WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 @functools.cache
 def kinds() -> np.ndarray:
     """uint8 [0x40000]: the kind of each character of the planes that have letters; read only."""
-    characters = _characters(_PLANES)
+    characters = _characters()
     kinds = np.full(_PLANES, OTHER, np.uint8)
     for kind, pattern in _PATTERNS.items():
         for found in regex.finditer(f"(?V1)[{pattern}]+", characters):
@@ -45,8 +45,8 @@ def kinds() -> np.ndarray:
     return kinds
 
 
-def _characters(count: int) -> str:
-    points = np.arange(count, dtype="<u4")
+def _characters() -> str:
+    points = np.arange(_PLANES, dtype="<u4")
     points[0xD800:0xE000] = 0  # surrogates are no characters
     return points.tobytes().decode("utf-32-le")
 
@@ -64,12 +64,11 @@ def comparable(text: str) -> str:
 
 
 def changing() -> np.ndarray:
-    """bool [0x110000]: the characters without which a text has the words of its comparable form.
+    """bool [0x40000]: the characters without which a text has the words of its comparable form.
 
     Those that are part of no word in either form, such as a no-break space, are not among them.
     """
-    found = np.zeros(0x110000, bool)
-    for one in regex.finditer(_CHANGING, _characters(len(found))):
-        formed = comparable(one[0])
-        found[one.start()] = not formed or kind_of(one[0]) != OTHER or max(map(kind_of, formed)) >= LETTER
+    found = np.zeros(_PLANES, bool)
+    for one in regex.finditer(_CHANGING, _characters()):
+        found[one.start()] = kind_of(one[0]) != OTHER or any(kind_of(x) >= LETTER for x in comparable(one[0]))
     return found

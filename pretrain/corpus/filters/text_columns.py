@@ -189,15 +189,15 @@ def _kinds() -> np.ndarray:
 
     A high surrogate is what most letters are for which it may stand, and a low one is a mark on it.
     """
-    known, changing = scripts.kinds(), scripts.changing()
-    kinds = known[:_UNITS].copy()
-    kinds[_HIGH : _HIGH + _ROW], kinds[_LOW : _LOW + _ROW] = OTHER, MARK
-    for number, row in enumerate(known[_UNITS:].reshape(-1, _ROW)):
-        counts = np.bincount(row, minlength=COMPLEX + 1)
+    known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
+    kinds = known[:_UNITS] | changes[:_UNITS]
+    # Of the planes that have no letters, one has characters that are dropped.
+    kinds[_HIGH : _HIGH + _ROW], kinds[_LOW : _LOW + _ROW] = OTHER | _CHANGES, MARK
+    for number, row in enumerate(range(_UNITS, len(known), _ROW)):
+        counts = np.bincount(known[row : row + _ROW], minlength=COMPLEX + 1)
         counts[[OTHER, MARK]] = 0
-        kinds[_HIGH + number] = counts.argmax() if counts.sum() >= _LEAST_LETTERS else OTHER
-    kinds[changing[:_UNITS]] |= _CHANGES
-    kinds[_HIGH : _HIGH + _ROW][changing[_UNITS:].reshape(-1, _ROW).any(axis=1)] |= _CHANGES
+        kind = counts.argmax() if counts.sum() >= _LEAST_LETTERS else OTHER
+        kinds[_HIGH + number] = kind | changes[row : row + _ROW].max()
     return kinds
 
 
@@ -207,5 +207,6 @@ def _letter_hashes() -> np.ndarray:
     folded = np.arange(_UNITS, dtype=np.uint64)
     for unit in range(_UNITS):
         character = chr(unit)
-        folded[unit] = next(ord(x) for x in (character.casefold(), character.lower(), character) if len(x) == 1)
+        if character != (form := character.casefold()):
+            folded[unit] = next(ord(x) for x in (form, character.lower(), character) if len(x) == 1)
     return mixed(folded + np.uint64(1))
