@@ -59,17 +59,18 @@ def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
     if not sets:
         return []
     rows = [
-        table_row(one["name"], *(f"{one[key]:,}" for key in ("texts", "too_short", "found")), _share_found(one))
+        table_row(
+            one["name"],
+            *(f"{one[key]:,}" for key in ("texts", "too_short", "found")),
+            f"{100 * one['found'] / sought:.2f} %"
+            if (sought := one["texts"] - one["too_short"])
+            else "none looked for",
+        )
         for one in sets
     ]
     names = ("set", "texts", "too short to be looked for", "found in the sources", "share of those looked for")
     header = [table_row(*names), table_row("---", *["---:"] * 4)]
     return ["## Evaluation sets", "", *header, *rows, ""]
-
-
-def _share_found(one: dict[str, Any]) -> str:
-    sought = one["texts"] - one["too_short"]
-    return f"{100 * one['found'] / sought:.2f} %" if sought else "none looked for"
 
 
 def _examples(filtered: list[dict[str, Any]]) -> list[str]:

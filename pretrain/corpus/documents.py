@@ -20,7 +20,6 @@ import numpy as np
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.wording import counted
-from pretrain.corpus.filters.evaluation_sets import SetSize
 from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among, load_hashes
 from pretrain.corpus.filters.report import MOST_EXAMPLES, Report
 from pretrain.corpus.inputs import LEFT_OUT, first_faults
@@ -389,17 +388,13 @@ class Documents:
                 entries[one["filter"], one["rule"]]["by_source"][summary.source] += one["documents"]
         return [*entries.values(), *self._filtered_near(source_count)]
 
-    def evaluation(self, sizes: Sequence[SetSize], names: Sequence[str]) -> list[dict[str, Any]]:
-        """[{name, texts, too_short, found}] of each evaluation set: its texts, and how many of them documents contain.
-
-        Those that are too short are not looked for.
-        """
+    def evaluation(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
+        """[{name, texts, too_short, found}] of each evaluation set; `found` are the texts that documents contain."""
         seen = np.array(sorted({number for summary in self._read for number in summary.seen}), np.int64)
-        first = np.cumsum([0, *(size.texts for size in sizes)])
+        first = np.cumsum([0, *(size["texts"] for size in sizes)])
         found = np.diff(np.searchsorted(seen, first))
         return [
-            {"name": name, **size._asdict(), "found": int(number)}
-            for name, size, number in zip(names, sizes, found, strict=True)
+            {"name": name, **size, "found": int(number)} for name, size, number in zip(names, sizes, found, strict=True)
         ]
 
     def _filtered_near(self, source_count: int) -> list[dict[str, Any]]:

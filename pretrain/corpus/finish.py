@@ -16,7 +16,7 @@ from pretrain.common.files import put_manifest
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
 from pretrain.corpus.documents import Documents, ShardPlan
-from pretrain.corpus.filters.evaluation_sets import SetSize, set_names
+from pretrain.corpus.filters.evaluation_sets import set_names
 from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
@@ -59,7 +59,7 @@ class Prepared:
     results: list[dict[str, Any]]
     hashes: list[dict[str, str]]
     problems: Problems
-    evaluation_sizes: Sequence[SetSize]
+    evaluation_sizes: Sequence[dict[str, int]]
 
     def write(self, count_readings: CountReadings | None) -> None:
         """Write what is left. `count_readings` is that of `prepare`."""

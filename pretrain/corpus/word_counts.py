@@ -10,10 +10,9 @@ import functools
 import numpy as np
 
 from pretrain.common import scripts
-from pretrain.common.scripts import COMPLEX, IDEOGRAPH, KANA, LETTER, TIBETAN
 
 _QUARTERS = 4  # of a word, the unit of the weights
-_OF_KIND = {TIBETAN: 1, IDEOGRAPH: 2, KANA: 2, COMPLEX: 1}
+_OF_KINDS = np.array([0, 0, 0, 1, 2, 2, 1], np.uint8)  # TIBETAN, IDEOGRAPH, KANA and COMPLEX have some
 _LEAD = 0xE0  # the least first byte of three bytes in UTF-8
 
 
@@ -24,9 +23,8 @@ def _weights() -> tuple[np.ndarray, bytes]:
     These are a character, or 64 of those with four bytes. A mark counts as the letter before it in the code.
     """
     kinds = scripts.kinds()
-    letters = np.where(kinds >= LETTER, np.arange(len(kinds)), 0)
-    marked = np.where(kinds == scripts.MARK, kinds[np.maximum.accumulate(letters)], kinds)
-    each = np.array([_OF_KIND.get(kind, 0) for kind in range(COMPLEX + 1)], np.uint8)[marked]
+    letters = np.maximum.accumulate(np.where(kinds >= scripts.LETTER, np.arange(len(kinds)), 0))
+    each = np.where(kinds == scripts.OTHER, 0, _OF_KINDS[kinds[letters]])
     weights = np.concatenate([each[: 1 << 16], each[::64]])
     return weights, bytes(_LEAD) + weights.reshape(-1, 1 << 12).max(axis=1).tobytes().ljust(256 - _LEAD, b"\0")
 

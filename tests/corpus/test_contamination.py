@@ -58,7 +58,7 @@ def test_a_text_is_found_in_each_format(name: str, tmp_path: Path) -> None:
 
 def _texts_in(path: Path, *columns: str) -> int:
     config = ContaminationConfig(sets=(EvaluationSetConfig(path=str(path), columns=columns),))
-    return write_table(config, path.with_suffix(".npz"))[0].texts
+    return write_table(config, path.with_suffix(".npz"))[0]["texts"]
 
 
 def test_a_quote_at_the_beginning_of_a_tsv_cell_swallows_no_rows(tmp_path: Path) -> None:

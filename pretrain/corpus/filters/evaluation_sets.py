@@ -39,22 +39,15 @@ def set_names(config: ContaminationConfig) -> list[str]:
     return [one.name or Path(one.path).name.split(".")[0] for one in config.sets]
 
 
-class SetSize(NamedTuple):
-    """How many texts a set has, and how many of them are too short to be looked for."""
-
-    texts: int
-    too_short: int
-
-
-def write_table(config: ContaminationConfig, path: Path) -> list[SetSize]:
-    """Write the n-grams of all sets to `path`; returns the sizes of the sets.
+def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
+    """Write the n-grams of all sets to `path`; returns {texts, too_short} of each: those too short are not looked for.
 
     hashes uint64 [G], ascending, and texts int64 [G], the first text that has it; beginnings uint64: hashes of their
     first `SHORTEST` words; lengths int64: quarters of words in the n-grams; first int64 [sets + 1]: the first text of
     each set.
     """
     none = np.zeros(0, np.uint64)
-    grams, first, too_short = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0], []
+    grams, first, sizes = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0], []
     for one, files in zip(config.sets, evaluation_files(config), strict=True):
         count, short = first[-1], 0
         for texts in _batched(_texts(files, one)):
@@ -63,8 +56,8 @@ def write_table(config: ContaminationConfig, path: Path) -> list[SetSize]:
             short += len(texts) - len(np.unique(grams[-1].texts))
         if count == first[-1]:
             raise InputError(f"{one.path}: no text in this evaluation set. Check the file and its columns.")
+        sizes.append({"texts": count - first[-1], "too_short": short})
         first.append(count)
-        too_short.append(short)
     hashes, beginnings, texts_of, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, place = np.unique(hashes, return_index=True)
     with atomic_open(path) as file:
@@ -76,7 +69,7 @@ def write_table(config: ContaminationConfig, path: Path) -> list[SetSize]:
             texts=texts_of[place],
             beginnings=np.unique(beginnings),
         )
-    return list(map(SetSize, np.diff(first).tolist(), too_short))
+    return sizes
 
 
 class _Grams(NamedTuple):

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.common import scripts
-from pretrain.common.scripts import COMPLEX, LETTER, MARK, OTHER
+from pretrain.common.scripts import LETTER, MARK, OTHER
 
 WORD = 4  # quarters, the unit of lengths
 # Of a term by its kind; of Tibetan and COMPLEX, of each of its characters. An ideograph says as much as a short word.
 _QUARTERS = np.array([0, 0, WORD, 1, WORD, 2, 1])
 _UNITS = 1 << 16
 _HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one stands for a row of characters
-_LEAST_LETTERS = 64  # of a row, without which it is of symbols, such as emoji
 _APART = 64  # characters between changes above which they are made one by one
 _CHANGES = 1 << 7  # beside a kind: the comparable form may have something else
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
@@ -187,17 +186,14 @@ def _geometric(factor: int, count: int) -> np.ndarray:
 def _kinds() -> np.ndarray:
     """uint8 [65536]: the kind of each unit of UTF-16, with _CHANGES if its comparable form may differ.
 
-    A high surrogate is what most letters are for which it may stand, and a low one is a mark on it.
+    A high surrogate is what an eighth of its characters are: few scripts fill a row. A low one is a mark on it.
     """
     known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
     kinds = known[:_UNITS] | changes[:_UNITS]
+    rows = np.where(known == MARK, OTHER, known)[_UNITS:].reshape(-1, _ROW)
     # Of the planes that have no letters, one has characters that are dropped.
     kinds[_HIGH : _HIGH + _ROW], kinds[_LOW : _LOW + _ROW] = OTHER | _CHANGES, MARK
-    for number, row in enumerate(range(_UNITS, len(known), _ROW)):
-        counts = np.bincount(known[row : row + _ROW], minlength=COMPLEX + 1)
-        counts[[OTHER, MARK]] = 0
-        kind = counts.argmax() if counts.sum() >= _LEAST_LETTERS else OTHER
-        kinds[_HIGH + number] = kind | changes[row : row + _ROW].max()
+    kinds[_HIGH : _HIGH + len(rows)] = np.sort(rows)[:, -_ROW // 8] | changes[_UNITS:].reshape(-1, _ROW).max(axis=1)
     return kinds
 
 
