@@ -16,14 +16,14 @@ OTHER, MARK, LETTER, TIBETAN, IDEOGRAPH, KANA, COMPLEX = range(7)
 # Of scripts without blanks between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others
 UNSPACED = (TIBETAN, IDEOGRAPH, KANA, COMPLEX)
 
+_UNDRAWN = r"[\p{Default_Ignorable_Code_Point}--\u200b]"  # what a font may not draw; ZERO WIDTH SPACE parts words
 _PATTERNS = {  # later ones prevail
     LETTER: r"\p{L}\p{N}",
     TIBETAN: r"[\p{Script=Tibetan}&&[\p{L}\p{N}]]",
     IDEOGRAPH: r"[\p{Script=Han}&&[\p{L}\p{N}]][\p{Line_Break=ID}&&\p{L}]",
     KANA: r"[[\p{Script_Extensions=Hiragana}\p{Script_Extensions=Katakana}]&&\p{L}--\p{Script=Han}]",
     COMPLEX: r"[[\p{Line_Break=SA}\p{Line_Break=AK}\p{Line_Break=AS}]&&\p{L}]",
-    # Joiners, and what a font may not draw, stand within words. ZERO WIDTH SPACE parts them.
-    MARK: r"\p{M}[\p{Default_Ignorable_Code_Point}--\u200b]",
+    MARK: r"\p{M}" + _UNDRAWN,  # joiners, too, stand within words
 }
 # What is a word, or a part of one, by itself: letters where no blanks tell, with their marks. Tibetan's are syllables.
 ALONE = "".join(_PATTERNS[kind] for kind in (IDEOGRAPH, KANA, COMPLEX)) + r"[\p{Line_Break=SA}&&\p{M}]"
@@ -36,11 +36,13 @@ FOLLOWS = _PATTERNS[MARK] + (
 JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
 ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]"
 PLANES = 0x40000  # code points of the planes that have letters
-_IGNORED = regex.compile(r"(?V1)[\p{Default_Ignorable_Code_Point}]+")
+_IGNORED = regex.compile(f"(?V1){_UNDRAWN}+")
 BEGINS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")
 FOLLOWING = regex.compile(f"(?V1)[{FOLLOWS}]")
 CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and what belongs to it
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
+# What `comparable` may change. The others neither decompose nor compose with what stands before them (Annex 15, 9).
+_CHANGING = rf"\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_UNDRAWN}[^\p{{CCC=0}}]"
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 
@@ -76,4 +78,16 @@ def comparable(text: str) -> str:
     """A text as it is compared with others: composed (NFKC), without characters that a font may not draw."""
     if text.isascii():
         return text
-    return _IGNORED.sub("", unicodedata.normalize("NFKC", text))
+    return unicodedata.normalize("NFKC", _IGNORED.sub("", text))
+
+
+def changing() -> np.ndarray:
+    """bool [0x40000]: the characters without which a text has the words of its comparable form.
+
+    Those that are part of no word in either form, such as a no-break space, are not among them.
+    """
+    found = members(_CHANGING).copy()
+    for point in np.flatnonzero(found).tolist():
+        one = chr(point)
+        found[point] = kind_of(one) != OTHER or any(kind_of(each) >= LETTER for each in comparable(one))
+    return found

@@ -158,8 +158,8 @@ class CorpusConfig(Section):
         default=20,
         ge=0,
         description="Words that a document needs; shorter ones are dropped and counted. Spaces separate words. Where a "
-        "script has none, two characters of Chinese or Japanese, or four of Thai, Lao, Khmer, Burmese or Tibetan, "
-        "count as a word.",
+        "script has none, two characters of Chinese or Japanese, or four of Thai, Lao, Khmer, Burmese, Tibetan and "
+        "the like, count as a word.",
     )
     filters: FiltersConfig = Field(
         default=FiltersConfig(), description="Optional steps that drop documents, all off by default."

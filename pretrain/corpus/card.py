@@ -12,6 +12,7 @@ from pretrain.common.addresses import shown
 from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
 from pretrain.corpus.card_tables import evaluation_lines, filter_lines, left_out_lines, reading_lines, table_row
+from pretrain.corpus.filters.evaluation_sets import SHORTEST
 
 CARD_FILES = ("card.json", "card.md")
 _COUNTS = (
@@ -173,6 +174,13 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
                 f" {source['name']}: {share:.1%} of its text was left out as headings "
                 f"({counted(left_out['paragraphs'], 'paragraph')}). If they are text, give it as another kind, such as "
                 "sentences or jsonl."
+            )
+    for one in card.get("evaluation_sets", []):
+        if short := one.get("too_short"):  # not on the cards of older versions
+            which = "none" if short == one["texts"] else f"{one['texts'] - short:,}"
+            yield (
+                f" Evaluation set {one['name']}: {which} of its {counted(one['texts'], 'text')} can be looked for; "
+                f"{short:,} have fewer than {SHORTEST} words."
             )
     if card["totals"]["unknown_rate"] > _MOST_UNKNOWN:
         vocabulary = card["vocabulary"]

@@ -59,10 +59,17 @@ def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
     if not sets:
         return []
     rows = [
-        table_row(one["name"], f"{one['texts']:,}", f"{one['found']:,}", f"{100 * one['found'] / one['texts']:.2f} %")
+        table_row(
+            one["name"],
+            *(f"{one[key]:,}" for key in ("texts", "too_short", "found")),
+            f"{100 * one['found'] / sought:.2f} %"
+            if (sought := one["texts"] - one["too_short"])
+            else "none looked for",
+        )
         for one in sets
     ]
-    header = [table_row("set", "texts", "found in the sources", "share"), table_row("---", *["---:"] * 3)]
+    names = ("set", "texts", "too short to be looked for", "found in the sources", "share of those looked for")
+    header = [table_row(*names), table_row("---", *["---:"] * 4)]
     return ["## Evaluation sets", "", *header, *rows, ""]
 
 

@@ -388,14 +388,13 @@ class Documents:
                 entries[one["filter"], one["rule"]]["by_source"][summary.source] += one["documents"]
         return [*entries.values(), *self._filtered_near(source_count)]
 
-    def evaluation(self, texts: Sequence[int], names: Sequence[str]) -> list[dict[str, Any]]:
-        """[{name, texts, found}] of each evaluation set: its texts, and how many of them documents contain."""
+    def evaluation(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
+        """[{name, texts, too_short, found}] of each evaluation set; `found` are the texts that documents contain."""
         seen = np.array(sorted({number for summary in self._read for number in summary.seen}), np.int64)
-        first = np.cumsum([0, *texts])
+        first = np.cumsum([0, *(size["texts"] for size in sizes)])
         found = np.diff(np.searchsorted(seen, first))
         return [
-            {"name": name, "texts": count, "found": int(number)}
-            for name, count, number in zip(names, texts, found, strict=True)
+            {"name": name, **size, "found": int(number)} for name, size, number in zip(names, sizes, found, strict=True)
         ]
 
     def _filtered_near(self, source_count: int) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ class Prepared:
         extension: facts about an extended vocabulary, for the card.
         results: of writing each shard of the plan.
         hashes: {path: SHA-256} of the files of each source, in its order.
-        evaluation_texts: of each evaluation set.
+        evaluation_sizes: of each evaluation set.
     """
 
     corpus: CorpusConfig
@@ -59,7 +59,7 @@ class Prepared:
     results: list[dict[str, Any]]
     hashes: list[dict[str, str]]
     problems: Problems
-    evaluation_texts: Sequence[int]
+    evaluation_sizes: Sequence[dict[str, int]]
 
     def write(self, count_readings: CountReadings | None) -> None:
         """Write what is left. `count_readings` is that of `prepare`."""
@@ -105,7 +105,7 @@ class Prepared:
         before = self.growth.card(self.work) if self.growth else {}
         count = len(manifest["sources"])
         extension = {key: x for key, x in before.get("vocabulary", {}).items() if key in _EXTENSION_FACTS}
-        evaluation = self.documents.evaluation(self.evaluation_texts, set_names(self.corpus.filters.contamination))
+        evaluation = self.documents.evaluation(self.evaluation_sizes, set_names(self.corpus.filters.contamination))
         card.write_card(
             self.corpus.folder,
             manifest["sources"],

@@ -236,7 +236,7 @@ class _Preparation:
 
     def _stages(self, pool: Pool) -> None:
         contamination = self._corpus.filters.contamination
-        self._evaluation_texts = write_table(contamination, self._work / TABLE) if contamination.sets else []
+        sizes = write_table(contamination, self._work / TABLE) if contamination.sets else []
         hashing = self._begin_hashing(pool)
         summaries = self._read(pool)
         if self._growth and self._corpus.filters.near_duplicates.enabled:
@@ -270,7 +270,7 @@ class _Preparation:
             results=results,
             hashes=hashes,
             problems=self._problems,
-            evaluation_texts=self._evaluation_texts,
+            evaluation_sizes=sizes,
         )
         prepared.write(self._count_readings)
 

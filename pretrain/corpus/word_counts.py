@@ -1,37 +1,32 @@
 """How many words a document has, also in scripts that put no blanks between words.
 
-Such a script's words are counted by its letters: two ideographs or kana, or four letters of Thai, Lao, Khmer, Burmese
-or Tibetan, are a word, about their mean length. A document has the words between blanks, or those of such letters if
-they are more.
+Such a script's words are counted by its letters: two ideographs, syllables or kana, or four letters of Thai, Lao,
+Khmer, Burmese, Tibetan and the like, are a word, about their mean length. A document has the words between blanks, or
+those of such letters if they are more.
 """
+
+import functools
 
 import numpy as np
 
+from pretrain.common import scripts
+
 _QUARTERS = 4  # of a word, the unit of the weights
-# (first and last code point, quarters of a word), in whole blocks of 64 code points: those with one second byte.
-_UNSPACED = (
-    (0x0E00, 0x0FFF, 1),  # Thai, Lao, Tibetan
-    (0x1000, 0x107F, 1),  # Myanmar
-    (0x1780, 0x17FF, 1),  # Khmer
-    (0x3040, 0x30FF, 2),  # kana
-    (0x3400, 0x4DBF, 2),  # ideographs; hexagrams follow
-    (0x4E00, 0x9FFF, 2),
-    (0x20000, 0x3FFFF, 2),
-)
+_OF_KINDS = np.array([0, 0, 0, 1, 2, 2, 1], np.uint8)  # TIBETAN, IDEOGRAPH, KANA and COMPLEX have some
+_LEAD = 0xE0  # the least first byte of three bytes in UTF-8
 
 
-def _weights() -> np.ndarray:
-    """uint8 [256, 256]: quarters of a word for a character by its first two bytes in UTF-8."""
-    weights = np.zeros((256, 256), np.uint8)
-    for first, last, quarters in _UNSPACED:
-        for character in range(first, last + 1, 64):
-            lead, second = chr(character).encode()[:2]
-            weights[lead, second] = quarters
-    return weights
+@functools.cache
+def _weights() -> tuple[np.ndarray, bytes]:
+    """uint8 [0x11000]: quarters of a word by the first three bytes of a character, and the most by its first alone.
 
-
-_WEIGHTS = _weights()
-_LEADS = _WEIGHTS.max(axis=1).tobytes()
+    These are a character, or 64 of those with four bytes. A mark counts as the letter before it in the code.
+    """
+    kinds = scripts.kinds()
+    letters = np.maximum.accumulate(np.where(kinds >= scripts.LETTER, np.arange(len(kinds)), 0))
+    each = np.where(kinds == scripts.OTHER, 0, _OF_KINDS[kinds[letters]])
+    weights = np.concatenate([each[: 1 << 16], each[::64]])
+    return weights, bytes(_LEAD) + weights.reshape(-1, 1 << 12).max(axis=1).tobytes().ljust(256 - _LEAD, b"\0")
 
 
 def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -44,11 +39,13 @@ def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarr
     words = np.diff(np.searchsorted(starts, ends), prepend=0)
     if raw.isascii():
         return words
-    leads = np.flatnonzero(np.frombuffer(raw.translate(_LEADS), np.uint8))
+    weights, by_lead = _weights()
+    leads = np.flatnonzero(np.frombuffer(raw.translate(by_lead), np.uint8))
     if not leads.size:
         return words
     text = np.frombuffer(raw, np.uint8)
-    quarters = np.append(0, np.cumsum(_WEIGHTS[text[leads], text[leads + 1]], dtype=np.int64))
+    places = (text[leads] - _LEAD).astype(np.int64) << 12 | (text[leads + 1] & 63).astype(np.int64) << 6
+    quarters = np.append(0, np.cumsum(weights[places | text[leads + 2] & 63], dtype=np.int64))
     return np.maximum(words, np.diff(quarters[np.searchsorted(leads, ends)], prepend=0) // _QUARTERS)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+from functools import partial
 from pathlib import Path
+from unicodedata import normalize
 
 import pytest
 
@@ -15,7 +18,7 @@ from pretrain.corpus.filters.evaluation_sets import write_table
 from pretrain.corpus.filters.text_columns import text_columns
 from pretrain.corpus.prepare import prepare
 from tests.corpus.preparing import card
-from tests.corpus.test_filters import filtered, prose, write_lines
+from tests.corpus.test_filters import LANGUAGES, clauses_of, filtered, prose, words_of, write_lines
 
 QUESTION = "In which year did the last glacier of the northern valley melt away and form the lake?"
 SHORT = "Green stones of the winter garden sing at night."  # 9 words
@@ -55,7 +58,7 @@ def test_a_text_is_found_in_each_format(name: str, tmp_path: Path) -> None:
 
 def _texts_in(path: Path, *columns: str) -> int:
     config = ContaminationConfig(sets=(EvaluationSetConfig(path=str(path), columns=columns),))
-    return write_table(config, path.with_suffix(".npz"))[0]
+    return write_table(config, path.with_suffix(".npz"))[0]["texts"]
 
 
 def test_a_quote_at_the_beginning_of_a_tsv_cell_swallows_no_rows(tmp_path: Path) -> None:
@@ -95,6 +98,35 @@ def test_thirteen_words_are_needed_but_of_shorter_texts_all(tmp_path: Path) -> N
     assert matches.seen.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_texts_within_runs_of_words_are_found_in_every_script_and_form(language: str, tmp_path: Path) -> None:
+    draw = random.Random(language)
+    texts = [words_of(language, draw, draw.randint(13, 20)) for _ in range(20)]
+    others = [" ".join(clauses_of(language, seed)) for seed in range(300)]
+    ends = [(words_of(language, draw, 4), words_of(language, draw, 5)) for _ in texts]
+    planted = [LANGUAGES[language][0].join([a, text, b]) for text, (a, b) in zip(texts, ends, strict=True)]
+    composed, decomposed = partial(normalize, "NFC"), partial(normalize, "NFD")
+    for form, of_documents in ((composed, composed), (composed, decomposed), (decomposed, composed)):
+        (tmp_path / "a.txt").write_text(form("\n".join(texts)), encoding="utf-8")
+        held = [of_documents(text.upper()) for text in planted]
+        matches = find(tmp_path, [*others, *held], EvaluationSetConfig(path=str(tmp_path / "a.txt")))
+        assert matches.sets.tolist() == [-1] * 300 + [0] * 20
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "In which\u00a0year did the last gla\u00adcier of the northern val\u200dley melt away and form",
+        "Ｉｎ　ｗｈｉｃｈ year… did the last glacier of the northern valley ⑁ melt away and ﬁnd",
+        "In which year did the last glacier 🏔️ of the northern valley 🌊 melt away and",
+    ],
+)
+def test_what_is_not_of_words_does_not_hide_them(changed: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(QUESTION)
+    texts = [prose(1), f"One 😀 line.\n{changed}\nAnother ½."]
+    assert find(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / "a.txt"))).sets.tolist() == [-1, 0]
+
+
 def test_words_of_two_documents_are_no_sequence(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(QUESTION)
     words = QUESTION.split()
@@ -120,21 +152,28 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "a.jsonl", [prose(seed) for seed in range(20)] + [f"{prose(21)} {QUESTION}"])
     write_lines(folder / "b.jsonl", [prose(seed) for seed in range(30, 40)])
     write_lines(folder / "c.jsonl", [f"{SHORT} {prose(seed)}" for seed in range(50, 52)] + [prose(60), prose(61)])
-    (folder / "quiz.txt").write_text(f"{QUESTION}\n{SHORT}\n{prose(99)[:100]}\n")
+    (folder / "quiz.txt").write_text(f"{QUESTION}\n{SHORT}\n{prose(99)[:100]}\nToo short.\n")
+    (folder / "answers.txt").write_text("Yes.\nสวัสดีครับ\n")
     return folder
 
 
 def test_the_card_reports_the_sets(sources: Path, tmp_path: Path) -> None:
-    sets = [{"path": str(sources / "quiz.txt"), "name": "quiz"}]
-
-    prepare(filtered(sources, tmp_path / "out", {"contamination": {"sets": sets}}), quiet=True)
+    sets = [{"path": str(sources / f"{name}.txt"), "name": name} for name in ("quiz", "answers")]
+    line = prepare(filtered(sources, tmp_path / "out", {"contamination": {"sets": sets}}), quiet=True)
     (entry,) = card(tmp_path / "out")["filters"]
     assert (entry["filter"], entry["rule"], entry["by_source"]) == ("contamination", "quiz", [1, 2])
     assert entry["examples"][1]["found"] == SHORT[:-1]
-    assert card(tmp_path / "out")["evaluation_sets"] == [{"name": "quiz", "texts": 3, "found": 2}]
+    assert card(tmp_path / "out")["evaluation_sets"] == [
+        {"name": "quiz", "texts": 4, "too_short": 1, "found": 2},
+        {"name": "answers", "texts": 2, "too_short": 2, "found": 0},
+    ]
     totals = card(tmp_path / "out")["totals"]
     assert (totals["documents"], totals["too_short"]) == (32, 0)
-    assert "| quiz | 3 | 2 | 66.67 % |" in (tmp_path / "out" / "card.md").read_text()
+    shown = (tmp_path / "out" / "card.md").read_text()
+    assert "| quiz | 4 | 1 | 2 | 66.67 % |\n| answers | 2 | 2 | 0 | none looked for |" in shown
+    for text in (line, shown):
+        assert "Evaluation set quiz: 3 of its 4 texts can be looked for; 1 have fewer than 8 words." in text
+        assert "Evaluation set answers: none of its 2 texts can be looked for; 2 have fewer" in text
 
 
 def test_another_content_of_a_set_is_another_setting(sources: Path, tmp_path: Path) -> None:

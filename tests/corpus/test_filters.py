@@ -21,6 +21,36 @@ WORDS = ["the", "of", "and", "river", "bridge", "house", "light", "people"]
 WORDS += ["water", "stone", "green", "winter", "paper", "music", "letter", "garden"]
 
 
+# Language -> what stands between its words, and some of them.
+LANGUAGES = {
+    "th": ("", "เด็ก ครู ภาษา ไทย ห้อง หนังสือ โรงเรียน แม่น้ำ ฝน ตก หนัก รถไฟ สถานี ผู้คน ขาย ผลไม้ ตลาด หมอ ตรวจ"),
+    "km": ("", "ខ្ញុំ ទៅ ផ្សារ ទិញ ត្រី គ្រូ សិស្ស សាលា សៀវភៅ ភាសា ខ្មែរ ភ្លៀង ធំ ផ្ទះ ទឹក ទន្លេ មនុស្ស ថ្ងៃ ព្រឹក"),
+    "lo": ("", "ເດັກ ຄູ ພາສາ ລາວ ຫ້ອງ ປຶ້ມ ໂຮງຮຽນ ແມ່ນ້ຳ ຝົນ ຕົກ ໜັກ ລົດ ສະຖານີ ຄົນ ຂາຍ ໝາກໄມ້ ຕະຫຼາດ ໝໍ ກວດ ເຊົ້າ"),
+    "my": ("", "ကျောင်း ဆရာ စာအုပ် ဘာသာ မြန်မာ မိုး ရွာ မြစ် ရထား ဘူတာ လူ ဈေး ရောင်း သစ်သီး ဆေးရုံ ဆရာဝန် မနက်"),
+    "bo": ("་", "བོད ཡིག སློབ་གྲྭ དགེ་རྒན སློབ་མ དཔེ་ཆ སྐད་ཡིག ཆར་པ གཙང་པོ མི ཁྲོམ ཤིང་ཏོག སྨན་པ ནད་པ ཞོགས་པ ལམ"),
+    "zh": ("", "学生 老师 学校 书 语言 中国 下雨 大 河流 火车 车站 人们 市场 卖 水果 医生 检查 病人 早上 走路 家"),
+    "ja": ("", "がくせい 先生 学校 本 ことば 日本 雨 が 大きな 川 でんしゃ 駅 ひとびと 市場 で うる くだもの 医者"),
+    "jv": ("", "ꦧꦺꦴꦕꦃ ꦒꦸꦫꦸ ꦧꦱ ꦗꦮ ꦏꦩꦂ ꦧꦸꦏꦸ ꦱꦼꦏꦺꦴꦭꦃꦲꦤ꧀ ꦏꦭꦶ ꦲꦸꦢꦤ꧀ ꦒꦼꦝꦺ ꦱꦼꦥꦸꦂ ꦮꦺꦴꦁ ꦥꦱꦂ ꦝꦺꦴꦏ꧀ꦠꦼꦂ ꦲꦺꦱꦸꦏ꧀ ꦢꦭꦤ꧀ ꦲꦺꦴꦩꦃ ꦧꦚꦸ"),
+    "ko": (" ", "학생 선생님 학교 책 언어 한국 비 큰 강물 기차 역에서 사람들 시장 팔다 과일 의사 검사 환자 아침"),
+    "hi": (" ", "छात्र शिक्षक विद्यालय किताब भाषा हिन्दी बारिश बड़ी नदी रेलगाड़ी स्टेशन लोग बाज़ार बेचना फल"),
+    "ar": (" ", "طالب معلم مدرسة كتاب لغة العربية مطر كبير نهر قطار محطة ناس سوق يبيع فاكهة طبيب يفحص مريض صباح"),
+    "el": (" ", "μαθητής δάσκαλος σχολείο βιβλίο γλώσσα ελληνική βροχή μεγάλο ποτάμι τρένο σταθμός άνθρωποι αγορά"),
+    "fr": (" ", "élève maître école livre langue français pluie très grande rivière train gare où gens marché"),
+    "vi": (" ", "học sinh thầy giáo trường sách tiếng Việt mưa lớn dòng sông tàu ga người chợ bán trái cây bác sĩ"),
+}
+
+
+def words_of(language: str, draw: random.Random, count: int) -> str:
+    """A clause of random words."""
+    joint, words = LANGUAGES[language]
+    return joint.join(draw.choices(words.split(), k=count))
+
+
+def clauses_of(language: str, seed: int, count: int = 12) -> list[str]:
+    draw = random.Random(f"{language} {seed}")
+    return [words_of(language, draw, draw.randint(6, 14)) for _ in range(count)]
+
+
 def prose(seed: int, words: int = 120) -> str:
     """Lines of random words, most of them made up, with a few frequent ones."""
     draw = random.Random(seed)

@@ -19,7 +19,7 @@ from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.whole_documents import measured
 from tests.corpus.preparing import card, content, document_tokens, preparation
-from tests.corpus.test_filters import filtered, prose, write_lines
+from tests.corpus.test_filters import LANGUAGES, clauses_of, filtered, prose, words_of, write_lines
 
 ON = {"near_duplicates": {"enabled": True}}
 
@@ -77,6 +77,23 @@ def test_a_planted_set_is_found(tmp_path: Path) -> None:
     assert len(right) / len(planted) >= 0.95
     assert len(right) / len(found) >= 0.99
     assert search(texts + copies, tmp_path / "shares", per_part=300, shares=3) == found
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_texts_with_a_word_in_every_third_clause_changed_are_found_in_every_script(
+    language: str, tmp_path: Path
+) -> None:
+    words = LANGUAGES[language][1].split()
+    draw, texts = random.Random(language), [clauses_of(language, seed) for seed in range(320)]
+    copies = [list(clauses) for clauses in texts[:20]]
+    for clauses in copies:
+        for number in range(0, len(clauses), 3):
+            word = next(one for one in draw.sample(words, len(words)) if one in clauses[number])
+            clauses[number] = clauses[number].replace(word, words_of(language, draw, 1), 1)
+    found = search([" ".join(clauses) for clauses in texts + copies], tmp_path / "found")
+    right = {number + 320: number for number in range(20)}
+    assert found.items() <= right.items()
+    assert len(found) >= 18
 
 
 def test_pairs_need_the_threshold(tmp_path: Path) -> None:

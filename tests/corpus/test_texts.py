@@ -71,6 +71,16 @@ def test_paragraphs_of_every_script_are_kept_below_a_heading(language: str) -> N
     assert problems.left_out["paragraphs"] == 52 - len(found)
 
 
+def test_a_paragraph_ends_in_a_stop_of_any_script() -> None:
+    def ended(mark: str) -> bool:
+        lines = ["CHAPTER I", f"One line{mark}", "Text."]
+        return len(books.paragraphs("\n\n".join(lines), Problems()).split("\n")) == 2
+
+    stops = ".!?…。！？｡।॥။၊។៕།༎։።؟۔꧉꛳"
+    assert "".join(filter(ended, stops)) == stops
+    assert not list(filter(ended, "·¿་၎※՛៘%#๏&"))
+
+
 def test_one_title_follows_a_heading() -> None:
     lines = ["CHAPTER I", "In Chancery", "so we met again", "and went home", "in silence"]
     assert books.paragraphs("\n\n".join(lines), Problems()).split("\n") == lines[2:]
@@ -119,6 +129,11 @@ def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summa
         ("ひらがなカタカナ漢字", 5),
         ("สวัสดีครับวันนี้อากาศดี", 5),
         ("䷀䷀䷀䷀䷀䷀䷀䷀", 1),  # hexagrams
+        ("「漢字、」（漢字）。……！", 2),
+        ("ｱｲｳｴｵｶﾞ 𠀀𠀁", 4),
+        ("ꦱꦏꦧꦺꦲꦤꦱꦏ", 2),  # Javanese
+        ("ꀉꀊꀋꀌꀍꀎ", 3),  # Yi
+        ("Tiếng Việt 한국어", 3),
         ("", 0),
     ],
 )

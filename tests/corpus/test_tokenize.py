@@ -214,6 +214,11 @@ def test_splitting_keeps_every_character_and_paragraphs_apart() -> None:
     assert lines[4:-1] == ["We went on, all of us."] * 12
 
 
+@pytest.mark.parametrize("sentence", ["ខ្ញុំទៅផ្សារ ខ្ញុំទិញត្រី ។ ", "བོད་ཡིག་སློབ་སྦྱོང་བྱེད། །", "ဆရာကောင်းသည်။ ", "ይህ መጽሐፍ ነው። "])
+def test_stops_end_sentences_where_blanks_do_not_end_words(sentence: str) -> None:
+    assert split_sentences(sentence * 30, "km") == [sentence] * 30
+
+
 def test_an_opening_quotation_mark_stays_with_its_quotation() -> None:
     said = "He said that it was " + "very " * 50 + "far. "
     assert split_sentences(said + '"We went. Then home," and so on, ' + "far, " * 60 + "she said.", "en")[1:3] == [

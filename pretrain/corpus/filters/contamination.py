@@ -41,7 +41,7 @@ class Contamination:
         count = len(columns.terms) - 1
         found, places = np.full(count, -1), np.zeros((count, 2), np.int64)
         seen = [np.zeros(0, np.int64)]
-        for n, begins, owners in self._table.find(columns):
+        for begins, ends, owners in self._table.find(columns):
             sets = np.searchsorted(self._table.first, owners, "right") - 1
             documents = np.searchsorted(columns.terms, begins, "right") - 1
             seen.append(owners)
@@ -49,7 +49,7 @@ class Contamination:
             order = np.lexsort((begins, sets))[::-1]
             order = order[(found[documents[order]] < 0) | (sets[order] < found[documents[order]])]
             found[documents[order]] = sets[order]
-            places[documents[order]] = np.stack([begins[order], begins[order] + n - 1], 1)
+            places[documents[order]] = np.stack([begins[order], ends[order] - 1], 1)
         words = [_words(columns, *place) if one >= 0 else "" for one, place in zip(found, places, strict=True)]
         return Matches(found, words, np.unique(np.concatenate(seen)))
 
@@ -67,16 +67,17 @@ class _Table:
         self._may_be = np.zeros(1 << bits, bool)
         self._may_be[(self._beginnings >> self._shift).astype(np.int64)] = True
 
-    def find(self, columns: TextColumns) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(n, first terms of the n-grams of documents that a set has, the texts that have them) for each length."""
+    def find(self, columns: TextColumns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The n-grams of documents that a set has: (first terms, ends, the texts that have them) for each length."""
         grams = columns.grams(SHORTEST)
         may_begin = np.flatnonzero(self._may_be[(grams >> self._shift).astype(np.int64)])
         may_begin = may_begin[_places(self._beginnings, grams[may_begin])[1]]
-        ends = columns.terms[np.searchsorted(columns.terms, may_begin, "right")]
-        for n in self.lengths:
-            begins = may_begin[may_begin + n <= ends]
-            place, known = _places(self.hashes, columns.sequence_hashes(begins, begins + n))
-            yield n, begins[known], self._texts[place[known]]
+        limits = columns.terms[np.searchsorted(columns.terms, may_begin, "right")]
+        for length in self.lengths:
+            ends = columns.sequence_ends(may_begin, length)
+            begins, ends = may_begin[ends <= limits], ends[ends <= limits]
+            place, known = _places(self.hashes, columns.sequence_hashes(begins, ends))
+            yield begins[known], ends[known], self._texts[place[known]]
 
 
 def _places(ascending: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 from pretrain.common.quoting import bare_rows, quoted_rows
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
-from pretrain.corpus.filters.text_columns import text_columns
+from pretrain.corpus.filters.text_columns import WORD, text_columns
 from pretrain.corpus.inputs import BROKEN, files_in, open_file, plain_suffix
 
 TABLE = "evaluation.npz"
@@ -39,21 +39,24 @@ def set_names(config: ContaminationConfig) -> list[str]:
     return [one.name or Path(one.path).name.split(".")[0] for one in config.sets]
 
 
-def write_table(config: ContaminationConfig, path: Path) -> list[int]:
-    """Write the n-grams of all sets to `path`; returns the number of texts of each set.
+def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
+    """Write the n-grams of all sets to `path`; returns {texts, too_short} of each: those too short are not looked for.
 
     hashes uint64 [G], ascending, and texts int64 [G], the first text that has it; beginnings uint64: hashes of their
-    first `SHORTEST` words; lengths int64: words in the n-grams; first int64 [sets + 1]: first text of each set.
+    first `SHORTEST` words; lengths int64: quarters of words in the n-grams; first int64 [sets + 1]: the first text of
+    each set.
     """
     none = np.zeros(0, np.uint64)
-    grams, first = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0]
+    grams, first, sizes = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0], []
     for one, files in zip(config.sets, evaluation_files(config), strict=True):
-        count = first[-1]
+        count, short = first[-1], 0
         for texts in _batched(_texts(files, one)):
             grams.append(_grams(texts, count))
             count += len(texts)
+            short += len(texts) - len(np.unique(grams[-1].texts))
         if count == first[-1]:
             raise InputError(f"{one.path}: no text in this evaluation set. Check the file and its columns.")
+        sizes.append({"texts": count - first[-1], "too_short": short})
         first.append(count)
     hashes, beginnings, texts_of, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, place = np.unique(hashes, return_index=True)
@@ -66,7 +69,7 @@ def write_table(config: ContaminationConfig, path: Path) -> list[int]:
             texts=texts_of[place],
             beginnings=np.unique(beginnings),
         )
-    return np.diff(first).tolist()
+    return sizes
 
 
 class _Grams(NamedTuple):
@@ -81,13 +84,13 @@ def _grams(texts: Sequence[str], first: int) -> _Grams:
     columns = text_columns(texts)
     starts, counts = columns.gram_documents(NGRAM)
     begins = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
-    terms = np.diff(columns.terms)
-    short = np.flatnonzero((counts == 0) & (terms >= SHORTEST))
-    lengths = np.append(np.full(len(begins), NGRAM), terms[short])
+    quarters = columns.document_quarters()
+    short = np.flatnonzero((counts == 0) & (quarters >= SHORTEST * WORD))
+    lengths = np.append(np.full(len(begins), NGRAM * WORD), quarters[short])
     begins = np.append(begins, columns.terms[short])
     return _Grams(
-        columns.sequence_hashes(begins, begins + lengths),
-        columns.sequence_hashes(begins, begins + SHORTEST),
+        columns.sequence_hashes(begins, columns.sequence_ends(begins, lengths)),
+        columns.sequence_hashes(begins, columns.sequence_ends(begins, SHORTEST * WORD)),
         first + np.append(np.repeat(np.arange(len(texts)), counts), short),
         lengths,
     )

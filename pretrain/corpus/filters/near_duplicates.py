@@ -108,7 +108,7 @@ def sketches(texts: Sequence[str], columns: TextColumns) -> Sketches:
 
 def _gram_sets(texts: Sequence[str], columns: TextColumns, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Hashes of the n-grams of all documents, and how many each has. One with fewer than n words has one hash: of all
-    its words or, without any, such as in a script whose letters `TextColumns` does not know, of its text.
+    its words or, without any, such as a row of emoji, of its text.
     """
     grams = columns.grams(n)
     first, counts = columns.gram_documents(n)

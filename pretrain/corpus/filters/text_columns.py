@@ -1,20 +1,27 @@
 """Documents as columns of characters and terms, for filters that count: numpy passes over all texts at once.
 
-A character is a unit of UTF-16. Terms, of which n-grams are made, are runs of letters and digits in lower case, or one
-ideograph or kana each; their hashes do not depend on the process.
+A character is a unit of UTF-16 of a text's comparable form. Terms, of which n-grams are made, are runs of letters and
+digits in lower case. Of scripts without blanks between words, each letter with its marks is a term, and only a part of
+a word. An n-gram has terms of n words: it begins at any term and ends where these are reached, so that it is the same
+wherever it stands. The hashes of terms do not depend on the process.
 """
 
 import functools
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-_OTHER, _LETTER, _IDEOGRAPH = range(3)  # kinds of characters; digits count as letters
+from pretrain.common import scripts
+from pretrain.common.scripts import LETTER, MARK, OTHER
 
+WORD = 4  # quarters, the unit of lengths
+# Of a term by its kind; of Tibetan and COMPLEX, of each of its characters. An ideograph says as much as a short word.
+_QUARTERS = np.array([0, 0, WORD, 1, WORD, 2, 1])
 _UNITS = 1 << 16
-_IDEOGRAPHS = ((0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF))  # CJK and kana
+_HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one stands for a row of characters
+_APART = 64  # characters between changes above which they are made one by one
+_CHANGES = 1 << 7  # beside a kind: the comparable form may have something else
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
 
 
@@ -33,7 +40,8 @@ class TextColumns:
     """D documents with C characters and T terms.
 
     units uint16 [C], with a NUL after each document; term_starts, term_ends int64 [T]; terms int64 [D+1]: the first
-    term of each document; term_sums uint64 [T+1]: running sums from which `grams` makes hashes.
+    term of each document; term_sums uint64 [T+1]: running sums from which `grams` makes hashes; quarters int64 [T+1]:
+    quarters of words before each term, None if each term is a word.
     """
 
     units: np.ndarray
@@ -41,35 +49,80 @@ class TextColumns:
     term_ends: np.ndarray
     terms: np.ndarray
     term_sums: np.ndarray
+    quarters: np.ndarray | None
 
-    def sequence_hashes(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def sequence_hashes(self, starts: np.ndarray | slice, ends: np.ndarray | slice) -> np.ndarray:
         """uint64: a hash of the terms `starts[i]` to before `ends[i]`, the same wherever they stand."""
         _, inverses = _powers(len(self.term_sums))
         return mixed((self.term_sums[ends] - self.term_sums[starts]) * inverses[starts])
 
+    def sequence_ends(self, starts: np.ndarray, quarters: np.ndarray | int) -> np.ndarray:
+        """int64: where sequences of so many quarters of words, or the least above, end; past T if there are none."""
+        if self.quarters is None:
+            return starts + -(-quarters // WORD)
+        return self._until(self.quarters[starts] + quarters)
+
+    @functools.cached_property
+    def _terms_of(self) -> np.ndarray:
+        """int64: the terms until so many quarters of words are reached, from 0 on; past T behind the last."""
+        assert self.quarters is not None
+        counts = np.diff(self.quarters, prepend=-1, append=self.quarters[-1] + 1)
+        return np.repeat(np.arange(len(counts)), counts)
+
+    def _until(self, quarters: np.ndarray) -> np.ndarray:
+        return self._terms_of[np.clip(quarters, 0, len(self._terms_of) - 1)]
+
     def grams(self, n: int) -> np.ndarray:
-        """uint64 [T-n+1]: hashes of n neighboring terms each, those that cross a document's end included."""
-        count = max(0, len(self.term_starts) - n + 1)
-        _, inverses = _powers(len(self.term_sums))
-        return mixed((self.term_sums[n : n + count] - self.term_sums[:count]) * inverses[:count])
+        """uint64 [G]: hashes of n words from each term on, as far as there are any, also across documents' ends."""
+        if self.quarters is None:
+            count = max(0, len(self.term_starts) - n + 1)
+            return self.sequence_hashes(slice(count), slice(n, n + count))
+        starts = np.arange(int(self._until(self.quarters[-1] - n * WORD + 1)))
+        return self.sequence_hashes(starts, self.sequence_ends(starts, n * WORD))
 
     def gram_documents(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [D]: first gram of each document among `grams(n)`, and how many of them lie within it."""
-        counts = np.maximum(0, np.diff(self.terms) - n + 1)
-        return np.minimum(self.terms[:-1], max(0, len(self.term_starts) - n + 1)), counts
+        first, ends = self.terms[:-1], self.terms[1:]
+        if self.quarters is None:
+            return first, np.maximum(0, ends - first - n + 1)
+        return first, np.maximum(0, self._until(self.quarters[ends] - n * WORD + 1) - first)
+
+    def document_quarters(self) -> np.ndarray:
+        """int64 [D]: quarters of words of each document."""
+        return np.diff(self.terms * WORD if self.quarters is None else self.quarters[self.terms])
 
 
 def text_columns(texts: Sequence[str]) -> TextColumns:
     """The columns of `texts`, at least one; a text has no NUL and no lone surrogate."""
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
-    starts, ends = _term_bounds(_kinds()[units])
+    kinds = _kinds()[units]
+    if kinds.max() >= _CHANGES:
+        units, kinds = _comparable(units, kinds)
+    starts, ends, quarters = _terms(kinds)
     return TextColumns(
         units=units,
         term_starts=starts,
         term_ends=ends,
         terms=np.concatenate([[0], np.searchsorted(starts, np.flatnonzero(units == 0))]),
         term_sums=_term_sums(units, starts, ends),
+        quarters=quarters,
     )
+
+
+def _comparable(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`units` in their comparable form, and the kinds of these; only what changes is made anew, with what it joins."""
+    places = np.flatnonzero(kinds >= _CHANGES)
+    apart = np.diff(places) > _APART
+    starts, ends = np.maximum(places[np.append(True, apart)] - 1, 0), places[np.append(apart, True)] + 1
+    starts -= units[starts] // _ROW == _LOW // _ROW  # characters of two units stay whole
+    ends += units[ends] // _ROW == _LOW // _ROW
+    formed, of_kinds, done = [], [], 0
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        text = scripts.comparable(units[start:end].tobytes().decode("utf-16-le"))
+        formed += units[done:start], np.frombuffer(text.encode("utf-16-le"), np.uint16)
+        of_kinds += kinds[done:start], _kinds()[formed[-1]] & (_CHANGES - 1)
+        done = end
+    return np.concatenate([*formed, units[done:]]), np.concatenate([*of_kinds, kinds[done:]])
 
 
 def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,17 +132,24 @@ def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return changes[::2], changes[1::2]
 
 
-def _term_bounds(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    inside = kinds >= _LETTER
-    starts, ends = _runs(inside)
-    single = np.flatnonzero(kinds == _IDEOGRAPH)
-    if not single.size:
-        return starts, ends
-    begins, stops = np.zeros(len(kinds), bool), np.zeros(len(kinds) + 1, bool)
-    begins[starts] = stops[ends] = begins[single] = stops[single + 1] = True
-    begins[single + 1] |= inside[single + 1]
-    stops[single] |= inside[np.maximum(single - 1, 0)] & (single > 0)
-    return np.flatnonzero(begins), np.flatnonzero(stops)
+def _terms(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Starts and ends of terms, and the quarters of words before each and after the last; the last unit is a NUL."""
+    marks = np.flatnonzero(kinds == MARK)
+    if marks.size:  # these are what they stand on
+        begins = np.diff(marks, prepend=-2) != 1
+        kinds[marks] = kinds[marks[begins][np.cumsum(begins) - 1] - 1]
+    inside, single = kinds != OTHER, kinds > LETTER
+    if not single.any():
+        return *_runs(inside), None
+    is_mark = np.zeros(len(kinds), bool)
+    is_mark[marks] = True
+    begins = inside.copy()
+    begins[1:] &= ~inside[:-1] | (single[1:] | single[:-1]) & ~is_mark[1:]
+    starts = np.flatnonzero(begins)
+    ends = np.flatnonzero(inside[:-1] & (begins[1:] | ~inside[1:])) + 1
+    quarters = _QUARTERS[kinds[starts]]
+    quarters *= np.where(quarters == 1, ends - starts, 1)
+    return starts, ends, np.append(0, np.cumsum(quarters)) if (quarters != WORD).any() else None
 
 
 def _term_sums(units: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -124,12 +184,16 @@ def _geometric(factor: int, count: int) -> np.ndarray:
 
 @functools.cache
 def _kinds() -> np.ndarray:
-    """uint8 [65536]: the kind of each unit of UTF-16."""
-    letters = (_LETTER if unicodedata.category(chr(unit))[0] in "LMN" else _OTHER for unit in range(_UNITS))
-    kinds = np.fromiter(letters, np.uint8, _UNITS)
-    for first, last in _IDEOGRAPHS:
-        span = kinds[first : last + 1]
-        span[span == _LETTER] = _IDEOGRAPH
+    """uint8 [65536]: the kind of each unit of UTF-16, with _CHANGES if its comparable form may differ.
+
+    A high surrogate is what an eighth of its characters are: few scripts fill a row. A low one is a mark on it.
+    """
+    known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
+    kinds = known[:_UNITS] | changes[:_UNITS]
+    rows = np.where(known == MARK, OTHER, known)[_UNITS:].reshape(-1, _ROW)
+    # Of the planes that have no letters, one has characters that are dropped.
+    kinds[_HIGH : _HIGH + _ROW], kinds[_LOW : _LOW + _ROW] = OTHER | _CHANGES, MARK
+    kinds[_HIGH : _HIGH + len(rows)] = np.sort(rows)[:, -_ROW // 8] | changes[_UNITS:].reshape(-1, _ROW).max(axis=1)
     return kinds
 
 
@@ -138,7 +202,7 @@ def _letter_hashes() -> np.ndarray:
     """uint64 [65536]: a hash of each unit in lower case."""
     folded = np.arange(_UNITS, dtype=np.uint64)
     for unit in range(_UNITS):
-        lower = chr(unit).lower() if not 0xD800 <= unit < 0xE000 else ""
-        if len(lower) == 1:
-            folded[unit] = ord(lower)
+        character = chr(unit)
+        if character != (form := character.casefold()):
+            folded[unit] = next(ord(x) for x in (form, character.lower(), character) if len(x) == 1)
     return mixed(folded + np.uint64(1))

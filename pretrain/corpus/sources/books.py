@@ -6,6 +6,8 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
+import regex
+
 from pretrain.corpus import inputs
 from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader
 from pretrain.corpus.streams import open_text
@@ -33,7 +35,7 @@ _HEADING = re.compile(
     re.I,
 )
 _TITLE_WORDS = 12
-_NO_STOPS = "§¶·•‣†‡※‰′″〃＃％＆＊＠＼"  # marks of Unicode's category Po, as the stops of all scripts are
+_STOP = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # Sentence_Terminal, commas and the like
 
 
 class Reader(SourceReader):
@@ -135,7 +137,4 @@ def _is_ended(paragraph: str) -> bool:
     end = len(paragraph)
     while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):
         end -= 1
-    last = paragraph[end - 1 : end]
-    if last.isascii():
-        return last in tuple(".!?:;,")
-    return unicodedata.category(last) == "Po" and last not in _NO_STOPS
+    return _STOP.fullmatch(paragraph, max(0, end - 1), end) is not None
