@@ -570,7 +570,7 @@ __NOTOC__
 
 
 def test_markup_leaves_running_text() -> None:
-    lines = mediawiki.plain_text(ARTICLE).split("\n")
+    lines = mediawiki.plain_text(ARTICLE, {"file", "category", "de"}).split("\n")
     assert lines == [
         "Anarchism is a political philosophy of self-governed groups.",
         "It spans two lines here.",
