@@ -16,6 +16,7 @@ from pretrain.common.commands import (
     local_path,
     overrides,
     positive_int,
+    resumable,
     run_options,
 )
 from pretrain.common.errors import InputError
@@ -49,7 +50,8 @@ def _finetune(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         _dry_run(api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from), arguments)
         return
-    run = api.train(arguments.config, **run_options(arguments))
+    with resumable():
+        run = api.train(arguments.config, **run_options(arguments))
     if run.trained:
         print(f"{run} {runs.next_command(run.config)}")
 

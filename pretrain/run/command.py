@@ -15,6 +15,7 @@ from pretrain.common.commands import (
     add_workers,
     overrides,
     program,
+    resumable,
     run_options,
 )
 
@@ -48,7 +49,8 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         return
     from pretrain.run import api
 
-    run = api.train(arguments.config, fork_from=arguments.fork, minutes=arguments.minutes, **run_options(arguments))
+    with resumable():
+        run = api.train(arguments.config, fork_from=arguments.fork, minutes=arguments.minutes, **run_options(arguments))
     if run.trained:
         own = f" --import {run.config.objective}" if run.config.objective else ""
         print(f"{run} Next: {program()} export {shlex.quote(str(run.place))} DIR{own}")
