@@ -6,12 +6,13 @@ from pathlib import Path
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import json_values, sources
-from pretrain.corpus.inputs import Problems, files_in, plain_suffix
+from pretrain.corpus.inputs import Problems, plain_suffix
+from pretrain.corpus.listing import files_in, visible
 from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
 from pretrain.corpus.streams import open_text
 
 PLAIN = books.__name__.rpartition(".")[2]
-_KINDS = {
+KINDS = {
     suffix: module.__name__.rpartition(".")[2]
     for module in (books, csv, jsonl, mediawiki, parquet)
     for suffix in module.Reader.suffixes
@@ -19,13 +20,13 @@ _KINDS = {
 _HEAD = 1_000  # bytes that show the format of a file without a known suffix
 
 
-def files_below(path: Path) -> list[Path]:
-    """The file `path`, or all files of the folder, hidden ones left out.
+def files_below(path: Path, problems: Problems) -> list[Path]:
+    """The file `path`, or all files of the folder but for those that are left out, which go to `problems`.
 
     Raises `InputError` if there is none, or a folder cannot be listed.
     """
     if path.is_dir():
-        files = [file for file in files_in(path) if not file.name.startswith(".")]
+        files = visible(files_in(path), path, problems)
         if not files:
             raise InputError(f"{path}: an empty folder. Give one with text.")
         return files
@@ -36,7 +37,7 @@ def files_below(path: Path) -> list[Path]:
 
 def kind_of(file: Path) -> str:
     """The kind of source that reads a file: by its suffix, or plain text, which WikiExtractor's files resemble."""
-    kind = _KINDS.get(plain_suffix(file), PLAIN)
+    kind = KINDS.get(plain_suffix(file), PLAIN)
     if kind != PLAIN:
         return kind
     try:

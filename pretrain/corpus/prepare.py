@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pretrain.common.addresses import is_remote
+from pretrain.common.addresses import is_remote, shown
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.common.settings import import_named
@@ -59,13 +59,13 @@ from pretrain.corpus.manifest import (
     numbered,
     readable_manifest,
     recognized,
-    refuse_changes,
     refuse_other_content,
     source_facts,
     source_name,
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of, stoppable
+from pretrain.corpus.plain_text import kinds_that_fit
 from pretrain.corpus.released import takes_whole_documents
 from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
@@ -165,6 +165,7 @@ class _Preparation:
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
         else:
+            self._check_kinds()
             if self._corpus.vocabulary.added_words and not self._growth:
                 with stoppable(self._folder), self._bar:
                     self._extend()
@@ -284,6 +285,14 @@ class _Preparation:
         self._extension = {"added": len(found.words), "saved_share": round(share, 6), "first_added": found.words[:20]}
         self._tokenizer = found.tokenizer
 
+    def _check_kinds(self) -> None:
+        """Say which kind fits plain text; `InputError` if there would be nothing to train on otherwise."""
+        lines, is_all = kinds_that_fit(self._sources, self._inputs, self._corpus.validation_fraction)
+        if is_all and not self._growth:
+            raise InputError(f"{' '.join(lines)} Otherwise all documents are held out.")
+        for line in lines:
+            self._bar.say(line)
+
     # ------------------------------------------------------------ settings
 
     def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
@@ -323,7 +332,7 @@ class _Preparation:
             yield
 
     def _begin_work(self) -> None:
-        """Go on with what the work folder has. Raises `InputError` if that was begun with other settings."""
+        """Go on with what the work folder has, unless it was begun with other settings."""
         path, growth = self._work / "settings.json", self._growth
         # Part files are known by their chunk.
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
@@ -336,8 +345,8 @@ class _Preparation:
         if growth:
             now = by_source(now)[0] | self._new | {"grows": growth.identity}
         before = _read_json(path)
-        if before is not None and growth and before.get("grows") != now["grows"]:
-            # It is of the corpus as it is now, or of what it was before other sources were added.
+        if before not in (None, now):
+            self._bar.say(f"{shown(self._work)}: begun with other settings or sources, so it begins again.")
             for one in self._work.iterdir():
                 if one.name != stages.LOCK:
                     shutil.rmtree(one) if one.is_dir() else one.unlink()
@@ -346,8 +355,6 @@ class _Preparation:
             if growth:
                 growth.keep_card(self._work)
             write_json(path, now)
-        else:
-            refuse_changes(self._work if growth else self._folder, before, now)
 
     def _remove_leftovers(self) -> None:
         """Delete the half-written files of killed processes."""
@@ -362,6 +369,9 @@ class _Preparation:
         examples: collections.Counter[tuple[str, str]] = collections.Counter()
         seen: set[int] = set()
         total = self._input_bytes()
+        for inputs in self._inputs.values():
+            for item in inputs:
+                self._problems.extend(item.problems)
         with self._bar.stage("reading", total) as advance:
             for (chunk,), read in pool.run(stages.read, self._chunks(), self._known_summaries):
                 for summary in read:
@@ -446,8 +456,7 @@ class _Preparation:
         try:
             return Documents.load(self._work, summaries, fraction, self._held_out, near, faults, known)
         except InputError:
-            if self._growth:  # the corpus stays as it is, and can grow by other sources
-                shutil.rmtree(self._work, ignore_errors=True)
+            shutil.rmtree(self._work, ignore_errors=True)  # only other settings or sources help
             raise
 
     def _tokenize(self, pool: Pool, summaries: list[ChunkSummary]) -> None:

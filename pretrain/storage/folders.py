@@ -185,7 +185,7 @@ def fetch_found(
     address: str, found: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
 ) -> list[Path]:
     """As `fetch_files`, for objects that `find` found; with a bar if `shown`."""
-    root = local(_root(address))
+    root = local(root_of(address))
     with alone(root):
         missing = [name for name, facts in found.items() if not _is_current(local(name), facts)]
         needed = sum(bytes_to_fetch(local(name), found[name]) for name in missing)
@@ -214,22 +214,21 @@ def find(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | No
     objects = objects or ObjectStore()
     if not _PATTERN & set(address) and (facts := objects.facts(address)) is not None:
         return {address: facts}
-    root = _root(address)
+    root = root_of(address)
     found = {join(root, name): facts for name, facts in sorted(objects.listing(root).items())}
     if root != address.rstrip("/"):
-        return {name: facts for name, facts in found.items() if _matches(name, address)}
-    visible = {name: facts for name, facts in found.items() if not name.rpartition("/")[2].startswith(".")}
-    return {name: facts for name, facts in visible.items() if not suffixes or _suffix(name) in suffixes}
+        return {name: facts for name, facts in found.items() if matches(name, address)}
+    return {name: facts for name, facts in found.items() if not suffixes or _suffix(name) in suffixes}
 
 
-def _root(address: str) -> str:
+def root_of(address: str) -> str:
     """The folder to list: what comes before the first part with a pattern."""
     parts = address.rstrip("/").split("/")
     first = next((number for number, part in enumerate(parts) if _PATTERN & set(part)), len(parts))
     return "/".join(parts[:first])
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """As glob: `**` is any number of folders, and other patterns match within one."""
     names, patterns = name.split("/"), pattern.split("/")
 

@@ -97,7 +97,7 @@ def drawn_novels(card: Mapping[str, Any]) -> float:
 
 
 def _files(data: Path) -> list[Path]:
-    files = files_below(data)
+    files = files_below(data, Problems())
     for file in files:
         kind = kind_of(file)
         if kind not in SOURCES or (kind == PLAIN and plain_suffix(file) != ".txt"):
