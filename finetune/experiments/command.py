@@ -16,7 +16,6 @@ from pretrain.common.commands import (
     local_path,
     overrides,
     positive_int,
-    resumable,
     run_options,
 )
 from pretrain.common.errors import InputError
@@ -50,8 +49,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         _dry_run(api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from), arguments)
         return
-    with resumable():
-        run = api.train(arguments.config, **run_options(arguments))
+    run = api.train(arguments.config, **run_options(arguments))
     if run.trained:
         print(f"{run} {runs.next_command(run.config)}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import select
@@ -11,12 +10,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pretrain.common.addresses import check_address, is_remote
-from pretrain.common.errors import InputError, MachineError, NothingSavedError, RunError, StoppedError, printable
+from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, printable
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
 from pretrain.common.wording import did_you_mean
@@ -233,16 +232,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--no-ray", action="store_true", help="train in this process, without Ray (implied under torchrun)"
     )
-
-
-@contextlib.contextmanager
-def resumable() -> Iterator[None]:
-    """Around a training run, which its command continues only with --resume: let errors of a full disk say so."""
-    try:
-        yield
-    except MachineError as error:
-        advice = str(error).replace("run the same command again.", "run the same command with --resume.")
-        raise MachineError(advice) from error
 
 
 def add_dry_run(parser: argparse.ArgumentParser, purpose: str) -> None:

@@ -11,6 +11,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.kinds import not_one_of
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
+from pretrain.corpus.formats import kinds_that_fit
 from pretrain.corpus.inputs import first_faults
 from pretrain.corpus.manifest import (
     check_same_tokenizer,
@@ -20,7 +21,6 @@ from pretrain.corpus.manifest import (
     refuse_other_content,
     source_name,
 )
-from pretrain.corpus.plain_text import kinds_that_fit
 from pretrain.corpus.released import keeps_lines
 from pretrain.corpus.special_tokens import declared_settings
 from pretrain.corpus.stored import prepared_manifest

@@ -203,16 +203,13 @@ class SourceReader:
         """The objects at an address that are read, by their addresses; none is fetched."""
         address = self.config.path.rstrip("/")
         root = folders.root_of(address)
-        if root == address:
-            found = folders.find(address, (), objects)
-        else:
-            found = {join(root, name): facts for name, facts in sorted(objects.listing(root).items())}
+        found = folders.find(address if root == address else f"{root}/**", (), objects)
         if address in found:
             return found
         taken = folders.matches if root != address else lambda name, _: self.takes(PurePosixPath(name))
         names = [name.removeprefix(f"{root}/") for name in found if taken(name, address)]
         hidden = "/." in address.removeprefix(root)
-        kept = listing.read_names(names, lambda one: join(root, one) in found, self.problems, address, hidden=hidden)
+        kept = listing.read_names(names, address, lambda name: join(root, name) in found, self.problems, hidden=hidden)
         return {join(root, name): found[join(root, name)] for name in kept}
 
 
@@ -239,7 +236,7 @@ def nothing_found(
 
     path = Path(config.path).expanduser()
     pattern = "" if is_remote(config.path) or path.exists() else listing.escaped(path)
-    advice = f"It is a pattern. For the folder of that name, write {pattern}." if pattern else "Check the path."
+    advice = f"It is a pattern. Write {pattern} for the folder of that name." if pattern else "Check the path."
     if kind := _other_kind(config.kind, others, {**KINDS, **_COLUMNS}):
         advice = f"Its files are of kind {kind}: set kind: {kind}{' and dataset' * (kind == 'huggingface')}."
     if left_out:

@@ -54,30 +54,27 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
 
 
 def visible(files: Iterable[Path], root: Path, problems: Problems, *, hidden: bool = False) -> list[Path]:
-    """Those of the files below `root` that are read; with `hidden` also hidden ones."""
+    """As `read_names`, of files of this machine."""
     inner = {str(file.relative_to(root)): file for file in files}
-    kept = read_names(inner, lambda name: (root / name).exists(), problems, str(root), hidden=hidden)
+    kept = read_names(inner, str(root), lambda name: (root / name).exists(), problems, hidden=hidden)
     return [inner[name] for name in kept]
 
 
 def read_names(
-    names: Iterable[str], exists: Callable[[str], bool], problems: Problems, root: str, *, hidden: bool = False
+    names: Iterable[str], root: str, exists: Callable[[str], bool], problems: Problems, *, hidden: bool = False
 ) -> list[str]:
-    """Those of the files with these names below `root` that are read.
+    """Those of the files with these names below `root` that are read; the others are counted in `problems`.
 
-    Others go to `problems`: hidden ones, unless `hidden`, links that lead nowhere, and the files of corpora that were
-    prepared below `root`, or are being prepared.
+    Left out are links that lead nowhere, hidden files, unless `hidden`, and corpora below `root`, prepared or begun.
     """
-    known = {PurePath(): False}
+    known, kept = {PurePath(): False}, []
 
     def is_prepared(folder: PurePath) -> bool:
         if folder not in known:
-            is_corpus = all(exists(str(folder / name)) for name in (MANIFEST, "card.json"))
-            is_begun = is_corpus or exists(str(folder / ".work" / "settings.json"))
-            known[folder] = is_begun or is_prepared(folder.parent)
+            is_corpus = all(exists(f"{folder}/{name}") for name in (MANIFEST, "card.json"))
+            known[folder] = is_corpus or exists(f"{folder}/.work/settings.json") or is_prepared(folder.parent)
         return known[folder]
 
-    kept = []
     for name in names:
         path = PurePath(name)
         if is_prepared(path.parent):
@@ -104,11 +101,10 @@ def matching(path: Path, problems: Problems) -> list[Path]:
 
 
 def escaped(path: Path) -> str:
-    """A pattern that matches files if the folders in it that exist are taken by their names; "" if it is none."""
+    """The pattern for `path` in which the folders that exist are their names; "" if that is no other one."""
     here, parts = Path(), []
     for part in path.parts:
-        is_there = here is not None and (here / part).exists()
-        here = here / part if here is not None and is_there else None
-        parts.append(glob.escape(part) if is_there else part)
+        here /= part
+        parts.append(glob.escape(part) if here.exists() else part)
     pattern = str(Path(*parts))
-    return pattern if pattern != str(path) and glob.glob(pattern, recursive=True) else ""  # noqa: PTH207
+    return pattern if pattern != str(path) else ""

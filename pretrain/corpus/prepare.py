@@ -48,6 +48,7 @@ from pretrain.corpus.extension import check_extension, extend_vocabulary, sample
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import CountReadings, Prepared
+from pretrain.corpus.formats import kinds_that_fit
 from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems
 from pretrain.corpus.manifest import (
@@ -65,7 +66,6 @@ from pretrain.corpus.manifest import (
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of, stoppable
-from pretrain.corpus.plain_text import kinds_that_fit
 from pretrain.corpus.released import takes_whole_documents
 from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids

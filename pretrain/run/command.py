@@ -15,7 +15,6 @@ from pretrain.common.commands import (
     add_workers,
     overrides,
     program,
-    resumable,
     run_options,
 )
 
@@ -49,8 +48,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         return
     from pretrain.run import api
 
-    with resumable():
-        run = api.train(arguments.config, fork_from=arguments.fork, minutes=arguments.minutes, **run_options(arguments))
+    run = api.train(arguments.config, fork_from=arguments.fork, minutes=arguments.minutes, **run_options(arguments))
     if run.trained:
         own = f" --import {run.config.objective}" if run.config.objective else ""
         print(f"{run} Next: {program()} export {shlex.quote(str(run.place))} DIR{own}")

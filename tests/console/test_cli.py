@@ -261,7 +261,6 @@ def test_each_mistake_in_the_config_is_a_line(config_file: Path, capsys):
     ]
 
 
-FULL = "disk full (0.00 GB free). No incomplete file is kept; free some space and run the same command"
 NOTHING = "s. No step is saved. Continue with --resume."
 
 
@@ -277,7 +276,6 @@ def fails(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> MagicMock:
     ("error", "code", "said", "events"),
     [
         (MachineError("m"), 3, "error: m", []),
-        (MachineError(f"x: {FULL} again."), 3, f"error: x: {FULL} with --resume.", []),
         (DivergedError("d"), 4, "error: d", [("diverged", "d")]),
         (StoppedError("s."), 130, f"error: {NOTHING}", [("stop", NOTHING)]),
         (KeyboardInterrupt(), 130, None, []),

@@ -424,85 +424,53 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     ]
 
 
-LEFT = {
-    ".git/a.txt": 2,
-    ".venv/lib/x.txt": 2,
-    "sub/.ipynb_checkpoints/b.txt": 2,
-    ".c.txt": 2,
-    "to.txt": 1,
-    "old/v.txt": 3,
-}
+ALL_LEFT_OUT = {listing.HIDDEN: 4, listing.PREPARED: 2, listing.NOWHERE: 1}
 
 
-@pytest.mark.parametrize("path", ["", "**/*.txt", "**", ".", "sub", "*/*.txt", ".git", ".*/*.txt", ".c.txt"])
-def test_what_is_left_out_of_a_folder_is_counted_and_what_is_named_is_read(tmp_path, monkeypatch, path) -> None:
+@pytest.mark.parametrize(
+    ("path", "names", "left_out"),
+    [
+        ("", "a.txt sub/b.txt", ALL_LEFT_OUT),
+        (".", "a.txt sub/b.txt", ALL_LEFT_OUT),
+        ("**/*.txt", "a.txt sub/b.txt", ALL_LEFT_OUT),
+        ("**", "a.txt sub/b.txt", {**ALL_LEFT_OUT, listing.PREPARED: 5}),
+        ("sub", "sub/b.txt", {listing.HIDDEN: 1}),
+        ("*/*.txt", "sub/b.txt", {listing.PREPARED: 2}),
+        (".git", ".git/a.txt", {}),
+        (".*/*.txt", ".git/a.txt", {}),
+        (".c.txt", ".c.txt", {}),
+    ],
+)
+def test_what_is_left_out_is_counted_and_what_is_named_is_read(tmp_path, monkeypatch, path, names, left_out) -> None:
     folder = tmp_path / ".texts"  # the folder that is named may be hidden
-    for name in (
-        "a.txt",
-        "sub/b.txt",
-        *LEFT,
-        "old/manifest.json",
-        "old/card.json",
-        "new/.work/settings.json",
-        "new/w.txt",
-    ):
+    left = [".git/a.txt", ".venv/lib/x.txt", "sub/.ipynb_checkpoints/b.txt", ".c.txt", "old/vocab.txt", "new/x.txt"]
+    for name in ("a.txt", "sub/b.txt", *left, "old/manifest.json", "old/card.json", "new/.work/settings.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("A text.\n")
-    (folder / "to.txt").unlink()
     (folder / "to.txt").symlink_to("gone.txt")
     monkeypatch.chdir(folder)
-    kind: Any = "books" if path != "**" else "files"
-    found = find_inputs(SourceConfig(kind=kind, path=str(folder / path) if path != "." else path), "corpus.sources.0")
-    names = sorted(os.path.relpath(one, folder) for item in found for one in item.paths)
-    faults = {one["fault"]: one["count"] for item in found for one in item.problems}
-    all_of_it = {listing.HIDDEN: 4, listing.PREPARED: 2, listing.NOWHERE: 1}
-    expected = {
-        "sub": (["sub/b.txt"], {listing.HIDDEN: 1}),
-        "*/*.txt": (["sub/b.txt"], {listing.PREPARED: 2}),
-        ".git": ([".git/a.txt"], {}),
-        ".*/*.txt": ([".git/a.txt"], {}),
-        ".c.txt": ([".c.txt"], {}),
-        "**": (["a.txt", "sub/b.txt"], {**all_of_it, listing.PREPARED: 5}),
-    }
-    assert (names, faults) == expected.get(path, (["a.txt", "sub/b.txt"], all_of_it))
-
-
-def test_a_source_of_which_all_is_left_out_says_so(tmp_path: Path) -> None:
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "a.txt").write_text("A text.\n")
-    (tmp_path / "b.txt").symlink_to("gone")
-    left_out = (
-        r"hidden file, .*: left out \(\.git/a\.txt\), 1 time; .*: link that leads nowhere: left out \(b\.txt\), 1 time"
-    )
-    refused(rf"no books file found\. .*{left_out}\. Check the path\.", kind="books", path=str(tmp_path))
+    source = SourceConfig(kind="files" if path == "**" else "books", path=path if path == "." else str(folder / path))
+    (found,) = find_inputs(source, "corpus.sources.0")
+    assert " ".join(os.path.relpath(one, folder) for one in found.paths) == names
+    assert {one["fault"]: one["count"] for one in found.problems} == left_out
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "books", "files", "sentences", "lines", "wikiextractor", "csv", "mediawiki"])
-def test_a_folder_of_another_format_names_its_kind(tmp_path: Path, kind: str) -> None:
-    for number in range(3):
-        (tmp_path / f"part-{number}.snappy.parquet").write_bytes(b"PAR1" + bytes(100))
-    (tmp_path / "_SUCCESS").touch()
-    for path in ("", "*.parquet", "part-1.snappy.parquet"):
-        refused(
-            rf"no {kind} file found\. Its files are of kind parquet: set kind: parquet\.",
-            kind=kind,
-            path=str(tmp_path / path),
-        )
-    if kind != "csv":
-        (tmp_path / "csv").mkdir()
-        (tmp_path / "csv" / "a.csv.gz").touch()
-        if kind in ("jsonl", "books", "mediawiki"):
-            refused(r"Its files are of kind csv: set kind: csv\.", kind=kind, path=str(tmp_path / "csv"))
-
-
-def test_a_pattern_that_is_the_name_of_a_folder_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "texts [v2]" / "a*b").mkdir(parents=True)
-    (tmp_path / "texts [v2]" / "a*b" / "a.txt").write_text("A text.\n")
-    path = str(tmp_path / "texts [v2]" / "a*b" / "*.txt")
-    pattern = str(tmp_path / "texts [[]v2]" / "a[*]b" / "*.txt")
-    refused(rf"It is a pattern\. For the folder of that name, write {re.escape(pattern)}\.", kind="books", path=path)
-    assert len(find_inputs(SourceConfig(kind="books", path=pattern), "x")) == 1
-    refused(r"no books file found\. Check the path\.", kind="books", path=str(tmp_path / "texts [v2]" / "*.txt"))
+def test_a_source_of_which_nothing_is_read_says_why(tmp_path: Path, kind: str) -> None:
+    for name in ("part-0.snappy.parquet", "part-1.snappy.parquet", "_SUCCESS", "texts[v2]/a*b/a.txt", "csv/a.csv.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    named = rf"no {kind} file found\. Its files are of kind parquet: set kind: parquet\."
+    for path in ("*t*", "*.parquet", "part-1.snappy.parquet"):
+        refused(named, kind=kind, path=str(tmp_path / path))
+    (tmp_path / "texts[v2]/a*b/a.txt").rename(tmp_path / "a")
+    pattern = re.escape(str(tmp_path / "texts[[]v2]" / "a[*]b" / "*.txt"))
+    refused(rf"It is a pattern\. Write {pattern} for", kind=kind, path=str(tmp_path / "texts[v2]" / "a*b" / "*.txt"))
+    if kind in ("jsonl", "books", "mediawiki"):
+        refused(r"Its files are of kind csv: set kind: csv\.", kind=kind, path=str(tmp_path / "csv"))
+        (tmp_path / "csv/gone.txt").symlink_to("gone")
+        left_out = r"csv: link that leads nowhere: left out \(gone\.txt\), 1 time\. Check the path"
+        refused(left_out, kind="books", path=str(tmp_path / "csv" / "*.txt"))
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

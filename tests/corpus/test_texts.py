@@ -398,11 +398,6 @@ def test_accents_that_follow_the_case_are_no_other_setting(tmp_path: Path) -> No
     assert "already prepared" in line
 
 
-def appended(*parts: str) -> bytes:
-    """What `cat` makes of files that begin with a byte-order mark."""
-    return "".join(f"\ufeff{part}" for part in parts).encode()
-
-
 @pytest.mark.parametrize("size", [16, 40, 1 << 20])
 def test_no_line_of_files_with_byte_order_marks_that_were_appended_is_lost(tmp_path, monkeypatch, size) -> None:
     monkeypatch.setattr(inputs, "CHUNK_BYTES", size)
@@ -410,30 +405,29 @@ def test_no_line_of_files_with_byte_order_marks_that_were_appended_is_lost(tmp_p
     texts = [f"Text {number} élan." for number in range(9)]
     thirds = [texts[:3], texts[3:6], texts[6:]]
     rows = ["".join(json.dumps({"text": text}) + "\n" for text in third) for third in thirds]
-    documents = ["".join(f'<doc id="1" title="T">\nT\n{text}\n</doc>\n' for text in third) for third in thirds]
     for kind, parts in (
-        ("jsonl", rows),
         ("jsonl", ["", *rows, ""]),
         ("jsonl", [part.strip() for part in rows]),
         ("lines", ["\n".join([*third, ""]) for third in thirds]),
         ("sentences", ["\n\n".join([*third, ""]) for third in thirds]),
-        ("wikiextractor", documents),
+        ("wikiextractor", ["".join(f'<doc title="T">\nT\n{text}\n</doc>\n' for text in third) for third in thirds]),
         ("csv", ["text,id\n" + "".join(f"{text},1\n" for text in texts)]),
     ):
-        data = appended(*parts)
-        for path, written in (
-            (tmp_path / "a", data),
-            (tmp_path / "a.xz", COMPRESS[".xz"](data)),
-            (tmp_path / "a.gz", b"".join(gzip.compress(appended(part)) for part in parts)),
-            (tmp_path / "u", data.decode().encode("utf-16-le")),
-        ):
-            path.write_bytes(written)
-            found, faults = read(kind, path)
-            assert [text.strip() for text in found] == texts, (kind, path)
-            assert faults == {}, (kind, path)
-    (tmp_path / "b.txt").write_bytes(appended("One.\n", "Two.\n"))
-    assert read("books", tmp_path / "b.txt")[0] == ["One. Two."]
-    assert read("files", tmp_path / "b.txt")[0] == ["One.\nTwo.\n"]
+        data = "".join(f"\ufeff{part}" for part in parts)
+        for name, written in {
+            "a": data.encode(),
+            "a.xz": COMPRESS[".xz"](data.encode()),
+            "a.gz": b"".join(gzip.compress(f"\ufeff{part}".encode()) for part in parts),
+            "b": data.encode("utf-16-le"),
+        }.items():
+            (tmp_path / name).write_bytes(written)
+            found, faults = read(kind, tmp_path / name)
+            assert ([text.strip() for text in found], faults) == (texts, {}), (kind, name)
+    (tmp_path / "b.txt").write_text("\ufeffOne.\n\ufeffTwo.\n")
+    assert (read("books", tmp_path / "b.txt")[0], read("files", tmp_path / "b.txt")[0]) == (
+        ["One. Two."],
+        ["One.\nTwo.\n"],
+    )
 
 
 def sentence(number: int) -> str:
@@ -450,61 +444,44 @@ LARGE = {
     "a book": "\n\n".join(WRAPPED[n : n + 720] for n in range(0, len(WRAPPED), 720)),
     "one paragraph": WRAPPED,
 }
-FITS = dict.fromkeys(("sentences", "paragraphs", "long documents"), "sentences") | {
-    "lines": "lines",
-    "Thai lines": "lines",
-}
+FITS = {"lines": "lines", "Thai lines": "lines", "a book": "", "one paragraph": ""}
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("form", LARGE)
-def test_the_kind_that_fits_a_large_file_is_said_before_it_is_read(tmp_path, monkeypatch, form, suffix) -> None:
-    path, fits = tmp_path / f"large.txt{suffix}", FITS.get(form, "")
-    path.write_bytes(COMPRESS[suffix](LARGE[form].encode()))
-    config = preparation(tmp_path / "corpus", [SourceConfig(kind="books", path=str(path))])
-    lines = preparation_lines(describe(config))
-    assert (f": set kind: {fits}, which reads each" in lines) == bool(fits)
-    with pytest.raises(
-        InputError, match=f"kind: books makes .*set kind: {fits}, which" if fits else "all held out"
-    ) as no:
+def test_the_kind_that_fits_a_large_file_is_said_before_it_is_read(tmp_path: Path, form: str) -> None:
+    path, fits, corpus = tmp_path / "large.txt.gz", FITS.get(form, "sentences"), tmp_path / "corpus"
+    path.write_bytes(gzip.compress(LARGE[form].encode()))
+    config = preparation(corpus, [SourceConfig(kind="books", path=str(path))])
+    assert (f": set kind: {fits}, which reads each" in preparation_lines(describe(config))) == bool(fits)
+    with pytest.raises(InputError, match=f"s.0.kind: books .*: {fits}, which" if fits else "all held out") as error:
         prepare(config, quiet=True)
-    assert "elete" not in str(no.value)
-    assert (tmp_path / "corpus").exists() != bool(fits), "it was read"
+    assert "elete" not in str(error.value)
+    assert corpus.exists() != bool(fits), "whether it was read"
     if fits:
-        config = preparation(tmp_path / "corpus", [SourceConfig(kind=fits, path=str(path))], min_document_words=1)
+        config = preparation(corpus, [SourceConfig(kind=fits, path=str(path))], min_document_words=1)
         assert "set kind" not in preparation_lines(describe(config))
         assert " held out, " in prepare(config, quiet=True)
 
 
-def test_a_file_beside_other_text_is_only_said_to_be_large(tmp_path: Path, capsys) -> None:
-    (tmp_path / "a.jsonl").write_text(LINES)
-    (tmp_path / "large.txt").write_text(LARGE["lines"])
-    (tmp_path / "large.txt").open("a").write(LARGE["lines"])
-    others = [
-        SourceConfig(kind="sentences", path=str(tmp_path / "large.txt")),
-        SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")),
-    ]
-    prepare(preparation(tmp_path / "corpus", others, min_document_words=5), quiet=True)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "corpus.sources.0.kind: sentences makes one document of" in said
-    assert "set kind: lines, which reads each line as a document." in said
-
-
-def test_what_was_left_out_is_in_the_terminal_and_on_the_card_and_a_corpus_does_not_read_itself(tmp_path) -> None:
+def test_the_terminal_and_the_card_say_what_was_left_out_and_what_is_one_document(tmp_path: Path, capsys) -> None:
+    """The corpus is in the folder that is read, and is the same when it is prepared again."""
     for name in ("a.jsonl", ".git/b.jsonl", ".cache/c.jsonl", "in/a.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(LINES)
     (tmp_path / "d.jsonl").symlink_to("gone")
-    source = SourceConfig(kind="jsonl", name="all", path=str(tmp_path))
+    (tmp_path / "large").write_text(LARGE["lines"])
+    own = SourceConfig(kind="jsonl", name="all", path=str(tmp_path))
+    large = SourceConfig(kind="sentences", path=str(tmp_path / "large"))
+    config = preparation(tmp_path / "in/corpus", [own, large], min_document_words=5)
     for _ in range(2):
-        config = preparation(tmp_path / "in" / "corpus", [source], min_document_words=5)
         line = prepare(config, quiet=True)
         assert "hidden file, or file in a hidden folder: left out (.cache/c.jsonl), 2 times; " in line
         assert "link that leads nowhere: left out (d.jsonl), 1 time." in line
         assert "| link that leads nowhere: left out | 1 | d.jsonl |" in (tmp_path / "in/corpus/card.md").read_text()
         lines = preparation_lines(describe(config))
-        assert all(
-            one in lines for one in ["hidden file", "link that", "file of a prepared corpus: left out (in/corpus/"]
-        )
+        assert all(one in lines for one in ("hidden file", "link that", "prepared corpus: left out (in/corpus/"))
     assert "already prepared" in line
-    assert card(tmp_path / "in" / "corpus")["sources"][0]["files"] == 2
+    assert card(tmp_path / "in/corpus")["sources"][0]["files"] == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("corpus.sources.1.kind: sentences makes one document of") == 1
+    assert "set kind: lines, which reads each line as a document." in said
