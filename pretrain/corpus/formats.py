@@ -15,7 +15,7 @@ from pretrain.corpus.sources.books import is_ended
 from pretrain.corpus.streams import open_text
 
 PLAIN = books.__name__.rpartition(".")[2]
-KINDS = {
+_KINDS = {
     suffix: module.__name__.rpartition(".")[2]
     for module in (books, csv, jsonl, mediawiki, parquet)
     for suffix in module.Reader.suffixes
@@ -36,7 +36,7 @@ def files_below(path: Path, problems: Problems) -> list[Path]:
     Raises `InputError` if there is none, or a folder cannot be listed.
     """
     if path.is_dir():
-        files = visible(files_in(path), path, problems)
+        files = visible(files_in(path), path, problems.add)
         if not files:
             raise InputError(f"{path}: an empty folder. Give one with text.")
         return files
@@ -47,7 +47,7 @@ def files_below(path: Path, problems: Problems) -> list[Path]:
 
 def kind_of(file: Path) -> str:
     """The kind of source that reads a file: by its suffix, or plain text, which WikiExtractor's files resemble."""
-    kind = KINDS.get(plain_suffix(file), PLAIN)
+    kind = _KINDS.get(plain_suffix(file), PLAIN)
     if kind != PLAIN:
         return kind
     try:

@@ -42,6 +42,7 @@ _NO_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _UNPACKED = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # bytes that a byte of compressed text usually becomes
 _COLUMNS = {".arrow": "huggingface", ".parquet": "parquet"}  # which no other kind reads
+_ROWS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}
 _PACKED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
 )
@@ -185,11 +186,11 @@ class SourceReader:
             files = folders.fetch_found(self.config.path, self.stored_files(objects := ObjectStore()), objects)
         elif path.is_dir():
             files = [file for file in listing.files_in(path, f"{where}.path") if self.takes(file)]
-            files = listing.visible(files, path, self.problems)
+            files = listing.visible(files, path, self.problems.add)
         elif path.exists():
             files = [path]
         else:
-            files = listing.matching(path, self.problems)
+            files = listing.matching(path, self.problems.add)
         if not files:
             others = listing.files_in(path, f"{where}.path") if path.is_dir() else []
             raise nothing_found(self.config, where, self.problems.entries(), others)
@@ -209,7 +210,9 @@ class SourceReader:
         taken = folders.matches if root != address else lambda name, _: self.takes(PurePosixPath(name))
         names = [name.removeprefix(f"{root}/") for name in found if taken(name, address)]
         hidden = "/." in address.removeprefix(root)
-        kept = listing.read_names(names, address, lambda name: join(root, name) in found, self.problems, hidden=hidden)
+        kept = listing.read_names(
+            names, address, lambda name: join(root, name) in found, self.problems.add, hidden=hidden
+        )
         return {join(root, name): found[join(root, name)] for name in kept}
 
 
@@ -232,12 +235,10 @@ def nothing_found(
     config: SourceConfig, where: str, left_out: Sequence[dict[str, Any]] = (), others: Sequence[Path] = ()
 ) -> InputError:
     """The error of a source without files that are read; `where` is its place in the config. `others` are there."""
-    from pretrain.corpus.formats import KINDS  # of modules that import this one
-
     path = Path(config.path).expanduser()
     pattern = "" if is_remote(config.path) or path.exists() else listing.escaped(path)
     advice = f"It is a pattern. Write {pattern} for the folder of that name." if pattern else "Check the path."
-    if kind := _other_kind(config.kind, others, {**KINDS, **_COLUMNS}):
+    if kind := _other_kind(config.kind, others, {**_COLUMNS, **_ROWS}):
         advice = f"Its files are of kind {kind}: set kind: {kind}{' and dataset' * (kind == 'huggingface')}."
     if left_out:
         advice = f"{first_faults(left_out)}. {advice}"

@@ -6,15 +6,12 @@ import glob
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.storage import folders
 
-if TYPE_CHECKING:
-    from pretrain.corpus.inputs import Problems
-
+Note = Callable[[str, str, str], object]  # `Problems.add`: path, fault, first
 HIDDEN = "hidden file, or file in a hidden folder: left out"
 PREPARED = "file of a prepared corpus: left out"
 NOWHERE = "link that leads nowhere: left out"
@@ -53,17 +50,17 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
     return sorted(files)
 
 
-def visible(files: Iterable[Path], root: Path, problems: Problems, *, hidden: bool = False) -> list[Path]:
+def visible(files: Iterable[Path], root: Path, note: Note, *, hidden: bool = False) -> list[Path]:
     """As `read_names`, of files of this machine."""
     inner = {str(file.relative_to(root)): file for file in files}
-    kept = read_names(inner, str(root), lambda name: (root / name).exists(), problems, hidden=hidden)
+    kept = read_names(inner, str(root), lambda name: (root / name).exists(), note, hidden=hidden)
     return [inner[name] for name in kept]
 
 
 def read_names(
-    names: Iterable[str], root: str, exists: Callable[[str], bool], problems: Problems, *, hidden: bool = False
+    names: Iterable[str], root: str, exists: Callable[[str], bool], note: Note, *, hidden: bool = False
 ) -> list[str]:
-    """Those of the files with these names below `root` that are read; the others are counted in `problems`.
+    """Those of the files with these names below `root` that are read; the others are told to `note`.
 
     Left out are links that lead nowhere, hidden files, unless `hidden`, and corpora below `root`, prepared or begun.
     """
@@ -78,17 +75,17 @@ def read_names(
     for name in names:
         path = PurePath(name)
         if is_prepared(path.parent):
-            problems.add(root, PREPARED, name)
+            note(root, PREPARED, name)
         elif not hidden and any(part.startswith(".") for part in path.parts):
-            problems.add(root, HIDDEN, name)
+            note(root, HIDDEN, name)
         elif not exists(name):
-            problems.add(root, NOWHERE, name)
+            note(root, NOWHERE, name)
         else:
             kept.append(name)
     return kept
 
 
-def matching(path: Path, problems: Problems) -> list[Path]:
+def matching(path: Path, note: Note) -> list[Path]:
     """The files that match a pattern and are read. Hidden ones match only a pattern that has their dot."""
     pattern = str(path)
     found = set(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
@@ -97,7 +94,7 @@ def matching(path: Path, problems: Problems) -> list[Path]:
     if "**" in path.parts and not dotted and root.is_dir():
         found |= {file for file in files_in(root) if folders.matches(str(file), pattern)}
     files = [file for file in sorted(found) if file.is_file() or not file.exists()]
-    return visible(files, root, problems, hidden=dotted)
+    return visible(files, root, note, hidden=dotted)
 
 
 def escaped(path: Path) -> str:
