@@ -58,7 +58,7 @@ class Reader(RecordReader):
             if b"<redirect " in body or (namespace and namespace[1] != b"0") or (model and model[1] != b"wikitext"):
                 continue
             markup = html.unescape(decode(text[1], path, chunk.start, problems)) if text else ""
-            if markup and not _REDIRECT.match(markup):
+            if text and not _REDIRECT.match(markup):
                 yield plain_text(markup, dropped)
         if data.count(b"<page>") > data.count(b"</page>"):
             problems.add(path, "<page> that is not closed")
@@ -96,11 +96,13 @@ def plain_text(markup: str, dropped: Set[str]) -> str:
     for node in code.ifilter(recursive=False):
         if isinstance(node, Heading):
             code.replace(node, "\n")
-    for node in list(code.ifilter()):
-        if isinstance(node, Wikilink):
-            _strip_link(code, node, dropped)
-        elif isinstance(node, Tag) and str(node.tag).lower() in ("br", "hr"):
-            _replace(code, node, "\n")
+    tags = code.filter_tags()
+    for part in (code, *(tag.contents for tag in tags if tag.contents is not None)):
+        for link in [node for node in part.nodes if isinstance(node, Wikilink)]:
+            _strip_link(part, link, dropped)
+    for tag in tags:
+        if str(tag.tag).lower() in ("br", "hr"):
+            _replace(code, tag, "\n")
     text = code.strip_code(normalize=True, collapse=False)
     lines = (_clean_line(line) for line in text.split("\n"))
     return "\n".join(line for line in lines if line)
@@ -119,7 +121,9 @@ def _without_blocks(markup: str) -> str:
 
 def _strip_link(code: mwparserfromhell.wikicode.Wikicode, link: Wikilink, dropped: Set[str]) -> None:
     """Remove the link of a picture, a category, or an article in another language; a colon before it makes it text."""
-    title = str(link.title).translate(_DIRECTION_MARKS).strip()
+    if ":" not in (title := str(link.title)):
+        return
+    title = title.translate(_DIRECTION_MARKS).strip()
     name, _, page = title.removeprefix(":").partition(":")
     is_dropped = bool(page) and _folded(name) in dropped
     if not title.startswith(":"):
