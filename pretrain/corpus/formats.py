@@ -1,5 +1,6 @@
 """Which kind of source fits a file: by its suffix, or its beginning."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -94,11 +95,17 @@ def _fault(kind: str, paths: list[Path], least_bytes: int) -> str:
 
 
 def _is_wrapped(blocks: list[list[str]]) -> bool:
-    """Whether lines end in the middle of sentences, where the page ends, as those of a book do."""
+    """Whether lines end where the page does, in the middle of sentences, as those of a book: no further word fits."""
     widths = sorted(len(line) for block in blocks for line in block)
-    width, inner = widths[int(0.95 * len(widths))], [line for block in blocks for line in block[:-1]]
-    cut = [line for line in inner if len(line) > 0.6 * width and " " in line.strip() and not is_ended(line.rstrip())]
-    return width <= 100 and 2 * len(cut) > len(inner) > len(widths) / 4
+    pairs = [pair for block in blocks for pair in itertools.pairwise(block)]
+    width = widths[int(0.95 * len(widths))]
+    cut = [
+        line
+        for line, following in pairs
+        if " " in line and not is_ended(line.rstrip()) and not following.lstrip()[:1].isupper()
+        if len(line) + len(following.partition(" ")[0]) >= width
+    ]
+    return width <= 100 and 2 * len(cut) > len(pairs) > len(widths) / 4
 
 
 def documents_of(file: Path, problems: Problems) -> Iterator[str]:

@@ -438,6 +438,7 @@ WRAPPED = "\n".join(textwrap.wrap(" ".join(map(sentence, range(2000))), 72))
 LARGE = {
     "sentences": "\n\n".join("\n".join(map(sentence, range(n, n + 4 + n % 5))) for n in range(600)),
     "paragraphs": "\n\n".join(sentence(n) * 3 for n in range(900)),
+    "no stops": "\n\n".join("\n".join(sentence(n * k).lower().strip(".") for k in range(8)) for n in range(300)),
     "long documents": "\n\n".join("\n".join(map(sentence, range(n, n + 300))) for n in range(12)),
     "lines": "\n".join(" ".join(map(sentence, range(n, n + 4))) for n in range(600)),
     "Thai lines": "\n".join(SENTENCES["th"] * (2 + n % 3) for n in range(600)),
