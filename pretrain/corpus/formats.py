@@ -23,10 +23,7 @@ _KINDS = {
 }
 _FEWEST_FILES = 3  # of one document each: two are held out
 _FEWEST_DOCUMENTS = 10  # that another kind makes of a file
-_SAMPLE_BYTES = 1 << 20
-_LARGE_BYTES = 100_000  # of a file about which something is said
-_NO_BOOK_BYTES = 10 << 20  # of files about which something is said although they are many
-_LONG_SENTENCE = 200  # characters
+_LARGE_BYTES, _NO_BOOK_BYTES = 100_000, 10 << 20  # of a file about which something is said; although there are many
 _BLANK_LINES = re.compile(r"\n[ \t]*\n")
 _HEAD = 1_000  # bytes that show the format of a file without a known suffix
 
@@ -82,12 +79,12 @@ def _fault(kind: str, paths: list[Path], least_bytes: int) -> str:
     if max(sizes) < least_bytes or (len(paths) >= _FEWEST_FILES and sum(sizes) < _NO_BOOK_BYTES * len(paths)):
         return ""
     with open_text(path) as stream:
-        text = stream.read(_SAMPLE_BYTES).decode("utf-8", "ignore").replace("\r\n", "\n")
+        text = stream.read(1 << 20).decode("utf-8", "ignore").replace("\r\n", "\n")
     blocks = [block.strip().split("\n") for block in _BLANK_LINES.split(text) if block.strip()]
     lines = sum(map(len, blocks))
     if lines < _FEWEST_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
         return ""
-    if len(blocks) >= _FEWEST_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < _LONG_SENTENCE * lines):
+    if len(blocks) >= _FEWEST_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
         found, fits = f"{counted(len(blocks), 'block')} of lines between blank lines", "sentences, which reads each"
     else:
         found, fits = f"{counted(lines, 'line')} and hardly a blank one", "lines, which reads each line"

@@ -204,7 +204,7 @@ class SourceReader:
         """The objects at an address that are read, by their addresses; none is fetched."""
         address = self.config.path.rstrip("/")
         root = folders.root_of(address)
-        found = folders.find(address if root == address else f"{root}/**", (), objects)
+        found = folders.find(address if root == address else f"{root}/**", objects)
         if address in found:
             return found
         taken = folders.matches if root != address else lambda name, _: self.takes(PurePosixPath(name))

@@ -200,7 +200,7 @@ class _Preparation:
         except InputError as error:
             if manifest := readable_manifest(self._folder):
                 numbers = recognized(self._folder, manifest, *given, vocabulary=self._of_start is None)
-                expect_all(self._folder, manifest, numbers, error)
+                expect_all(manifest, numbers, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
         same_tokenizer = None if self._corpus.vocabulary.added_words else self._of_start

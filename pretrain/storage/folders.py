@@ -167,18 +167,14 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def fetch_files(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> list[Path]:
+def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
     """Bring the files at `address` to this machine: one file, all below a folder, or those that match a pattern.
 
-    Args:
-        suffixes: of the files to take from a folder, below a compression's; () takes all.
-
-    Returns:
-        Their local paths, sorted; [] if there are none. They have the times of the objects, and are fetched again if
-        those have changed.
+    Returns their local paths, sorted; [] if there are none. They have the times of the objects, and are fetched again
+    if those have changed.
     """
     objects = objects or ObjectStore()
-    return fetch_found(address, find(address, suffixes, objects), objects)
+    return fetch_found(address, find(address, objects), objects)
 
 
 def fetch_found(
@@ -209,16 +205,15 @@ def _bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
         yield lambda count: progress.update(task, advance=count)
 
 
-def find(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> dict[str, ListedObject]:
+def find(address: str, objects: ObjectStore | None = None) -> dict[str, ListedObject]:
     """The objects that `fetch_files` would bring, by their addresses; no object is read."""
     objects = objects or ObjectStore()
     if not _PATTERN & set(address) and (facts := objects.facts(address)) is not None:
         return {address: facts}
     root = root_of(address)
     found = {join(root, name): facts for name, facts in sorted(objects.listing(root).items())}
-    if root != address.rstrip("/"):
-        return {name: facts for name, facts in found.items() if matches(name, address)}
-    return {name: facts for name, facts in found.items() if not suffixes or _suffix(name) in suffixes}
+    is_pattern = root != address.rstrip("/")
+    return {name: facts for name, facts in found.items() if not is_pattern or matches(name, address)}
 
 
 def root_of(address: str) -> str:
@@ -240,11 +235,6 @@ def matches(name: str, pattern: str) -> bool:
         return i < len(names) and fnmatch.fnmatchcase(names[i], patterns[j]) and match(i + 1, j + 1)
 
     return match(0, 0)
-
-
-def _suffix(name: str) -> str:
-    path = Path(name)
-    return (Path(path.stem).suffix if path.suffix in (".gz", ".bz2", ".xz") else path.suffix).lower()
 
 
 def _is_current(path: Path, facts: ListedObject) -> bool:
