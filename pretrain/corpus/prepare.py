@@ -50,7 +50,7 @@ from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import CountReadings, Prepared
 from pretrain.corpus.formats import kinds_that_fit
 from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
-from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems
+from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
     by_source,
@@ -164,6 +164,8 @@ class _Preparation:
         manifest, outcome = self._manifest_bytes(), "already prepared"
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
+            if left_out := [one for inputs in self._all_inputs for item in inputs for one in item.problems]:
+                self._bar.say(first_faults(left_out))  # the card is older than the corpus, which may be among them
         else:
             self._check_kinds()
             if self._corpus.vocabulary.added_words and not self._growth:
