@@ -104,7 +104,7 @@ def read_documents(texts: Sequence[Path]) -> list[str]:
     documents: list[str] = []
     for path in texts:
         before, problems = len(documents), Problems()
-        for file in files_below(path):
+        for file in files_below(path, problems):
             documents += filter(None, (" ".join(text.split()) for text in documents_of(file, problems)))
         for entry in problems.entries():
             logger.warning(

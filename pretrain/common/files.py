@@ -65,7 +65,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             free = shutil.disk_usage(existing_parent(path)).free
             raise MachineError(
                 f"{path}: disk full ({free / 1e9:.2f} GB free). No incomplete file is kept; "
-                "free some space and run the same command again."
+                "free some space and run the same command again (pretrain and finetune: with --resume)."
             ) from error
         if error.errno in _NO_SUCH_PATH:
             raise InputError(f"{path}: cannot write here ({error.strerror}). Choose a writable path.") from error

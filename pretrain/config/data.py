@@ -22,8 +22,8 @@ class SourceConfig(Section):
     """One source of text. `kind` decides whether `path` or `dataset` is required."""
 
     kind: str = Field(
-        description="Text format: mediawiki, wikiextractor, books, files, sentences, jsonl, parquet, csv, huggingface "
-        "or docstrings, or a module of your own such as my_package.markdown."
+        description="Text format: mediawiki, wikiextractor, books, files, sentences, lines, jsonl, parquet, csv, "
+        "huggingface or docstrings, or a module of your own such as my_package.markdown."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
     path: Location = Field(

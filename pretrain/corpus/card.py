@@ -13,6 +13,7 @@ from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
 from pretrain.corpus.card_tables import evaluation_lines, filter_lines, left_out_lines, reading_lines, table_row
 from pretrain.corpus.filters.evaluation_sets import SHORTEST
+from pretrain.corpus.inputs import first_faults
 
 CARD_FILES = ("card.json", "card.md")
 _COUNTS = (
@@ -152,9 +153,7 @@ def summary_line(folder: Path, what: str) -> str:
     line += "".join(_hints(card))
     if not faults:
         return line
-    worst = card["problems"][0]
-    example = f"{worst['path']}: {worst['fault']}"
-    return f"{line} {counted(faults, 'fault')} in the input, such as {example}; all are in {folder}/card.md."
+    return f"{line} {counted(faults, 'fault')} in the input: {first_faults(card['problems'])}. See {folder}/card.md."
 
 
 def _hints(card: dict[str, Any]) -> Iterator[str]:

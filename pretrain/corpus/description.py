@@ -11,6 +11,8 @@ from pretrain.common.errors import InputError
 from pretrain.common.kinds import not_one_of
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
+from pretrain.corpus.formats import kinds_that_fit
+from pretrain.corpus.inputs import first_faults
 from pretrain.corpus.manifest import (
     check_same_tokenizer,
     fingerprint_settings,
@@ -114,6 +116,9 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         }
         for source, inputs in zip(corpus.sources, found, strict=True)
     ]
+    left_out = [one for inputs in found for item in inputs for one in item.problems]
+    kinds = {place: corpus.sources[place] for place in new}
+    notes, _ = kinds_that_fit(kinds, dict(enumerate(found)), corpus.validation_fraction)
     return {
         "dir": str(folder),
         "state": state,
@@ -122,4 +127,5 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         "address": config.scheduling.address,
         "bytes": sum(rows[place]["bytes"] for place in new),
         "sources": rows,
+        "notes": [*map(first_faults, ([one] for one in left_out)), *notes],
     }

@@ -268,7 +268,7 @@ class Documents:
             raise InputError(
                 f"corpus.sources: {counted(kept, 'document')}, all held out for validation; none remains for training. "
                 "Add text, split the files, or set corpus.validation_fraction: 0, which otherwise holds out at least "
-                f"{_MIN_VALIDATION_DOCUMENTS}. Delete {self._work} before."
+                f"{_MIN_VALIDATION_DOCUMENTS}."
             )
 
     def _has_training_documents(self) -> bool:

@@ -1,13 +1,18 @@
-"""Which kind of source reads a file that no config describes: by its suffix, or its first bytes."""
+"""Which kind of source fits a file: by its suffix, or its beginning."""
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 from pretrain.config import SourceConfig
 from pretrain.corpus import json_values, sources
-from pretrain.corpus.inputs import Problems, files_in, plain_suffix
+from pretrain.corpus.inputs import Input, Problems, plain_suffix
+from pretrain.corpus.listing import files_in, visible
 from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
+from pretrain.corpus.sources.books import is_ended
 from pretrain.corpus.streams import open_text
 
 PLAIN = books.__name__.rpartition(".")[2]
@@ -16,16 +21,20 @@ _KINDS = {
     for module in (books, csv, jsonl, mediawiki, parquet)
     for suffix in module.Reader.suffixes
 }
+_FEWEST_FILES = 3  # of one document each: two are held out
+_FEWEST_DOCUMENTS = 10  # that another kind makes of a file
+_LARGE_BYTES, _NO_BOOK_BYTES = 100_000, 10 << 20  # of a file about which something is said; although there are many
+_BLANK_LINES = re.compile(r"\n[ \t]*\n")
 _HEAD = 1_000  # bytes that show the format of a file without a known suffix
 
 
-def files_below(path: Path) -> list[Path]:
-    """The file `path`, or all files of the folder, hidden ones left out.
+def files_below(path: Path, problems: Problems) -> list[Path]:
+    """The file `path`, or all files of the folder but for those that are left out, which go to `problems`.
 
     Raises `InputError` if there is none, or a folder cannot be listed.
     """
     if path.is_dir():
-        files = [file for file in files_in(path) if not file.name.startswith(".")]
+        files = visible(files_in(path), path, problems.add)
         if not files:
             raise InputError(f"{path}: an empty folder. Give one with text.")
         return files
@@ -46,6 +55,54 @@ def kind_of(file: Path) -> str:
         return "jsonl" if json_values.begins_with_object(file) else kind
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}). Check the file and its permissions.") from None
+
+
+def kinds_that_fit(
+    sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], held_out_share: float
+) -> tuple[list[str], bool]:
+    """Lines on the sources of plain text that another kind fits, and whether no other text is there to train on."""
+    paths = {number: [Path(path) for item in inputs[number] for path in item.paths] for number in sources}
+    are_few = held_out_share > 0 and sum(map(len, paths.values())) < _FEWEST_FILES
+    are_few &= not any(source.held_out for source in sources.values())
+    least = 0 if are_few else _LARGE_BYTES
+    faults = {number: _fault(source.kind, paths[number], least) for number, source in sources.items()}
+    lines = [f"corpus.sources.{number}.kind: {fault}" for number, fault in faults.items() if fault]
+    return lines, are_few and len(lines) == len(sources)
+
+
+def _fault(kind: str, paths: list[Path], least_bytes: int) -> str:
+    """What a kind would do to files that another one fits; "" if it fits them, and of files that are not here."""
+    if kind not in ("books", "files", "sentences") or not all(path.is_file() for path in paths):
+        return ""
+    sizes = [path.stat().st_size for path in paths]
+    path = paths[sizes.index(max(sizes))]
+    if max(sizes) < least_bytes or (len(paths) >= _FEWEST_FILES and sum(sizes) < _NO_BOOK_BYTES * len(paths)):
+        return ""
+    with open_text(path) as stream:
+        text = stream.read(1 << 20).decode("utf-8", "ignore").replace("\r\n", "\n")
+    blocks = [block.strip().split("\n") for block in _BLANK_LINES.split(text) if block.strip()]
+    lines = sum(map(len, blocks))
+    if lines < _FEWEST_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
+        return ""
+    if len(blocks) >= _FEWEST_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
+        found, fits = f"{counted(len(blocks), 'block')} of lines between blank lines", "sentences, which reads each"
+    else:
+        found, fits = f"{counted(lines, 'line')} and hardly a blank one", "lines, which reads each line"
+    return f"{kind} makes one document of {path}. Its first megabyte has {found}: set kind: {fits} as a document."
+
+
+def _is_wrapped(blocks: list[list[str]]) -> bool:
+    """Whether lines end where the page does, in the middle of sentences, as those of a book: no further word fits."""
+    widths = sorted(len(line) for block in blocks for line in block)
+    pairs = [pair for block in blocks for pair in itertools.pairwise(block)]
+    width = widths[int(0.95 * len(widths))]
+    cut = [
+        line
+        for line, following in pairs
+        if " " in line and not is_ended(line.rstrip()) and not following.lstrip()[:1].isupper()
+        if len(line) + len(following.partition(" ")[0]) >= width
+    ]
+    return width <= 100 and 2 * len(cut) > len(pairs) > len(widths) / 4
 
 
 def documents_of(file: Path, problems: Problems) -> Iterator[str]:

@@ -123,12 +123,12 @@ def known_at_addresses(folder: Path, given: Sequence[SourceConfig]) -> dict[int,
     return states
 
 
-def expect_all(folder: Path, manifest: dict[str, Any], numbers: list[int], damage: InputError) -> None:
+def expect_all(manifest: dict[str, Any], numbers: list[int], damage: InputError) -> None:
     """Raise `InputError` unless a damaged corpus can be prepared again from sources with these numbers in it."""
     if "grown" in manifest or numbers != list(range(len(manifest["sources"]))):
         raise InputError(
             f"{damage} It cannot be prepared again as it was: sources were added to it, or are not in the config. "
-            f"Restore the file, or delete {folder} to prepare all sources into a new corpus."
+            "Restore the file, or prepare all sources into another corpus.dir."
         )
 
 

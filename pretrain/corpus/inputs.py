@@ -9,23 +9,26 @@ Faults in an input are counted in `Problems` with its path; the rest of the inpu
 from __future__ import annotations
 
 import bz2
-import glob
 import gzip
 import lzma
 import math
 import os
+import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Any, ClassVar, cast
 
-from pretrain.common.addresses import is_remote, shown
+from pretrain.common.addresses import is_remote, join, shown
 from pretrain.common.errors import InputError
+from pretrain.common.extensions import is_own
 from pretrain.common.wording import counted
 from pretrain.config import SourceConfig
+from pretrain.corpus import listing
 from pretrain.storage import folders
+from pretrain.storage.objects import ListedObject, ObjectStore
 
 CHUNK_BYTES = 8 << 20  # least text per chunk
 _MOST_SHOWN = 3  # faults in an error
@@ -33,10 +36,13 @@ _MOST_BAD_SHARE = 0.2  # of the characters of a text: Latin-1 has fewer in any l
 _FEW_BAD = 5  # characters, as the accents of a short line
 _MOST_NUL_SHARE = 0.25  # of the first bytes: UTF-16 has more in Latin letters, and some in other ones
 _HEAD_BYTES = 4096
+_BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # also of files that others were appended to
 _NO_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _UNPACKED = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # bytes that a byte of compressed text usually becomes
+_COLUMNS = {".arrow": "huggingface", ".parquet": "parquet"}  # which no other kind reads
+_ROWS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}
 _PACKED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
 )
@@ -93,6 +99,7 @@ class Input:
 
     paths: tuple[str, ...]
     bytes: int
+    problems: tuple[dict[str, Any], ...] = ()  # of finding it and those after it
 
     @property
     def is_remote(self) -> bool:
@@ -137,6 +144,7 @@ class SourceReader:
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
+        self.problems = Problems()  # of finding the inputs: what is left out
 
     def find(self, where: str) -> list[Input]:
         """The inputs in a fixed order. `where` is the source's place in the config, for errors.
@@ -164,7 +172,7 @@ class SourceReader:
         """The documents of a chunk, paragraphs as lines. Faults of the input go to `problems`."""
         raise NotImplementedError
 
-    def takes(self, file: Path) -> bool:
+    def takes(self, file: PurePath) -> bool:
         """Whether a file of a folder is read."""
         return not self.suffixes or plain_suffix(file) in self.suffixes
 
@@ -175,52 +183,37 @@ class SourceReader:
         """
         path = Path(self.config.path).expanduser()
         if is_remote(self.config.path):
-            files = folders.fetch_files(self.config.path, self.suffixes)
+            files = folders.fetch_found(self.config.path, self.stored_files(objects := ObjectStore()), objects)
         elif path.is_dir():
-            files = [file for file in files_in(path, f"{where}.path") if not file.name.startswith(".")]
-            files = [file for file in files if self.takes(file)]
+            files = [file for file in listing.files_in(path, f"{where}.path") if self.takes(file)]
+            files = listing.visible(files, path, self.problems.add)
         elif path.exists():
             files = [path]
         else:
-            files = [Path(name) for name in glob.glob(str(path), recursive=True)]  # noqa: PTH207 (absolute patterns)
-            files = [file for file in files if file.is_file()]
+            files = listing.matching(path, self.problems.add)
         if not files:
-            raise nothing_found(self.config, where)
+            others = listing.files_in(path, f"{where}.path") if path.is_dir() else []
+            raise nothing_found(self.config, where, self.problems.entries(), others)
+        if _other_kind(self.config.kind, files, _COLUMNS):
+            raise nothing_found(self.config, where, (), files)
         for file in files:
             _check_name(file, where)
         return sorted(files)
 
-
-def files_in(folder: Path, where: str = "") -> list[Path]:
-    """All files below a folder, sorted, also those in linked folders, each of which is visited once.
-
-    Raises `InputError` if a folder cannot be listed; `where` is its setting.
-    """
-    visited = [folder.resolve()]  # with all below them
-
-    def is_new(link: Path) -> bool:
-        real = link.resolve()
-        if any(real.is_relative_to(one) for one in visited):
-            return False
-        visited.append(real)
-        return True
-
-    files: list[Path] = []
-    folders = [str(folder)]
-    try:
-        for here in folders:  # which grows
-            with os.scandir(here) as entries:
-                for entry in sorted(entries, key=lambda one: one.name):
-                    link = Path(entry.path) if entry.is_symlink() else None
-                    kind = link or entry  # only a path may lead nowhere, in a circle even, and be neither
-                    if kind.is_file():
-                        files.append(Path(entry.path))
-                    elif kind.is_dir() and (link is None or is_new(link)):
-                        folders.append(entry.path)
-    except OSError as error:
-        place = f"{where}: {error.filename}" if where else error.filename
-        raise InputError(f"{place}: cannot be read ({error.strerror}). Check its permissions.") from None
-    return sorted(files)
+    def stored_files(self, objects: ObjectStore) -> dict[str, ListedObject]:
+        """The objects at an address that are read, by their addresses; none is fetched."""
+        address = self.config.path.rstrip("/")
+        root = folders.root_of(address)
+        found = folders.find(address if root == address else f"{root}/**", objects)
+        if address in found:
+            return found
+        taken = folders.matches if root != address else lambda name, _: self.takes(PurePosixPath(name))
+        names = [name.removeprefix(f"{root}/") for name in found if taken(name, address)]
+        hidden = "/." in address.removeprefix(root)
+        kept = listing.read_names(
+            names, address, lambda name: join(root, name) in found, self.problems.add, hidden=hidden
+        )
+        return {join(root, name): found[join(root, name)] for name in kept}
 
 
 def _check_name(file: Path, where: str) -> None:
@@ -238,9 +231,25 @@ def _check_name(file: Path, where: str) -> None:
         )
 
 
-def nothing_found(config: SourceConfig, where: str) -> InputError:
-    """The error of a source without files; `where` is its place in the config."""
-    return InputError(f"{where}.path: {config.path}: no {config.kind} file found. Check the path.")
+def nothing_found(
+    config: SourceConfig, where: str, left_out: Sequence[dict[str, Any]] = (), others: Sequence[Path] = ()
+) -> InputError:
+    """The error of a source without files that are read; `where` is its place in the config. `others` are there."""
+    path = Path(config.path).expanduser()
+    pattern = "" if is_remote(config.path) or path.exists() else listing.escaped(path)
+    advice = f"It is a pattern. Write {pattern} for the folder of that name." if pattern else "Check the path."
+    if kind := _other_kind(config.kind, others, {**_COLUMNS, **_ROWS}):
+        advice = f"Its files are of kind {kind}: set kind: {kind}{' and dataset' * (kind == 'huggingface')}."
+    if left_out:
+        advice = f"{first_faults(left_out)}. {advice}"
+    return InputError(f"{where}.path: {config.path}: no {config.kind} file found. {advice}")
+
+
+def _other_kind(kind: str, files: Iterable[Path], kinds: Mapping[str, str]) -> str:
+    """The kind of most of the files, among `kinds` of suffixes, if it is not `kind`; else ""."""
+    counts = Counter(kinds.get(plain_suffix(file), "") for file in files)
+    most = max(counts, key=counts.__getitem__, default="")
+    return "" if most == kind or is_own(kind) else most
 
 
 def grouped(files: Iterable[Path], where: str) -> list[Input]:
@@ -313,15 +322,15 @@ def file_size(path: Path, where: str) -> int:
         raise InputError(f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions.") from None
 
 
-def compression(path: Path) -> str:
+def compression(path: PurePath) -> str:
     """The suffix of a compressed file, among COMPRESSED; "" of another."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSED else ""
 
 
-def plain_suffix(path: Path) -> str:
+def plain_suffix(path: PurePath) -> str:
     """The suffix without a compression's: `.xml` of `a.xml.bz2`."""
-    return Path(path.stem if compression(path) else path).suffix.lower()
+    return PurePath(path.stem if compression(path) else path).suffix.lower()
 
 
 def open_file(path: Path) -> IO[Any]:
@@ -339,7 +348,8 @@ def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
         problems.add(path, _NO_UTF8)
         return ""
     try:
-        return raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
+        text = raw.decode("utf-8")
+        return _BYTE_ORDER_MARKS.sub("", text) if "\ufeff" in text else text
     except UnicodeDecodeError as error:
         text = raw.decode("utf-8", "replace")
         bad = text.count("\N{REPLACEMENT CHARACTER}") - raw.count("\N{REPLACEMENT CHARACTER}".encode())
@@ -348,7 +358,7 @@ def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
             problems.add(path, _NO_UTF8, place)
             return ""
         problems.add(path, "bytes that are not UTF-8", place, bad)
-        return text
+        return _BYTE_ORDER_MARKS.sub("", text)
 
 
 def without_surrogates(text: str, path: str, problems: Problems) -> str:

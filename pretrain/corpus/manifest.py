@@ -301,8 +301,7 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
     others = f" (and {len(changed) - 1} more)" if changed[1:] else ""
     added = "give a source that changed a name of its own to add it, " if _SOURCE.fullmatch(key) else ""
     raise InputError(
-        f"{folder}: prepared with other settings. {what}{others}. "
-        f"Restore them, {added}choose another corpus.dir, or delete this folder to prepare it again."
+        f"{folder}: prepared with other settings. {what}{others}. Restore them, {added}or choose another corpus.dir."
     )
 
 

@@ -48,8 +48,9 @@ from pretrain.corpus.extension import check_extension, extend_vocabulary, sample
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import CountReadings, Prepared
+from pretrain.corpus.formats import kinds_that_fit
 from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
-from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems
+from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
     by_source,
@@ -164,7 +165,10 @@ class _Preparation:
         manifest, outcome = self._manifest_bytes(), "already prepared"
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
+            if left_out := [one for inputs in self._all_inputs for item in inputs for one in item.problems]:
+                self._bar.say(first_faults(left_out))  # the card is older than the corpus, which may be among them
         else:
+            self._check_kinds()
             if self._corpus.vocabulary.added_words and not self._growth:
                 with stoppable(self._folder), self._bar:
                     self._extend()
@@ -199,7 +203,7 @@ class _Preparation:
         except InputError as error:
             if manifest := readable_manifest(self._folder):
                 numbers = recognized(self._folder, manifest, *given, vocabulary=self._of_start is None)
-                expect_all(self._folder, manifest, numbers, error)
+                expect_all(manifest, numbers, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
         same_tokenizer = None if self._corpus.vocabulary.added_words else self._of_start
@@ -284,6 +288,14 @@ class _Preparation:
         self._extension = {"added": len(found.words), "saved_share": round(share, 6), "first_added": found.words[:20]}
         self._tokenizer = found.tokenizer
 
+    def _check_kinds(self) -> None:
+        """Say which kind fits plain text; `InputError` if there would be nothing to train on otherwise."""
+        lines, is_all = kinds_that_fit(self._sources, self._inputs, self._corpus.validation_fraction)
+        if is_all and not self._growth:
+            raise InputError(f"{' '.join(lines)} Otherwise all documents are held out.")
+        for line in lines:
+            self._bar.say(line)
+
     # ------------------------------------------------------------ settings
 
     def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
@@ -323,7 +335,7 @@ class _Preparation:
             yield
 
     def _begin_work(self) -> None:
-        """Go on with what the work folder has. Raises `InputError` if that was begun with other settings."""
+        """Go on with what the work folder has; `InputError` if it was begun with other settings."""
         path, growth = self._work / "settings.json", self._growth
         # Part files are known by their chunk.
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
@@ -336,18 +348,12 @@ class _Preparation:
         if growth:
             now = by_source(now)[0] | self._new | {"grows": growth.identity}
         before = _read_json(path)
-        if before is not None and growth and before.get("grows") != now["grows"]:
-            # It is of the corpus as it is now, or of what it was before other sources were added.
-            for one in self._work.iterdir():
-                if one.name != stages.LOCK:
-                    shutil.rmtree(one) if one.is_dir() else one.unlink()
-            before = None
-        if before is None:
+        if before is not None:
+            refuse_changes(self._work if growth else self._folder, before, now)
+        else:
             if growth:
                 growth.keep_card(self._work)
             write_json(path, now)
-        else:
-            refuse_changes(self._work if growth else self._folder, before, now)
 
     def _remove_leftovers(self) -> None:
         """Delete the half-written files of killed processes."""
@@ -362,6 +368,9 @@ class _Preparation:
         examples: collections.Counter[tuple[str, str]] = collections.Counter()
         seen: set[int] = set()
         total = self._input_bytes()
+        for inputs in self._inputs.values():
+            for item in inputs:
+                self._problems.extend(item.problems)
         with self._bar.stage("reading", total) as advance:
             for (chunk,), read in pool.run(stages.read, self._chunks(), self._known_summaries):
                 for summary in read:
@@ -446,8 +455,7 @@ class _Preparation:
         try:
             return Documents.load(self._work, summaries, fraction, self._held_out, near, faults, known)
         except InputError:
-            if self._growth:  # the corpus stays as it is, and can grow by other sources
-                shutil.rmtree(self._work, ignore_errors=True)
+            shutil.rmtree(self._work, ignore_errors=True)  # only other settings or sources help
             raise
 
     def _tokenize(self, pool: Pool, summaries: list[ChunkSummary]) -> None:

@@ -81,8 +81,9 @@ def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, Sampled]]) -> Non
             names = [[tokenizer.id_to_token(number) for number in one[first : first + _SHOWN]] for one in (stored, ids)]
             raise InputError(
                 f"{where}: the corpus and its tokenizer.json give a text other tokens, at "
-                f"{text[max(0, begin - 20) : begin + 40]!r}: {names[0]} and {names[1]}. Delete the folder and prepare "
-                "it again; if that does not help, choose another vocabulary, and report this line with the tokenizer."
+                f"{text[max(0, begin - 20) : begin + 40]!r}: {names[0]} and {names[1]}. Prepare it into "
+                "another corpus.dir; if that does not help, choose another vocabulary, and report this line with the "
+                "tokenizer."
             )
 
 

@@ -56,7 +56,7 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
         objects = ObjectStore()
         but = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES)
         folders.fetch(corpus.dir, objects, but=but, at_once=_SMALL_AT_ONCE, advice=advice)
-        folders.fetch_files(join(corpus.dir, COUNTS), (), objects)
+        folders.fetch_files(join(corpus.dir, COUNTS), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
         with folders.alone(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:
             file.write(content or b"")

@@ -363,6 +363,7 @@ def preparation_lines(plan: dict[str, Any]) -> str:
         f"weight {source['weight']:g}"
         for source in plan["sources"]
     ]
+    lines += [f"  {note}" for note in plan["notes"]]
     who = counted(plan["processes"], "process", "processes") if plan["processes"] else "all cores"
     where = f" of the Ray cluster at {plan['address']}" if plan["address"] else ""
     read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {who}{where}"

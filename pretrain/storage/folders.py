@@ -183,25 +183,21 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def fetch_files(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> list[Path]:
+def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
     """Bring the files at `address` to this machine: one file, all below a folder, or those that match a pattern.
 
-    Args:
-        suffixes: of the files to take from a folder, below a compression's; () takes all.
-
-    Returns:
-        Their local paths, sorted; [] if there are none. They have the times of the objects, and are fetched again if
-        those have changed.
+    Returns their local paths, sorted; [] if there are none. They have the times of the objects, and are fetched again
+    if those have changed.
     """
     objects = objects or ObjectStore()
-    return fetch_found(address, find(address, suffixes, objects), objects)
+    return fetch_found(address, find(address, objects), objects)
 
 
 def fetch_found(
     address: str, found: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
 ) -> list[Path]:
     """As `fetch_files`, for objects that `find` found; with a bar if `shown`."""
-    root = local(_root(address))
+    root = local(root_of(address))
     with alone(root):
         missing = [name for name, facts in found.items() if not _is_current(local(name), facts)]
         needed = sum(bytes_to_fetch(local(name), found[name]) for name in missing)
@@ -225,32 +221,29 @@ def _bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
         yield lambda count: progress.update(task, advance=count)
 
 
-def find(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> dict[str, ListedObject]:
+def find(address: str, objects: ObjectStore | None = None) -> dict[str, ListedObject]:
     """The objects that `fetch_files` would bring, by their addresses; no object is read."""
     objects = objects or ObjectStore()
     if not _PATTERN & set(address) and (facts := objects.facts(address)) is not None:
         return {address: facts}
-    root = _root(address)
+    root = root_of(address)
     found = {join(root, name): facts for name, facts in sorted(objects.listing(root).items())}
-    if root != address.rstrip("/"):
-        from fsspec.utils import glob_translate
-
-        matches = re.compile(glob_translate(address)).match
-        return {name: facts for name, facts in found.items() if matches(name)}
-    visible = {name: facts for name, facts in found.items() if not name.rpartition("/")[2].startswith(".")}
-    return {name: facts for name, facts in visible.items() if not suffixes or _suffix(name) in suffixes}
+    is_pattern = root != address.rstrip("/")
+    return {name: facts for name, facts in found.items() if not is_pattern or matches(name, address)}
 
 
-def _root(address: str) -> str:
+def root_of(address: str) -> str:
     """The folder to list: what comes before the first part with a pattern."""
     parts = address.rstrip("/").split("/")
     first = next((number for number, part in enumerate(parts) if _PATTERN & set(part)), len(parts))
     return "/".join(parts[:first])
 
 
-def _suffix(name: str) -> str:
-    path = Path(name)
-    return (Path(path.stem).suffix if path.suffix in (".gz", ".bz2", ".xz") else path.suffix).lower()
+def matches(name: str, pattern: str) -> bool:
+    """As glob: `**` is any number of folders, and other patterns match within one."""
+    from fsspec.utils import glob_translate
+
+    return re.match(glob_translate(pattern), name) is not None
 
 
 def _is_current(path: Path, facts: ListedObject) -> bool:

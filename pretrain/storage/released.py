@@ -33,7 +33,7 @@ _FETCHING = ".fetching.json"  # that, during a fetch
 
 def fetch_released(address: str, objects: ObjectStore) -> None:
     """Bring the released model at `address` to its local folder. `InputError` if there is nothing to read it from."""
-    found = folders.find(address, (), objects)
+    found = folders.find(address, objects)
     if address not in found:  # a folder
         names = {name[len(address) + 1 :] for name in found}
         found = {join(address, name): found[join(address, name)] for name in _files(address, names, objects)}

@@ -62,6 +62,7 @@ def test_a_full_disk_ends_the_run_and_frees_nothing_but_its_own(corpus: Path, sm
     code, said = end(started)
     assert code == 3, said
     assert "disk full" in said
+    assert "run the same command again (pretrain and finetune: with --resume)" in said
     assert "Traceback" not in said
     good = store.newest(run_dir / "checkpoints")
     assert good is not None

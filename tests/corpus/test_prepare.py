@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import psutil
@@ -335,14 +336,20 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
-def test_a_preparation_begun_with_other_chunks_is_refused(sources, tmp_path, monkeypatch) -> None:
+def test_a_preparation_begun_with_other_settings_is_refused(sources, prepared, tmp_path, monkeypatch) -> None:
     """Its part files are known by the numbers of their chunks: documents would be lost, or be there twice."""
+    folder = tmp_path / "corpus"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(preparing, "find_near_duplicates", MagicMock(side_effect=MachineError("stopped here")))
+        with pytest.raises(MachineError, match="stopped here"):
+            prepare(config(sources, folder), quiet=True)
+    with pytest.raises(InputError, match=r"prepared with other settings\. corpus\.min_document_words: was 10, is 2"):
+        prepare(config(sources, folder, min_document_words=2), quiet=True)
+    prepare(config(sources, folder), quiet=True)
+    assert content(folder) == content(prepared)
     with pytest.raises(InputError, match="none of 94 documents remains"):
-        prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
-    assert not (tmp_path / "corpus" / "manifest.json").exists()
-    monkeypatch.setattr("pretrain.corpus.prepare.CHUNK_BYTES", 1 << 20)
-    with pytest.raises(InputError, match=r"prepared with other settings\. piece_bytes: was 8388608, is 1048576"):
-        prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
+        prepare(config(sources, tmp_path / "none", min_document_words=10_000), quiet=True)
+    assert not list((tmp_path / "none").iterdir())
 
 
 def test_a_full_disk_ends_in_one_line_and_passes_for_nothing(sources: Path, tmp_path: Path) -> None:

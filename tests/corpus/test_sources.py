@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import SourceConfig
-from pretrain.corpus import inputs, records
+from pretrain.corpus import inputs, listing, records
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.sources import books, cut, docstrings, documents, find_inputs, mediawiki, wikiextractor
 
@@ -415,9 +415,62 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "other" / "up").symlink_to(texts)
     (texts / "loop.txt").symlink_to(texts / "loop.txt")
     (texts / "nowhere.txt").symlink_to(tmp_path / "gone.txt")
-    found = find_inputs(SourceConfig(kind="books", path=str(texts)), "corpus.sources.0")
-    names = [Path(path).relative_to(texts).as_posix() for path in found[0].paths]
+    (found,) = find_inputs(SourceConfig(kind="books", path=str(texts)), "corpus.sources.0")
+    names = [Path(path).relative_to(texts).as_posix() for path in found.paths]
     assert names == ["linked/b.txt", "linked/below/c.txt", "own/a.txt"]
+    assert [(one["path"], one["fault"], one["first"], one["count"]) for one in found.problems] == [
+        (str(texts), listing.HIDDEN, ".hidden.txt", 1),
+        (str(texts), listing.NOWHERE, "loop.txt", 2),
+    ]
+
+
+ALL_LEFT_OUT = {listing.HIDDEN: 4, listing.PREPARED: 2, listing.NOWHERE: 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "names", "left_out"),
+    [
+        ("", "a.txt sub/b.txt", ALL_LEFT_OUT),
+        (".", "a.txt sub/b.txt", ALL_LEFT_OUT),
+        ("**/*.txt", "a.txt sub/b.txt", ALL_LEFT_OUT),
+        ("**", "a.txt sub/b.txt", {**ALL_LEFT_OUT, listing.PREPARED: 5}),
+        ("sub", "sub/b.txt", {listing.HIDDEN: 1}),
+        ("*/*.txt", "sub/b.txt", {listing.PREPARED: 2}),
+        (".git", ".git/a.txt", {}),
+        (".*/*.txt", ".git/a.txt", {}),
+        (".c.txt", ".c.txt", {}),
+    ],
+)
+def test_what_is_left_out_is_counted_and_what_is_named_is_read(tmp_path, monkeypatch, path, names, left_out) -> None:
+    folder = tmp_path / ".texts"  # the folder that is named may be hidden
+    left = [".git/a.txt", ".venv/lib/x.txt", "sub/.ipynb_checkpoints/b.txt", ".c.txt", "old/vocab.txt", "new/x.txt"]
+    for name in ("a.txt", "sub/b.txt", *left, "old/manifest.json", "old/card.json", "new/.work/settings.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("A text.\n")
+    (folder / "to.txt").symlink_to("gone.txt")
+    monkeypatch.chdir(folder)
+    source = SourceConfig(kind="files" if path == "**" else "books", path=path if path == "." else str(folder / path))
+    (found,) = find_inputs(source, "corpus.sources.0")
+    assert " ".join(os.path.relpath(one, folder) for one in found.paths) == names
+    assert {one["fault"]: one["count"] for one in found.problems} == left_out
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "books", "files", "sentences", "lines", "wikiextractor", "csv", "mediawiki"])
+def test_a_source_of_which_nothing_is_read_says_why(tmp_path: Path, kind: str) -> None:
+    for name in ("part-0.snappy.parquet", "part-1.snappy.parquet", "_SUCCESS", "texts[v2]/a*b/a.txt", "csv/a.csv.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    named = rf"no {kind} file found\. Its files are of kind parquet: set kind: parquet\."
+    for path in ("*t*", "*.parquet", "part-1.snappy.parquet"):
+        refused(named, kind=kind, path=str(tmp_path / path))
+    (tmp_path / "texts[v2]/a*b/a.txt").rename(tmp_path / "a")
+    pattern = re.escape(str(tmp_path / "texts[[]v2]" / "a[*]b" / "*.txt"))
+    refused(rf"It is a pattern\. Write {pattern} for", kind=kind, path=str(tmp_path / "texts[v2]" / "a*b" / "*.txt"))
+    if kind in ("jsonl", "books", "mediawiki"):
+        refused(r"Its files are of kind csv: set kind: csv\.", kind=kind, path=str(tmp_path / "csv"))
+        (tmp_path / "csv/gone.txt").symlink_to("gone")
+        left_out = r"csv: link that leads nowhere: left out \(gone\.txt\), 1 time\. Check the path"
+        refused(left_out, kind="books", path=str(tmp_path / "csv" / "*.txt"))
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,7 +623,7 @@ __NOTOC__
 
 
 def test_markup_leaves_running_text() -> None:
-    lines = mediawiki.plain_text(ARTICLE).split("\n")
+    lines = mediawiki.plain_text(ARTICLE, {"file", "category", "de"}).split("\n")
     assert lines == [
         "Anarchism is a political philosophy of self-governed groups.",
         "It spans two lines here.",

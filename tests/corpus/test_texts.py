@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from finetune.workflows.adaptation.texts import sources_of
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
+from pretrain.corpus.description import describe
 from pretrain.corpus.formats import kind_of
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.prepare import prepare
@@ -29,6 +31,7 @@ from pretrain.corpus.sources import books, find_inputs
 from pretrain.corpus.tokenize import WordTable, columns
 from pretrain.corpus.whole_documents import measured
 from pretrain.corpus.word_counts import count_words
+from pretrain.planning.estimate import preparation_lines
 from tests.corpus.preparing import card, preparation
 from tests.corpus.test_sources import COMPRESS
 from tests.corpus.test_sources import faults as fault_counts
@@ -408,3 +411,94 @@ def test_accents_that_follow_the_case_are_no_other_setting(tmp_path: Path) -> No
     same = {**vocabulary, "strip_accents": True}
     line, _ = prepared(source, tmp_path / "corpus", vocabulary=same, min_document_words=0)
     assert "already prepared" in line
+
+
+@pytest.mark.parametrize("size", [16, 40, 1 << 20])
+def test_no_line_of_files_with_byte_order_marks_that_were_appended_is_lost(tmp_path, monkeypatch, size) -> None:
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", size)
+    monkeypatch.setattr(records, "STREAM_READ_BYTES", 33)
+    texts = [f"Text {number} élan." for number in range(9)]
+    thirds = [texts[:3], texts[3:6], texts[6:]]
+    rows = ["".join(json.dumps({"text": text}) + "\n" for text in third) for third in thirds]
+    for kind, parts in (
+        ("jsonl", ["", *rows, ""]),
+        ("jsonl", [part.strip() for part in rows]),
+        ("lines", ["\n".join([*third, ""]) for third in thirds]),
+        ("sentences", ["\n\n".join([*third, ""]) for third in thirds]),
+        ("wikiextractor", ["".join(f'<doc title="T">\nT\n{text}\n</doc>\n' for text in third) for third in thirds]),
+        ("csv", ["text,id\n" + "".join(f"{text},1\n" for text in texts)]),
+    ):
+        data = "".join(f"\ufeff{part}" for part in parts)
+        for name, written in {
+            "a": data.encode(),
+            "a.xz": COMPRESS[".xz"](data.encode()),
+            "a.gz": b"".join(gzip.compress(f"\ufeff{part}".encode()) for part in parts),
+            "b": data.encode("utf-16-le"),
+        }.items():
+            (tmp_path / name).write_bytes(written)
+            found, faults = read(kind, tmp_path / name)
+            assert ([text.strip() for text in found], faults) == (texts, {}), (kind, name)
+    (tmp_path / "b.txt").write_text("\ufeffOne.\n\ufeffTwo.\n")
+    assert (read("books", tmp_path / "b.txt")[0], read("files", tmp_path / "b.txt")[0]) == (
+        ["One. Two."],
+        ["One.\nTwo.\n"],
+    )
+
+
+def sentence(number: int) -> str:
+    return f"Sentence {number} {'has so many more words ' * (number % 5)}and ends here."
+
+
+WRAPPED = "\n".join(textwrap.wrap(" ".join(map(sentence, range(2000))), 72))
+LARGE = {
+    "sentences": "\n\n".join("\n".join(map(sentence, range(n, n + 4 + n % 5))) for n in range(600)),
+    "paragraphs": "\n\n".join(sentence(n) * 3 for n in range(900)),
+    "no stops": "\n\n".join("\n".join(sentence(n * k).lower().strip(".") for k in range(8)) for n in range(300)),
+    "long documents": "\n\n".join("\n".join(map(sentence, range(n, n + 300))) for n in range(12)),
+    "lines": "\n".join(" ".join(map(sentence, range(n, n + 4))) for n in range(600)),
+    "Thai lines": "\n".join(SENTENCES["th"] * (2 + n % 3) for n in range(600)),
+    "a book": "\n\n".join(WRAPPED[n : n + 720] for n in range(0, len(WRAPPED), 720)),
+    "one paragraph": WRAPPED,
+}
+FITS = {"lines": "lines", "Thai lines": "lines", "a book": "", "one paragraph": ""}
+
+
+@pytest.mark.parametrize("form", LARGE)
+def test_the_kind_that_fits_a_large_file_is_said_before_it_is_read(tmp_path: Path, form: str) -> None:
+    path, fits, corpus = tmp_path / "large.txt.gz", FITS.get(form, "sentences"), tmp_path / "corpus"
+    path.write_bytes(gzip.compress(LARGE[form].encode()))
+    config = preparation(corpus, [SourceConfig(kind="books", path=str(path))])
+    assert (f": set kind: {fits}, which reads each" in preparation_lines(describe(config))) == bool(fits)
+    with pytest.raises(InputError, match=f"s.0.kind: books .*: {fits}, which" if fits else "all held out") as error:
+        prepare(config, quiet=True)
+    assert "elete" not in str(error.value)
+    assert corpus.exists() != bool(fits), "whether it was read"
+    if fits:
+        config = preparation(corpus, [SourceConfig(kind=fits, path=str(path))], min_document_words=1)
+        assert "set kind" not in preparation_lines(describe(config))
+        assert " held out, " in prepare(config, quiet=True)
+
+
+def test_the_terminal_and_the_card_say_what_was_left_out_and_what_is_one_document(tmp_path: Path, capsys) -> None:
+    """The corpus is in the folder that is read, and is the same when it is prepared again."""
+    for name in ("a.jsonl", ".git/b.jsonl", ".cache/c.jsonl", "in/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(LINES)
+    (tmp_path / "d.jsonl").symlink_to("gone")
+    (tmp_path / "large").write_text(LARGE["lines"])
+    own = SourceConfig(kind="jsonl", name="all", path=str(tmp_path))
+    large = SourceConfig(kind="sentences", path=str(tmp_path / "large"))
+    config = preparation(tmp_path / "in/corpus", [own, large], min_document_words=5)
+    for _ in range(2):
+        line = prepare(config, quiet=True)
+        assert "hidden file, or file in a hidden folder: left out (.cache/c.jsonl), 2 times; " in line
+        assert "link that leads nowhere: left out (d.jsonl), 1 time." in line
+        assert "| link that leads nowhere: left out | 1 | d.jsonl |" in (tmp_path / "in/corpus/card.md").read_text()
+        lines = preparation_lines(describe(config))
+        assert all(one in lines for one in ("hidden file", "link that", "prepared corpus: left out (in/corpus/"))
+    assert "already prepared" in line
+    assert card(tmp_path / "in/corpus")["sources"][0]["files"] == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "file of a prepared corpus: left out (in/corpus/" in said
+    assert said.count("corpus.sources.1.kind: sentences makes one document of") == 1
+    assert "set kind: lines, which reads each line as a document." in said

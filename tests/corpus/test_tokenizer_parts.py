@@ -290,7 +290,7 @@ def test_other_tokens_than_those_of_the_tokenizer_json_are_an_error(
 @pytest.mark.parametrize("damaged", ["written", "changed"])
 def test_other_tokens_in_the_files_of_a_shard_are_an_error(damaged: str, tmp_path: Path, monkeypatch: Any) -> None:
     run, tokenizer = config(tmp_path, "", {}), of_normalizer("bert", "bert handle_chinese_chars")
-    add, message = ShardWriter.add, r"give a text other tokens, at .* Delete the folder and prepare it again"
+    add, message = ShardWriter.add, r"give a text other tokens, at .* Prepare it into another corpus\.dir"
     with monkeypatch.context() as broken:
         if damaged == "written":
             broken.setattr(ShardWriter, "add", lambda self, tokens, *rest: add(self, tokens + 1, *rest))

@@ -27,6 +27,9 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import checkpoint_names, locked, verify_manifest, write_manifest
+from pretrain.config import SourceConfig
+from pretrain.corpus import listing
+from pretrain.corpus.sources import list_inputs
 from pretrain.run import launch
 from pretrain.storage import folders, objects, runs
 from pretrain.storage.objects import ListedObject, ObjectStore, _listed, _part_file
@@ -272,14 +275,30 @@ def test_patterns_match_as_those_of_local_files(proxy: FaultyProxy) -> None:
         ObjectStore().write(f"s3://{BUCKET}/texts/{name}", b"x")
     base = f"s3://{BUCKET}/texts"
 
-    def found(end: str, *suffixes: str) -> list[str]:
-        return [name.removeprefix(f"{base}/") for name in folders.find(f"{base}{end}", suffixes)]
+    def found(end: str) -> list[str]:
+        return [name.removeprefix(f"{base}/") for name in folders.find(f"{base}{end}")]
 
-    assert found("", ".txt") == ["a.txt", "inner/c.txt", "inner/deep/d.txt.gz"]
+    assert found("") == ["a.txt", "b.jsonl", "inner/.hidden.txt", "inner/c.txt", "inner/deep/d.txt.gz"]
     assert found("/*.txt") == ["a.txt"]
     assert found("/**/*.txt*") == ["a.txt", "inner/.hidden.txt", "inner/c.txt", "inner/deep/d.txt.gz"]
     assert found("/a.txt") == ["a.txt"]
     assert found("/nothing") == []
+
+
+def test_what_is_left_out_at_an_address_is_counted(proxy: FaultyProxy) -> None:
+    base, card = f"s3://{BUCKET}/own", ("corpus/manifest.json", "corpus/card.json", "corpus/vocab.txt")
+    for name in ("a.txt", "b/c.txt", "b/.hidden.txt", ".cache/d/e.txt", *card):
+        ObjectStore().write(f"{base}/{name}", b"x")
+
+    def found(path: str) -> tuple[list[str], dict[str, int]]:
+        inputs = list_inputs(SourceConfig(kind="books", path=path), "corpus.sources.0")
+        names = [one.removeprefix(f"{base}/") for item in inputs for one in item.paths]
+        return names, {one["fault"]: one["count"] for item in inputs for one in item.problems}
+
+    assert found(base) == (["a.txt", "b/c.txt"], {listing.HIDDEN: 2, listing.PREPARED: 1})
+    assert found(f"{base}/**/*.txt") == found(base)
+    assert found(f"{base}/b/.hidden.txt") == (["b/.hidden.txt"], {})
+    assert found(f"{base}/.cache") == found(f"{base}/.*/*/*.txt") == ([".cache/d/e.txt"], {})
 
 
 class Container(MemoryFileSystem):

@@ -32,7 +32,9 @@ def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
     sources: list[dict[str, Any]] = []
     plain: list[Path] = []
     for path in texts:
-        files = files_below(path)
+        files = files_below(path, problems := Problems())
+        if problems.entries():
+            print(f"  warning: {first_faults(problems.entries())}.")
         kinds = {kind_of(file) for file in files}
         if len(kinds) > 1:
             raise InputError(

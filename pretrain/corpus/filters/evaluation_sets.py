@@ -21,7 +21,8 @@ from pretrain.common.files import atomic_open
 from pretrain.common.quoting import bare_rows, quoted_rows
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
 from pretrain.corpus.filters.text_columns import WORD, text_columns
-from pretrain.corpus.inputs import BROKEN, files_in, open_file, plain_suffix
+from pretrain.corpus.inputs import BROKEN, open_file, plain_suffix
+from pretrain.corpus.listing import files_in
 
 TABLE = "evaluation.npz"
 NGRAM = 13  # words, as in GPT-3

@@ -6,13 +6,14 @@ A config names a kind by its module, also by one of another package. docs/extend
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pretrain.common.addresses import is_remote
 from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.config import SourceConfig
 from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, Span, nothing_found
-from pretrain.storage import folders
+from pretrain.storage.objects import ObjectStore
 
 KIND = Contract("Reader", SourceReader, ("read",))
 
@@ -28,17 +29,23 @@ def find_inputs(config: SourceConfig, where: str) -> list[Input]:
     Raises:
         InputError: nothing is found, it cannot be read, or the text column does not exist.
     """
-    return reader(config).find(where)
+    source = reader(config)
+    return _with_problems(source.find(where), source)
 
 
 def list_inputs(config: SourceConfig, where: str) -> list[Input]:
     """As `find_inputs`, but files at an address are only listed: they are not fetched, and their columns not read."""
     if not is_remote(config.path):
         return find_inputs(config, where)
-    found = folders.find(config.path, reader(config).suffixes)
+    source = reader(config)
+    found = source.stored_files(ObjectStore())
     if not found:
-        raise nothing_found(config, where)
-    return [Input((address,), facts.bytes) for address, facts in found.items()]
+        raise nothing_found(config, where, source.problems.entries())
+    return _with_problems([Input((address,), facts.bytes) for address, facts in found.items()], source)
+
+
+def _with_problems(found: list[Input], source: SourceReader) -> list[Input]:
+    return [replace(item, problems=() if n else tuple(source.problems.entries())) for n, item in enumerate(found)]
 
 
 def cut(

@@ -120,19 +120,19 @@ def _is_heading(paragraph: str) -> bool:
     """Chapter numbers, and titles in capitals; letters of a script without capitals are none."""
     if _HEADING.fullmatch(paragraph):
         return True
-    return _in_capitals(paragraph) and not _is_ended(paragraph) and count_words(paragraph) <= _TITLE_WORDS
+    return _in_capitals(paragraph) and not is_ended(paragraph) and count_words(paragraph) <= _TITLE_WORDS
 
 
 def _is_title(paragraph: str) -> bool:
     """A short line without a stop, or in capitals."""
-    return (_in_capitals(paragraph) or not _is_ended(paragraph)) and count_words(paragraph) <= _TITLE_WORDS
+    return (_in_capitals(paragraph) or not is_ended(paragraph)) and count_words(paragraph) <= _TITLE_WORDS
 
 
 def _in_capitals(paragraph: str) -> bool:
     return paragraph.isupper() and all(map(str.isupper, filter(str.isalpha, paragraph)))
 
 
-def _is_ended(paragraph: str) -> bool:
+def is_ended(paragraph: str) -> bool:
     """Whether a paragraph ends in a stop of any script, such as "." or "。" or "।", within or after quotation marks."""
     end = len(paragraph)
     while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pretrain.common.addresses import local
-from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, files_in, grouped, nothing_found
+from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, grouped, nothing_found
+from pretrain.corpus.listing import files_in
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
 _MIN_WORDS = 6

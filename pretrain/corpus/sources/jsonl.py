@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from pretrain.corpus import json_values
 from pretrain.corpus.inputs import (
@@ -34,9 +34,9 @@ class Reader(RecordReader):
         check_column(self.config, where, Path(files[0].paths[0]), _column_names)
         return files
 
-    def takes(self, file: Path) -> bool:
+    def takes(self, file: PurePath) -> bool:
         # WikiExtractor's --json writes files without a suffix.
-        return super().takes(file) or (not plain_suffix(file) and _begins_with_object(file))
+        return super().takes(file) or (not plain_suffix(file) and _begins_with_object(Path(file)))
 
     def is_stream(self, item: Input) -> bool:
         return super().is_stream(item) or json_values.is_spread(Path(item.paths[0]))
@@ -47,7 +47,8 @@ class Reader(RecordReader):
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         path, column = chunk.paths[0], self.config.text_column
-        lines = decode(self.records(chunk, problems), path, chunk.start, problems).split("\n")
+        text = decode(self.records(chunk, problems), path, chunk.start, problems)
+        lines = text.replace("}\ufeff{", "}\n{").split("\n")  # a file without a last line end, and another after it
         for number, line in enumerate(lines):
             if not line or line.isspace():
                 continue

@@ -4,16 +4,23 @@ Templates, tables, references and comments, about half of an article and two thi
 beforehand by patterns that only ever remove balanced, innermost pairs.
 """
 
+import functools
 import html
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from pathlib import Path
 
 import mwparserfromhell
 from mwparserfromhell.nodes import Heading, Tag, Wikilink
 
 from pretrain.corpus.inputs import Chunk, Problems, decode
 from pretrain.corpus.records import RecordReader
+from pretrain.corpus.streams import open_text
 
+_HEAD_BYTES = 1 << 16  # of a file; before the first page
+_LANGUAGE = re.compile(rb'<mediawiki\b[^>]*?\bxml:lang="([^"]+)"')
+_NAMED = re.compile(rb'<namespace\b[^>]*?\bkey="(-?\d+)"[^>]*>([^<]+)</namespace>')
+_NOT_TEXT = (b"-2", b"6", b"14")  # media, files, categories
 _PAGE = re.compile(rb"<page>(.*?)</page>", re.S)
 _NAMESPACE = re.compile(rb"<ns>(-?\d+)</ns>")
 _MODEL = re.compile(rb"<model>([^<]*)</model>")
@@ -25,32 +32,9 @@ _INNER_TABLE = re.compile(r"\{\|(?:(?!\{\||\|\}).)*\|\}", re.S)
 _ELEMENTS = "ref|math|gallery|timeline|score|chem|code|source|syntaxhighlight|imagemap|table|graph|hiero|poem|pre"
 _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
-_MAGIC_WORD = re.compile(r"__[A-Z]+__")
-_LINK_TARGET = re.compile(r"\s*:?\s*([\w -]+?)\s*:", re.UNICODE)
-# Links into these namespaces are pictures or sorting, not text.
-_NON_TEXT_NAMESPACES = frozenset(
-    {
-        "file",
-        "image",
-        "category",
-        "media",
-        "datei",
-        "bild",
-        "kategorie",
-        "fichier",
-        "catégorie",
-        "archivo",
-        "categoría",
-        "immagine",
-        "categoria",
-        "plik",
-        "файл",
-        "категория",
-        "ファイル",
-        "文件",
-        "分类",
-    }
-)
+_MAGIC_WORD = re.compile(r"__(?=\S)[^\sa-z]+?__")  # in any language; lowercase ones are Python's
+_REDIRECT = re.compile(r"\s*#[^\W\d_][^\s\[]*\s*:?\s*\[\[")  # in any language; a list has a blank after its mark
+_DIRECTION_MARKS = dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F)))
 _LIST_MARK = re.compile(r"^[*#:;]+\s*")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;:\s]*\)|\s*\[\s*\]")
 _SPACE_BEFORE_MARK = re.compile(r"[ \t]+([,.;:!?])(?=\s|$)")
@@ -67,25 +51,56 @@ class Reader(RecordReader):
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         """The articles (namespace 0, no redirects) of whole <page> elements, one paragraph per line."""
         data, path = self.records(chunk, problems), chunk.paths[0]
+        dropped = _dropped(path, Path(path).stat().st_mtime_ns)
         for page in _PAGE.finditer(data):
             body = page[1]
             namespace, model, text = _NAMESPACE.search(body), _MODEL.search(body), _TEXT.search(body)
             if b"<redirect " in body or (namespace and namespace[1] != b"0") or (model and model[1] != b"wikitext"):
                 continue
-            if text:
-                yield plain_text(html.unescape(decode(text[1], path, chunk.start, problems)))
+            markup = html.unescape(decode(text[1], path, chunk.start, problems)) if text else ""
+            if text and not _REDIRECT.match(markup):
+                yield plain_text(markup, dropped)
         if data.count(b"<page>") > data.count(b"</page>"):
             problems.add(path, "<page> that is not closed")
 
 
-def plain_text(markup: str) -> str:
-    """The running text of an article's markup: paragraphs and list items, one per line."""
+@functools.lru_cache(maxsize=64)
+def _dropped(path: str, _modified: int) -> Set[str]:
+    """What begins a link that is no text in the dump at `path`: of all wikis, but for what its head says otherwise."""
+    with open_text(Path(path)) as file:
+        head = file.read(_HEAD_BYTES).partition(b"<page>")[0]
+    named = [
+        (key in _NOT_TEXT, _folded(html.unescape(name.decode("utf-8", "replace"))))
+        for key, name in _NAMED.findall(head)
+    ]
+    own = _LANGUAGE.search(head)
+    kept = {name for is_dropped, name in named if not is_dropped} | ({own[1].decode().lower()} if own else set())
+    return (_of_all_wikis() - kept) | {name for is_dropped, name in named if is_dropped}
+
+
+@functools.cache
+def _of_all_wikis() -> Set[str]:
+    """Names and aliases of the namespaces of files, media and categories in all languages, and the languages."""
+    lines = Path(__file__).with_name("mediawiki_names.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(name for line in lines if not line.startswith("#") for name in line.split("|"))
+
+
+def _folded(name: str) -> str:
+    """A name of a namespace as MediaWiki compares it."""
+    return " ".join(name.translate(_DIRECTION_MARKS).replace("_", " ").split()).casefold()
+
+
+def plain_text(markup: str, dropped: Set[str]) -> str:
+    """The running text of an article's markup: paragraphs and list items, one per line, without `dropped` links."""
     code = mwparserfromhell.parse(_without_blocks(markup), skip_style_tags=False)
     for node in code.ifilter(recursive=False):
         if isinstance(node, Heading):
             code.replace(node, "\n")
-    _strip_links(code)
-    for tag in code.ifilter_tags():
+    tags = code.filter_tags()
+    for part in (code, *(tag.contents for tag in tags if tag.contents is not None)):
+        for link in [node for node in part.nodes if isinstance(node, Wikilink)]:
+            _strip_link(part, link, dropped)
+    for tag in tags:
         if str(tag.tag).lower() in ("br", "hr"):
             _replace(code, tag, "\n")
     text = code.strip_code(normalize=True, collapse=False)
@@ -104,15 +119,18 @@ def _without_blocks(markup: str) -> str:
     return _MAGIC_WORD.sub("", markup)
 
 
-def _strip_links(code: mwparserfromhell.wikicode.Wikicode) -> None:
-    """Remove picture and category links; others become their label."""
-    for link in code.ifilter_wikilinks(recursive=False):
-        namespace = _LINK_TARGET.match(str(link.title))
-        if namespace and not str(link.title).lstrip().startswith(":"):
-            name = namespace[1].strip().lower()
-            # A picture has options; a link to another language's article (de:Foo) has no label.
-            if name in _NON_TEXT_NAMESPACES or (link.text is None and len(name) <= 3):
-                _replace(code, link, "")
+def _strip_link(code: mwparserfromhell.wikicode.Wikicode, link: Wikilink, dropped: Set[str]) -> None:
+    """Remove the link of a picture, a category, or an article in another language; a colon before it makes it text."""
+    if ":" not in (title := str(link.title)):
+        return
+    title = title.translate(_DIRECTION_MARKS).strip()
+    name, _, page = title.removeprefix(":").partition(":")
+    is_dropped = bool(page) and _folded(name) in dropped
+    if not title.startswith(":"):
+        if is_dropped:
+            _replace(code, link, "")
+    elif link.text is None:
+        _replace(code, link, page if is_dropped else title[1:])
 
 
 def _replace(code: mwparserfromhell.wikicode.Wikicode, node: Tag | Wikilink, text: str) -> None:

@@ -83,7 +83,7 @@ def text_files(card: Mapping[str, Any], out: Path, part: str) -> dict[str, Path]
 
 
 def _files(data: Path) -> list[Path]:
-    files = files_below(data)
+    files = files_below(data, Problems())
     for file in files:
         kind = kind_of(file)
         if kind not in SOURCES or (kind == PLAIN and plain_suffix(file) != ".txt"):

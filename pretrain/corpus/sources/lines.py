@@ -1,0 +1,17 @@
+"""Plain text with a document on each line: OSCAR's files, and what transformers' run_mlm.py reads line by line."""
+
+from collections.abc import Iterator
+
+from pretrain.corpus.inputs import Chunk, Problems, decode
+from pretrain.corpus.records import RecordReader
+
+
+class Reader(RecordReader):
+    """Lines that are not blank, one document each."""
+
+    record_start = b"\n"
+    previous_bytes = 1
+
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
+        text = decode(self.records(chunk, problems), chunk.paths[0], chunk.start, problems)
+        return filter(str.strip, text.split("\n"))
