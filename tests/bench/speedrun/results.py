@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from finetune.scores import common_words, held_out, whole_words
 from finetune.scores.held_out import read_documents
 from finetune.scores.masked_model import MaskedModel
-from finetune.scores.text_scores import WHY_NOT, WORD_PARTS, text_scores
+from finetune.scores.text_scores import WHY_NOT, text_scores
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.wording import counted
@@ -72,7 +72,7 @@ def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
     """
     if config.electra.is_on:
         return Scores()
-    parts = text_scores(MaskedModel(config.folder), read_documents(texts), (*WORD_PARTS, held_out.PART))
+    parts = text_scores(MaskedModel(config.folder), read_documents(texts))
     found = {part: one["scores"] for part, one in parts}
     loss = found.pop(held_out.PART)
     return Scores(
