@@ -82,7 +82,7 @@ def test_a_unit_is_a_word_and_where_blanks_are_rare_begins_at_a_letter(kind: str
         assert "".join(units) == "".join(parts)
         if name in UNSPACED:
             assert not [unit for unit in units if regex.match(r"[\p{M}ะาำๆະາーっょッョ]", unit)]
-            assert max(map(len, units)) < 24
+            assert kind == "bytes" or max(map(len, units)) < 24  # one token may end a letter and begin the next
             continue
         edges, words, place = list(itertools.pairwise(itertools.accumulate(map(len, units), initial=0))), [], 0
         for part in parts:
@@ -146,10 +146,12 @@ def test_added_words_of_any_script_save_tokens(words: list[str], least: float, k
     draw, blank = random.Random(0), " " * (words is HINDI)
     texts = [blank.join(words), *(blank.join(draw.choices(words, k=8)) + "।" for _ in range(90))]
     old, new, found = extended(kind, texts, 20)
-    if kind == "bytes":  # GPT-2's division: no words of marks or without blanks
-        assert bool(found) is (words is not KANA)
+    if kind == "bytes" and words is not HINDI:  # only what stands between blanks can be an entry
+        assert not found
         return
     assert saved_share(old, new, texts) > least
+    if kind == "bytes":
+        return
     entries = {entry.removeprefix("##").lstrip("▁") for entry in found}
     assert not [entry for entry in entries if regex.match(r"[\p{M}าーっょ]", entry)]
     normalizer: Any = old.normalizer or normalizers.Sequence([])
