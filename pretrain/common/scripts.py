@@ -34,7 +34,7 @@ FOLLOWS = _PATTERNS[MARK] + (
 )
 # After what the next letter belongs to the same one: vowels that stand before their consonant, and signs that join.
 JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
-ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]"
+ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # Mongolian ones stand within words
 PLANES = 0x40000  # code points of the planes that have letters
 _IGNORED = regex.compile(f"(?V1){_UNDRAWN}+")
 BEGINS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")

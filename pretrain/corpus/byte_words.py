@@ -163,8 +163,12 @@ def _cut(text: bytes) -> tuple[str, int, int, int, int]:
 
 
 def _join(parts: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
-    """Set the classes of the tokens whose first or last character is in several of them; a broken one is a letter."""
+    """Set the classes of the tokens whose first or last character is in several of them; a broken one is a letter.
+
+    After a letter of a script without blanks, such a character begins a word at its last token.
+    """
     ends, end, lacks, begin = parts
+    inner, before = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
     begun = at = np.flatnonzero(lacks[tokens[:-1]])
     spelled, left = begin[tokens[begun]], lacks[tokens[begun]]
     while len(at):
@@ -176,9 +180,12 @@ def _join(parts: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.nda
         for classes, places, found in zip((first, last), (begun, at), _edge_classes(texts), strict=True):
             chosen = places[left == 0]
             classes[chosen] = np.where(classes[chosen] == _PART, found[which], classes[chosen])
+        inner[at[left == 0]], before[at[left == 0]] = _edge_classes(texts)[0][which], begun[left == 0]
         going = (left > 0) & (ends[here] > 0) & (at + 1 < len(tokens))
         begun, at, spelled, left = (one[going] for one in (begun, at, spelled, left))
     first[first == _PART] = last[last == _PART] = LETTER
+    parted = (inner == _BEGINS) & (last[before] == _ENDS)
+    first[parted] = _BEGINS
 
 
 def _edge_classes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
