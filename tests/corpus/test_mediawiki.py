@@ -72,7 +72,8 @@ def test_no_names_options_and_links_to_other_wikis_are_left(tmp_path: Path, monk
 
 def test_the_head_of_a_dump_says_what_a_namespace_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "CHUNK_BYTES", 50)
-    text = "A [[Plaatje:X|thumb|no]] b [[Bild:Y|yes]] c [[Rubriek:Z]] d [[Alien: Rerun|e]] [[CSI: Miami]] [[nds:Q|f]].[[Bildje:P.JPG|thumb|g]]"
+    text = "A [[Plaatje:X|thumb|no]] b [[Bild:Y|yes]] c [[Rubriek:Z]] d [[Alien: Rerun|e]] [[CSI: Miami]] [[nds:Q|f]]."
+    text += "[[Bildje:P.JPG|thumb|g]]"
     for name, other in (("a", "Bild"), ("b", "Portal")):
         (tmp_path / f"{name}.xml").write_text(HEAD.format("nds", "Plaatje", "Rubriek", other) + page("P", text))
     found = read(SourceConfig(kind="mediawiki", path=str(tmp_path)))
