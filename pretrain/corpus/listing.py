@@ -100,9 +100,6 @@ def matching(path: Path, note: Note) -> list[Path]:
 
 def escaped(path: Path) -> str:
     """The pattern for `path` in which the folders that exist are their names; "" if that is no other one."""
-    here, parts = Path(), []
-    for part in path.parts:
-        here /= part
-        parts.append(glob.escape(part) if here.exists() else part)
-    pattern = str(Path(*parts))
+    folder = next(one for one in path.parents if one.exists())
+    pattern = str(Path(glob.escape(str(folder)), path.relative_to(folder)))
     return pattern if pattern != str(path) else ""
