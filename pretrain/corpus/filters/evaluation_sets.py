@@ -104,8 +104,9 @@ def _grams(texts: Sequence[str], first: int) -> _Grams:
 
 def _files(one: EvaluationSetConfig, where: str) -> list[Path]:
     path = Path(one.path).expanduser()
-    found = files_in(path, f"{where}.path") if path.is_dir() else [path]
-    files = [file for file in found if plain_suffix(file) in _READERS] if path.is_dir() else found
+    files = [path]
+    if path.is_dir():
+        files = [file for file in files_in(path, f"{where}.path") if plain_suffix(file) in _READERS]
     for file in files:
         if not file.is_file():
             raise InputError(f"{where}.path: {file}: no such file or folder. Check the path.")

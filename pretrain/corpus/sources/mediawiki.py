@@ -34,9 +34,9 @@ _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
 _MAGIC_WORD = re.compile(r"__(?=\S)[^\sa-z]+?__")  # in any language; lowercase ones are Python's
 _REDIRECT = re.compile(r"\s*#[^\W\d_][^\s\[]*\s*:?\s*\[\[")  # in any language; a list has a blank after its mark
-_VARIANTS = re.compile(r"-\{(?:([^{}|]*)\|)?([^{}]*)\}-")  # of a language: flags and texts
-_HIDDEN = re.compile(r"[HNT]|-$")  # flags: a rule, the name of a language, a title
-_VARIANT = re.compile(r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*:([^;]*)")
+# -{A}- or -{zh-hans:A; zh-hant:B}-, after flags, of which some hide it. Of variants of a language, the first is read.
+_HIDDEN, _CODE = r"(?:[HNT][^{}|]*|-)\|[^{}]*", r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*:"
+_VARIANTS = re.compile(rf"-\{{(?:{_HIDDEN}|(?:[^{{}}|]*\|)?(?:{_CODE}([^;{{}}]*)[^{{}}]*|([^{{}}]*)))\}}-")
 _FILE = re.compile(r"\.(?:jpe?g|png|svg|gif|tiff?|webp|og[agv]|webm|mp3|wav|flac|pdf|djvu)\s*$", re.I)
 _DIRECTION_MARKS = dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F)))
 _LIST_MARK = re.compile(r"^[*#:;]+\s*")
@@ -120,15 +120,7 @@ def _without_blocks(markup: str) -> str:
         count = 1
         while count:
             markup, count = pattern.subn("", markup)
-    return _VARIANTS.sub(_first_variant, _MAGIC_WORD.sub("", markup))
-
-
-def _first_variant(found: re.Match[str]) -> str:
-    """What -{A}- or -{zh-hans:A; zh-hant:B}- shows."""
-    if _HIDDEN.match(found[1] or ""):
-        return ""
-    one = _VARIANT.match(found[2])
-    return one[1] if one else found[2]
+    return _VARIANTS.sub(r"\1\2", _MAGIC_WORD.sub("", markup))
 
 
 def _strip_link(code: mwparserfromhell.wikicode.Wikicode, link: Wikilink, dropped: Set[str]) -> None:
