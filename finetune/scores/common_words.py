@@ -55,7 +55,7 @@ def score_common_words(
     """
     words = common_words() if words is None else words
     groups, numbers = token_groups(model, words), {word: number for number, word in enumerate(words)}
-    occurrences = sampled(documents, how, numbers.__contains__, is_english=True)
+    occurrences = sampled(documents, how, numbers.__contains__)
     sequences = []
     for one, (ids, places) in zip(occurrences, word_tokens(model, occurrences), strict=True):
         masked = ids.copy()

@@ -1,34 +1,27 @@
 """Words of a text, each in the passage of characters around it: the same for every model, whatever its vocabulary.
 
-A word is a run of ASCII letters between two blanks, so that in every tokenizer it is one or several whole tokens; in a
-text of other letters, a run of any letters and their marks.
+A word is a run of ASCII letters between two blanks, so that in every tokenizer it is one or several whole tokens.
 
 Shape letters: L tokens of a passage, special tokens included; K tokens of a word.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import regex
 
 from finetune.scores.held_out import document_key
 from finetune.scores.masked_model import MaskedModel, frame
 from pretrain.batches.order import draw
-from pretrain.common import scripts
 from pretrain.common.errors import InputError
 
-# A word, and what plain passages consist of: of ASCII letters, or of all letters with blanks between words.
-_ASCII = (regex.compile(r"(?<= )[A-Za-z]{1,40}(?= )"), regex.compile(r"[a-z ]"))
-_ANY = (
-    regex.compile(rf"(?V1)(?<= )(?![^ ]*[{scripts.ALONE}])\p{{L}}[\p{{L}}\p{{M}}\u200c\u200d]{{0,39}}(?= )"),
-    regex.compile(r"[\p{Ll}\p{Lo}\p{M}\u200c\u200d ]"),
-)
-# Share of such letters and blanks in a passage: others are formulas, tables, lists of names or other scripts, which
-# have up to three times as many tokens. Also of ASCII letters among those of a text whose words are of them.
+_WORD = re.compile(r"(?<= )[A-Za-z]{1,40}(?= )")
+# Share of small ASCII letters and blanks in a passage: others are formulas, tables, lists of names or other scripts,
+# which have up to three times as many tokens.
 _PLAIN = 0.85
-_LOOKED_AT = 1024  # documents, and characters of each, that tell the letters of a text
+_LETTERS = re.compile(r"[a-z ]")
 
 
 @dataclass(frozen=True)
@@ -70,42 +63,32 @@ class NoScoreError(InputError):
     """A model or a text cannot have a score; the message says why."""
 
 
-def all_words(documents: Sequence[str]) -> Iterator[str]:
+def all_words(documents: Iterable[str]) -> Iterator[str]:
     """Every word that may be scored, as it stands."""
-    word, _ = _alphabet(documents)
-    return (match[0] for document in documents for match in word.finditer(document))
+    return (match[0] for document in documents for match in _WORD.finditer(document))
 
 
-def _alphabet(documents: Sequence[str]) -> tuple[regex.Pattern[str], regex.Pattern[str]]:
-    """`_ASCII`, or `_ANY` for a text of other letters."""
-    letters = "".join(filter(str.isalpha, "".join(document[:_LOOKED_AT] for document in documents[:_LOOKED_AT])))
-    return _ASCII if sum(map(str.isascii, letters)) >= _PLAIN * len(letters) else _ANY
-
-
-def sampled(
-    documents: Sequence[str], how: PassageSettings, wanted: Callable[[str], bool], *, is_english: bool = False
-) -> list[Occurrence]:
+def sampled(documents: Sequence[str], how: PassageSettings, wanted: Callable[[str], bool]) -> list[Occurrence]:
     """The occurrences to score, in the order of the text; they depend on the documents and `how` alone.
 
     Raises `NoScoreError` if there is none.
     """
     texts, places = list(documents), list[tuple[int, int, int]]()
-    word, plain = _ASCII if is_english else _alphabet(documents)
     keys = [np.zeros(0, np.uint64)]
     for number, document in enumerate(texts):
-        found = [match.span() for match in word.finditer(document) if wanted(match[0])]
+        found = [match.span() for match in _WORD.finditer(document) if wanted(match[0])]
         places += [(number, begin, end) for begin, end in found]
         keys.append(draw(document_key(document, how.seed), np.array([begin for begin, _ in found], np.int64)))
     chosen: dict[tuple[int, int, int], Occurrence] = {}
     for rank in np.argsort(np.concatenate(keys), kind="stable"):
         number, begin, end = places[rank]
         one = _passage(texts[number], begin, end, how.characters // 2)
-        if len(plain.findall(one.passage)) >= _PLAIN * len(one.passage):
+        if len(_LETTERS.findall(one.passage)) >= _PLAIN * len(one.passage):
             chosen[places[rank]] = one
         if len(chosen) == how.words:
             break
     if not chosen:
-        raise NoScoreError("the text has none of these words between blanks, in passages of small letters")
+        raise NoScoreError("the text has none of these words between blanks, in passages of small ASCII letters")
     return [chosen[place] for place in sorted(chosen)]
 
 

@@ -11,10 +11,9 @@ import unicodedata
 import numpy as np
 import regex
 
-# Kinds of characters. A mark belongs to the letter before it; digits count as letters.
+# Kinds of characters. A mark belongs to the letter before it; digits count as letters. Those from TIBETAN on are of
+# scripts without blanks between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others.
 OTHER, MARK, LETTER, TIBETAN, IDEOGRAPH, KANA, COMPLEX = range(7)
-# Of scripts without blanks between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others
-UNSPACED = (TIBETAN, IDEOGRAPH, KANA, COMPLEX)
 
 _UNDRAWN = r"[\p{Default_Ignorable_Code_Point}--\u200b]"  # what a font may not draw; ZERO WIDTH SPACE parts words
 _PATTERNS = {  # later ones prevail
@@ -34,7 +33,7 @@ FOLLOWS = _PATTERNS[MARK] + (
 )
 # After what the next letter belongs to the same one: vowels that stand before their consonant, and signs that join.
 JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
-ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]"
+ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # Mongolian ones stand within words
 PLANES = 0x40000  # code points of the planes that have letters
 _IGNORED = regex.compile(f"(?V1){_UNDRAWN}+")
 BEGINS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")

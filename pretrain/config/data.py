@@ -179,9 +179,13 @@ class CorpusConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_cache(self) -> CorpusConfig:
+    def _check_dir(self) -> CorpusConfig:
         if self.cache and not is_remote(self.dir):
             raise ValueError(f"cache has no effect with dir: {self.dir}, which is no address. Remove it")
+        if shared := [n for n, one in enumerate(self.sources) if one.path and local(one.path) == self.folder]:
+            raise ValueError(
+                f"dir: {self.dir} is the folder that sources.{shared[0]} reads. Choose another one, which may be in it"
+            )
         return self
 
     @property

@@ -163,8 +163,12 @@ def _cut(text: bytes) -> tuple[str, int, int, int, int]:
 
 
 def _join(parts: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
-    """Set the classes of the tokens whose first or last character is in several of them; a broken one is a letter."""
+    """Set the classes of the tokens whose first or last character is in several of them; a broken one is a letter.
+
+    Where blanks are rare, such a character begins a word at its last token, if another stands before it in its first.
+    """
     ends, end, lacks, begin = parts
+    inner, before = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
     begun = at = np.flatnonzero(lacks[tokens[:-1]])
     spelled, left = begin[tokens[begun]], lacks[tokens[begun]]
     while len(at):
@@ -173,11 +177,14 @@ def _join(parts: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.nda
         spelled, left = spelled << 8 * ends[here] | end[here], left - ends[here]
         distinct, which = np.unique(spelled[left == 0], return_inverse=True)
         texts = [number.to_bytes(4, "big").lstrip(b"\0").decode("utf-8", "replace") for number in distinct.tolist()]
-        for classes, places, found in zip((first, last), (begun, at), _edge_classes(texts), strict=True):
-            chosen = places[left == 0]
-            classes[chosen] = np.where(classes[chosen] == _PART, found[which], classes[chosen])
+        places = begun[left == 0], at[left == 0]
+        found = [classes[which] for classes in _edge_classes(texts)]
+        for classes, chosen, edge in zip((first, last), places, found, strict=True):
+            classes[chosen] = np.where(classes[chosen] == _PART, edge, classes[chosen])
+        before[places[1]], inner[places[1]] = places[0], found[0]
         going = (left > 0) & (ends[here] > 0) & (at + 1 < len(tokens))
         begun, at, spelled, left = (one[going] for one in (begun, at, spelled, left))
+    first[(inner == _BEGINS) & ~np.isin(last[before], (_ANY, _SPACE, _PART))] = _BEGINS
     first[first == _PART] = last[last == _PART] = LETTER
 
 

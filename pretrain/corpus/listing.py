@@ -88,20 +88,18 @@ def read_names(
 def matching(path: Path, note: Note) -> list[Path]:
     """The files that match a pattern and are read. Hidden ones match only a pattern that has their dot."""
     pattern = str(path)
-    found = set(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
     root = Path(folders.root_of(pattern) or path.anchor)
     dotted = any(part.startswith(".") for part in path.relative_to(root).parts)
-    if "**" in path.parts and not dotted and root.is_dir():
-        found |= {file for file in files_in(root) if folders.matches(str(file), pattern)}
-    files = [file for file in sorted(found) if file.is_file() or not file.exists()]
+    if "**" in path.parts and not dotted and root.is_dir():  # linked folders once
+        files = [file for file in files_in(root) if folders.matches(str(file), pattern)]
+    else:
+        found = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
+        files = [file for file in found if file.is_file() or not file.exists()]
     return visible(files, root, note, hidden=dotted)
 
 
 def escaped(path: Path) -> str:
     """The pattern for `path` in which the folders that exist are their names; "" if that is no other one."""
-    here, parts = Path(), []
-    for part in path.parts:
-        here /= part
-        parts.append(glob.escape(part) if here.exists() else part)
-    pattern = str(Path(*parts))
+    folder = next(one for one in path.parents if one.exists())
+    pattern = str(Path(glob.escape(str(folder)), path.relative_to(folder)))
     return pattern if pattern != str(path) else ""

@@ -47,11 +47,13 @@ def split_sentences(document: str, language: str) -> list[str]:
 
     `language` is an ISO 639-1 code; it decides abbreviations ("Dr.", "z.B."), unknown codes fall back to general rules.
     sentencex never cuts inside quotation marks, which in novels makes sentences of several hundred words; long
-    ones are therefore cut a second time with the marks hidden.
+    ones are therefore cut a second time with the marks hidden, as are all where sentencex does not know the stops.
     """
+    has_others = not document.isascii() and any(mark in document for mark in _STOPS)
+    longest = 0 if has_others else _LONG_SENTENCE_CHARACTERS
     sentences = sentencex.segment(language, document.replace("\n", "\n\n"))  # pyright: ignore[reportAttributeAccessIssue]
     parts, taken = [], 0
-    for number in [n for n, sentence in enumerate(sentences) if len(sentence) > _LONG_SENTENCE_CHARACTERS]:
+    for number in [n for n, sentence in enumerate(sentences) if len(sentence) > longest]:
         parts += sentences[taken:number]  # most sentences are short and are copied in long runs
         parts += _split_quotations(sentences[number], language)
         taken = number + 1

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import regex
 
+from pretrain.common import scripts
 from pretrain.common.errors import InputError
 from pretrain.corpus.byte_words import spelled, speller
 from pretrain.corpus.vocabulary import read_vocabulary
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from pretrain.corpus.shards import TokenShards
 
 GUESSES = 5
+_STOP = regex.compile(r"\p{Sentence_Terminal}")
 
 
 @dataclass(frozen=True)
@@ -130,16 +133,20 @@ def maskable_words(texts: Sequence[str]) -> list[int]:
 
     `texts` are those of the tokens, with the blanks before words.
     """
-    prose = sum(text.strip().isalpha() for text in texts)
+    prose = sum(_is_word(text.strip()) for text in texts)
     is_shown = 10 <= len(texts) <= 40
-    if not is_shown or prose < 0.8 * len(texts) or " [UNK]" in texts or texts[-1].strip() not in (".", "!", "?"):
+    if not is_shown or prose < 0.8 * len(texts) or " [UNK]" in texts or not _STOP.fullmatch(texts[-1].strip()):
         return []
     followers = [*texts[1:], ""]
     return [
         index
         for index, (text, follower) in enumerate(zip(texts, followers, strict=True))
-        if len(text) >= 4 and text[0] == " " and text[1:].isalpha() and not follower[:1].isalnum()
+        if len(text) >= 4 and text[0] == " " and _is_word(text[1:]) and not follower[:1].isalnum()
     ]
+
+
+def _is_word(text: str) -> bool:
+    return scripts.FOLLOWING.sub("", text).isalpha()
 
 
 # ---- predicting

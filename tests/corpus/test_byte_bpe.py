@@ -309,3 +309,4 @@ def test_a_filling_shows_text() -> None:
         " the dog and the dog and the dog and the, the naïve.",
     )
     assert shown.guesses[0] == ("dog", 0.75)
+    assert maskable_words([*[" यह", " हिन्दी"] * 5, "।"]) == [1, 3, 5, 7, 9]

@@ -113,6 +113,21 @@ def test_texts_within_runs_of_words_are_found_in_every_script_and_form(language:
         assert matches.sets.tolist() == [-1] * 300 + [0] * 20
 
 
+def test_ideographs_are_rarely_the_same_by_chance(tmp_path: Path) -> None:
+    """Of a few words of two to four; a text of eight is still looked for."""
+    draw = random.Random(1)
+    words = ["".join(chr(draw.randrange(0x4E00, 0x4E80)) for _ in range(2 + n % 3)) for n in range(40)]
+    others, texts = (["".join(draw.choices(words, k=k)) for _ in range(n)] for n, k in ((1500, 100), (20, 40)))
+    (tmp_path / "a.txt").write_text("\n".join([*texts, "鳥獸魚蟲草木花果", "鳥獸魚蟲草木花"]), encoding="utf-8")
+    held = [f"{others[0]}{text}{others[1]}" for text in texts]
+    matches = find(
+        tmp_path,
+        [*others, *held, "鳥獸魚蟲草木花", "之鳥獸魚蟲草木花果"],
+        EvaluationSetConfig(path=str(tmp_path / "a.txt")),
+    )
+    assert matches.sets.tolist() == [-1] * 1500 + [0] * 20 + [-1, 0]
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -9,6 +9,7 @@ import pytest
 
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
+from pretrain.corpus.sources import mediawiki
 from tests.corpus.test_sources import page, read
 
 # Namespaces of files and categories, an older name of the former, options of pictures, how a redirect begins, and a
@@ -72,7 +73,14 @@ def test_no_names_options_and_links_to_other_wikis_are_left(tmp_path: Path, monk
 def test_the_head_of_a_dump_says_what_a_namespace_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "CHUNK_BYTES", 50)
     text = "A [[Plaatje:X|thumb|no]] b [[Bild:Y|yes]] c [[Rubriek:Z]] d [[Alien: Rerun|e]] [[CSI: Miami]] [[nds:Q|f]]."
+    text += "[[Bildje:P.JPG|thumb|g]]"
     for name, other in (("a", "Bild"), ("b", "Portal")):
         (tmp_path / f"{name}.xml").write_text(HEAD.format("nds", "Plaatje", "Rubriek", other) + page("P", text))
     found = read(SourceConfig(kind="mediawiki", path=str(tmp_path)))
     assert found == (["A b yes c d e CSI: Miami f.", "A b c d e CSI: Miami f."], [])
+
+
+def test_the_first_variant_of_a_language_is_read() -> None:
+    text = "-{T|zh:C}--{zh-hans:计算机; zh-hant:電腦;}-是-{A|zh-cn:软件;zh-tw:軟體}--{X}--{}-。-{H|zh-cn:a;zh-tw:b}-"
+    assert mediawiki.plain_text(text, frozenset()) == "计算机是软件X。"
+    assert mediawiki.plain_text("От -{http://x}- -{sr-ec:а; sr-el:b}- -{", frozenset()) == "От http://x а -{"

@@ -448,6 +448,7 @@ def test_what_is_left_out_is_counted_and_what_is_named_is_read(tmp_path, monkeyp
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("A text.\n")
     (folder / "to.txt").symlink_to("gone.txt")
+    (folder / "old" / "up").symlink_to(folder)
     monkeypatch.chdir(folder)
     source = SourceConfig(kind="files" if path == "**" else "books", path=path if path == "." else str(folder / path))
     (found,) = find_inputs(source, "corpus.sources.0")

@@ -502,3 +502,5 @@ def test_the_terminal_and_the_card_say_what_was_left_out_and_what_is_one_documen
     assert "file of a prepared corpus: left out (in/corpus/" in said
     assert said.count("corpus.sources.1.kind: sentences makes one document of") == 1
     assert "set kind: lines, which reads each line as a document." in said
+    with pytest.raises(ValueError, match=r"is the folder that sources\.1 reads"):
+        preparation(tmp_path, [large, own])

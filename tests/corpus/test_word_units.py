@@ -115,6 +115,7 @@ def test_text_that_blanks_segment_has_its_words() -> None:
         ("Ġa \u00e2 \u0122 \u013b s", "11001"),  # a\u2019s
         ("Ġa \u00f0 \u0141 \u013a\u0122b", "1100"),  # a, an emoji and b
         ("Ġa \u00e0 b \u00a5", "1000"),  # broken
+        ("Ġ\u00e0\u00b8 \u0123\u00e0\u00b8 \u0124\u00e0\u00b8 \u00b1\u00e0 \u00b8 \u0123", "101001"),  # กขัก
     ],
 )
 def test_a_character_of_several_tokens_has_its_class(tokens: str, begins: str) -> None:

@@ -55,25 +55,6 @@ def test_the_same_words_in_the_same_passages_are_scored() -> None:
     assert list(all_words(many[:1])).count("fox") == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("Все люди рождаются свободными и равны, да.", "люди рождаются свободными и"),
-        ("सभी मनुष्यों को गौरव और अधिकारों के मामले में है।", "मनुष्यों को गौरव और अधिकारों के मामले में"),
-        ("Mọi người sinh ra đều được tự do và bình đẳng.", "người sinh ra đều được tự do và bình"),
-        ("Tous les êtres humains naissent libres et égaux en", "les humains naissent libres et"),  # as in English
-        ("ทุกคน เกิดมา มีอิสระ และ เสมอภาค", ""),
-    ],
-)
-def test_words_of_other_letters_keep_their_marks(text: str, words: str) -> None:
-    assert " ".join(all_words([text])) == words
-    if words:
-        assert " ".join(one.word for one in sampled([text], PassageSettings(60, 100), lambda word: True)) == words
-    if not text.isascii() and "Tous" not in text:
-        with pytest.raises(NoScoreError, match="none of these words"):
-            sampled([f"{text} of the {text}"], PassageSettings(60), {"the"}.__contains__, is_english=True)
-
-
 def test_passages_of_formulas_are_left_out() -> None:
     text = "2 + 2 = 4 is so and 3 * 3 = 9 is 9 " * 5
     with pytest.raises(NoScoreError, match="has none of these words"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pretrain.config import ContaminationConfig
-from pretrain.corpus.filters.evaluation_sets import SHORTEST, set_names
+from pretrain.corpus.filters.evaluation_sets import BEGINNING, set_names
 from pretrain.corpus.filters.text_columns import TextColumns
 
 _SLOTS_PER_GRAM = 16  # of a table that settles most look-ups: what the beginnings of all n-grams are not
@@ -69,7 +69,7 @@ class _Table:
 
     def find(self, columns: TextColumns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """The n-grams of documents that a set has: (first terms, ends, the texts that have them) for each length."""
-        grams = columns.grams(SHORTEST)
+        grams = columns.grams(BEGINNING)
         may_begin = np.flatnonzero(self._may_be[(grams >> self._shift).astype(np.int64)])
         may_begin = may_begin[_places(self._beginnings, grams[may_begin])[1]]
         limits = columns.terms[np.searchsorted(columns.terms, may_begin, "right")]

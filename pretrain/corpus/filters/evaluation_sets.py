@@ -26,7 +26,8 @@ from pretrain.corpus.listing import files_in
 
 TABLE = "evaluation.npz"
 NGRAM = 13  # words, as in GPT-3
-SHORTEST = 8  # words of a text with fewer than NGRAM that is looked for
+SHORTEST = 8  # terms of a text with fewer than NGRAM words that is looked for
+BEGINNING = 6  # words that these are at least, where a term is less than one
 _TEXTS_AT_ONCE = 4096
 
 
@@ -44,7 +45,7 @@ def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]
     """Write the n-grams of all sets to `path`; returns {texts, too_short} of each: those too short are not looked for.
 
     hashes uint64 [G], ascending, and texts int64 [G], the first text that has it; beginnings uint64: hashes of their
-    first `SHORTEST` words; lengths int64: quarters of words in the n-grams; first int64 [sets + 1]: the first text of
+    first `BEGINNING` words; lengths int64: quarters of words in the n-grams; first int64 [sets + 1]: the first text of
     each set.
     """
     none = np.zeros(0, np.uint64)
@@ -86,12 +87,13 @@ def _grams(texts: Sequence[str], first: int) -> _Grams:
     starts, counts = columns.gram_documents(NGRAM)
     begins = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
     quarters = columns.document_quarters()
-    short = np.flatnonzero((counts == 0) & (quarters >= SHORTEST * WORD))
+    is_long = (np.diff(columns.terms) >= SHORTEST) & (quarters >= BEGINNING * WORD)
+    short = np.flatnonzero((counts == 0) & is_long)
     lengths = np.append(np.full(len(begins), NGRAM * WORD), quarters[short])
     begins = np.append(begins, columns.terms[short])
     return _Grams(
         columns.sequence_hashes(begins, columns.sequence_ends(begins, lengths)),
-        columns.sequence_hashes(begins, columns.sequence_ends(begins, SHORTEST * WORD)),
+        columns.sequence_hashes(begins, columns.sequence_ends(begins, BEGINNING * WORD)),
         first + np.append(np.repeat(np.arange(len(texts)), counts), short),
         lengths,
     )
@@ -102,8 +104,9 @@ def _grams(texts: Sequence[str], first: int) -> _Grams:
 
 def _files(one: EvaluationSetConfig, where: str) -> list[Path]:
     path = Path(one.path).expanduser()
-    found = files_in(path, f"{where}.path") if path.is_dir() else [path]
-    files = [file for file in found if plain_suffix(file) in _READERS] if path.is_dir() else found
+    files = [path]
+    if path.is_dir():
+        files = [file for file in files_in(path, f"{where}.path") if plain_suffix(file) in _READERS]
     for file in files:
         if not file.is_file():
             raise InputError(f"{where}.path: {file}: no such file or folder. Check the path.")

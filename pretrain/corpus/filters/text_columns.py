@@ -16,8 +16,8 @@ from pretrain.common import scripts
 from pretrain.common.scripts import LETTER, MARK, OTHER
 
 WORD = 4  # quarters, the unit of lengths
-# Of a term by its kind; of Tibetan and COMPLEX, of each of its characters. An ideograph says as much as a short word.
-_QUARTERS = np.array([0, 0, WORD, 1, WORD, 2, 1])
+# Of a term by its kind; of Tibetan and COMPLEX, of each of its characters.
+_QUARTERS = np.array([0, 0, WORD, 1, 3, 2, 1])
 _UNITS = 1 << 16
 _HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one stands for a row of characters
 _APART = 64  # characters between changes above which they are made one by one

@@ -34,6 +34,10 @@ _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
 _MAGIC_WORD = re.compile(r"__(?=\S)[^\sa-z]+?__")  # in any language; lowercase ones are Python's
 _REDIRECT = re.compile(r"\s*#[^\W\d_][^\s\[]*\s*:?\s*\[\[")  # in any language; a list has a blank after its mark
+# -{A}- or -{zh-hans:A; zh-hant:B}-, after flags, of which some hide it. Of variants of a language, the first is read.
+_HIDDEN, _CODE = r"(?:[HNT][^{}|]*|-)\|[^{}]*", r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*:"
+_VARIANTS = re.compile(rf"-\{{(?:{_HIDDEN}|(?:[^{{}}|]*\|)?(?:{_CODE}([^;{{}}]*)[^{{}}]*|([^{{}}]*)))\}}-")
+_FILE = re.compile(r"\.(?:jpe?g|png|svg|gif|tiff?|webp|og[agv]|webm|mp3|wav|flac|pdf|djvu)\s*$", re.I)
 _DIRECTION_MARKS = dict.fromkeys((0x200E, 0x200F, *range(0x202A, 0x202F)))
 _LIST_MARK = re.compile(r"^[*#:;]+\s*")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;:\s]*\)|\s*\[\s*\]")
@@ -116,7 +120,7 @@ def _without_blocks(markup: str) -> str:
         count = 1
         while count:
             markup, count = pattern.subn("", markup)
-    return _MAGIC_WORD.sub("", markup)
+    return _VARIANTS.sub(r"\1\2", _MAGIC_WORD.sub("", markup))
 
 
 def _strip_link(code: mwparserfromhell.wikicode.Wikicode, link: Wikilink, dropped: Set[str]) -> None:
@@ -125,7 +129,7 @@ def _strip_link(code: mwparserfromhell.wikicode.Wikicode, link: Wikilink, droppe
         return
     title = title.translate(_DIRECTION_MARKS).strip()
     name, _, page = title.removeprefix(":").partition(":")
-    is_dropped = bool(page) and _folded(name) in dropped
+    is_dropped = bool(page) and (_folded(name) in dropped or _FILE.search(page) is not None)  # wikis have more aliases
     if not title.startswith(":"):
         if is_dropped:
             _replace(code, link, "")
