@@ -49,13 +49,18 @@ WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 @functools.cache
 def members(pattern: str) -> np.ndarray:
     """bool [0x40000]: the characters that a set matches; read only."""
-    points = np.arange(PLANES, dtype="<u4")
-    points[0xD800:0xE000] = 0  # surrogates are no characters
     found = np.zeros(PLANES, bool)
-    for run in regex.finditer(f"(?V1)[{pattern}]+", points.tobytes().decode("utf-32-le")):
+    for run in regex.finditer(f"(?V1)[{pattern}]+", _characters()):
         found[run.start() : run.end()] = True
     found.flags.writeable = False
     return found
+
+
+@functools.cache
+def _characters() -> str:
+    points = np.arange(PLANES, dtype="<u4")
+    points[0xD800:0xE000] = 0  # surrogates are no characters
+    return points.tobytes().decode("utf-32-le")
 
 
 @functools.cache
