@@ -11,10 +11,9 @@ import unicodedata
 import numpy as np
 import regex
 
-# Kinds of characters. A mark belongs to the letter before it; digits count as letters.
+# Kinds of characters. A mark belongs to the letter before it; digits count as letters. Those from TIBETAN on are of
+# scripts without blanks between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others.
 OTHER, MARK, LETTER, TIBETAN, IDEOGRAPH, KANA, COMPLEX = range(7)
-# Of scripts without blanks between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others
-UNSPACED = (TIBETAN, IDEOGRAPH, KANA, COMPLEX)
 
 _UNDRAWN = r"[\p{Default_Ignorable_Code_Point}--\u200b]"  # what a font may not draw; ZERO WIDTH SPACE parts words
 _PATTERNS = {  # later ones prevail

@@ -210,7 +210,7 @@ def test_new_lengths_do_not_compile_again() -> None:
 
 @pytest.mark.parametrize("shape", ["bert", "modernbert", "local"])
 def test_compiled_scores_of_masked_tokens_are_those_of_the_cpu(shape: str) -> None:
-    """As `evaluate-pretrained --compile` computes them: in inference mode, with new lengths in each batch."""
+    """In inference mode, with new lengths in each batch."""
     several = ((40, 128), (9, 9, 77), (11,) * 50, (128,) * 4, (33,), (30, 20))
     batches = [make_batch(lengths, VOCABULARY) for lengths in several]
     eager, compiled = make_model(SHAPES[shape]).eval(), make_model(SHAPES[shape], compile=True).eval()
