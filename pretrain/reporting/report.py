@@ -15,9 +15,8 @@ from typing import Any
 
 from pretrain.common.records import Metric
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
-from pretrain.common.settings import load_recorded
 from pretrain.common.wording import clock, counted
-from pretrain.config import PretrainConfig
+from pretrain.config import PretrainConfig, config_of
 from pretrain.reporting.attention.progress import attention_section
 from pretrain.reporting.curves import draw_charts, short
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
@@ -159,9 +158,7 @@ def _read_text(path: Path) -> str:
 
 def _pretraining(runs: Sequence[RunRecords]) -> PretrainConfig | None:
     """The config of a single run that is a pretraining."""
-    if len(runs) > 1 or "corpus" not in runs[0].config:
-        return None
-    return load_recorded(runs[0].folder / CONFIG_FILE, PretrainConfig)
+    return config_of(runs[0].folder) if len(runs) == 1 and "corpus" in runs[0].config else None
 
 
 def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:

@@ -336,7 +336,7 @@ class TestPage:
 
     @pytest.mark.parametrize("event", ["stop", "diverged"])
     def test_a_run_that_ended_early_is_over(self, run: Path, event: str) -> None:
-        note_end(run, event, "as it was asked to: --resume")
+        note_end(run, event, "as it was asked to: --resume", 20)
         assert read_runs([run])[0].state == {"stop": "stopped", "diverged": "diverged"}[event]
         assert 'http-equiv="refresh"' not in draw(run, watched=True).html
         add(run, training(60))
