@@ -23,7 +23,7 @@ from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
 from pretrain.reporting.runs import UNFINISHED, RunRecords, read_runs
-from pretrain.reporting.tables import Table, comparison, event_table, run_table, state
+from pretrain.reporting.tables import Table, comparison, event_table, glue_table, run_table, state
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
 from pretrain.tracking.live import phases_of, work
@@ -53,6 +53,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         "What pretraining was worth": _worth(runs[0]) if config else ([], []),
         "Runs": run_table(runs) if len(runs) > 1 or runs[0].scores else ([], []),
         "Fine-tuning scores by task and initial checkpoint": comparison(runs),
+        "GLUE": glue_table(runs),
         "Events": event_table(runs),
     }
     return write_page(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import shutil
 import threading
@@ -280,6 +281,15 @@ class TestPage:
         for data, names in (("entities: names.jsonl", "names"), ("questions: returns.jsonl", "returns")):
             shown = charts[f"Scores on held-out examples: f1, {data}"]
             assert set(shown) == {f"{names}-0", f"{names}-1", f"{names}-random"}
+
+    def test_a_sweep_over_glue_has_its_table(self, tmp_path: Path) -> None:
+        for at, (task, score) in enumerate([("rte", "60.0"), ("sst2", "90.0")]):
+            write_tuned(tmp_path / task / "seed-0", 0.5, start_from="bert", classification={"glue": task})
+            summary = tmp_path / task / "summary.json"
+            summary.write_text(json.dumps({"glue": [["", "RTE"], ["mine, dev", score]]}))
+            os.utime(summary, (at, at))
+        assert tables_of(draw(tmp_path))["GLUE"] == [["", "RTE"], ["mine, dev", "90.0"]]
+        assert "GLUE" not in tables_of(draw(tmp_path / "rte/seed-0"))
 
     def test_runs_of_other_settings_are_rows_of_their_own(self, tmp_path: Path) -> None:
         data = {"entities": {"train": "a/names.jsonl"}, "start_from": "bert"}
