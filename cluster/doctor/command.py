@@ -2,7 +2,9 @@
 
 import argparse
 import functools
+import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ def _doctor(measures: str, arguments: argparse.Namespace) -> int:
         )
     count = Counter(row.mark for row in found)
     if arguments.json:
-        print(rows.to_json(found))
+        print(json.dumps([asdict(row) for row in found], indent=2, ensure_ascii=False))
     else:
         rows.show(found, Console())
         print(", ".join(f"{count[mark]} {mark}" for mark in (rows.PASS, rows.WARN, rows.FAIL)))

@@ -1,8 +1,7 @@
 """The finding of a check: a row with a mark; rows as a table or as JSON."""
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from rich.console import Console
@@ -56,11 +55,6 @@ def show(rows: Sequence[Finding], console: Console) -> None:
             escape(row.found) + advice,
         )
     console.print(table)
-
-
-def to_json(rows: Iterable[Finding]) -> str:
-    """An array with an object for each row."""
-    return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -43,7 +43,8 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
     """
     parts = _parts(address)
     is_local = _is_local(str(parts.hostname))
-    if parts.scheme == "http" and not plain_http and (parts.username or parts.password or _has_token()):
+    has_token = os.environ.get("RAY_AUTH_MODE", "disabled") != "disabled"  # of `choose_token` or the user; Ray sends it
+    if parts.scheme == "http" and not plain_http and (parts.username or parts.password or has_token):
         _check_unencrypted(without_password(address), is_local)
     if is_local:
         _avoid_proxy(address, str(parts.hostname))
@@ -89,11 +90,6 @@ def token_refused(where: str) -> InputError:
         f"{where}: the cluster rejects this token. {first} the cluster's token into RAY_AUTH_TOKEN_PATH "
         "(a file of mode 0600) or ~/.ray/auth_token."
     )
-
-
-def _has_token() -> bool:
-    """Whether Ray will send a token, according to what `choose_token` or the user has set."""
-    return os.environ.get("RAY_AUTH_MODE", "disabled") != "disabled"
 
 
 def _is_local(host: str) -> bool | None:

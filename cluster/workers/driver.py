@@ -112,7 +112,8 @@ def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str
     if request.address:
         with _ends_on_stop(request.launch):
             join_ray(request.address, lambda error: _write_outcome(request.launch, error))
-        fitted = fit(_sizes_in_cluster, f"the cluster at {request.address}")
+        where = f"the cluster at {request.address}"
+        fitted = fit(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], where)
     else:
         fitted = fit(_sizes_here, _here())
         with _ends_on_stop(request.launch):
@@ -125,10 +126,6 @@ def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str
 
 def _sizes_here() -> list[NodeSize]:
     return [(_cores(), _gpus())]
-
-
-def _sizes_in_cluster() -> list[NodeSize]:
-    return [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)]
 
 
 def choose_token(address: str) -> None:

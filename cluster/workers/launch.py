@@ -124,7 +124,9 @@ def drive(
     """
     check_address(address)
     run_dir = Path(run_dir).absolute()
-    since = _clear(run_dir)
+    with disk_errors(run_dir):
+        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+        since = clear_stop(run_dir)
     with private_folder() as folder:
         launch = Launch(
             id=secrets.token_hex(8),
@@ -138,13 +140,6 @@ def drive(
         with disk_errors(run_dir), Signals(launch.stop_flag()) as signals:
             exit_code = _run_driver(module, make_request(launch), signals, poll)
             _raise_outcome(launch, exit_code, signals.ended_at_once)
-
-
-def _clear(run_dir: Path) -> int:
-    """Make the run folder and its logs. The time now, as `clear_stop`."""
-    with disk_errors(run_dir):
-        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
-        return clear_stop(run_dir)
 
 
 def _run_driver(module: str, request: DriverRequest, signals: Signals, poll: Callable[[], None] | None) -> int | None:

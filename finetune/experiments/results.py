@@ -18,8 +18,6 @@ from pretrain.common.wording import counted, shown_scores
 if TYPE_CHECKING:
     from rich.table import Table
 
-SUMMARY = "summary.json"
-
 _REMARK = 90  # characters of the reason why a run failed
 
 
@@ -114,7 +112,7 @@ def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
     return best
 
 
-def glue_table(best: Mapping[str, Candidate], name: str) -> str:
+def glue_rows(best: Mapping[str, Candidate], name: str) -> list[list[str]]:
     """The table of the BERT paper (Devlin et al., table 1) and a row with the means over each task's runs."""
     found = {
         task: {
@@ -123,7 +121,7 @@ def glue_table(best: Mapping[str, Candidate], name: str) -> str:
         }
         for task, candidate in best.items()
     }
-    return glue.format_table(found, name=name)
+    return glue.table_rows(found, name=name)
 
 
 def write_submission(best: Mapping[str, Path], folder: Path) -> None:

@@ -9,21 +9,22 @@ from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
 from finetune.experiments.grid import Grid, GridPoint, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import (
-    SUMMARY,
     count_line,
     glue_best,
-    glue_table,
+    glue_rows,
     score_table,
     show,
     summary,
     write_submission,
 )
 from finetune.experiments.trials import raise_failure, run_all, trial_config
+from finetune.tasks.datasets import glue
 from finetune.training import runs
 from finetune.training.config import FinetuneConfig, load_config
 from finetune.training.saved import MODEL
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
+from pretrain.common.run_files import SUMMARY
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
 
@@ -127,18 +128,20 @@ def _plan(trials: Sequence[Trial]) -> runs.FinetunePlan:
 def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:
     """Write summary.json and best.yaml, and print the tables."""
     ranked = [rank(those) for those in candidates(members, outcomes)]
+    leaders, name = glue_best(ranked), Path(members[0].config.start_from).name
+    table = glue_rows(leaders, name) if leaders and len(ranked) > 1 else []
     show(score_table(ranked))
     for those in ranked:
         config, best = those[0].base, those[0]
         numbers = sorted(number for candidate in those for number in candidate.runs)
         found = [outcomes[number] for number in numbers]
-        write_json(config.folder / SUMMARY, summary([members[number] for number in numbers], found, those))
+        values = summary([members[number] for number in numbers], found, those)
+        write_json(config.folder / SUMMARY, {**values, "glue": table})
         print(f"{config.folder / SUMMARY}: {count_line(found)}")
         if best.point.settings and best.best_run is not None:
             _write_best(best, members[best.best_run].config)
-    leaders = glue_best(ranked)
-    if leaders and len(ranked) > 1:
-        print(f"\n{glue_table(leaders, Path(members[0].config.start_from).name)}")
+    if table:
+        print(f"\n{glue.format_table(table)}")
     if submission is not None and None not in outcomes:
         best_runs = {task: one.best_run for task, one in leaders.items() if one.best_run is not None}
         write_submission({task: members[number].config.folder for task, number in best_runs.items()}, submission)

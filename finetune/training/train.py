@@ -28,6 +28,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.released import Released
 from pretrain.checkpoint.start import digest
 from pretrain.common.errors import InputError
+from pretrain.common.files import checkpoint_names
 from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import ModelConfig
 from pretrain.model.cost import encoder_flops
@@ -68,7 +69,8 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         )
         job = Finetuning(config, task, examples, encoder, released.model, engine, device)
         config = job.config
-        if fitted and not (request.resume and _has_checkpoint(config, engine)):
+        # Rank 0 looks for a checkpoint, which `run` verifies and reads later.
+        if fitted and not (request.resume and store.agree(engine.workers, lambda: checkpoint_names(config.folder))):
             weights |= job.fitted_output_layer(released, weights)
         engine.load(InitialWeights(weights))
         del weights
@@ -85,11 +87,6 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         )
         run(training, engine, worker, request)
         engine.close()
-
-
-def _has_checkpoint(config: FinetuneConfig, engine: Engine) -> bool:
-    """Whether rank 0 sees a checkpoint; `run` verifies and reads it later."""
-    return store.agree(engine.workers, lambda: bool(store.list_checkpoints(config.folder / "checkpoints")))
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:

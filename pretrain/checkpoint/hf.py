@@ -23,8 +23,8 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import read_json, write_json
 from pretrain.common.records import read_records
 from pretrain.common.run_files import START_FILE, read_fork
-from pretrain.common.settings import dump, load_recorded
-from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.common.settings import dump
+from pretrain.config import ModelConfig, PretrainConfig, config_of
 from pretrain.corpus.released import kind_of
 from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.objectives import objective_metrics, objective_of
@@ -122,7 +122,7 @@ def export_run(
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
-    config = load_recorded(run_dir / "config.yaml", PretrainConfig)
+    config = config_of(run_dir)
     objective_of(config)  # whose module may be missing
     path = store.choose(run_dir / "checkpoints", checkpoint)
     trained = store.read_state(path)

@@ -19,8 +19,7 @@ from pretrain.checkpoint.weight_files import read_weights
 from pretrain.common.addresses import hub_hint
 from pretrain.common.errors import InputError
 from pretrain.common.files import read_json
-from pretrain.common.settings import load_recorded
-from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.config import ModelConfig, config_of
 from pretrain.objectives import objective_of
 from pretrain.storage.runs import fetched_model
 
@@ -46,7 +45,7 @@ def read_shape(location: Path | str) -> ModelConfig:
     """The shape of the model in a folder or at an address, without its weights; `InputError` if there is none."""
     inner = _inner(folder := fetched_model(location))
     if is_run(inner):
-        return with_position_table(load_recorded(inner / "config.yaml", PretrainConfig).model, {})[0]
+        return with_position_table(config_of(inner).model, {})[0]
     return _read_config(folder, inner)[1].model
 
 
@@ -89,7 +88,7 @@ def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
 
 def _read_run(folder: Path) -> Released:
     checkpoint = store.choose(folder / "checkpoints", None)
-    own = objective_of(load_recorded(folder / "config.yaml", PretrainConfig)).exported[-1]
+    own = objective_of(config_of(folder)).exported[-1]
     state = own.weights(store.read_weights(checkpoint))
     # Re-initialized parameters get BERT's values, as from an export, which does not record the initialization.
     model, state = with_position_table(own.shape.model_copy(update={"attention_init": "normal"}), state)

@@ -13,7 +13,7 @@ from pretrain.checkpoint import store
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
-from pretrain.config import CorpusConfig, PretrainConfig
+from pretrain.config import CorpusConfig, config_of
 from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.tokenizer_files import CASING, SENTENCE_PIECES, declared_types, read_files
@@ -103,8 +103,7 @@ def tokenizer_folder(folder: Path) -> Path:
     folder = released_folder(folder)
     if not is_run(folder):
         return folder
-    recorded = settings.load_recorded(folder / "config.yaml", PretrainConfig)
-    return corpus_of(folder, recorded.corpus, _trained_tokenizer(folder))
+    return corpus_of(folder, config_of(folder).corpus, _trained_tokenizer(folder))
 
 
 def corpus_of(run: Path, corpus: CorpusConfig, trained_with: str) -> Path:

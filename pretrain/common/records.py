@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import UNTRAINED, atomic_open, checkpoint_names
+from pretrain.common.files import atomic_open
 from pretrain.common.run_files import METRICS
 
 SOURCE_LOSS = "source_loss/"
@@ -42,10 +42,10 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
     return records
 
 
-def note_end(run_dir: Path, event: str, message: str) -> None:
+def note_end(run_dir: Path, event: str, message: str, saved: int) -> None:
     """Append the event that ended the run, in place of an incomplete last line.
 
-    A stop has the step of the latest checkpoint, another end the last recorded one. Does nothing without either.
+    A stop has the step of the checkpoint that is `saved`, another end the last recorded one. Nothing without either.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -55,7 +55,6 @@ def note_end(run_dir: Path, event: str, message: str) -> None:
         whole = data[: data.rfind(b"\n") + 1]
         found = (parse_record(line) for line in reversed(whole.splitlines()))
         last = next((record["step"] for record in found if record is not None and is_training(record)), 0)
-        saved = int(max(checkpoint_names(run_dir), default=UNTRAINED).removeprefix("step-"))
         if not last and not saved:
             return
         file.truncate(len(whole))

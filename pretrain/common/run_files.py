@@ -13,6 +13,7 @@ START_FILE = "start.json"  # what the run began with, and the release that it co
 FORK_FILE = "fork.json"  # the run and step that the run forked from
 HISTORY = "attention.json"  # what the heads attended to at evaluations
 SCORES = "scores.json"  # of a finished fine-tuning
+SUMMARY = "summary.json"  # of several fine-tunings, in the folder of theirs
 FAILED = "failed.json"  # why a fine-tuning among several failed
 
 STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, HISTORY, SCORES)

@@ -31,7 +31,7 @@ from pretrain.config.resume import (
     run_folder,
     with_precision,
 )
-from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
+from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, config_of, load_config
 from pretrain.config.schedule import (
     EvaluationConfig,
     OptimizerConfig,
@@ -73,6 +73,7 @@ __all__ = [
     "VocabularyConfig",
     "began_from",
     "changed_for_resume",
+    "config_of",
     "keep_precision",
     "load_config",
     "run_folder",

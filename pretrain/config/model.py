@@ -235,8 +235,9 @@ class ModelConfig(Section):
     def _check_attention_init(self) -> ModelConfig:
         if self.attention_init != "neighbors":
             return self
-        if self.positions.startswith("rotary"):
-            self._check_rotary_neighbors()
+        if self.positions.startswith("rotary"):  # the heads begin with biases of queries and keys
+            if not self.attention_bias:
+                raise ValueError("attention_init: neighbors needs attention_bias: true where positions are rotary")
         elif self.positions == "learned":
             self._check_learned_neighbors()
         else:
@@ -260,11 +261,6 @@ class ModelConfig(Section):
             raise ValueError(
                 f"attention_init: neighbors needs recursions: 1 where positions are learned, not {self.recursions}"
             )
-
-    def _check_rotary_neighbors(self) -> None:
-        """The heads begin with biases of queries and keys."""
-        if not self.attention_bias:
-            raise ValueError("attention_init: neighbors needs attention_bias: true where positions are rotary")
 
     @model_validator(mode="after")
     def _check_positions(self) -> ModelConfig:

@@ -398,3 +398,8 @@ def load_config(
 ) -> PretrainConfig:
     """The pretraining that `config` describes, with overrides, as `settings.load` reads it."""
     return settings.load(config, PretrainConfig, overrides, imports=imports)
+
+
+def config_of(folder: Path) -> PretrainConfig:
+    """The pretraining that a run recorded in its `folder`, as `settings.load_recorded` reads it."""
+    return settings.load_recorded(folder / "config.yaml", PretrainConfig)

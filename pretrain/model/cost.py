@@ -199,7 +199,11 @@ def _products(model: ModelConfig) -> _Products:
 @functools.lru_cache(maxsize=16)
 def counted_products(model: ModelConfig) -> _Products:
     """What the matrix products of the layers cost, for tokens and for pairs of tokens."""
-    layers = [[p for p in layer_parameters(model, number) if not _is_of_distances(p)] for number in range(model.layers)]
+    # Those of positions multiply embeddings of distances, not tokens.
+    layers = [
+        [p for p in layer_parameters(model, number) if not p.name.startswith("position_")]
+        for number in range(model.layers)
+    ]
     return _Products(
         FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),
         FLOPS_PER_ENTRY * matrix_entries(p for p in layers[-1] if p.name not in _PROJECTIONS),
@@ -233,11 +237,6 @@ def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
         far = middle + math.ceil(growth * (middle - 1))
     rows = min(2 * model.relative_span, 2 * far + 1)
     return (model.score_terms - 1) * length * rows / 2
-
-
-def _is_of_distances(parameter: Parameter) -> bool:
-    """Whether a matrix multiplies embeddings of distances, not tokens."""
-    return parameter.name.startswith("position_")
 
 
 def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:

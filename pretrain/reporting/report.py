@@ -15,16 +15,15 @@ from typing import Any
 
 from pretrain.common.records import Metric
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
-from pretrain.common.settings import load_recorded
 from pretrain.common.wording import clock, counted
-from pretrain.config import PretrainConfig
+from pretrain.config import PretrainConfig, config_of
 from pretrain.reporting.attention.progress import attention_section
 from pretrain.reporting.curves import draw_charts, short
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
 from pretrain.reporting.runs import UNFINISHED, RunRecords, read_runs
-from pretrain.reporting.tables import Table, comparison, event_table, run_table, state
+from pretrain.reporting.tables import Table, comparison, event_table, glue_table, run_table, state
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
 from pretrain.tracking.live import phases_of, work
@@ -54,6 +53,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         "What pretraining was worth": _worth(runs[0]) if config else ([], []),
         "Runs": run_table(runs) if len(runs) > 1 or runs[0].scores else ([], []),
         "Fine-tuning scores by task and initial checkpoint": comparison(runs),
+        "GLUE": glue_table(runs),
         "Events": event_table(runs),
     }
     return write_page(
@@ -159,9 +159,7 @@ def _read_text(path: Path) -> str:
 
 def _pretraining(runs: Sequence[RunRecords]) -> PretrainConfig | None:
     """The config of a single run that is a pretraining."""
-    if len(runs) > 1 or "corpus" not in runs[0].config:
-        return None
-    return load_recorded(runs[0].folder / CONFIG_FILE, PretrainConfig)
+    return config_of(runs[0].folder) if len(runs) == 1 and "corpus" in runs[0].config else None
 
 
 def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:

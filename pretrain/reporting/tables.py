@@ -4,6 +4,8 @@ import datetime
 import statistics
 from collections.abc import Sequence
 
+from pretrain.common.files import read_json
+from pretrain.common.run_files import SUMMARY
 from pretrain.common.wording import clock, shown_scores
 from pretrain.reporting.pages import DATE
 from pretrain.reporting.runs import RunRecords, Score
@@ -90,6 +92,14 @@ def comparison(runs: Sequence[RunRecords]) -> Table:
     if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in series.values()):
         return head, []
     return head, [[*key, *(_mean(row.get(start, [])) for start in columns)] for key, row in rows.items()]
+
+
+def glue_table(runs: Sequence[RunRecords]) -> Table:
+    """GLUE's table as the last sweep that some of several runs are of wrote it; else no rows."""
+    above = {folder for run in runs if run.subject and len(runs) > 1 for folder in run.folder.parents[:2]}
+    paths = sorted((one / SUMMARY for one in above if (one / SUMMARY).is_file()), key=lambda one: one.stat().st_mtime)
+    tables = [found for path in paths if (found := read_json(path).get("glue"))]
+    return (tables[-1][0], tables[-1][1:]) if tables else ([], [])
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -13,8 +13,8 @@ from pretrain.common.addresses import is_remote, local, shown
 from pretrain.common.commands import target_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
-from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, load_recorded, with_start
-from pretrain.config import PretrainConfig, began_from, changed_for_resume, load_config, run_folder
+from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
+from pretrain.config import PretrainConfig, began_from, changed_for_resume, config_of, load_config, run_folder
 from pretrain.objectives import objective_of
 from pretrain.run import launch, preflight, probes
 from pretrain.run.arguments import run_path, store_target
@@ -126,7 +126,7 @@ def export(
         stored.download_checkpoints(stored.names())
     own = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(one) for one in average])
     if is_remote(place):
-        for part in objective_of(load_recorded(path / "config.yaml", PretrainConfig)).exported:
+        for part in objective_of(config_of(path)).exported:
             store_target(f"{place}{part.suffix}")
     loader = f"written. transformers loads it with {hf.auto_class(out)}.from_pretrained." if not own else ""
     why = f"written for bertrain's own commands. transformers cannot load it ({own})."

@@ -144,8 +144,9 @@ def _end_recorded(folder: Path) -> Iterator[None]:
         yield
     except (Interrupted, StoppedError, DivergedError) as ended:
         error = ended if isinstance(ended, DivergedError) else _stopped(folder, ended)
+        event = "diverged" if isinstance(error, DivergedError) else "stop"
         try:
-            records.note_end(folder, "diverged" if isinstance(error, DivergedError) else "stop", str(error))
+            records.note_end(folder, event, str(error), int(_newest(folder).removeprefix("step-")))
         except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
             print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise error from None
@@ -157,11 +158,15 @@ def _stopped(folder: Path, by: BaseException | None = None) -> StoppedError:
     It is a `NothingSavedError` if no step is saved.
     """
     error = by if isinstance(by, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
-    newest = max(checkpoint_names(folder), default=UNTRAINED)
+    newest = _newest(folder)
     if isinstance(error, NothingSavedError) or (newest > UNTRAINED and newest in str(error)):
         return error
     kind, saved = (StoppedError, f"Checkpoint {newest}") if newest > UNTRAINED else (NothingSavedError, "No step")
     return kind(f"{str(error).removesuffix(error.CONTINUE)} {saved} is saved.{error.CONTINUE}")
+
+
+def _newest(folder: Path) -> str:
+    return max(checkpoint_names(folder), default=UNTRAINED)
 
 
 def _give_up(folder: Path) -> NoReturn:

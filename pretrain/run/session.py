@@ -29,6 +29,7 @@ from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
 from pretrain.training.watchdog import Watchdog
 
+_OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
 _CONNECT_TIMEOUT = timedelta(minutes=30)
 _TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
 # With which a user sets up torch's allocator of device memory; it takes either.
@@ -65,7 +66,7 @@ def started(
 
     Raises:
         InputError: the workers have different configs, or do not share the run folder.
-        MachineError: the device cannot compute in the run's precision.
+        MachineError: the device cannot compute in the run's precision, or there are too few open files.
     """
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     if worker.rank == 0 and worker.world_size > 1:
@@ -101,7 +102,12 @@ def process_group(worker: Worker) -> Iterator[None]:
         with sleeping_when_crowded():
             yield
         return
-    allow_open_files(2 * worker.world_size)  # each rank connects to rank 0's store, for training and for heartbeats
+    needed = 2 * worker.world_size + _OTHER_FILES  # each rank connects to rank 0's store, for training and heartbeats
+    if (allowed := allow_open_files(2 * worker.world_size)) < needed and worker.rank == 0 < worker.world_size - 1:
+        raise MachineError(
+            f"worker 0: the limit of open files is {allowed}, but {worker.world_size} workers need {needed}. Raise the "
+            "hard limit of its machine (ulimit -Hn; LimitNOFILE of its service)."
+        )
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if worker.world_size > 1:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)

@@ -222,7 +222,10 @@ class Pretraining:
         means = self._means(engine, self._validation[self._phase])
         general = self._means(engine, self._general.get(self._phase, []))
         if self._history is not None:
-            self._record_attention(self._history)
+            # Rank 0 records; the others only lend their parts of the weights.
+            with self._engine.whole_parameters() as parameters:
+                if self._engine.rank == 0:
+                    self._history.record(self._steps, parameters, self._config.model_in(self._phase))
         return {**means, **{f"general_{name}": value for name, value in general.items()}} if means else {}
 
     def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
@@ -247,12 +250,6 @@ class Pretraining:
             own = zip(texts, totals.tolist(), counts, strict=True)
             means |= {f"{SOURCE_LOSS}{text}": self.metrics(one, n.tolist())["loss"] for text, one, n in own}
         return means
-
-    def _record_attention(self, history: AttentionHistory) -> None:
-        """Rank 0 records; the others only lend their parts of the weights."""
-        with self._engine.whole_parameters() as parameters:
-            if self._engine.rank == 0:
-                history.record(self._steps, parameters, self._config.model_in(self._phase))
 
     def to_minimize(self, means: dict[str, float]) -> float:
         return means["loss"]

@@ -169,7 +169,7 @@ def store(
     check()
     if theirs != content:
         objects.write(join(address, MANIFEST), content)
-    journal.unlink()
+    journal.unlink(missing_ok=True)  # another process may have stored it, too
     for name in before.keys() - names.keys():
         objects.delete(join(address, name))
     return sorted(lost & before.keys())

@@ -179,7 +179,7 @@ class Watchdog:
             position=self._position,
             allowed=self._allowed(),
             quiet=max(self._limit, *self._allowances, 0.0),
-            doing=self._doing(),
+            doing=self._awaited or (IN_COLLECTIVE if waits_for_others(self._trainer, self._launching) else ""),
             ended=ended,
             host=self._host,
             pid=self._pid,
@@ -203,9 +203,6 @@ class Watchdog:
         if self._allowances:
             return max(self._limit, stall, *self._allowances)
         return max(usual, first, stall)
-
-    def _doing(self) -> str:
-        return self._awaited or (IN_COLLECTIVE if waits_for_others(self._trainer, self._launching) else "")
 
     def _watch(self) -> None:
         """Judge the heartbeats, in a thread of its own: their exchange blocks while the store's server is stopped."""

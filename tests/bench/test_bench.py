@@ -297,10 +297,8 @@ def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path, monkeypatch:
         monkeypatch.delenv(name, raising=False)
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    changes = {"training": {"warmup_share": 0.1}, "optimizer": {"beta2": 0.98}}
-    path = write_config(
-        tmp_path, start_from="unused", classification=write_reviews(tmp_path, train=4, dev=4), **changes
-    )
+    own = {"training": {"warmup_share": 0.1}, "optimizer": {"beta2": 0.98}}
+    path = write_config(tmp_path, start_from="unused", classification=write_reviews(tmp_path, train=4, dev=4), **own)
     config = load_config(path)
     given = finetuning.trainer_arguments(config, 100)
     assert (given.adam_beta1, given.adam_beta2) == (config.optimizer.beta1, config.optimizer.beta2) == (0.9, 0.98)

@@ -273,8 +273,8 @@ def fails(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> MagicMock:
     ("error", "code", "said", "events"),
     [
         (MachineError("m"), 3, "error: m", []),
-        (DivergedError("d"), 4, "error: d", [("diverged", "d")]),
-        (StoppedError("s."), 130, f"error: {NOTHING}", [("stop", NOTHING)]),
+        (DivergedError("d"), 4, "error: d", [("diverged", "d", 0)]),
+        (StoppedError("s."), 130, f"error: {NOTHING}", [("stop", NOTHING, 0)]),
         (KeyboardInterrupt(), 130, None, []),
     ],
 )

@@ -58,13 +58,10 @@ def prose(seed: int, words: int = 120) -> str:
     while left > 0:
         count = min(left, draw.randint(12, 30))
         left -= count
-        chosen = [draw.choice(WORDS) if draw.random() < 0.3 else _word(draw) for _ in range(count)]
+        others = ("".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(3, 9))) for _ in range(count))
+        chosen = [draw.choice(WORDS) if draw.random() < 0.3 else next(others) for _ in range(count)]
         lines.append(" ".join(["The", "of", *chosen]) + ".")
     return "\n".join(lines)
-
-
-def _word(draw: random.Random) -> str:
-    return "".join(draw.choices("abcdefghijklmnoprstuvw", k=draw.randint(3, 9)))
 
 
 def write_lines(path: Path, texts: list[str]) -> None:

@@ -240,6 +240,8 @@ def test_configs_share_a_sweep_with_glues_table_and_submission(work: Path) -> No
     assert len(lines) == 5
     assert (work / "out/SST-2.tsv").exists()
     assert "missing: CoLA" in made.stdout
+    summaries = [json.loads((work / f"runs/{name}/summary.json").read_text()) for name in ("rte", "sst2")]
+    assert [one["glue"][-1] for one in summaries] == [cells, cells]
     again = finetune(work, *given)
     assert again.stdout[again.stdout.index("config  ") :] == made.stdout[made.stdout.index("config  ") :]
 
@@ -565,5 +567,4 @@ def test_of_two_configs_of_a_glue_task_the_better_one_counts() -> None:
         return given([GridPoint({})], [done(score)], classification={"glue": task, "glue_dir": "glue"})
 
     best = results.glue_best([made(0.5, "rte"), made(0.7, "rte"), made(0.6, "rte"), made(0.9, "sst2")])
-    ours = next(line for line in results.glue_table(best, "mine").splitlines() if "mine, dev" in line)
-    assert [cell.strip() for cell in ours.split("|")[6:-1:4]] == ["90.0", "70.0"]
+    assert results.glue_rows(best, "mine")[-1][5:-1:4] == ["90.0", "70.0"]

@@ -138,7 +138,9 @@ def random_weights(length: int, layers: int = 2, heads: int = 3, seed: int = 0) 
 
 def test_shares_and_entropy_follow_their_definitions() -> None:
     """Against loops over pairs of tokens, for two texts of different lengths."""
-    texts = [(hand_made().marked, random_weights(7)), (_without_last(hand_made().marked), random_weights(6, seed=1))]
+    marked = hand_made().marked
+    shorter = MarkedTokens(**{name: values[:-1] for name, values in marked.__dict__.items()})
+    texts = [(marked, random_weights(7)), (shorter, random_weights(6, seed=1))]
     statistics = HeadStatistics()
     for marked, weights in texts:
         statistics.add(weights, marked)
@@ -166,10 +168,6 @@ def test_shares_and_entropy_follow_their_definitions() -> None:
     entropies = [-(w * np.log(w)).sum(-1).sum(-1) for _, weights in texts for w in weights]
     assert np.allclose(statistics.entropy[0], (entropies[0] + entropies[2]) / 13, atol=1e-5)
     assert statistics.even_entropy == pytest.approx((7 * math.log(7) + 6 * math.log(6)) / 13)
-
-
-def _without_last(marked: MarkedTokens) -> MarkedTokens:
-    return MarkedTokens(**{name: values[:-1] for name, values in marked.__dict__.items()})
 
 
 def test_a_head_of_even_weights_has_the_even_figures_and_one_of_zeros_no_entropy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import shutil
 import threading
@@ -281,6 +282,15 @@ class TestPage:
             shown = charts[f"Scores on held-out examples: f1, {data}"]
             assert set(shown) == {f"{names}-0", f"{names}-1", f"{names}-random"}
 
+    def test_a_sweep_over_glue_has_its_table(self, tmp_path: Path) -> None:
+        for at, (task, score) in enumerate([("rte", "60.0"), ("sst2", "90.0")]):
+            write_tuned(tmp_path / task / "seed-0", 0.5, start_from="bert", classification={"glue": task})
+            summary = tmp_path / task / "summary.json"
+            summary.write_text(json.dumps({"glue": [["", "RTE"], ["mine, dev", score]]}))
+            os.utime(summary, (at, at))
+        assert tables_of(draw(tmp_path))["GLUE"] == [["", "RTE"], ["mine, dev", "90.0"]]
+        assert "GLUE" not in tables_of(draw(tmp_path / "rte/seed-0"))
+
     def test_runs_of_other_settings_are_rows_of_their_own(self, tmp_path: Path) -> None:
         data = {"entities": {"train": "a/names.jsonl"}, "start_from": "bert"}
         for rate, score in ((1e-5, 0.25), (5e-5, 0.75)):
@@ -336,7 +346,7 @@ class TestPage:
 
     @pytest.mark.parametrize("event", ["stop", "diverged"])
     def test_a_run_that_ended_early_is_over(self, run: Path, event: str) -> None:
-        note_end(run, event, "as it was asked to: --resume")
+        note_end(run, event, "as it was asked to: --resume", 20)
         assert read_runs([run])[0].state == {"stop": "stopped", "diverged": "diverged"}[event]
         assert 'http-equiv="refresh"' not in draw(run, watched=True).html
         add(run, training(60))

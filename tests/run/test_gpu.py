@@ -193,10 +193,6 @@ def test_a_model_learns_and_the_host_waits_for_nothing(name: str) -> None:
     assert per_token[-1] < per_token[0] - 0.2
 
 
-def _step_batch(micro: MicroBatch) -> StepBatch:
-    return StepBatch((micro,), len(micro.lengths), sum(micro.lengths), len(micro.masked_rows), 0, 0)
-
-
 def test_new_lengths_do_not_compile_again() -> None:
     model = make_model({"family": "modernbert"}, compile=True).to(GPU, torch.bfloat16)
     several = ((40, 128), (9, 9, 77), (128,) * 4, (33,), (30, 20))
@@ -210,7 +206,7 @@ def test_new_lengths_do_not_compile_again() -> None:
 
 @pytest.mark.parametrize("shape", ["bert", "modernbert", "local"])
 def test_compiled_scores_of_masked_tokens_are_those_of_the_cpu(shape: str) -> None:
-    """As `evaluate-pretrained --compile` computes them: in inference mode, with new lengths in each batch."""
+    """In inference mode, with new lengths in each batch."""
     several = ((40, 128), (9, 9, 77), (11,) * 50, (128,) * 4, (33,), (30, 20))
     batches = [make_batch(lengths, VOCABULARY) for lengths in several]
     eager, compiled = make_model(SHAPES[shape]).eval(), make_model(SHAPES[shape], compile=True).eval()
@@ -243,7 +239,8 @@ def training(config: PretrainConfig) -> Iterator[tuple[Engine, Run]]:
         forward_backward = ForwardBackward(engine, objective)
 
         def run(micro: MicroBatch, *, last: bool) -> Tensor:
-            return forward_backward.run(micro.to(device), objective.loss_weights(_step_batch(micro)), last=last)
+            step = StepBatch((micro,), len(micro.lengths), sum(micro.lengths), len(micro.masked_rows), 0, 0)
+            return forward_backward.run(micro.to(device), objective.loss_weights(step), last=last)
 
         yield engine, run
         engine.close()

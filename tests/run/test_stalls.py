@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from cluster.workers import supervisor
+from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
 from pretrain.common.interrupts import Interrupts
-from pretrain.common.worker import HANG_FILE
-from pretrain.run import loop
+from pretrain.common.worker import HANG_FILE, Worker
+from pretrain.run import loop, session
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress
 from pretrain.run.stragglers import RankTimes
@@ -166,8 +167,13 @@ def open_files(soft: int) -> Iterator[int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_rank_0_may_open_a_connection_for_every_worker() -> None:
+def test_rank_0_may_open_a_connection_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_files(soft=512) as hard:
         wanted = min(2048 + 4096, hard)
         assert allow_open_files(2048) == wanted
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == wanted
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(session, "allow_open_files", lambda _: 1024)
+    refusal = pytest.raises(MachineError, match="the limit of open files is 1024, but 1024 workers need 2304")
+    with refusal, session.process_group(Worker(rank=0, world_size=1024)):
+        pass

@@ -31,7 +31,9 @@ def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: st
 def empty_texts(table: Table) -> Iterator[str]:
     """A warning if texts of the table, or second texts, are empty or blank."""
     columns = [table.columns[name] for name in ("text", "pair") if name in table.columns]
-    rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if not all(map(_has_text, cells))]
+    every = enumerate(zip(*columns, strict=True))
+    # Cells that are no text are refused elsewhere.
+    rows = [row for row, cells in every if any(isinstance(cell, str) and not cell.strip() for cell in cells)]
     if not rows:
         return
     unit = table.place.strip(": ") or "line"
@@ -65,7 +67,3 @@ def never_predicted(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> I
         f"the model {what}. Train longer (training.epochs) or with another training.learning_rate; if one class is "
         "frequent, set classification.class_weights: balanced."
     )
-
-
-def _has_text(cell: object) -> bool:
-    return not isinstance(cell, str) or bool(cell.strip())  # cells that are no text are refused elsewhere

@@ -256,6 +256,8 @@ PAPER: dict[str, tuple[float, ...]] = {
 }
 """Rows of Devlin et al., table 1, scored by the GLUE server."""
 
+_MISSING = "–"  # in the place of a score
+
 
 def paper_row(results: Results) -> list[float | None]:
     """Our scores of the dev sets in per cent in the paper's columns; None if missing."""
@@ -266,26 +268,28 @@ def paper_row(results: Results) -> list[float | None]:
     return row
 
 
-def format_table(results: Results, *, name: str) -> str:
-    """A Markdown table of the paper's rows and ours, with the list of missing columns.
-
-    If ours lacks some, the average of every row is over our columns.
-    """
+def table_rows(results: Results, *, name: str) -> list[list[str]]:
+    """Headings, the paper's rows and ours. If ours lacks some columns, the average of every row is over our columns."""
     rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, dev": paper_row(results)}
     ours = rows[f"{name}, dev"]
-    missing = [heading for (heading, *_), value in zip(COLUMNS, ours, strict=True) if value is None]
-    lines = [["", *(heading for heading, *_ in COLUMNS), "average of ours" if missing else "average"]]
+    lines = [["", *(heading for heading, *_ in COLUMNS), "average of ours" if None in ours else "average"]]
     for title, values in rows.items():
         known = [value for value, own in zip(values, ours, strict=True) if value is not None and own is not None]
         lines.append([title, *map(_cell, values), _cell(sum(known) / len(known) if known else None)])
+    return lines
+
+
+def format_table(lines: list[list[str]]) -> str:
+    """The `table_rows` in Markdown, with the list of missing columns."""
+    missing = [heading for heading, cell in zip(lines[0], lines[-1], strict=True) if cell == _MISSING]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
     text = "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in [lines[0], ["-" * width for width in widths], *lines[1:]]
     )
     note = f"; missing: {', '.join(missing)}" if missing else ""
     return f"{text}\n\nF1 of QQP and MRPC, Matthews of CoLA, Spearman of STS-B, accuracy of the others{note}.\n"
 
 
 def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
+    return _MISSING if value is None else f"{value:.1f}"

@@ -103,7 +103,8 @@ class Stages:
         values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
-        config = with_length(pretraining.read_config(values, _of_corpus(self._arguments.set)))
+        own = [text for text in self._arguments.set if text.startswith("corpus.") and not text.startswith("corpus.dir")]
+        config = with_length(pretraining.read_config(values, own))
         for number, source in enumerate(config.corpus.sources):
             find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the column of texts
         write_config(
@@ -129,11 +130,6 @@ class Stages:
         values = run_values(arguments, section, model, steps, sequences)
         write_config(path, pretraining.read_config(values, arguments.set), begun=begun)
         return path
-
-
-def _of_corpus(overrides: Sequence[str]) -> list[str]:
-    """Those overrides that a corpus's config takes, too."""
-    return [text for text in overrides if text.startswith("corpus.") and not text.startswith("corpus.dir")]
 
 
 def _finish(arguments: argparse.Namespace, started: float) -> None:

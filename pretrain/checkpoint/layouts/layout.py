@@ -42,10 +42,6 @@ class StackedName(NamedTuple):
     part: int = 0
 
 
-def _as_it_is(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config
-
-
 def _nothing(*_: Any) -> dict[str, Any]:
     return {}
 
@@ -105,7 +101,7 @@ class KeyMapping:
     unused: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_it_is
+    today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]] = _nothing
     activation_key: str = "hidden_act"

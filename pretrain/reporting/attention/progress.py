@@ -83,7 +83,8 @@ def _text(ids: list[int], corpus: Path) -> str:
 def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictures]:
     """The heads that attend most to a kind after training, each for another kind."""
     records = history["records"]
-    chosen = records if len(records) <= _STEPS else [records[at] for at in _spread(len(records), _STEPS)]
+    last = len(records) - 1
+    chosen = records if last < _STEPS else [records[round(at * last / (_STEPS - 1))] for at in range(_STEPS)]
     pictures = []
     for number, kind, share in distinct_heads(history["heads"], records[-1]["shares"], even):
         layer, head = history["heads"][number]
@@ -116,11 +117,6 @@ def distinct_heads(
         if len(chosen) < _HEADS and all(number != one[0] and kind != one[1] for one in chosen):
             chosen.append((number, kind, above + even[kind]))
     return chosen
-
-
-def _spread(count: int, chosen: int) -> list[int]:
-    """`chosen` of the numbers below `count`, the first and the last among them."""
-    return [round(number * (count - 1) / (chosen - 1)) for number in range(chosen)]
 
 
 def _chart(kind: str, records: list[dict[str, Any]]) -> str:
