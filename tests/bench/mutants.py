@@ -1,4 +1,4 @@
-"""What the tests of six components catch: `python -m tests.bench.mutants` changes one operator or number at a time.
+"""What the tests of twelve components catch: `python -m tests.bench.mutants` changes one operator or number at a time.
 
 A mutant is killed if a test of its component's own folder fails, or takes three times as long as without it. The sample
 follows from the seed and the code. `--again FILE` repeats the mutants of an earlier result on today's code and tests.
@@ -29,6 +29,12 @@ ROOMS = {
     "checkpoint": "pretrain/checkpoint",
     "tasks": "finetune/tasks",
     "workers": "cluster/workers",
+    "run": "pretrain/run",
+    "storage": "pretrain/storage",
+    "reporting": "pretrain/reporting",
+    "scores": "finetune/scores",
+    "experiments": "finetune/experiments",
+    "workflows": "finetune/workflows",
 }
 SLOWER = 3  # times the time without a change counts as killed
 _SPARE_SECONDS = 60
