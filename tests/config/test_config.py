@@ -449,10 +449,11 @@ def test_a_character_that_json_writes_as_two_is_read_as_one(write):
 
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a/", "abfs://c@account.dfs.core.windows.net/a"])
 def test_addresses_of_object_stores_are_read(write, address: str):
-    names = ("run_dir", "corpus.dir", "corpus.sources.0.path")
-    config = load_config(write(GOOD), [f"{name}={address}" for name in (*names, "start_from")])
+    changes = [f"{name}={address}" for name in ("run_dir", "corpus.dir", "start_from")]
+    config = load_config(write(GOOD), [*changes, f"corpus.sources.0.path={address.rstrip('/')}/text/"])
     taught = load_config(write(GOOD), [f"distillation.teacher={address}"])
-    places = (config.run_dir, config.corpus.dir, config.corpus.sources[0].path, config.start_from)
+    places = (config.run_dir, config.corpus.dir, config.start_from)
+    assert config.corpus.sources[0].path == f"{address.rstrip('/')}/text"
     assert {*places, taught.distillation.teacher} == {address.rstrip("/")}
     assert config.address == address.rstrip("/")
     assert config.folder.is_absolute()
