@@ -335,7 +335,7 @@ class _Preparation:
             yield
 
     def _begin_work(self) -> None:
-        """Go on with what the work folder has; `InputError` if it was begun with other settings."""
+        """Go on with what the work folder has. Raises `InputError` if that was begun with other settings."""
         path, growth = self._work / "settings.json", self._growth
         # Part files are known by their chunk.
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
@@ -348,12 +348,17 @@ class _Preparation:
         if growth:
             now = by_source(now)[0] | self._new | {"grows": growth.identity}
         before = _read_json(path)
-        if before is not None:
-            refuse_changes(self._work if growth else self._folder, before, now)
-        else:
+        if before is not None and growth and before.get("grows") != now["grows"]:
+            # It is of the corpus as it is now, or of what it was before other sources were added.
+            for one in set(self._work.iterdir()) - {self._work / stages.LOCK}:
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
+            before = None
+        if before is None:
             if growth:
                 growth.keep_card(self._work)
             write_json(path, now)
+        else:
+            refuse_changes(self._work if growth else self._folder, before, now)
 
     def _remove_leftovers(self) -> None:
         """Delete the half-written files of killed processes."""

@@ -123,6 +123,8 @@ def test_the_bytes_do_not_depend_on_processes_or_on_other_new_sources(tmp_path, 
     for folder, processes, additions in ((one, 1, ([second], [second, third])), (two, 2, ([second, third],))):
         prepare(config(folder, first, processes=processes), quiet=True)
         for more in additions:
+            (folder / ".work").mkdir()  # left by a growth of what the corpus was before
+            (folder / ".work" / "settings.json").write_text('{"grows": "another"}')
             prepare(config(folder, first, *more, processes=processes), quiet=True)
     ours, theirs = open_shards(one, "train"), open_shards(two, "train")
     assert [ours.source_fingerprint(n) for n in range(3)] == [theirs.source_fingerprint(n) for n in range(3)]
