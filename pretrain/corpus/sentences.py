@@ -8,8 +8,8 @@ import sentencex
 
 _LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; quotations in longer ones are cut into sentences
 _QUOTATIONS = dict.fromkeys('"“”„«»‘’', " ")
-# And Tibetan's and Khmer's stops, which sentencex does not know, as one that it knows
-_STOPS = _QUOTATIONS | {"\u0f0d \u0f0d": "  。", "\u0f0d": "。", "\u0f0e": "。", "\u17d4": "。", "\u17d5": "。"}
+# Tibetan's and Khmer's stops, which sentencex does not know, as one that it knows
+_STOPS = {"\u0f0d \u0f0d": "  。", "\u0f0d": "。", "\u0f0e": "。", "\u17d4": "。", "\u17d5": "。"}
 _BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs more calls, more does not fit the cache
 
 
@@ -49,8 +49,8 @@ def split_sentences(document: str, language: str) -> list[str]:
     sentencex never cuts inside quotation marks, which in novels makes sentences of several hundred words; long
     ones are therefore cut a second time with the marks hidden, as are all where sentencex does not know the stops.
     """
-    has_others = not document.isascii() and any(mark in document for mark in _STOPS.keys() - _QUOTATIONS.keys())
-    longest, hidden = (0, _STOPS) if has_others else (_LONG_SENTENCE_CHARACTERS, _QUOTATIONS)
+    has_others = not document.isascii() and any(mark in document for mark in _STOPS)
+    longest, hidden = (0, _QUOTATIONS | _STOPS) if has_others else (_LONG_SENTENCE_CHARACTERS, _QUOTATIONS)
     sentences = sentencex.segment(language, document.replace("\n", "\n\n"))  # pyright: ignore[reportAttributeAccessIssue]
     parts, taken = [], 0
     for number in [n for n, sentence in enumerate(sentences) if len(sentence) > longest]:
