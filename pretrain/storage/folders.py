@@ -240,9 +240,10 @@ def root_of(address: str) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """As glob: `**` is any number of folders, and other patterns match within one."""
+    """As glob: `**` is any number of folders, and other patterns match within one, also `a**`."""
     from fsspec.utils import glob_translate
 
+    pattern = re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern)
     return re.match(glob_translate(pattern), name) is not None
 
 

@@ -433,6 +433,7 @@ ALL_LEFT_OUT = {listing.HIDDEN: 4, listing.PREPARED: 2, listing.NOWHERE: 1}
         ("", "a.txt sub/b.txt", ALL_LEFT_OUT),
         (".", "a.txt sub/b.txt", ALL_LEFT_OUT),
         ("**/*.txt", "a.txt sub/b.txt", ALL_LEFT_OUT),
+        ("**/**.txt", "a.txt sub/b.txt", ALL_LEFT_OUT),
         ("**", "a.txt sub/b.txt", {**ALL_LEFT_OUT, listing.PREPARED: 5}),
         ("sub", "sub/b.txt", {listing.HIDDEN: 1}),
         ("*/*.txt", "sub/b.txt", {listing.PREPARED: 2}),

@@ -280,6 +280,7 @@ def test_patterns_match_as_those_of_local_files(proxy: FaultyProxy) -> None:
 
     assert found("") == ["a.txt", "b.jsonl", "inner/.hidden.txt", "inner/c.txt", "inner/deep/d.txt.gz"]
     assert found("/*.txt") == ["a.txt"]
+    assert found("/**/d**.txt.**") == ["inner/deep/d.txt.gz"]
     assert found("/**/*.txt*") == ["a.txt", "inner/.hidden.txt", "inner/c.txt", "inner/deep/d.txt.gz"]
     assert found("/a.txt") == ["a.txt"]
     assert found("/nothing") == []
