@@ -120,8 +120,8 @@ class Task(ABC, Generic[E]):
     def read_file(self, path: str, *, labeled: bool = True) -> list[E]:
         """The examples of another file, in the format that its suffix and the settings define.
 
-        With `labeled` false (for `predict`), labels may be missing, and a `.txt` may hold one text per line. A
-        labeled file gives the same examples either way.
+        With `labeled` false (for `predict`), labels may be missing, and a `.txt` may hold one text per line. Else
+        records without a label are left out, and counted in the log.
         """
 
     @abstractmethod

@@ -180,7 +180,7 @@ def test_gold_that_is_not_a_label_of_the_model_is_skipped(folder, tmp_path, caps
     assert "2 of 3 labels are missing or unknown" in caplog.text
     assert "a.csv:3: label 'mixed'" in caplog.text
     assert evaluate(folder / "reviews", path) == 2
-    assert "a.csv:4: label is empty" in capsys.readouterr().err
+    assert "a.csv:3: label 'mixed'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

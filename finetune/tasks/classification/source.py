@@ -5,7 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue
-from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, shown, without_vectors
+from finetune.tasks.datasets.annotations import Missing, left_out
+from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, settled, shown, without_vectors
 from finetune.tasks.datasets.surrogates import check_id, check_whole
 from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
@@ -57,6 +58,7 @@ class ExampleSource:
         self._problem: Problem = problem
         self._class_weights: np.ndarray | None = None
         self.tables = TableSource(settings)
+        self._said: set[str] = set()
         self._names: dict[str, str] | None = None  # label in the files -> its name, in order of the outputs
         if state is not None:
             self._names = dict(zip(state["values"], state["labels"], strict=True))
@@ -85,7 +87,7 @@ class ExampleSource:
 
     def read_train(self) -> list[Example]:
         """The training set without what `dev_share` holds out, or `train_examples` of it."""
-        table = self.tables.read("train")
+        table = self._labeled(self.tables.read("train"))
         raw = self._raw_labels(table)
         if self._names is None:
             # In the data set's own order if it has one.
@@ -111,10 +113,10 @@ class ExampleSource:
     def read_held_out(self) -> dict[str, list[Example]]:
         """The dev sets, or what `dev_share` holds out of the training set."""
         if not self._settings.dev_share:
-            sets = {part: self.tables.read(part) for part in self.tables.parts("dev")}
+            sets = {part: self._labeled(self.tables.read(part)) for part in self.tables.parts("dev")}
             return {part: self._varied(self._examples(table, warn=True), table) for part, table in sets.items()}
         self.tables.check_no_dev()
-        table = self.tables.read("train")
+        table = self._labeled(self.tables.read("train"))
         held_out = [example for example in self._examples(table) if self._is_held_out(example)]
         if not held_out:
             raise InputError(
@@ -147,7 +149,7 @@ class ExampleSource:
         Without `labeled`, labels that are unknown are left out, with a warning in the log.
         """
         table = self.tables.read_file(path, labeled=labeled)
-        return self._examples(table, None if labeled else self._known_labels(table))
+        return self._examples(self._labeled(table)) if labeled else self._examples(table, self._known_labels(table))
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         """From plain text, or from a record with `text` and `pair` or with the columns' names."""
@@ -170,6 +172,22 @@ class ExampleSource:
         key = f"{example.text}\0{example.pair or ''}".encode()
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._settings.dev_share * 2.0**64
+
+    def _labeled(self, table: Table) -> Table:
+        """`table` without the rows that have no label, whose number is logged."""
+        if "label" not in table.columns:
+            return table
+        cells = [settled(cell, self._problem) for cell in table.columns["label"]]
+        missing = [cell for cell in cells if isinstance(cell, Missing)]
+        lines = [f"{table.source}: {remark}" for remark in table.remarks]
+        if missing:
+            lines.append(left_out(table.source, len(table), missing))
+        if missing and len(missing) == len(table):
+            raise InputError(f"{lines[-1]}. Give a file with labels.")
+        _log(line for line in lines if line not in self._said)
+        self._said.update(lines)
+        table = replace(table, columns={**table.columns, "label": cells})
+        return table.only([row for row, cell in enumerate(cells) if not isinstance(cell, Missing)])
 
     def _raw_labels(self, table: Table) -> list[Label | None]:
         """Labels as in the files; all None if the set has none."""
@@ -196,9 +214,15 @@ class ExampleSource:
         """Labels as in the files, None for those that are missing or that the model does not know."""
         raw: list[Label | None] = [None] * len(table)
         wrong: dict[int, str] = {}
-        if all(cell is None or cell == "" for cell in table.columns.get("label", [])):
+        cells = [settled(cell, self._problem) for cell in table.columns.get("label", [])]
+        missing = {row: cell for row, cell in enumerate(cells) if isinstance(cell, Missing)}
+        if all(row in missing or cell == "" for row, cell in enumerate(cells)):
             return raw
+        named = [None if row in missing else cell for row, cell in enumerate(cells)]
+        table = replace(table, columns={**table.columns, "label": named})
         for row, cell in enumerate(self._cells(table, wrong)):
+            if row in missing:
+                wrong[row] = f"{table.where(row)}: {missing[row].why}"
             if row in wrong:
                 continue
             try:

@@ -8,8 +8,9 @@ from typing import Any
 
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.datasets import glue, tables
+from finetune.tasks.datasets.annotations import ClassForms
 from finetune.tasks.datasets.arrow import read_dataset
-from finetune.tasks.datasets.files import plain_suffix
+from finetune.tasks.datasets.files import plain_suffix, refuse_foreign
 from finetune.tasks.datasets.table import Key, Table, TableFormat
 from pretrain.common.errors import InputError
 
@@ -69,6 +70,7 @@ class TableSource:
             quoting = settings.quoting if kind == "tsv" else "auto"
             layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
         if not labeled and not kind and not layout.format:
+            refuse_foreign(place)
             if plain_suffix(place) == ".txt" and "pair" not in keys:
                 return tables.read_texts(place, settings.encoding)
             if not settings.glue:
@@ -135,8 +137,24 @@ class TableSource:
         keys, optional = [*self._keys().values()], self._optional(labeled=labeled)
         spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
         return tables.read_table(
-            path, keys, layout=layout, optional=optional, aliases=aliases, others=others, spare=spare
+            path,
+            keys,
+            layout=layout,
+            optional=optional,
+            aliases=aliases,
+            others=others,
+            spare=spare,
+            forms=self._forms(),
         )
+
+    def _forms(self) -> ClassForms | None:
+        settings, keys = self._settings, self._keys()
+        text, label = keys["text"], keys.get("label")
+        # A column of the config's that is called "answer" is not Prodigy's.
+        if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
+            return None
+        inputs = [key for name, key in keys.items() if name != "label"]
+        return ClassForms(text, label, inputs, several=settings.problem_type == "multi_label")
 
     def _optional(self, *, labeled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from finetune.tasks.datasets.annotations import UNLABELED, Missing
 from finetune.tasks.datasets.surrogates import check_whole
 from finetune.tasks.datasets.table import listed
 from pretrain.common.errors import InputError
@@ -29,6 +30,16 @@ def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
     if problem == "single_label":
         return _name(cell, where)
     return _value(cell, where) if problem == "regression" else _set(cell, separator, where)
+
+
+def settled(cell: Any, problem: Problem) -> Any:
+    """`cell`, or the only label of a list where texts have one; `Missing` if there is none."""
+    if isinstance(cell, list) and problem != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
+        if len(cell) > 1:
+            return Missing("with several labels")
+        cell = cell[0] if cell else None
+    blank = isinstance(cell, str) and problem != "multi_label" and not cell.strip()
+    return UNLABELED if blank or cell is None or cell != cell else cell  # NaN differs from itself
 
 
 def ordered(labels: Iterable[Label | None]) -> list[str]:
@@ -108,7 +119,7 @@ def _name(cell: Any, where: str) -> str:
     if isinstance(cell, bool | int) or (isinstance(cell, float) and math.isfinite(cell)):
         return json.dumps(cell)
     if not isinstance(cell, str) or not (name := cell.strip()):
-        raise InputError(f"{where}: label is {shown(cell)}. Give each example one, or remove it.")
+        raise InputError(f"{where}: label is {shown(cell)}. Give each example the name of its label, or remove it.")
     check_whole(name, "the label", where)
     return name
 
@@ -152,7 +163,7 @@ def _value(cell: Any, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value) or isinstance(cell, bool):
-        raise InputError(f"{where}: label is {shown(cell)}, not a number. Correct or remove it.")
+        raise InputError(f"{where}: label is {shown(cell)}, not a number with a decimal point. Correct or remove it.")
     return value
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from finetune.tasks.datasets.annotations import ClassForms
 from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import opened, read_delimited
-from finetune.tasks.datasets.files import plain_suffix, read_text
+from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_foreign
 from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
@@ -39,6 +40,7 @@ def read_table(
     spare: Collection[Key] = (),
     others: bool = False,
     skipped: Callable[[str], None] | None = None,
+    forms: ClassForms | None = None,
 ) -> Table:
     """The named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
 
@@ -49,6 +51,7 @@ def read_table(
         others: whether to read all other columns, too, as `Table.others`.
         skipped: called with the place of each row with a wrong number of columns, which is then left out;
             None makes such a row an error.
+        forms: reads records of annotation tools.
 
     Raises:
         InputError: no such file, unknown format, bytes that are not in the encoding, ragged rows, no such column or
@@ -63,7 +66,7 @@ def read_table(
     if not text.strip():
         raise InputError(f"{path}: empty file. Give a file with at least one row.")
     if kind in ("jsonl", "json"):
-        return _read_json(path, text, kind, wanted)
+        return _read_json(path, text, kind, wanted, forms)
     return read_delimited(path, text, kind, layout, wanted, skipped)
 
 
@@ -81,6 +84,7 @@ def format_of(path: Path | str) -> Format:
 
 def _known_format(path: Path) -> Format:
     known = format_of(path)
+    refuse_foreign(path)
     if not known:
         raise InputError(
             f"{path}: unknown suffix {plain_suffix(path)!r}. Set `format`, or rename it to one of "
@@ -100,18 +104,19 @@ def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tupl
     return ":", _line_records(path, text, whole)
 
 
-def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns) -> Table:
+def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, forms: ClassForms | None) -> Table:
     before, numbered = json_values(path, text, kind)
-    places, records = [], []
-    for place, record in numbered:
+    values = list(numbered)
+    places, records, remarks = [place for place, _ in values], [record for _, record in values], []
+    if forms:
+        records, remarks = forms.rows(records, lambda row: f"{path}{before}{places[row]}")
+    for place, record in zip(places, records, strict=True):
         if not isinstance(record, dict):
             raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(wanted.columns)}.")
-        places.append(place)
-        records.append(record)
     cells: dict[Key, list[Any]] = {}
     used = {name for record in records for column in wanted.columns if (name := wanted.name(column, record))}
     rest = [{key: value for key, value in one.items() if key not in used} for one in records if wanted.others]
-    table = Table(cells, str(path), places, before, others=rest)
+    table = Table(cells, str(path), places, before, others=rest, remarks=remarks)
     for column in wanted.columns:
         names = [wanted.name(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]
