@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finetune.tasks.base import Task
 from finetune.tasks.classification import Classification, ClassificationSettings
+from finetune.tasks.entities import Entities, EntitiesSettings
 
-MULTI, VALUE = {"problem_type": "multi_label"}, {"problem_type": "regression", "labels": ()}
+MULTI, MOOD, VALUE = (
+    {"problem_type": "multi_label"},
+    {"label_column": "mood"},
+    {"problem_type": "regression", "labels": ()},
+)
 YES, NO, PASS = "accept", "reject", "ignore"
 OPTIONS = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}]
 
@@ -65,14 +73,19 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
         (MULTI, tasks([choice("b", "a")], [choice()], []), [("a", "b"), ()], f"1 of 3 {OUT}: 1 unlabeled"),
     ],
     "Label Studio: JSON_MIN": [
-        ({"label_column": "mood"}, minimal("a", "b"), ["a", "b"], ""),
-        ({}, minimal("a", "b", None), ["a", "b"], f"1 of 3 {OUT}: 1 unlabeled"),
+        (MOOD, minimal("a", "b"), ["a", "b"], ""),
+        (MOOD, minimal("a", "b", None), ["a", "b"], f"1 of 3 {OUT}: 1 unlabeled"),
         (MULTI, minimal({"choices": ["b", "a"]}), [("a", "b")], "labels are those of 'mood'"),
     ],
     "several annotators": [
         ({}, PAIRS, ["a", "b", "b"], f"1 of 4 {OUT}: 1 disputed by annotators"),
-        ({}, minimal(*"aabbab", annotators=2), ["a", "b"], f"4 of 6 {OUT}: 2 repeated by annotators, 2 disputed by an"),
-        ({}, answered(*DISPUTE, text="t") + texts("b"), ["b"], f"3 of 4 {OUT}: 3 disputed by annotators"),
+        (
+            MOOD,
+            minimal(*"aabbab", annotators=2),
+            ["a", "b"],
+            f"4 of 6 {OUT}: 2 repeated by annotators, 2 disputed by an",
+        ),
+        ({}, answered(*DISPUTE, text="t") + texts("a", "b"), ["a", "b"], f"3 of 5 {OUT}: 3 disputed by annotators"),
     ],
     "Doccano: classes": [
         ({}, texts(["a"], ["b"], [], ["a", "b"]), ["a", "b"], f"2 of 4 {OUT}: 1 unlabeled, 1 with several labels"),
@@ -90,21 +103,117 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
 }
 
 
+ANN = [[0, 3, "PER"], [9, 12, "LOC"]]
+TAGS = ["B-PER", "O", "B-LOC"]
+ANN_LEFT = "Ann left Rio"
+SPANS = [{"start": a, "end": b, "label": kind, "text": ANN_LEFT[a:b]} for a, b, kind in ANN]
+MARKED = {"result": [{"type": "labels", "value": {**one, "labels": [one["label"]]}} for one in SPANS]}
+
+
+def spans(*found: Any, key: str = "spans", **more: Any) -> list[dict[str, Any]]:
+    return [{"text": ANN_LEFT, key: one, **more} for one in found]
+
+
+def marked(*annotations: list[Any]) -> list[dict[str, Any]]:
+    return [{"id": n, "data": {"text": ANN_LEFT}, "annotations": every} for n, every in enumerate(annotations)]
+
+
+def offsets(name: str) -> list[dict[str, Any]]:
+    return [{"start_offset": a, "end_offset": b, "label": kind, "user": name} for a, b, kind in ANN]
+
+
+# Row of the guide's table -> (records, tags of those that are read, remark).
+NONE, LATER = ["O"] * 3, ["O", "B-PER", "O", "O", "B-LOC"]
+SMILE = "\N{GRINNING FACE} Ann left \N{GRINNING FACE} Rio"
+WORDS = "Sentence #,Word,POS,Tag\nSentence: 1,Ann,NNP,b-PER\n,left,VB,O\n,Rio,NNP,B-LOC \nSentence: 2,it,P,o\n"
+REJECTED = [*spans(SPANS, answer=YES), *spans(SPANS, answer=NO), *spans([], answer=PASS)]
+ENTITIES: dict[str, list[tuple[list[Any] | str, list[Any], str]]] = {
+    "Prodigy: `spans`": [
+        (REJECTED, [TAGS], f"2 of 3 {OUT}: 1 rejected, 1 ignored"),
+        ([*spans(SPANS, answer=YES), {"text": ANN_LEFT, "answer": YES, "_input_hash": 1}], [TAGS, NONE], ""),
+        (spans(SPANS, answer=YES) + spans(SPANS, answer=YES, _view_id="ner", _input_hash=1), [TAGS], "with an answer"),
+    ],
+    "Label Studio: JSON": [
+        (
+            marked([MARKED], [MARKED | {"was_cancelled": True}], [], [{"result": []}]),
+            [TAGS, NONE],
+            "1 skipped, 1 unlab",
+        ),
+    ],
+    "Label Studio: JSON_MIN": [
+        (
+            [*spans(SPANS, key="label", id=1, annotation_id=1), {"text": "it", "id": 2, "annotation_id": 2}],
+            [TAGS],
+            "1 unlabeled",
+        ),
+    ],
+    "several annotators": [
+        (
+            marked([MARKED, MARKED], [MARKED, {"result": []}], [{"result": []}, MARKED | {"ground_truth": True}]),
+            [TAGS, TAGS],
+            f"1 of 3 {OUT}: 1 disputed by annotators",
+        ),
+    ],
+    "Doccano: spans": [
+        (spans(ANN, [], key="label"), [TAGS, NONE], ""),
+        (spans(offsets("x"), offsets("x") + offsets("y")[:1], [], key="annotations"), [TAGS], "1 disputed by annot"),
+    ],
+    "offsets in UTF-16 units": [
+        (
+            [{"text": SMILE, "label": [[3, 6, "PER"], [15, 18, "LOC"]]}, *spans(ANN, key="label")],
+            [LATER, TAGS],
+            "offsets count",
+        ),
+        ([{"text": SMILE, "label": [[2, 5, "PER"], [13, 16, "LOC"]]}], [LATER], ""),
+        (
+            [{"text": SMILE, "spans": [{"start": 3, "end": 6, "label": "PER", "text": "Ann"}]}],
+            [[*LATER[:4], "O"]],
+            "offsets count",
+        ),
+    ],
+    "CSV of words": [(WORDS, [TAGS, ["O"]], ""), ("sep=;\n" + WORDS.replace(",", ";"), [TAGS, ["O"]], "")],
+}
+
+
+REMARK = re.compile("rows left out:|labels are those|not asked about|offsets count")
+
+
 def write(path: Path, content: list[Any] | str) -> str:
     path.write_text(content if isinstance(content, str) else "".join(json.dumps(one) + "\n" for one in content))
     return str(path)
 
 
+def check(task: Task[Any], path: str, rows: list[Any] | str, gold: Callable[[Any], Any], expected: list[Any]) -> None:
+    assert [gold(one) for one in task.read_train()] == expected
+    assert [gold(one) for one in task.read_file(path)] == expected
+    # All are predicted; only labels that are given are gold.
+    predicted = task.read_file(path, labeled=False)
+    assert len(predicted) == len(rows) if isinstance(rows, list) else len(predicted) >= len(expected)
+    assert [gold(one) for one in predicted if gold(one) is not None] == expected
+    assert task.is_labeled(predicted)
+
+
+def check_remark(line: str, caplog: pytest.LogCaptureFixture) -> None:
+    logged = [record.message for record in caplog.records if REMARK.search(record.message)]
+    assert len(logged) == bool(line)  # once, although the file is read twice
+    assert all(line in one for one in logged)
+
+
 @pytest.mark.parametrize(("settings", "rows", "labels", "line"), [one for every in CLASSES.values() for one in every])
 def test_labels_are_read_or_left_out_with_a_count(settings, rows, labels, line, tmp_path, caplog) -> None:
     path = write(tmp_path / ("a.csv" if isinstance(rows, str) else "a.jsonl"), rows)
-    task = Classification(ClassificationSettings(**{"train": path, "dev": path, "labels": ("a", "b"), **settings}))
-    assert [one.label for one in task.read_held_out()["dev"]] == labels
-    assert [one.label for one in task.read_file(path)] == labels
-    logged = [record.message for record in caplog.records]
-    # Once, although the file is read twice.
-    assert sum(one.startswith(f"{path}: {line}") for one in logged) == 1 if line else OUT not in caplog.text
-    # All are predicted; only labels that are given are gold.
-    predicted = task.read_file(path, labeled=False)
-    assert len(predicted) == (len(rows) if isinstance(rows, list) else rows.count("\n") - 1 - rows.count("sep="))
-    assert [one.label for one in predicted if one.label is not None] == labels
+    task = Classification(ClassificationSettings(**{"train": path, "labels": ("a", "b"), **settings}))
+    check(task, path, rows, lambda one: one.label, labels)
+    check_remark(line, caplog)
+
+
+@pytest.mark.parametrize(("rows", "tags", "line"), [one for every in ENTITIES.values() for one in every])
+def test_spans_are_read_or_left_out_with_a_count(rows, tags, line, tmp_path, caplog) -> None:
+    path = write(tmp_path / ("a.csv" if isinstance(rows, str) else "a.jsonl"), rows)
+    task = Entities(EntitiesSettings(train=path, labels=("PER", "LOC")))
+    check(task, path, rows, lambda one: one.tags, tags)
+    check_remark(line, caplog)
+    assert (
+        task.score(found := task.read_file(path, labeled=False), [{"tags": one.tags or ["O"]} for one in found])["f1"]
+        == 1
+    )

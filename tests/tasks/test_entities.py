@@ -300,11 +300,11 @@ def test_json_is_a_list_an_object_or_lines(tmp_path):
 
 
 @pytest.mark.parametrize("labeled", [True, False])
-def test_a_csv_is_no_file_of_words(tmp_path, labeled):
+def test_a_csv_needs_columns_of_words(tmp_path, labeled):
     task = Entities(EntitiesSettings(train=write(tmp_path / "train", GOOD)))
     path = write(tmp_path / "a.csv", "id,text\n1,hello\n2,bye\n")
     refused(
-        r"a.csv: entities are not read from .csv. Give .jsonl, .json or .parquet", task.read_file, path, labeled=labeled
+        r"a.csv: needs the columns Sentence #, Word and Tag, .* or give .jsonl", task.read_file, path, labeled=labeled
     )
 
 
@@ -416,7 +416,7 @@ GOOD = "Ann B-PER\nleft O\n"
         ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
         ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),
         ("Ann O\n", {"labels": ("PER",)}, r"a.txt: no entity in 1 sentence, only O"),
-        ("Ann\nleft\n", {}, r"a.txt:1: no labels\. Give columns"),
+        ("Ann\nleft\n", {}, r"a.txt: 1 of 1 rows left out: 1 unlabeled\. Give columns"),
         ("Ann NNP\n", {}, r"a.txt:1: 'NNP' is not a tag; expected O, or a prefix and a type"),
         ("Ann B-PER\nleft B-\n", {}, r"a.txt:2: 'B-' is not a tag"),
         ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a tag of bioes, but the scheme is iob2"),
@@ -445,7 +445,6 @@ BO = {"text": "Ann B", "tokens": ["Ann", "Bo"]}
         ({"tokens": ["Ann"], "tags": [1]}, r"a.jsonl:2: tags is \[1\]; expected a list of strings such as B-PER"),
         ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 token and 0 tags"),
         ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is not a tag"),
-        ({"tokens": ["Ann"]}, r"a.jsonl:2: has neither tags nor entities, unlike .*a.jsonl:1"),
         (
             {"tokens": ["Rome"], "entities": [SPAN | {"start": 1}]},
             r"PER from 1 to 3 does not begin and end with a token",

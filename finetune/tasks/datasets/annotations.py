@@ -181,7 +181,7 @@ class ClassForms:
         if isinstance(cats := record.get("cats"), Mapping):
             return sorted(name for name, share in cats.items() if share > 0.5) if cats else UNLABELED
         if isinstance(every := record.get("annotations"), list) and all(isinstance(one, Mapping) for one in every):
-            return _of_users(every, where)
+            return of_users(every, lambda mine: sorted(_named(one, where) for one in mine))
         return _PLAIN
 
     def _chosen(self, result: list[Any], where: str) -> Any:
@@ -219,11 +219,15 @@ class ClassForms:
         return [f"{few:,} of {len(groups):,} texts were not asked about every label; other labels count as absent"]
 
 
-def _of_users(annotations: list[Any], where: str) -> Any:
-    """The labels in which the users of Doccano agree."""
-    users: dict[Any, list[str]] = defaultdict(list)
+def of_users(annotations: list[Any], read: Callable[[list[Any]], Any]) -> Any:
+    """What `read` makes of the annotations of each user of Doccano, who must agree."""
+    users: dict[Any, list[Any]] = defaultdict(list)
     for one in annotations:
-        if not isinstance(label := one.get("label"), str):
-            raise InputError(f"{where}: label {shown(label)} is an id of Doccano. Export labels by their names.")
-        users[one.get("user")].append(label)
-    return agreed([sorted(labels) for labels in users.values()])
+        users[one.get("user")].append(one)
+    return agreed([read(mine) for mine in users.values()])
+
+
+def _named(annotation: Mapping[str, Any], where: str) -> str:
+    if not isinstance(label := annotation.get("label"), str):
+        raise InputError(f"{where}: label {shown(label)} is an id of Doccano. Export labels by their names.")
+    return label

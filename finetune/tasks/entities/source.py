@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from finetune.tasks.datasets.annotations import left_out
 from finetune.tasks.datasets.sentence_files import read_sentences
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
 from finetune.tasks.datasets.surrogates import check_whole, replaced
@@ -107,16 +108,18 @@ class SentenceSource:
         )
         if settings.document_context:
             _check_documents(sentences, remarks)
-        if sentences[0].tags is not None:
-            sentences = self._with_iob2(sentences, remarks, is_train=is_train)
-        elif labeled:
-            raise InputError(
-                f'{sentences[0].where()}: no labels. Give columns of words and tags, or records with "tags" or '
-                f'"entities" ([] if there are none).'
-            )
-        for line in remarks.lines():
+        tagged = [one for one in sentences if one.tags is not None]
+        lines = []
+        if labeled and len(tagged) < len(sentences):
+            lines.append(left_out(path, len(sentences), (one.missing for one in sentences if one.tags is None)))
+            if not tagged:
+                raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
+        if tagged:
+            made = iter(self._with_iob2(tagged, remarks, is_train=is_train))
+            sentences = [next(made) if one.tags is not None else one for one in (tagged if labeled else sentences)]
+        for line in (one for one in (*lines, *remarks.lines()) if one not in self.remarks):
             self.remarks.append(line)
-            logger.warning(line)
+            logger.warning("%s", line)
         return sentences
 
     def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, *, is_train: bool) -> list[Sentence]:
@@ -167,8 +170,9 @@ class SentenceSource:
 
 def _read_tags(sentences: list[Sentence]) -> metrics.TaggedSentences:
     """The tags of all sentences; BILOU's L and U become E and S."""
-    known = {tag: tag[:1].translate(_BILOU) + tag[1:] for one in sentences for tag in cast(Sequence[str], one.tags)}
-    _check_tags(sentences, set(known))
+    distinct = {tag for one in sentences for tag in cast(Sequence[str], one.tags)}
+    known = {tag: tag[:1].upper().translate(_BILOU) + tag[1:] for tag in distinct}
+    _check_tags(sentences, distinct)
     return metrics.tagged([[known[tag] for tag in cast(Sequence[str], one.tags)] for one in sentences])
 
 
@@ -189,7 +193,7 @@ def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
 
 def _is_tag(tag: str) -> bool:
     typed = tag[1:2] == "-" and tag[2:] != "" and tag == replaced(tag)
-    return tag == "O" or (tag[:1] in "BIESLU" and (tag[1:] == "" or typed))
+    return tag in ("O", "o") or (tag[:1].upper() in "BIESLU" and (tag[1:] == "" or typed))
 
 
 def _check_scheme(

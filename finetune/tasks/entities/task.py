@@ -129,7 +129,7 @@ class Entities(Task[Sentence]):
         return in_documents(examples[:ready]), list(examples[ready:])
 
     def is_labeled(self, examples: Sequence[Sentence]) -> bool:
-        return bool(examples) and all(one.tags is not None for one in examples)
+        return any(one.tags is not None for one in examples)
 
     def record(self, example: Sentence) -> dict[str, Any]:
         """{"id", "text", "gold": its tags}, as far as they are known."""
@@ -163,13 +163,14 @@ class Entities(Task[Sentence]):
 
     def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
+        examples, predictions = _labeled(examples, predictions)
         scores = decoding.score(self._source.types, examples, predictions)
         tags = [one.tags for one in examples], [one["tags"] for one in predictions]
         return scores | own_score(self.settings.metric, *tags)
 
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
-        return decoding.details(self._source.types, examples, predictions)
+        return decoding.details(self._source.types, *_labeled(examples, predictions))
 
     # ------------------------------------------------------------ windows
 
@@ -230,6 +231,14 @@ class Entities(Task[Sentence]):
         tags = chain.from_iterable(one.tags if one.tags is not None else ["O"] * len(one.words) for one in examples)
         gold = np.fromiter(map(numbers.__getitem__, tags), np.int64, int(counts.sum()))
         return gold[(np.cumsum(counts) - counts)[example] + word]
+
+
+def _labeled(
+    examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
+) -> tuple[list[Sentence], list[Mapping[str, Any]]]:
+    """The examples that have tags, if any has, and their predictions."""
+    both = [(one, made) for one, made in zip(examples, predictions, strict=True) if one.tags is not None]
+    return ([one for one, _ in both], [made for _, made in both]) if both else (list(examples), list(predictions))
 
 
 @dataclass(frozen=True)
