@@ -13,6 +13,8 @@ import pytest
 from finetune.tasks.base import Task
 from finetune.tasks.classification import Classification, ClassificationSettings
 from finetune.tasks.entities import Entities, EntitiesSettings
+from finetune.tasks.questions import Questions, QuestionsSettings
+from tests.tasks.refusals import refused
 
 MULTI, MOOD, VALUE = (
     {"problem_type": "multi_label"},
@@ -175,7 +177,31 @@ ENTITIES: dict[str, list[tuple[list[Any] | str, list[Any], str]]] = {
 }
 
 
-REMARK = re.compile("rows left out:|labels are those|not asked about|offsets count")
+# Row of the guide's table -> (file, content, starts of the answers that are read, remark).
+CAT = "\N{CAT FACE} The cat sat."
+ASKED = {"question": "Who?", "context": CAT}
+ONE = {**ASKED, "answer_text": "cat", "answer_start": 6}
+BLANK = (
+    "question,context,answer_text,answer_start,is_impossible\nWho?,A cat,cat,2,False\nWho?,A cat,,,True\nWho?,A,,,\n"
+)
+QUESTIONS: dict[str, list[tuple[str, Any, list[Any], str]]] = {
+    "`{context, qas}`": [
+        (
+            "a.json",
+            [{"context": CAT, "qas": [{"question": "Who?", "answers": []}, {"question": "Why?"}]}],
+            [()],
+            "1 unl",
+        ),
+        ("a.jsonl", [{"context": CAT, "qas": [{**ONE, "id": "1"}, {**ONE, "id": "2", "answer": NO}]}], [(6,)], "1 rej"),
+    ],
+    "`answer_text`, `answer_start`": [
+        ("a.jsonl", [ONE, ASKED], [(6,)], f"1 of 2 {OUT}: 1 unlabeled"),
+        ("a.csv", BLANK, [(2,), ()], f"1 of 3 {OUT}: 1 unlabeled"),
+    ],
+    "offsets in UTF-16 units": [("a.jsonl", [{**ONE, "answer_start": 7}], [(6,)], "answer_start counts UTF-16 units")],
+}
+
+REMARK = re.compile("rows left out:|labels are those|not asked about|(offsets|answer_start) counts? UTF")
 
 
 def write(path: Path, content: list[Any] | str) -> str:
@@ -216,4 +242,29 @@ def test_spans_are_read_or_left_out_with_a_count(rows, tags, line, tmp_path, cap
     assert (
         task.score(found := task.read_file(path, labeled=False), [{"tags": one.tags or ["O"]} for one in found])["f1"]
         == 1
+    )
+
+
+@pytest.mark.parametrize(("name", "content", "starts", "line"), [one for every in QUESTIONS.values() for one in every])
+def test_answers_are_read_or_left_out_with_a_count(name, content, starts, line, tmp_path, caplog) -> None:
+    path = write(tmp_path / name, json.dumps(content) if name == "a.json" else content)
+    task = Questions(QuestionsSettings(train=path, unanswerable=True))
+    assert [tuple(answer.start for answer in one.answers or ()) for one in task.read_train()] == starts
+    check_remark(line, caplog)
+    predicted = task.read_file(path, labeled=False)
+    assert len(predicted) > len(starts) or "UTF" in line
+    assert sum(one.answers is not None for one in predicted) == len(starts)
+    assert task.is_labeled(predicted)
+
+
+@pytest.mark.parametrize("name", ["a.xlsx", "a.ann", "a.ods"])
+@pytest.mark.parametrize("task", [Classification, Entities, Questions])
+def test_spreadsheets_and_brat_are_refused_once(name, task, tmp_path) -> None:
+    """Also under a name that is read: the advice to rename a file would lead to another refusal."""
+    (tmp_path / name).write_bytes(b"PK\x03\x04\x14")
+    (tmp_path / "a.jsonl").write_bytes(b"PK\x03\x04\x14")
+    made = task(task.settings_type(train=str(tmp_path / name)))
+    refused(r"a\.(ann: brat|(xlsx|ods): a spreadsheet).* not read\. (Save|Convert)", made.read_train)
+    refused(
+        r"a\.jsonl: an archive or Excel workbook", task(task.settings_type(train=str(tmp_path / "a.jsonl"))).read_train
     )

@@ -79,7 +79,7 @@ class Questions(Task[Question]):
         return squad.from_record(record, where)
 
     def is_labeled(self, examples: Sequence[Question]) -> bool:
-        return bool(examples) and all(one.answers is not None for one in examples)
+        return any(one.answers is not None for one in examples)
 
     def record(self, example: Question) -> dict[str, Any]:
         """{"id", "question", "context", "gold": the texts of its answers, [] if it has none}."""
