@@ -52,7 +52,6 @@ def minimal(*labels: Any, annotators: int = 1) -> list[dict[str, Any]]:
 # Row of the guide's table -> (settings, records, labels of those that are read, remark).
 DISPUTE = [(("a"), YES), ("b", YES), ("a", NO)]
 CHOSEN = [(["a"], YES), (["b"], YES), ([], YES), (["a", "b"], YES), (["a"], NO)]
-USERS = [[{"label": one, "user": n} for n, one in enumerate(each)] for each in ("aa", "b", "ab", "")]
 GROUND = [choice("a"), choice("b", ground_truth=True)]
 TASKS = tasks([choice("a")], [choice("b")], [choice("a", was_cancelled=True)], [], [choice()])
 PAIRS = tasks([choice("a")] * 2, [choice("b")], [choice("a"), choice("b")], GROUND)
@@ -62,8 +61,8 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
     "Prodigy: `label`, `answer`": [
         ({}, answered(("a", YES), ("b", YES), ("b", NO), ("a", PASS)), ["a", "b"], f"2 of 4 {OUT}: 1 rejected, 1 ign"),
         (MULTI, answered(("a", YES), ("a", NO), ("a", PASS)), [("a",), ()], f"1 of 3 {OUT}: 1 ignored"),
-        (MULTI, answered(("b", YES), ("a", YES), text="t"), [("a", "b")], f"1 of 2 {OUT}: 1 merged with others of t"),
-        (MULTI, answered(("b", YES), ("a", NO)), [("b",), ()], "2 of 2 texts were not asked about every label"),
+        (MULTI, answered(("b", YES), ("a", YES), text="t"), [("a", "b")], f"1 of 2 {OUT}: 1 merged with another of"),
+        (MULTI, answered(("b", YES), ("a", NO)), [("b",), ()], "2 texts were not asked about every label"),
     ],
     "Prodigy: `accept`, `options`": [
         ({}, answered(*CHOSEN, key=YES), ["a", "b"], f"3 of 5 {OUT}: 1 unlabeled, 1 with several labels, 1 rejected"),
@@ -85,16 +84,15 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
             MOOD,
             minimal(*"aabbab", annotators=2),
             ["a", "b"],
-            f"4 of 6 {OUT}: 2 repeated by annotators, 2 disputed by an",
+            f"4 of 6 {OUT}: 2 merged with another of their text, 2 disputed",
         ),
         ({}, answered(*DISPUTE, text="t") + texts("a", "b"), ["a", "b"], f"3 of 5 {OUT}: 3 disputed by annotators"),
     ],
     "Doccano: classes": [
         ({}, texts(["a"], ["b"], [], ["a", "b"]), ["a", "b"], f"2 of 4 {OUT}: 1 unlabeled, 1 with several labels"),
-        ({}, texts(*USERS, key="annotations"), ["a", "b"], f"2 of 4 {OUT}: 1 disputed by annotators, 1 unlabeled"),
     ],
     "spaCy: `cats`": [({}, CATS, ["a", "b"], "")],
-    "no label: empty, blank, `null`, NaN": [
+    "no label: blank, `null`, NaN": [
         ({}, [*texts("a", "b", None, " "), {"text": "u"}], ["a", "b"], f"3 of 5 {OUT}: 3 unlabeled"),
         (VALUE, texts(1, 2.5, float("nan")), [1.0, 2.5], f"1 of 3 {OUT}: 1 unlabeled"),
     ],
@@ -106,6 +104,7 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
 
 
 ANN = [[0, 3, "PER"], [9, 12, "LOC"]]
+OFFSETS = [{"id": 1, "start_offset": a, "end_offset": b, "label": kind} for a, b, kind in ANN]
 TAGS = ["B-PER", "O", "B-LOC"]
 ANN_LEFT = "Ann left Rio"
 SPANS = [{"start": a, "end": b, "label": kind, "text": ANN_LEFT[a:b]} for a, b, kind in ANN]
@@ -118,10 +117,6 @@ def spans(*found: Any, key: str = "spans", **more: Any) -> list[dict[str, Any]]:
 
 def marked(*annotations: list[Any]) -> list[dict[str, Any]]:
     return [{"id": n, "data": {"text": ANN_LEFT}, "annotations": every} for n, every in enumerate(annotations)]
-
-
-def offsets(name: str) -> list[dict[str, Any]]:
-    return [{"start_offset": a, "end_offset": b, "label": kind, "user": name} for a, b, kind in ANN]
 
 
 # Row of the guide's table -> (records, tags of those that are read, remark).
@@ -158,7 +153,7 @@ ENTITIES: dict[str, list[tuple[list[Any] | str, list[Any], str]]] = {
     ],
     "Doccano: spans": [
         (spans(ANN, [], key="label"), [TAGS, NONE], ""),
-        (spans(offsets("x"), offsets("x") + offsets("y")[:1], [], key="annotations"), [TAGS], "1 disputed by annot"),
+        (spans(OFFSETS, key="entities", relations=[]), [TAGS], ""),
     ],
     "offsets in UTF-16 units": [
         (
@@ -257,14 +252,55 @@ def test_answers_are_read_or_left_out_with_a_count(name, content, starts, line, 
     assert task.is_labeled(predicted)
 
 
-@pytest.mark.parametrize("name", ["a.xlsx", "a.ann", "a.ods"])
-@pytest.mark.parametrize("task", [Classification, Entities, Questions])
-def test_spreadsheets_and_brat_are_refused_once(name, task, tmp_path) -> None:
-    """Also under a name that is read: the advice to rename a file would lead to another refusal."""
-    (tmp_path / name).write_bytes(b"PK\x03\x04\x14")
-    (tmp_path / "a.jsonl").write_bytes(b"PK\x03\x04\x14")
-    made = task(task.settings_type(train=str(tmp_path / name)))
-    refused(r"a\.(ann: brat|(xlsx|ods): a spreadsheet).* not read\. (Save|Convert)", made.read_train)
-    refused(
-        r"a\.jsonl: an archive or Excel workbook", task(task.settings_type(train=str(tmp_path / "a.jsonl"))).read_train
+# Row of the guide's table -> (task, file, content, message).
+IDS = [{"label": 3, "user": 1, "start_offset": 0, "end_offset": 3}]
+BY_ID = spans([{**OFFSETS[0], "label": 7}], key="entities")
+REFUSED: dict[str, list[tuple[type[Task[Any]], str, Any, str]]] = {
+    "Doccano: ids of labels": [
+        (
+            Classification,
+            "a.jsonl",
+            texts(IDS, key="annotations"),
+            "a.jsonl:1: annotations have ids of labels, such as 3",
+        ),
+        (Classification, "a.jsonl", texts([3], [4]), r"a.jsonl:1: label is \[3\]. Give each example the name of"),
+        (Entities, "a.jsonl", texts(IDS, key="annotations"), "a.jsonl:1: annotations have ids of labels, such as 3"),
+        (Entities, "a.jsonl", BY_ID, "a.jsonl:1: entity 0 has the type 7, an id. Export types by their names"),
+    ],
+    "`.xlsx`, `.ods`": [
+        (task, name, "PK\3\4", "a.* a spreadsheet or archive, which is not read. Save it as CSV UTF-8")
+        for task in (Classification, Entities, Questions)
+        for name in ("a.xlsx", "a.ods", "a.csv")  # under another name, too
+    ],
+    "brat, WebAnno": [
+        (
+            Entities,
+            "a.ann",
+            "T1\tPER 0 3\tAnn\n",
+            "a.ann: brat's annotations, which are not read. Convert them to CoNLL",
+        ),
+        (
+            Entities,
+            "a.tsv",
+            "#FORMAT=WebAnno TSV 3.3\n",
+            "a.tsv: WebAnno TSV, which is not read. Export the annotations as",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("task", "name", "content", "message"), [one for every in REFUSED.values() for one in every])
+def test_what_is_not_read_is_refused_with_what_to_do(task, name, content, message, tmp_path) -> None:
+    made = task(task.settings_type(train=write(tmp_path / name, content)))
+    refused(message, made.read_train)
+
+
+def test_the_guide_has_every_row() -> None:
+    page = (
+        (Path(__file__).parents[2] / "docs/guides/finetuning.md")
+        .read_text()
+        .partition("## Annotation tools")[2]
+        .partition("\n## ")[0]
     )
+    rows = {line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| ")}
+    assert rows == {"From", "---"} | CLASSES.keys() | ENTITIES.keys() | QUESTIONS.keys() | REFUSED.keys()

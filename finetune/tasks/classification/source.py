@@ -15,7 +15,17 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.annotations import Missing, left_out
-from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, settled, shown, without_vectors
+from finetune.tasks.datasets.labels import (
+    Label,
+    Problem,
+    ordered,
+    parse,
+    renamed,
+    settled,
+    shown,
+    suspicious,
+    without_vectors,
+)
 from finetune.tasks.datasets.surrogates import check_id, check_whole
 from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
@@ -105,6 +115,7 @@ class ExampleSource:
         self._check_settings(table.source)
         _log(checks.empty_texts(table))
         if self._problem != "regression":
+            _log(f"{table.source}: {remark}" for remark in suspicious(self.names))
             _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
         if self._settings.class_weights == "balanced":
             self._class_weights = self._balanced(examples)
@@ -213,16 +224,13 @@ class ExampleSource:
     def _known_labels(self, table: Table) -> list[Label | None]:
         """Labels as in the files, None for those that are missing or that the model does not know."""
         raw: list[Label | None] = [None] * len(table)
-        wrong: dict[int, str] = {}
         cells = [settled(cell, self._problem) for cell in table.columns.get("label", [])]
-        missing = {row: cell for row, cell in enumerate(cells) if isinstance(cell, Missing)}
-        if all(row in missing or cell == "" for row, cell in enumerate(cells)):
+        if all(isinstance(cell, Missing) or cell == "" for cell in cells):
             return raw
-        named = [None if row in missing else cell for row, cell in enumerate(cells)]
+        wrong = {row: f"{table.where(row)}: {cell.why}" for row, cell in enumerate(cells) if isinstance(cell, Missing)}
+        named = [None if row in wrong else cell for row, cell in enumerate(cells)]
         table = replace(table, columns={**table.columns, "label": named})
         for row, cell in enumerate(self._cells(table, wrong)):
-            if row in missing:
-                wrong[row] = f"{table.where(row)}: {missing[row].why}"
             if row in wrong:
                 continue
             try:

@@ -11,7 +11,7 @@ from finetune.tasks.datasets import glue, tables
 from finetune.tasks.datasets.annotations import ClassForms
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.files import plain_suffix, refuse_foreign
-from finetune.tasks.datasets.table import Key, Table, TableFormat
+from finetune.tasks.datasets.table import Key, ReadForms, Table, TableFormat
 from pretrain.common.errors import InputError
 
 
@@ -136,25 +136,19 @@ class TableSource:
     ) -> Table:
         keys, optional = [*self._keys().values()], self._optional(labeled=labeled)
         spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
+        layout = replace(layout, forms=self._forms())
         return tables.read_table(
-            path,
-            keys,
-            layout=layout,
-            optional=optional,
-            aliases=aliases,
-            others=others,
-            spare=spare,
-            forms=self._forms(),
+            path, keys, layout=layout, optional=optional, aliases=aliases, others=others, spare=spare
         )
 
-    def _forms(self) -> ClassForms | None:
-        settings, keys = self._settings, self._keys()
+    def _forms(self) -> ReadForms | None:
+        keys = self._keys()
         text, label = keys["text"], keys.get("label")
         # A column of the config's that is called "answer" is not Prodigy's.
         if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
             return None
         inputs = [key for name, key in keys.items() if name != "label"]
-        return ClassForms(text, label, inputs, several=settings.problem_type == "multi_label")
+        return ClassForms(text, label, inputs, several=self._settings.problem_type == "multi_label").rows
 
     def _optional(self, *, labeled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""

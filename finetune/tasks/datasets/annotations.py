@@ -3,7 +3,6 @@
 Prodigy       {"text": "", "label": "A", "answer": "accept"}, {"text": "", "options": [], "accept": ["A"], "answer": ""}
 Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"type": "choices", "value": {"choices": ["A"]}}]}]},
               and a row of each annotator {"text": "", "mood": "A", "annotation_id": 1}, or {"mood": {"choices": ["A"]}}
-Doccano       {"text": "", "annotations": [{"label": "A", "user": 1}]}
 spaCy         ["", {"cats": {"A": 1.0, "B": 0.0}}], and {"text": "", "cats": {"A": 1.0}}
 """
 
@@ -12,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.tasks.datasets.table import listed, shown
+from finetune.tasks.datasets.table import listed
 from pretrain.common.errors import InputError
 
 
@@ -23,21 +22,18 @@ class Missing:
     why: str
 
 
-UNLABELED, SKIPPED = Missing("unlabeled"), Missing("skipped")
-_DISPUTED, _REPEATED = Missing("disputed by annotators"), Missing("repeated by annotators")
-_REJECTED, _MERGED = Missing("rejected"), Missing("merged with others of their text")
-_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": Missing("ignored")}
-_CHOICES = ("choices", "rating", "number")  # types of results that are labels
-_MIN = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
-_PLAIN = object()  # in place of a label: the record is not of a tool
-
-
 @dataclass(frozen=True)
 class _Vote:
-    """Whether a text has a label, from a question with two answers."""
+    """Answer to whether a text has a label."""
 
     label: Any
     accepted: bool
+
+
+UNLABELED, _SKIPPED, _REJECTED = Missing("unlabeled"), Missing("skipped"), Missing("rejected")
+_DISPUTED, _MERGED = Missing("disputed by annotators"), Missing("merged with another of their text")
+_ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": Missing("ignored")}
+_MIN = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
 
 
 def left_out(source: str, rows: int, missing: Iterable[Missing]) -> str:
@@ -55,7 +51,7 @@ def is_answered(record: Mapping[str, Any]) -> bool:
 def state(record: Mapping[str, Any]) -> Missing | None:
     """The reason for not using a record, or the annotation of a task, if it says one."""
     if record.get("was_cancelled") is True or record.get("skipped") is True:
-        return SKIPPED
+        return _SKIPPED
     return _ANSWERS[record["answer"]] if is_answered(record) else None
 
 
@@ -69,40 +65,60 @@ def of_task(record: Mapping[str, Any], read: Callable[[list[Any]], Any]) -> Any:
     every = [one for one in _annotations(record) if isinstance(one, Mapping)]
     done = [one for one in every if state(one) is None and isinstance(one.get("result"), list)]
     done = [one for one in done if one.get("ground_truth") is True] or done
-    return agreed([read(one["result"]) for one in done]) if done or not every else SKIPPED
+    return _agreed([read(one["result"]) for one in done]) if done or not every else _SKIPPED
 
 
-def agreed(values: Sequence[Any]) -> Any:
-    """The value that all annotators gave; `Missing` if they disagree or there is none."""
-    if not values:
-        return UNLABELED
-    return values[0] if all(value == values[0] for value in values) else _DISPUTED
+def refuse_ids(record: Mapping[str, Any], where: str) -> None:
+    """Raise `InputError` for a record whose annotations have numbers for labels, as Doccano exported them once."""
+    every = record.get("annotations")
+    ids = [one.get("label") for one in every if isinstance(one, Mapping)] if isinstance(every, list) else []
+    if any(type(label) is int for label in ids):
+        raise InputError(f"{where}: annotations have ids of labels, such as {ids[0]}. Export labels by their names.")
 
 
 def subject(record: Any, text: str) -> Hashable:
     """What several records may be about, one for each annotator or question; None if records are independent."""
     if not isinstance(record, Mapping) or not ("annotation_id" in record or is_answered(record)):
         return None
-    name = "id" if "annotation_id" in record else "_input_hash"
-    about = record.get(name, record.get(text))
+    about = record.get("id" if "annotation_id" in record else "_input_hash", record.get(text))
     return about if isinstance(about, str | int) else None
 
 
-def settle(values: list[Any], subjects: Sequence[Hashable]) -> None:
-    """Keep one of the values about a subject if they agree; put `Missing` in place of all others."""
-    for group in _groups(values, subjects):
-        value = agreed([values[place] for place in group])
-        for place in group:
-            values[place] = value if value is _DISPUTED or place == group[0] else _REPEATED
+def settle(values: list[Any], subjects: Sequence[Hashable], *, several: bool = False) -> int:
+    """Keep one value about each subject, if all agree, and put `Missing` in place of the others.
 
-
-def _groups(values: Sequence[Any], subjects: Sequence[Hashable]) -> list[list[int]]:
-    """The places of the values about each subject."""
+    Returns:
+        number of subjects with votes on some labels only, if a text may have `several` labels.
+    """
     places: dict[Hashable, list[int]] = defaultdict(list)
     for place, about in enumerate(subjects):
         if about is not None and not isinstance(values[place], Missing):
             places[about].append(place)
-    return list(places.values())
+    labels = {value.label for value in values if isinstance(value, _Vote)}
+    few = 0
+    for group in places.values():
+        votes = [values[place] for place in group if isinstance(values[place], _Vote)]
+        value = _counted(votes, several=several) if votes else _agreed([values[place] for place in group])
+        few += several and 0 < len({vote.label for vote in votes}) < len(labels)
+        refused = [place for place in group if votes and not several and not values[place].accepted]
+        for place in group:
+            values[place] = _DISPUTED if value is _DISPUTED else _REJECTED if place in refused else _MERGED
+        if rest := [place for place in group if place not in refused]:
+            values[rest[0]] = value
+    return few
+
+
+def _counted(votes: list[_Vote], *, several: bool) -> Any:
+    accepted, rejected = ({vote.label for vote in votes if vote.accepted is answer} for answer in (True, False))
+    if accepted & rejected or (len(accepted) > 1 and not several):
+        return _DISPUTED
+    return sorted(accepted) if several else next(iter(accepted), _REJECTED)
+
+
+def _agreed(values: Sequence[Any]) -> Any:
+    if not values:
+        return UNLABELED
+    return values[0] if all(value == values[0] for value in values) else _DISPUTED
 
 
 def _annotations(record: Mapping[str, Any]) -> Any:
@@ -133,18 +149,14 @@ class ClassForms:
         column = self._column(records)
         remarks = [] if column == self.label else [f"labels are those of {column!r}"]
         rows = [self._row(record, column, where(number)) for number, record in enumerate(records)]
-        if any(isinstance(row, dict) and self.label in row for row in rows):
-            without = {self.label: None}
-            rows = [row | without if isinstance(row, dict) and self.label not in row else row for row in rows]
-        subjects = [subject(record, self.text) for record in records]
-        if any(about is not None for about in subjects):
-            values = [row.get(self.label) if isinstance(row, dict) else None for row in rows]
-            values = [UNLABELED if value is None else value for value in values]
-            remarks += self._count_votes(values, subjects)
-            settle(values, subjects)
-            pairs = zip(rows, values, strict=True)
-            rows = [{**row, self.label: value} if isinstance(row, dict) else row for row, value in pairs]
-        return rows, remarks
+        if not any(isinstance(row, dict) and self.label in row for row in rows):
+            return rows, remarks
+        found = [row.get(self.label) if isinstance(row, dict) else None for row in rows]
+        values = [UNLABELED if value is None else value for value in found]
+        if few := settle(values, [subject(record, self.text) for record in records], several=self.several):
+            remarks.append(f"{few:,} texts were not asked about every label; other labels count as absent")
+        same = [value is old or not isinstance(row, dict) for row, value, old in zip(rows, values, found, strict=True)]
+        return [row if same[n] else {**row, self.label: values[n]} for n, row in enumerate(rows)], remarks
 
     def _column(self, records: list[Any]) -> str:
         """The column of the labels; in Label Studio's short form it may be the only one that is not an input."""
@@ -163,9 +175,10 @@ class ClassForms:
             value = of_task(record, lambda result: self._chosen(result, where))
             return {**only, **record["data"], "id": record.get("id"), self.label: value}
         value = self._value(record, column, where)
-        return record if value is _PLAIN else {**record, self.label: value}
+        return record if value is None else {**record, self.label: value}
 
     def _value(self, record: dict[str, Any], column: str, where: str) -> Any:
+        """The label of a record, or None."""
         value, missing = record.get(column), state(record)
         if is_answered(record) and missing in (None, _REJECTED) and isinstance(value, str | int):
             return _Vote(value, missing is None)
@@ -177,57 +190,17 @@ class ClassForms:
         if isinstance(value, Mapping) and isinstance(value.get("choices"), list):
             return sorted(value["choices"])
         if column in record:
-            return _PLAIN if column == self.label else value
+            return value
         if isinstance(cats := record.get("cats"), Mapping):
             return sorted(name for name, share in cats.items() if share > 0.5) if cats else UNLABELED
-        if isinstance(every := record.get("annotations"), list) and all(isinstance(one, Mapping) for one in every):
-            return of_users(every, lambda mine: sorted(_named(one, where) for one in mine))
-        return _PLAIN
+        refuse_ids(record, where)
+        return None
 
     def _chosen(self, result: list[Any], where: str) -> Any:
-        """The choices of one annotator, sorted, or a number."""
-        made = [one for one in result if isinstance(one, Mapping) and one.get("type") in _CHOICES]
+        """The choices of one annotator, sorted."""
+        made = [one for one in result if isinstance(one, Mapping) and one.get("type") == "choices"]
         names = {str(one.get("from_name")) for one in made}
         if self.label not in names and len(names) > 1:
-            raise InputError(
-                f"{where}: choices of {listed(sorted(names))}. Set classification.label_column to one of them."
-            )
+            raise InputError(f"{where}: choices of {listed(sorted(names))}. Set label_column to one of them.")
         made = [one for one in made if self.label not in names or one.get("from_name") == self.label]
-        values = [one["value"].get(one["type"]) for one in made if isinstance(one.get("value"), Mapping)]
-        if values and not isinstance(values[0], list):
-            return values[0]
-        return sorted(name for value in values for name in value)
-
-    def _count_votes(self, values: list[Any], subjects: Sequence[Hashable]) -> list[str]:
-        """Labels in place of votes, and a remark of texts that were not asked about every label."""
-        votes = [about if isinstance(one, _Vote) else None for one, about in zip(values, subjects, strict=True)]
-        groups, names = _groups(values, votes), {one.label for one in values if isinstance(one, _Vote)}
-        asked = [len({values[place].label for place in group}) for group in groups]
-        for group in groups:
-            accepted = {values[place].label for place in group if values[place].accepted}
-            rejected = {values[place].label for place in group if not values[place].accepted}
-            disputed = accepted & rejected or (len(accepted) > 1 and not self.several)
-            first = next((place for place in group if values[place].accepted), group[0])
-            for place in group:
-                spare = _MERGED if self.several else _REPEATED if values[place].accepted else _REJECTED
-                values[place] = _DISPUTED if disputed else spare
-            if not disputed and (self.several or accepted):
-                values[first] = sorted(accepted) if self.several else accepted.pop()
-        few = sum(count < len(names) for count in asked)
-        if not (self.several and few):
-            return []
-        return [f"{few:,} of {len(groups):,} texts were not asked about every label; other labels count as absent"]
-
-
-def of_users(annotations: list[Any], read: Callable[[list[Any]], Any]) -> Any:
-    """What `read` makes of the annotations of each user of Doccano, who must agree."""
-    users: dict[Any, list[Any]] = defaultdict(list)
-    for one in annotations:
-        users[one.get("user")].append(one)
-    return agreed([read(mine) for mine in users.values()])
-
-
-def _named(annotation: Mapping[str, Any], where: str) -> str:
-    if not isinstance(label := annotation.get("label"), str):
-        raise InputError(f"{where}: label {shown(label)} is an id of Doccano. Export labels by their names.")
-    return label
+        return sorted(name for one in made for name in one["value"]["choices"])

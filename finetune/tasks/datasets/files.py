@@ -11,7 +11,13 @@ from pathlib import Path
 from pretrain.common.errors import InputError
 from pretrain.common.files import refuse_pointer
 
-_SPREADSHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods", ".numbers")
+_SPREADSHEET = (
+    "a spreadsheet or archive, which is not read. Save it as CSV UTF-8 in Excel (File, Save As), or unpack it."
+)
+_FOREIGN = {
+    **dict.fromkeys((".xlsx", ".xlsm", ".xlsb", ".xls", ".ods", ".numbers"), _SPREADSHEET),
+    ".ann": "brat's annotations, which are not read. Convert them to CoNLL columns with brat's anntoconll.py.",
+}
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -27,12 +33,8 @@ def plain_stem(path: Path) -> str:
 
 def refuse_foreign(path: Path) -> None:
     """Raise `InputError` if the suffix is that of a spreadsheet, or of brat's annotations."""
-    if path.suffix.lower() in _SPREADSHEETS:
-        raise InputError(f"{path}: a spreadsheet, which is not read. Save it as CSV UTF-8 in Excel (File, Save As).")
-    if path.suffix.lower() == ".ann":
-        raise InputError(
-            f"{path}: brat's annotations, which are not read. Convert them to CoNLL columns (anntoconll.py)."
-        )
+    if advice := _FOREIGN.get(path.suffix.lower()):
+        raise InputError(f"{path}: {advice}")
 
 
 def is_encoding(name: str) -> bool:
@@ -66,9 +68,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
         raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its rights.") from None
     if raw.startswith((b"PK\x03\x04", b"\xd0\xcf\x11\xe0")):
-        raise InputError(
-            f"{path}: an archive or Excel workbook, not text. Unpack it, or save it as CSV UTF-8 in Excel."
-        )
+        raise InputError(f"{path}: {_SPREADSHEET}")
     if codecs.lookup(encoding).name == "utf-8" and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "utf-16"  # no text in UTF-8 begins with these bytes
     mark = codecs.BOM_UTF8 if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8) else b""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.datasets.annotations import Missing, settle, subject
+from finetune.tasks.datasets.annotations import Missing, refuse_ids, settle, subject
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence, in_documents
 from finetune.tasks.datasets.span_forms import in_characters, named_tags, usual_form
 from finetune.tasks.datasets.surrogates import check_id, replaced
@@ -53,6 +53,7 @@ def _sentence(record: Any, where: str, remarks: Remarks, cut: Cut) -> Sentence:
     if isinstance(missing := record.get("entities"), Missing):
         bare = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
         return replace(_sentence(bare, where, remarks, cut), missing=missing)
+    refuse_ids(record, where)
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
     # A record without words may have its empty list of tags.

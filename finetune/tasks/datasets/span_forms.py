@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.tasks.datasets.annotations import Missing, is_answered, is_task, of_task, of_users, state
+from finetune.tasks.datasets.annotations import Missing, is_answered, is_task, of_task, state
 from finetune.tasks.datasets.sentences import Cut
 from finetune.tasks.datasets.surrogates import replaced, utf16_places
 
@@ -28,9 +28,6 @@ def usual_form(record: Any) -> Any:
         return record
     if is_task(record):
         record = _of_label_studio(record)
-    elif isinstance(every := record.get("annotations"), list) and all(isinstance(one, Mapping) for one in every):
-        spans = of_users(every, lambda mine: sorted(mine, key=lambda one: one.get("start_offset", 0)))
-        record = {**{key: value for key, value in record.items() if key != "annotations"}, "entities": spans}
     missing = state(record)
     if missing is None and is_answered(record):
         missing = _ONE_SPAN if record.get("_view_id") == "ner" else None
@@ -95,7 +92,7 @@ def _of_label_studio(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _labels(result: list[Any]) -> list[Any]:
     values = [one.get("value") for one in result if isinstance(one, Mapping) and one.get("type", "labels") == "labels"]
-    return sorted(values, key=lambda value: value.get("start", 0) if isinstance(value, Mapping) else 0)
+    return sorted(values, key=repr)
 
 
 def _are_spans(record: Mapping[str, Any], name: str) -> bool:

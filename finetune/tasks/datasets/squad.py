@@ -187,24 +187,17 @@ def _fault(context: str, answer: Answer, *, training: bool) -> str:
 
 def _in_characters(questions: list[Question], path: str) -> list[Question]:
     """`questions` with answer_start in characters, if UTF-16 units, as in JavaScript, fit more answers behind emoji."""
-    astral = {one.context for one in questions if not one.context.isascii() and max(one.context) > "\uffff"}
-    places = {context: utf16_places(context) for context in astral}
-    moved = [_moved(one, places[one.context]) if one.context in astral else one for one in questions]
-
-    def fitting(every: list[Question]) -> int:
-        known = ((one.context, answer) for one in every if one.context in astral for answer in one.answers or ())
-        return sum(context.startswith(answer.text, max(answer.start, 0)) for context, answer in known)
-
-    if not astral or fitting(moved) <= fitting(questions):
-        return questions
-    logger.warning("%s: answer_start counts UTF-16 units, as in JavaScript; it is converted to characters", path)
-    return moved
-
-
-def _moved(question: Question, places: list[int]) -> Question:
-    answers = question.answers or ()
-    moved = (replace(one, start=places[one.start]) if 0 <= one.start < len(places) else one for one in answers)
-    return replace(question, answers=None if question.answers is None else tuple(moved))
+    places = {one: utf16_places(one) for one in {one.context for one in questions} if max(one, default="") > "\uffff"}
+    made, gain = list(questions), 0
+    for number, one in enumerate(questions):
+        if one.answers and (at := places.get(one.context)):
+            moved = tuple(replace(each, start=at[min(max(each.start, 0), len(at) - 1)]) for each in one.answers)
+            made[number] = replace(one, answers=moved)
+            gain += sum(_fault(one.context, each, training=False) == "" for each in moved)
+            gain -= sum(_fault(one.context, each, training=False) == "" for each in one.answers)
+    if gain > 0:
+        logger.warning("%s: answer_start counts UTF-16 units, as in JavaScript; it is converted to characters", path)
+    return made if gain > 0 else questions
 
 
 # ---------------------------------------------------------------- files
@@ -242,17 +235,15 @@ def _item(item: dict[str, Any], place: str, identity: str) -> Iterator[tuple[str
                 raise InputError(f"{inner}: is {_kind(paragraph)}; expected an object of context and qas.")
             yield from _paragraph(paragraph, inner)
     elif "qas" in item:
-        numbered = [
-            {"id": f"{identity}.{number}", **record} if isinstance(record, dict) else record
-            for number, record in enumerate(_list(item, "qas", place), 1)
-        ]
-        yield from _paragraph({**item, "qas": numbered}, place)
+        yield from _paragraph(item, place, identity)
     elif "question" in item and "context" in item:
         yield place, {"id": identity, **item}, item["context"]
 
 
-def _paragraph(paragraph: dict[str, Any], place: str) -> Iterator[tuple[str, Any, Any]]:
+def _paragraph(paragraph: dict[str, Any], place: str, identity: str = "") -> Iterator[tuple[str, Any, Any]]:
     for count, record in enumerate(_list(paragraph, "qas", place)):
+        if identity and isinstance(record, dict):
+            record = {"id": f"{identity}.{count + 1}", **record}
         yield f"{place}.qas[{count}]", record, paragraph.get("context")
 
 

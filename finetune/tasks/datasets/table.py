@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,6 +12,9 @@ from pretrain.common.quoting import Quoting
 
 Key = str | int
 """A column's name, or its number from 0."""
+
+ReadForms = Callable[[list[Any], Callable[[int], str]], tuple[list[Any], list[str]]]
+"""Makes rows and remarks of records; the second argument gives the place of each record."""
 
 Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
@@ -25,6 +28,7 @@ class TableFormat:
     delimiter: str = ""  # one character; "" is a comma, in .tsv a tab
     quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; in .tsv none, and cells begin with no quote
     header: bool = True
+    forms: ReadForms | None = None  # of annotation tools, in JSON
 
 
 @dataclass(frozen=True)

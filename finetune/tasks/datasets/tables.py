@@ -9,11 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from finetune.tasks.datasets.annotations import ClassForms
 from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import opened, read_delimited
 from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_foreign
-from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed, shown
+from finetune.tasks.datasets.table import Format, Key, ReadForms, RequestedColumns, Table, TableFormat, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
 
@@ -40,7 +39,6 @@ def read_table(
     spare: Collection[Key] = (),
     others: bool = False,
     skipped: Callable[[str], None] | None = None,
-    forms: ClassForms | None = None,
 ) -> Table:
     """The named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
 
@@ -51,7 +49,6 @@ def read_table(
         others: whether to read all other columns, too, as `Table.others`.
         skipped: called with the place of each row with a wrong number of columns, which is then left out;
             None makes such a row an error.
-        forms: reads records of annotation tools.
 
     Raises:
         InputError: no such file, unknown format, bytes that are not in the encoding, ragged rows, no such column or
@@ -66,7 +63,7 @@ def read_table(
     if not text.strip():
         raise InputError(f"{path}: empty file. Give a file with at least one row.")
     if kind in ("jsonl", "json"):
-        return _read_json(path, text, kind, wanted, forms)
+        return _read_json(path, text, kind, wanted, layout.forms)
     return read_delimited(path, text, kind, layout, wanted, skipped)
 
 
@@ -104,12 +101,12 @@ def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tupl
     return ":", _line_records(path, text, whole)
 
 
-def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, forms: ClassForms | None) -> Table:
+def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, forms: ReadForms | None) -> Table:
     before, numbered = json_values(path, text, kind)
     values = list(numbered)
     places, records, remarks = [place for place, _ in values], [record for _, record in values], []
     if forms:
-        records, remarks = forms.rows(records, lambda row: f"{path}{before}{places[row]}")
+        records, remarks = forms(records, lambda row: f"{path}{before}{places[row]}")
     for place, record in zip(places, records, strict=True):
         if not isinstance(record, dict):
             raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(wanted.columns)}.")

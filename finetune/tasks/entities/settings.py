@@ -11,8 +11,8 @@ from finetune.tasks.own_metric import why_no_metric
 from pretrain.common.sections import LocalPath, Section
 
 _FORM = (
-    ".jsonl, .json and .parquet hold records (tokens and tags, or text and entities); any other file but .csv, which "
-    "is refused, holds CoNLL columns. May be compressed (.gz, .bz2, .xz)."
+    ".jsonl, .json and .parquet hold records (tokens and tags, or text and entities); .csv a word in each row; any "
+    "other file CoNLL columns. May be compressed (.gz, .bz2, .xz)."
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from finetune.tasks.datasets.annotations import left_out
+from finetune.tasks.datasets.labels import suspicious
 from finetune.tasks.datasets.sentence_files import read_sentences
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
 from finetune.tasks.datasets.surrogates import check_whole, replaced
@@ -128,6 +129,8 @@ class SentenceSource:
         scheme = self._scheme_of(sentences, tags, is_train=is_train)
         if is_train:
             self._learn_types(sentences, tags)
+            for remark in suspicious(tags.names):
+                remarks.add(remark, sentences[0].source)
         self._check_types(sentences, tags)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")

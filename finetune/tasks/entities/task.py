@@ -159,7 +159,7 @@ class Entities(Task[Sentence]):
         """Columns for conlleval; none for unlabeled texts, whose words are of our own cutting."""
         if all(one.from_text and one.tags is None for one in examples):
             return {}
-        return {".tags.conll": decoding.conll_columns(examples, predictions)}
+        return {".tags.conll": decoding.conll_columns(*_labeled(examples, predictions))}
 
     def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
