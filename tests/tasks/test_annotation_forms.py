@@ -86,7 +86,12 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
             ["a", "b"],
             f"4 of 6 {OUT}: 2 merged with another of their text, 2 disputed",
         ),
-        ({}, answered(*DISPUTE, text="t") + texts("a", "b"), ["a", "b"], f"3 of 5 {OUT}: 3 disputed by annotators"),
+        (
+            {},
+            answered((["a"], YES), *DISPUTE, text="t") + texts("a", "b"),
+            ["a", "b"],
+            f"4 of 6 {OUT}: 4 disputed by annotators",
+        ),
     ],
     "Doccano: classes": [
         ({}, texts(["a"], ["b"], [], ["a", "b"]), ["a", "b"], f"2 of 4 {OUT}: 1 unlabeled, 1 with several labels"),
@@ -139,7 +144,7 @@ ENTITIES: dict[str, list[tuple[list[Any] | str, list[Any], str]]] = {
     ],
     "Label Studio: JSON_MIN": [
         (
-            [*spans(SPANS, key="label", id=1, annotation_id=1), {"text": "it", "id": 2, "annotation_id": 2}],
+            [*spans(SPANS, key="ner", id=1, annotation_id=1), {"text": "it", "id": 2, "annotation_id": 2}],
             [TAGS],
             "1 unlabeled",
         ),

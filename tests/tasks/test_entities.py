@@ -445,6 +445,7 @@ BO = {"text": "Ann B", "tokens": ["Ann", "Bo"]}
         ({"tokens": ["Ann"], "tags": [1]}, r"a.jsonl:2: tags is \[1\]; expected a list of strings such as B-PER"),
         ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 token and 0 tags"),
         ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is not a tag"),
+        ({"tokens": ["Ann"], "tags": [""]}, r"a.jsonl:2: '' is not a tag"),
         (
             {"tokens": ["Rome"], "entities": [SPAN | {"start": 1}]},
             r"PER from 1 to 3 does not begin and end with a token",

@@ -81,7 +81,7 @@ def subject(record: Any, text: str) -> Hashable:
     if not isinstance(record, Mapping) or not ("annotation_id" in record or is_answered(record)):
         return None
     about = record.get("id" if "annotation_id" in record else "_input_hash", record.get(text))
-    return about if isinstance(about, str | int) else None
+    return about if isinstance(about, str | int) else id(record)
 
 
 def settle(values: list[Any], subjects: Sequence[Hashable], *, several: bool = False) -> int:
@@ -97,14 +97,15 @@ def settle(values: list[Any], subjects: Sequence[Hashable], *, several: bool = F
     labels = {value.label for value in values if isinstance(value, _Vote)}
     few = 0
     for group in places.values():
-        votes = [values[place] for place in group if isinstance(values[place], _Vote)]
-        value = _counted(votes, several=several) if votes else _agreed([values[place] for place in group])
-        few += several and 0 < len({vote.label for vote in votes}) < len(labels)
-        refused = [place for place in group if votes and not several and not values[place].accepted]
-        for place in group:
-            values[place] = _DISPUTED if value is _DISPUTED else _REJECTED if place in refused else _MERGED
-        if rest := [place for place in group if place not in refused]:
-            values[rest[0]] = value
+        given = [values[place] for place in group]
+        are_votes = all(isinstance(one, _Vote) for one in given)
+        value = _counted(given, several=several) if are_votes else _agreed(given)
+        few += several and are_votes and len({vote.label for vote in given}) < len(labels)
+        refused = [are_votes and not several and not vote.accepted for vote in given]
+        for place, is_refused in zip(group, refused, strict=True):
+            values[place] = _DISPUTED if value is _DISPUTED else _REJECTED if is_refused else _MERGED
+        if False in refused:
+            values[group[refused.index(False)]] = value
     return few
 
 
@@ -112,7 +113,7 @@ def _counted(votes: list[_Vote], *, several: bool) -> Any:
     accepted, rejected = ({vote.label for vote in votes if vote.accepted is answer} for answer in (True, False))
     if accepted & rejected or (len(accepted) > 1 and not several):
         return _DISPUTED
-    return sorted(accepted) if several else next(iter(accepted), _REJECTED)
+    return sorted(accepted, key=str) if several else next(iter(accepted), _REJECTED)
 
 
 def _agreed(values: Sequence[Any]) -> Any:
@@ -186,21 +187,22 @@ class ClassForms:
             return missing
         if isinstance(record.get("accept"), list) and (is_answered(record) or "options" in record):
             names = {one.get("id"): one.get("text") for one in record.get("options") or () if isinstance(one, Mapping)}
-            return sorted(names.get(one, one) if isinstance(one, int) else one for one in record["accept"])
+            return sorted((names.get(one, one) if isinstance(one, int) else one for one in record["accept"]), key=str)
         if isinstance(value, Mapping) and isinstance(value.get("choices"), list):
-            return sorted(value["choices"])
+            return sorted(value["choices"], key=str)
         if column in record:
             return value
         if isinstance(cats := record.get("cats"), Mapping):
-            return sorted(name for name, share in cats.items() if share > 0.5) if cats else UNLABELED
+            return [name for name, share in cats.items() if share == 1] if cats else UNLABELED
         refuse_ids(record, where)
         return None
 
     def _chosen(self, result: list[Any], where: str) -> Any:
         """The choices of one annotator, sorted."""
-        made = [one for one in result if isinstance(one, Mapping) and one.get("type") == "choices"]
+        every = [one for one in result if isinstance(one, Mapping) and isinstance(one.get("value"), Mapping)]
+        made = [one for one in every if isinstance(one["value"].get("choices"), list)]
         names = {str(one.get("from_name")) for one in made}
         if self.label not in names and len(names) > 1:
             raise InputError(f"{where}: choices of {listed(sorted(names))}. Set label_column to one of them.")
         made = [one for one in made if self.label not in names or one.get("from_name") == self.label]
-        return sorted(name for one in made for name in one["value"]["choices"])
+        return sorted((name for one in made for name in one["value"]["choices"]), key=str)

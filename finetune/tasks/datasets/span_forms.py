@@ -34,7 +34,8 @@ def usual_form(record: Any) -> Any:
         record = record if record.keys() & {*_SPANS, *_TAGS} else {**record, "entities": []}
     if missing is not None:
         return {**record, "entities": missing}
-    name = next((name for name in _SPANS if _are_spans(record, name)), None)
+    names = (*_SPANS, *record) if "annotation_id" in record else _SPANS
+    name = next((name for name in names if _are_spans(record, name)), None)
     if name is None:
         return record
     return {

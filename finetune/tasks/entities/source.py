@@ -196,7 +196,7 @@ def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
 
 def _is_tag(tag: str) -> bool:
     typed = tag[1:2] == "-" and tag[2:] != "" and tag == replaced(tag)
-    return tag in ("O", "o") or (tag[:1].upper() in "BIESLU" and (tag[1:] == "" or typed))
+    return tag in ("O", "o") or (tag[:1].upper() in set("BIESLU") and (tag[1:] == "" or typed))
 
 
 def _check_scheme(
