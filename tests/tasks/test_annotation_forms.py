@@ -196,6 +196,12 @@ QUESTIONS: dict[str, list[tuple[str, Any, list[Any], str]]] = {
     ],
     "`answer_text`, `answer_start`": [
         ("a.jsonl", [ONE, ASKED], [(6,)], f"1 of 2 {OUT}: 1 unlabeled"),
+        (
+            "a.jsonl",
+            [{**ASKED, "answer": PASS, "answer_start": 2, "context": "I ignore"}, ASKED],
+            [(2,)],
+            "1 unlabeled",
+        ),
         ("a.csv", BLANK, [(2,), ()], f"1 of 3 {OUT}: 1 unlabeled"),
     ],
     "offsets in UTF-16 units": [("a.jsonl", [{**ONE, "answer_start": 7}], [(6,)], "answer_start counts UTF-16 units")],

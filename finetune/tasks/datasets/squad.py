@@ -325,7 +325,8 @@ def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[A
         impossible = {"true": True, "1": True, "false": False, "0": False}.get(impossible.strip().lower())
     if listed is None:
         listed = _single_answer(record, place, impossible=impossible is True)
-    if listed is None or state(record) is not None:
+    # Beside a start, "answer" is the text.
+    if listed is None or (("answer_text" in record or "answer_start" not in record) and state(record) is not None):
         return None
     if isinstance(listed, dict):
         listed = _rows(listed, place)
