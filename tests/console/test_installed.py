@@ -11,12 +11,15 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from packaging.requirements import Requirement
 from tiny_checkpoints import make_bert, write_reviews
 
+from cluster.workers import launch
 from finetune.cli import build_parsers
+from pretrain.common.errors import InputError
 from pretrain.common.examples import CONFIGS, listing
 from tests.artifacts.untrained import save_untrained
 
@@ -156,7 +159,9 @@ for words in sys.argv[1:]: print("\\0", main(words.split()), end="", flush=True)
     assert not {path.name for path in tmp_path.iterdir()} & {"predictions.parquet", "onnx", "runs", "data"}
 
 
-def test_a_module_that_hides_ours_is_named(site: Path, tmp_path: Path) -> None:
+def test_a_module_that_hides_ours_is_named(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "version_info", (3, 10))  # whose `python -m` looks in the current folder first
     for name in ("cluster.py", "pretrain.py", "cluster/__init__.py"):
         (own := tmp_path / name).parent.mkdir(exist_ok=True)
         own.write_text("raise SystemExit('it ran')")
@@ -165,6 +170,8 @@ def test_a_module_that_hides_ours_is_named(site: Path, tmp_path: Path) -> None:
         for package, function in (("finetune", "load"), ("pretrain", "train"))[: 1 + name.startswith("cluster")]:
             program = ("-c", f"import {package}; {package}.{function}('x')")
             assert run(site, tmp_path, program=program, code=1, PYTHONPATH=str(tmp_path)).endswith(f"Error: {line}")
+        with pytest.raises(InputError, match=f"^{own} hides"):
+            launch.drive("cluster.workers.driver", MagicMock(), address="", run_dir=tmp_path / "run")
         own.unlink()
     run(site, tmp_path, "configs", PYTHONPATH=str(tmp_path))  # an empty folder cluster/ hides nothing
 
