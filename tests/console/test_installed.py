@@ -47,14 +47,14 @@ def install(wheel: Path, folder: Path, *extras: str) -> Path:
         files.extractall(site)
     left = [("bertrain", extra) for extra in ("", *extras)]
     for name, extra in left:  # grows
-        found = next(metadata.distributions(name=name, path=[str(site)]), None) or metadata.distribution(name)
+        found = next(iter(metadata.distributions(name=name, path=[str(site)])), None) or metadata.distribution(name)
         for line in found.requires or ():
             needed = Requirement(line)
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                 left += [one for one in ((needed.name, part) for part in ("", *needed.extras)) if one not in left]
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
             if not (site / top).exists():
-                (site / top).symlink_to(found.locate_file(top))
+                (site / top).symlink_to(str(found.locate_file(top)))
     return site
 
 
