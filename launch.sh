@@ -160,7 +160,7 @@ install() { # PYTHON PACKAGE
 
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
 set_up() { # EXTRA: base, test, docs or bench
-    local extra=$1 package=$root python=""
+    local extra=$1 package="$root[all]" python=""
     is_set_up "$extra" && return
     exec 9<"$lock"
     if ! flock --nonblock 9; then
@@ -179,7 +179,7 @@ set_up() { # EXTRA: base, test, docs or bench
                 fail "$venv cannot be made. Is the disk full, or the folder read-only?"
         fi
         is_set_up base || rm -f "$venv"/stamp-*
-        [[ $extra == base ]] || package="$root[$extra]"
+        [[ $extra == base ]] || package="$root[all,$extra]"
         if ! with_progress "Setting up .venv ($extra), log in .venv/install.log" install "$python" "$package"; then
             tail -n 12 "$log" >&2
             fail "The set-up failed; its last lines are above, all of them in $log." \

@@ -13,6 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import finetune
+
+try:
+    finetune.expect_ours()
+except ImportError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
 from cluster.doctor import command as doctor
 from cluster.jobs import command as jobs
 from cluster.manifests import command as manifests

@@ -12,6 +12,7 @@ from finetune.training.rows import as_line, write_rows
 from finetune.training.saved import prediction_rows, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import expect_other, is_stream
+from pretrain.common.packages import expect
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.wording import counted
 
@@ -37,6 +38,8 @@ def predict(
     """
     if out is not None:
         expect_other([out], [source, *model.iterdir()])
+        if out.suffix.lower() == ".parquet":
+            expect(str(out), "pyarrow")
     predictor = Predictor(model, precision=precision)
     if fields:
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)

@@ -22,6 +22,7 @@ from finetune.training.config import FinetuneConfig, changed_for_resume
 from finetune.training.saved import MODEL
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
+from pretrain.common.packages import expect
 from pretrain.common.run_files import FAILED, SCORES
 from pretrain.common.wording import counted
 from pretrain.common.worker import STOP_FILE, TrainingRequest
@@ -72,6 +73,7 @@ def run_all(
         InputError: a run folder holds a run with other settings or data, or another process uses the folders.
         MachineError: Ray cannot start, or has too little capacity.
     """
+    expect("several fine-tunings", "deepspeed", "ray")
     for config in configs:
         _check_config(config, configs[0])
     with contextlib.ExitStack() as locks:

@@ -18,6 +18,7 @@ from pretrain.common.addresses import check_address, is_remote
 from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, printable
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
+from pretrain.common.packages import expected
 from pretrain.common.wording import did_you_mean
 
 LAUNCHER = "./launch.sh"
@@ -148,7 +149,8 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         from pretrain.common.extensions import ask_for
 
         ask_for(names)
-    return arguments.command(arguments) or 0
+    with expected(parser.prog if not argv else argv[0]):
+        return arguments.command(arguments) or 0
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""The example configs: those of configs/, which an installed package has beside its packages."""
+"""The example configs: those of configs/, which an installed package has beside this file."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ from pathlib import Path
 from pretrain.common.errors import InputError
 from pretrain.common.kinds import did_you_mean, not_one_of
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).with_name("configs").resolve()
 KINDS = ("pretrain", "finetune")  # of configs, and the commands that take them
 
 

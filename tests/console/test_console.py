@@ -294,7 +294,7 @@ def test_launch_sh_sets_up_what_a_command_needs(clone: Path, words: list[str], e
     result = launch(clone, *words)
     assert result.returncode == 3
     assert f"Setting up .venv ({extra}), log in .venv/install.log ...\n" in result.stderr
-    package = str(clone) if extra == "base" else f"{clone}[{extra}]"
+    package = f"{clone}[all]" if extra == "base" else f"{clone}[all,{extra}]"
     assert f"--editable {package} --constraint" in (clone / "pip.txt").read_text()
 
 
