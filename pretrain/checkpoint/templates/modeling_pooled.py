@@ -27,6 +27,19 @@ class PooledConfig(PretrainedConfig):
         return AutoConfig.for_model(self.encoder_model_type, **values)
 
 
+class OutputLayer(nn.Module):
+    """A linear layer under the name that it has in the family's head."""
+
+    def __init__(self, name: str, linear: nn.Linear) -> None:
+        super().__init__()
+        self._name = name
+        self.add_module(name, linear)
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:
+        """Logits [B, C]."""
+        return getattr(self, self._name)(hidden_BH)
+
+
 class PooledForSequenceClassification(PreTrainedModel):
     """Logits [B, C] of the last hidden states' mean (or maximum) over the tokens that are no padding."""
 
@@ -44,8 +57,8 @@ class PooledForSequenceClassification(PreTrainedModel):
         share = getattr(config, "classifier_dropout", None)
         self.dropout = nn.Dropout(getattr(own, "hidden_dropout_prob", 0.1) if share is None else share)
         output = nn.Linear(own.hidden_size, int(config.num_labels or 2))
-        first, _, rest = config.output_layer.partition(".")
-        setattr(self, first, nn.ModuleDict({rest: output}) if rest else output)
+        self._output, _, inner = config.output_layer.partition(".")
+        setattr(self, self._output, OutputLayer(inner, output) if inner else output)
         self.post_init()
 
     def forward(
@@ -77,7 +90,7 @@ class PooledForSequenceClassification(PreTrainedModel):
             pooled_BH = hidden_BLH.masked_fill(~real_BL1, torch.finfo(hidden_BLH.dtype).min).amax(1)
         else:
             pooled_BH = (hidden_BLH * real_BL1).sum(1) / real_BL1.sum(1)
-        logits_BC = self.get_submodule(self.config.output_layer)(self.dropout(pooled_BH))
+        logits_BC = getattr(self, self._output)(self.dropout(pooled_BH))
         made = SequenceClassifierOutput(
             loss=self._loss(logits_BC, labels),
             logits=logits_BC,
