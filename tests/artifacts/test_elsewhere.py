@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import make_bert
+from tiny_checkpoints import add_sentence_files, make_bert
 from torch import Tensor
 
 import finetune
@@ -48,17 +48,10 @@ Make = Callable[[str, str, str], Path]
 def make_start(folder: Path, family: str, pooling: str) -> Path:
     """A released encoder of the family as sentence-transformers 6 or, if it reads the first token, 5 saves it."""
     parity.make_theirs("AutoModel", family, parity.ONNX_SHAPE).save_pretrained(make_bert(folder))
-    if pooling:
-        kinds = {"mean": ("Transformer", "Pooling", "Normalize"), "cls": ("Transformer", "Pooling")}[pooling]
-        modules = [{"idx": n, "path": f"{n}_{kind}" * (n > 0), "type": f"s.{kind}"} for n, kind in enumerate(kinds)]
-        new = {"embedding_dimension": 16, "pooling_mode": "mean", "include_prompt": True}
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling/config.json").write_text(
-            json.dumps({"mean": new, "cls": {"pooling_mode_cls_token": True}}[pooling])
-        )
-        (folder / "modules.json").write_text(json.dumps(modules))
-        (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 32, "do_lower_case": false}')
-        (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": "the "}}')
+    if pooling == "mean":
+        add_sentence_files(folder, {"embedding_dimension": 16, "pooling_mode": "mean"}, "Normalize")
+    elif pooling:
+        add_sentence_files(folder, {"word_embedding_dimension": 16, "pooling_mode_cls_token": True})
     return folder
 
 

@@ -17,6 +17,7 @@ from finetune.training.train import main
 from pretrain.checkpoint.layouts.pooled import MODELING_FILE
 from pretrain.checkpoint.released import read_released, read_shape
 from pretrain.checkpoint.sentence_transformers import longest_text, remarks, sentence_pooling
+from pretrain.common.errors import InputError
 from tests.artifacts.untrained import task_model, write_like
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts
@@ -141,5 +142,13 @@ def test_a_fine_tuned_one_says_how_to_load_it(tmp_path: Path) -> None:
     assert run_workers(1, make_starts, main, [Start(config)]) == [[""]]
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert 'AutoModelForSequenceClassification.from_pretrained(".", trust_remote_code=True)' in card
-    assert "trust_remote_code=True" in export_run(tmp_path / "run", tmp_path / "exported")
-    transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    out = tmp_path / "exported"
+    for _ in range(2):
+        assert "trust_remote_code=True, and encoder/ without" in export_run(tmp_path / "run", out)
+    transformers.AutoModelForSequenceClassification.from_pretrained(out, trust_remote_code=True)
+    assert "`encoder/`" in card
+    assert read_released(out).sentence == read_released(folder).sentence != {}
+    (out / "encoder" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"encoder/notes\.txt: no export wrote it"):
+        export_run(tmp_path / "run", out)
+    assert (out / "encoder" / "notes.txt").read_text() == "mine"
