@@ -130,7 +130,8 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._is_inside = False
         if unknown:
-            nearest = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", self.format_help()))
+            options = re.findall(r"^  (?:-\w, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
+            nearest = did_you_mean(unknown[0].partition("=")[0], options)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest and f'; {nearest}'}")
         return found, unknown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,8 +19,21 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The question "did you mean X?" with the nearest of `names`; "" if none is similar."""
-    nearest = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {nearest[0]}?" if nearest else ""
+    found = nearest(name, names)
+    return f"did you mean {either(found)}?" if found else ""
+
+
+def either(names: Sequence[str]) -> str:
+    """a, b or c."""
+    return " or ".join(names).replace(" or ", ", ", max(len(names) - 2, 0))
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The shortest names that begin with `name`, three at most, or else the most similar one, with difflib's cutoff."""
+    known = list(names)
+    longer = sorted((one for one in known if one.startswith(name)), key=len) if name.strip("-") else []
+    shortest = [one for number, one in enumerate(longer) if not one.startswith(tuple(longer[:number]))]
+    return shortest[:3] or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
 
 
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:
