@@ -13,16 +13,17 @@ list_commands() {
 }
 
 usage() {
-    printf 'usage: ./launch.sh COMMAND [arguments]      each command takes --help\n\n'
+    printf 'usage: ./launch.sh COMMAND [arguments]      help COMMAND describes one\n\n'
     list_commands
     cat <<'TEXT'
 
 Develop:
-  bench                measure speed and quality beside other software; --help lists the names
-  docs                 serve the documentation as a site on 127.0.0.1; --build DIR writes its files
-  test                 run lint, type checks and tests; with arguments, only pytest with them
+  bench                measure speed and quality beside other software
+  docs                 serve the documentation as a site on 127.0.0.1
+  test                 run lint, type checks and tests, or only pytest's
 
-The first command sets up .venv beside this file. PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).
+The first command sets up .venv beside this file.
+PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).
 TEXT
 }
 
@@ -216,8 +217,15 @@ run_tests() {
 command=${1:---help}
 [[ $# -eq 0 ]] || shift
 case $command in
-    -h | --help | help)
+    help)
+        (($#)) || set -- --help
+        exec "$root/launch.sh" "$1" --help
+        ;;
+    -h | --help)
         usage
+        ;;
+    --version)
+        sed -n 's/^version = "\(.*\)"/bertrain \1/p' "$root/pyproject.toml"
         ;;
     docs)
         if asks_for_help "$@"; then

@@ -18,7 +18,7 @@ def add_to(commands: Any, measures: str) -> None:
         commands,
         "doctor",
         functools.partial(_doctor, measures),
-        "check this machine or a cluster, and say how to fix what is missing",
+        "check this machine or a cluster, and say what to fix",
         """
   ./launch.sh doctor
   ./launch.sh doctor --cluster

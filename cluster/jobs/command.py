@@ -131,7 +131,7 @@ def _add_submit(commands: Any, functions: Functions) -> None:
         commands,
         "submit",
         functools.partial(_submit, functions),
-        "run a config as a job on a cluster, or resume its run there",
+        "run a config as a job on a cluster, or resume it there",
         """
   ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
   ./launch.sh submit --address http://127.0.0.1:8265 --workers 4-8 --follow -- pretrain my.yaml --set seed=1
@@ -170,7 +170,7 @@ def _add_job_commands(commands: Any) -> None:
     for name, function, purpose in (
         ("status", _status, "print the state and progress of a job"),
         ("stop", _stop, "let a job save a checkpoint and stop, and wait for it"),
-        ("delete", _delete, "remove a finished job from the list; its run folder is kept"),
+        ("delete", _delete, "remove a finished job from the list; its folder stays"),
     ):
         parser = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
         _add_address(parser)

@@ -114,7 +114,7 @@ def _add_sweep(commands: Any) -> None:
         commands,
         "sweep",
         _sweep,
-        "fine-tune with several configs, or with each combination of a grid",
+        "fine-tune with several configs, or over a grid",
         """
   ./launch.sh sweep my-task.yaml --from bert-base-uncased/
   ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2

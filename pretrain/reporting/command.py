@@ -57,7 +57,7 @@ def _add_report(commands: Any, find_job: FindJob) -> None:
         commands,
         "report",
         functools.partial(_report, find_job),
-        "write the curves and scores of one or several runs as one HTML page",
+        "write curves and scores of runs as one HTML page",
         """
   ./launch.sh report runs/bert-mini
   ./launch.sh report bert-mini bert-small --out both.html
@@ -85,7 +85,7 @@ def _add_attention(commands: Any) -> None:
         commands,
         "attention",
         _attention,
-        "write what each head of a model attends to, on a text, as one HTML page",
+        "write what each head of a model attends to, as HTML",
         """
   ./launch.sh attention runs/bert-mini --text "The cat sat on the mat, because the cat was tired."
   ./launch.sh attention exported/bert-mini --text "Who wrote it?" --pair "Anna wrote it." --out pair.html

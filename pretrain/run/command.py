@@ -91,7 +91,7 @@ def _add_prepare(commands: Any) -> None:
         commands,
         "prepare",
         _prepare,
-        "tokenize raw text into a vocabulary, token shards and a corpus card",
+        "tokenize raw text into a vocabulary and token shards",
         """
   ./launch.sh prepare configs/pretrain/bert-mini.yaml
   ./launch.sh prepare configs/pretrain/bert-mini.yaml --dry-run

@@ -22,7 +22,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `adapt` to the subcommands of a parser."""
-    purpose = "continue a checkpoint on your own text, and show what it gained and lost"
+    purpose = "continue a checkpoint on your text; show gain and loss"
     parser = add_command(commands, "adapt", _run, purpose, _EXAMPLES)
     parser.add_argument(
         "texts",

@@ -16,7 +16,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `demo` to the subcommands of a parser."""
-    purpose = "prepare, pretrain, fine-tune and report on the docstrings of this Python"
+    purpose = "run every stage on the docstrings of this Python"
     parser = add_command(commands, "demo", _run, purpose, _EXAMPLES)
     add_workers(parser, USUAL_WORKERS)
     parser.add_argument(
