@@ -63,8 +63,16 @@ is_command() { # NAME
     [[ $'\n'$(list_commands) == *$'\n'"  $1 "* ]]
 }
 
+print_error() { # LINE... `error:` is red as the console command has it
+    local format='error: %s\n'
+    if [[ -z ${NO_COLOR:-} ]] && { [[ ${FORCE_COLOR:-0} != 0 ]] || [[ -t 2 && ${TERM:-} != dumb ]]; }; then
+        format='\e[1;31merror:\e[0m %s\n'
+    fi
+    printf "$format" "$@" >&2
+}
+
 fail() {
-    printf 'error: %s\n' "$@" >&2
+    print_error "$@"
     exit 3
 }
 
@@ -250,7 +258,7 @@ case $command in
     *)
         # With .venv in place, the console command names the nearest one.
         if ! is_command "$command" && ! is_set_up base; then
-            printf "error: '%s' is not a command; ./launch.sh --help lists them.\n" "$command" >&2
+            print_error "'$command' is not a command; ./launch.sh --help lists them."
             exit 2
         fi
         set_up base

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretrain.common.addresses import check_address, is_remote
-from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, printable
+from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, print_error
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
 from pretrain.common.wording import did_you_mean
@@ -85,11 +85,10 @@ def _exit_code(run: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except RunError as error:
-        for line in str(error).split("\n"):
-            print(f"error: {printable(line)}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        print_error("interrupted")
         return 130
     except BrokenPipeError:
         if not _output_is_cut():

@@ -398,6 +398,33 @@ def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "red"),
+    [
+        ({"TERM": "xterm"}, True, True),
+        ({"TERM": "xterm"}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "0"}, False, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+    ],
+)
+def test_an_error_is_red_on_a_terminal(environment, is_terminal, red, tmp_path: Path) -> None:
+    """That of the console command, and that of launch.sh, which has no .venv."""
+    shutil.copy(ROOT / "launch.sh", tmp_path)
+    (tmp_path / "docs/reference").mkdir(parents=True)
+    (tmp_path / "docs/reference/commands.md").touch()
+    given = {name: value for name, value in os.environ.items() if name not in ("TERM", "NO_COLOR")} | environment
+    for command in ([sys.executable, "-m", "finetune.cli", "xyzzy"], [tmp_path / "launch.sh", "xyzzy"]):
+        ours, theirs = os.openpty() if is_terminal else os.pipe()
+        with os.fdopen(ours, "rb", buffering=0) as shown:
+            assert subprocess.run(command, cwd=ROOT, stderr=theirs, env=given, check=False).returncode == 2
+            os.close(theirs)
+            head = b"\x1b[1;31merror:\x1b[0m" if red else b"error:"
+            assert shown.read(4096).startswith(head + b" 'xyzzy' is not a command")
+
+
 def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
     assert main(["prepare", "no\x1b[2J\u2028such.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
