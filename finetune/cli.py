@@ -24,7 +24,7 @@ from finetune.workflows.demo import command as demo
 from pretrain.common.commands import EXIT_CODES, Parser, add_command, exit_code, program, run_command
 from pretrain.common.errors import InputError
 from pretrain.common.examples import listing, text_of
-from pretrain.common.wording import did_you_mean
+from pretrain.common.wording import did_you_mean, for_terminal
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
 
@@ -110,7 +110,7 @@ def _add_configs(commands: Any) -> None:
     parser = add_command(
         commands,
         "configs",
-        lambda given: print(text_of(given.example) if given.example else listing(), end="" if given.example else "\n"),
+        lambda given: print(text_of(given.example) if given.example else f"{for_terminal(listing())}\n", end=""),
         "list the example configs, or print one",
         """
   ./launch.sh configs

@@ -19,6 +19,7 @@ from pretrain.common.commands import (
     run_options,
 )
 from pretrain.common.errors import InputError
+from pretrain.common.wording import for_terminal
 from pretrain.common.worker import torchrun_place
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     plan = runs.plan(config, alone)
     config = preflight.with_resolved_precision(config) if arguments.resume or finished else config
     state = preflight.run_state(config.folder, finished=finished)
-    print(f"{config.folder}: {state}\n{runs.describe(config, plan, show_config=arguments.show_config)}")
+    told = runs.describe(config, plan, show_config=arguments.show_config)
+    print(for_terminal(f"{config.folder}: {state}\n{told}"))
 
 
 def _sweep(arguments: argparse.Namespace) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +61,20 @@ def clock(seconds: float) -> str:
     if days:
         return f"{days} d {hour:02}:{minute:02}"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def for_terminal(text: str) -> str:
+    """`text`, of which a terminal gets lines that fit, wrapped at words and below their last column; a file all."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.split("\n"):
+        columns = [match.end() for match in re.finditer(r"(?<=\S) {2,}", line[: width // 2])]
+        inner = " " * (columns[-1] if columns else len(line) - len(line.lstrip()) + 2)
+        options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": inner}
+        lines += textwrap.wrap(line, width, **options) if len(line) > width else [line]
+    return "\n".join(lines)
 
 
 def make_console(*, stderr: bool = False, **options: Any) -> Console:

@@ -17,6 +17,7 @@ from pretrain.common.commands import (
     program,
     run_options,
 )
+from pretrain.common.wording import for_terminal
 
 
 def add_to(commands: Any) -> None:
@@ -39,12 +40,13 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from pretrain.planning import estimate
 
     config = api.read_config(arguments.config, given, start_from=start_from)
-    print(estimate.preparation_lines(describe(config, api.start_tokenizer_of(config).get("tokenizer"))))
+    plan = describe(config, api.start_tokenizer_of(config).get("tokenizer"))
+    print(for_terminal(estimate.preparation_lines(plan)))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
-        print(_plan(arguments))
+        print(for_terminal(_plan(arguments)))
         return
     from pretrain.run import api
 
