@@ -399,6 +399,37 @@ def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("words", "option", "why"),
+    [
+        ("pretrain run.yaml --on here", "--on", "without --dry-run"),
+        ("pretrain run.yaml --mean-length 20", "--mean-length", "without --dry-run"),
+        ("pretrain run.yaml --show-config", "--show-config", "without --dry-run"),
+        ("finetune a.yaml --show-config --seeds 2", "--show-config", "without --dry-run"),
+        ("sweep a.yaml --show-config", "--show-config", "without --dry-run"),
+        ("finetune a.yaml --seeds 2 --resume", "--resume", "with --seeds"),
+        ("finetune a.yaml --parallel 2", "--parallel", "without --seeds N"),
+        ("list --allow-plain-http", "--allow-plain-http", "without --address"),
+        ("doctor --cluster --address http://127.0.0.1:1", "--cluster", "with --address"),
+        ("adapt a.txt --from a --out b --replay 0.3", "--replay", "without --general"),
+        ("demo --minutes 3 --set phases.0.steps=4", "--minutes", "with --set phases.0.steps"),
+        ("RANK=0 pretrain run.yaml --workers 2", "--workers", "under torchrun"),
+        ("RANK=0 finetune a.yaml --ray", "--ray", "under torchrun"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    config_file, calls, monkeypatch, capsys, words, option, why
+) -> None:
+    Path("a").mkdir()
+    given = words.removeprefix("RANK=0 ")
+    for name, value in PLACE.items() if given != words else ():
+        monkeypatch.setenv(name, value)
+    assert cli(*given.split()) == 2
+    assert error_of(capsys).startswith(f"error: {option}: has no effect {why}")
+    assert calls == []
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
     ("environment", "is_terminal", "red"),
     [
         ({"TERM": "xterm"}, True, True),

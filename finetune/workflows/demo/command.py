@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pretrain.common.commands import USUAL_WORKERS, add_command, add_set, add_workers, local_path
+from pretrain.common.commands import USUAL_WORKERS, add_command, add_set, add_workers, check_effects, local_path
 
 _EXAMPLES = """
   ./launch.sh demo
@@ -51,4 +51,6 @@ def add_to(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from finetune.workflows.demo import stages
 
+    own_steps = any(setting.startswith("phases.0.steps=") for setting in arguments.set)
+    check_effects({"--minutes": (arguments.minutes, not own_steps, "with --set phases.0.steps")})
     stages.run(arguments)
