@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import unicodedata
 from html.parser import HTMLParser
@@ -102,6 +103,17 @@ def test_the_chart_is_of_the_published_numbers():
     for name, loss in zip(names, rows[-1][1:], strict=True):
         assert f"{loss:.2f}" in (ROOT / "README.md").read_text(encoding="utf-8"), name
     assert chart.svg(page.replace("| 8.0 | 5.124 |", "| 8.0 | 5.024 |")) != chart.svg(page)
+
+
+def test_the_picture_of_the_report_is_of_one_recorded_demo():
+    record = json.loads(chart.RECORD.read_text(encoding="utf-8"))
+    picture = chart.report_svg(record)
+    assert chart.REPORT.read_text(encoding="utf-8") == picture, f"Stale. Draw it again: {chart.COMMAND}"
+    steps, share = record["accuracy"]["held-out"][-1]
+    page = (ROOT / "docs/guides/pretraining.md").read_text(encoding="utf-8")
+    assert f"the demo, {steps} steps in 6 minutes of two cores: {100 * share:.1f} % of" in page
+    record["scores"][0][2]["pretrained"] = 0.5
+    assert chart.report_svg(record) != picture
 
 
 def test_every_command_is_in_the_reference():
