@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.common.commands import add_address, add_command, add_follow, local_path, positive_int, program
 from pretrain.common.errors import NothingSavedError, printable
+from pretrain.common.wording import print_table
 
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
@@ -54,7 +55,6 @@ def _status(arguments: argparse.Namespace) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from cluster.jobs import client
@@ -76,7 +76,7 @@ def _list(arguments: argparse.Namespace) -> None:
         )
         table.add_row(*map(printable, cells))
     if table.row_count:
-        Console(markup=False).print(table)
+        print_table(table)
     else:
         print("no jobs")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -75,6 +76,13 @@ def for_terminal(text: str) -> str:
         options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": inner}
         lines += textwrap.wrap(line, width, **options) if len(line) > width else [line]
     return "\n".join(lines)
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as the terminal, or 200 characters wide into a file."""
+    from rich.console import Console
+
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def make_console(*, stderr: bool = False, **options: Any) -> Console:
