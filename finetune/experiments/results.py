@@ -160,7 +160,8 @@ def _table(headings: Sequence[str], left: int) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings):
-        options = {"justify": "left"} if number < left else {"justify": "right", "min_width": len("-0.1234")}
-        table.add_column(heading.replace("_", " "), overflow="fold", **options)
+    for heading in headings[:left]:
+        table.add_column(heading.replace("_", " "), overflow="fold")
+    for heading in headings[left:]:
+        table.add_column(heading, justify="right", overflow="fold", min_width=len("-0.1234"))
     return table
