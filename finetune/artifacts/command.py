@@ -78,7 +78,7 @@ def _add_evaluate(commands: Any) -> None:
         commands,
         "evaluate",
         _evaluate,
-        "score a fine-tuned model on labeled data with the task's official metrics",
+        "score a fine-tuned model with the official metrics",
         """
   ./launch.sh evaluate runs/sst2
   ./launch.sh evaluate runs/sst2 other.tsv --out scores/""",
@@ -104,7 +104,7 @@ def _add_predict(commands: Any) -> None:
         commands,
         "predict",
         _predict,
-        "predict labels, entities or answers for a file, standard input or one text",
+        "predict labels, entities or answers for a file or text",
         """
   ./launch.sh predict runs/sst2 --text "a lovely film"
   ./launch.sh predict runs/rte --text "A man sleeps." --pair "Somebody rests."
@@ -148,7 +148,7 @@ def _add_export(commands: Any) -> None:
         commands,
         "export",
         _export,
-        "write a run's model in the Hugging Face layout, or as ONNX",
+        "write a run's model in Hugging Face's layout, or as ONNX",
         """
   ./launch.sh export runs/bert-mini exported/bert-mini
   ./launch.sh export runs/bert-mini exported/best --checkpoint best

@@ -13,12 +13,15 @@ from pretrain.common.commands import (
     add_dry_run,
     add_run_options,
     add_workers,
+    check_effects,
+    check_run_options,
     local_path,
     overrides,
     positive_int,
     run_options,
 )
 from pretrain.common.errors import InputError
+from pretrain.common.wording import for_terminal
 from pretrain.common.worker import torchrun_place
 
 if TYPE_CHECKING:
@@ -39,9 +42,15 @@ def add_to(commands: Any) -> None:
 def _finetune(arguments: argparse.Namespace) -> None:
     from finetune.training import api, runs
 
-    if arguments.parallel and arguments.seeds is None:
-        raise InputError("--parallel: limits how many runs train at once, so it needs --seeds N.")
-    if arguments.seeds is not None:
+    check_run_options(arguments)
+    several = arguments.seeds is not None
+    check_effects(
+        {
+            "--parallel": (arguments.parallel, several, "without --seeds N: it limits how many runs train at once"),
+            "--resume": (arguments.resume, not several, "with --seeds: finished runs are kept, the others continue"),
+        }
+    )
+    if several:
         if arguments.no_ray or torchrun_place():
             raise InputError("--seeds: several runs need Ray. Remove --no-ray, and do not use torchrun.")
         _run_several([arguments.config], arguments, {}, keep="all")
@@ -67,12 +76,14 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     plan = runs.plan(config, alone)
     config = preflight.with_resolved_precision(config) if arguments.resume or finished else config
     state = preflight.run_state(config.folder, finished=finished)
-    print(f"{config.folder}: {state}\n{runs.describe(config, plan, show_config=arguments.show_config)}")
+    told = runs.describe(config, plan, show_config=arguments.show_config)
+    print(for_terminal(f"{config.folder}: {state}\n{told}"))
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
     from finetune.experiments.grid import parse_grid
 
+    check_run_options(arguments)
     usual = "" if arguments.grid_set or len(arguments.config) > 1 else "devlin"
     grid = parse_grid(arguments.grid or usual, arguments.grid_set)
     _run_several(arguments.config, arguments, grid, keep=arguments.keep, submission=arguments.submission)
@@ -114,7 +125,7 @@ def _add_sweep(commands: Any) -> None:
         commands,
         "sweep",
         _sweep,
-        "fine-tune with several configs, or with each combination of a grid",
+        "fine-tune with several configs, or over a grid",
         """
   ./launch.sh sweep my-task.yaml --from bert-base-uncased/
   ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2

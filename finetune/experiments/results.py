@@ -78,28 +78,21 @@ def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
     statistics = ["mean", "std", "min", "max"] if any(len(one.runs) > 1 for one in every) else ["value"]
     names = ["config"] if len(ranked) > 1 else []
     headings = [*names, *(axis.rpartition(".")[2] for axis in every[0].point.settings), "score"]
-    table = _table([*headings, *statistics, ""], left=len(headings))
+    table, notes = _table([*headings, *statistics], left=len(headings)), list[str]()
     for candidate in every:
         is_best = any(len(those) > 1 and those[0] is candidate for those in ranked)
-        remarks = "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values()))))
+        config = [candidate.base.name] if names else []
+        if remarks := "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values())))):
+            notes.append(
+                f"{', '.join([*config, *candidate.point.settings.values()]) or candidate.base.name}: {remarks}"
+            )
         for heading, spread in _scores(candidate, all_of_them=len(every) == 1):
             values = (spread.mean, spread.deviation, spread.least, spread.most) if spread else (None,) * 4
             cells = ["–" if value is None else f"{value:.4f}" for value in values[: len(statistics)]]
-            config = [candidate.base.name] if names else []
-            row = [*config, *candidate.point.settings.values(), heading, *cells, remarks]
+            row = [*config, *candidate.point.settings.values(), heading, *cells]
             table.add_row(*row, style="bold" if spread and is_best else "")
-            remarks = ""
+    table.caption, table.caption_justify = "\n".join(notes), "left"
     return table
-
-
-def show(table: Table) -> None:
-    """Print a table as wide as the terminal, or 200 characters wide into a file."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=200)
-    console.print(table)
 
 
 def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
@@ -166,8 +159,9 @@ def _table(headings: Sequence[str], left: int) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(headings):
-        is_text = number < left or not heading
-        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings[:left]:
+        table.add_column(heading.replace("_", " "), overflow="fold")
+    for heading in headings[left:]:
+        table.add_column(heading, justify="right", overflow="fold", min_width=len("-0.1234"))
     return table

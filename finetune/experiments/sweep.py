@@ -13,7 +13,6 @@ from finetune.experiments.results import (
     glue_best,
     glue_rows,
     score_table,
-    show,
     summary,
     write_submission,
 )
@@ -26,7 +25,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.run_files import SUMMARY
 from pretrain.common.settings import dump
-from pretrain.common.wording import counted
+from pretrain.common.wording import counted, print_table
 
 BEST = "best.yaml"
 
@@ -130,7 +129,7 @@ def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submis
     ranked = [rank(those) for those in candidates(members, outcomes)]
     leaders, name = glue_best(ranked), Path(members[0].config.start_from).name
     table = glue_rows(leaders, name) if leaders and len(ranked) > 1 else []
-    show(score_table(ranked))
+    print_table(score_table(ranked))
     for those in ranked:
         config, best = those[0].base, those[0]
         numbers = sorted(number for candidate in those for number in candidate.runs)

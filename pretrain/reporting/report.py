@@ -7,7 +7,9 @@ export and corpus. It loads no external resources: charts are inline SVG, and ou
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -84,9 +86,15 @@ def summary(folders: Sequence[Path]) -> str:
 
 
 def _aligned(table: Table) -> str:
-    """A table as lines of text."""
+    """A table as lines of text; one that is wider than the terminal as a block of lines for each row."""
     rows = [table[0], *table[1]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if sys.stdout.isatty() and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
+        blocks = [
+            [f"  {name:<18}{cell}" for name, cell in zip(table[0][1:], row[1:], strict=True) if cell]
+            for row in table[1]
+        ]
+        return "\n".join("\n".join([row[0], *block]) for row, block in zip(table[1], blocks, strict=True))
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 

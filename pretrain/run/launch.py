@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn
 
 from pretrain.common import records
 from pretrain.common.addresses import is_remote, local_run
-from pretrain.common.errors import DivergedError, InputError, NothingSavedError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, NothingSavedError, RunError, StoppedError, print_error
 from pretrain.common.files import UNTRAINED, checkpoint_names
 from pretrain.common.interrupts import Interrupted
 from pretrain.common.packages import expect, install_command, is_installed
@@ -187,7 +187,7 @@ def _newest(folder: Path) -> str:
 def _give_up(folder: Path) -> NoReturn:
     """End this process, which a library holds although a stop is requested and there is nothing to save."""
     error = _stopped(folder)
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print_error(error)
     os._exit(error.exit_code)
 
 

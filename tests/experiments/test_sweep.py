@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -539,10 +540,11 @@ def test_tables_put_the_best_first_and_name_configs_and_failures() -> None:
     rows = rows_of([rank(given([one, two], [done(0.5), done(0.75)]))])
     assert rows[1:] == ["3e-5 dev accuracy 0.7500", "1e-5 dev accuracy 0.5000"]
     those = [rank(given([one, one, two], [done(0.5), FAILED, None])), given([one], [done(0.25)], name="b")]
-    found, to_run, other = rows_of(those)[1:]
-    assert found == "a 1e-5 dev accuracy 0.5000 – 0.5000 0.5000 failed: step 3: loss is NaN."
-    assert to_run == "a 3e-5 – – – – to run"
+    found, to_run, other, *notes = rows_of(those)[1:]
+    assert found == "a 1e-5 dev accuracy 0.5000 – 0.5000 0.5000"
+    assert to_run == "a 3e-5 – – – –"
     assert other == "b 1e-5 dev accuracy 0.2500 – 0.2500 0.2500"
+    assert notes == ["a, 1e-5: failed: step 3: loss is NaN.", "a, 3e-5: to run"]
 
 
 def test_seeds_have_a_row_for_every_score() -> None:
@@ -555,8 +557,15 @@ def test_seeds_have_a_row_for_every_score() -> None:
     ]
 
 
-def rows_of(ranked: Any) -> list[str]:
-    console = Console(width=160)
+def test_a_narrow_table_folds_names_and_no_numbers() -> None:
+    (point,) = expand({"training.learning_rate": ["1e-5"], "training.examples_per_step": ["16"]})
+    name = "a-config-with-a-long-name"
+    rows = rows_of([rank(given([point, point], [done(0.5), FAILED], name=name)), given([point], [done(0.25)])], 80)
+    assert [number for row in rows for number in re.findall(r"0\.\d+", row)] == ["0.5000"] * 3 + ["0.2500"] * 3
+
+
+def rows_of(ranked: Any, width: int = 160) -> list[str]:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(results.score_table(ranked))
     return [" ".join(line.split()) for line in capture.get().splitlines() if line.strip(" ─")]

@@ -241,7 +241,7 @@ class TestPage:
         charts = charts_of(draw(write_run(tmp_path / "r", records)))
         assert charts["Loss, nats"] == {"training": [["step 10", "8.9"], ["step 20", "8.8"]]}
 
-    def test_pretrainings_lie_over_each_other(self, run: Path, tmp_path: Path) -> None:
+    def test_pretrainings_lie_over_each_other(self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other = write_run(tmp_path / "other", [training(10, loss=5.0), {"event": "stop", "step": 10, "message": "x"}])
         page = draw(run, other)
         charts = charts_of(page)
@@ -259,6 +259,10 @@ class TestPage:
         assert [row[:3] for row in tables["Events"][1:]] == [["other", "stop", "10"], ["mini", "restart", "23"]]
         assert 'class="event"' not in page.html, "no line would show whose event it is"
         assert report.summary([run, other]).splitlines()[1].split()[:4] == ["mini", "not", "finished", "at"]
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "60")
+        narrow = report.summary([run, other]).splitlines()
+        assert narrow[:2] == ["mini", "  state             not finished at step 30 of 60"]
 
     def test_fine_tunings_have_their_scores_side_by_side(self, tmp_path: Path) -> None:
         """Two tasks scored by the same metric, each from pretrained weights (two seeds) and from random ones."""

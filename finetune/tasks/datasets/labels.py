@@ -1,6 +1,5 @@
 """Labels in files: a class name, a set of label names, or a value."""
 
-import difflib
 import itertools
 import json
 import math
@@ -11,6 +10,7 @@ from finetune.tasks.datasets.annotations import UNLABELED, Missing
 from finetune.tasks.datasets.surrogates import check_whole
 from finetune.tasks.datasets.table import listed
 from pretrain.common.errors import InputError
+from pretrain.common.wording import nearest
 
 Problem = Literal["single_label", "multi_label", "regression"]
 
@@ -180,6 +180,6 @@ def _value(cell: Any, where: str) -> float:
 def _renamed(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
-    near = difflib.get_close_matches(value, names, n=1)
+    near = nearest(value, names)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(names)}."
     raise InputError(f"{where}: label {shown(value)} is not in the training set or `labels`; {hint}")
