@@ -238,7 +238,8 @@ def summary(config: FinetuneConfig) -> str:
     """The scores, and where the model is."""
     saved = load_saved(config.folder)
     try:
-        details = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))["details"]
+        known = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))
+        details, step = known["details"], known["step"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{config.folder / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
     task = config.make_task(saved.state)
@@ -247,17 +248,18 @@ def summary(config: FinetuneConfig) -> str:
         for name, scores in saved.scores.items()
         for line in result_lines(task, name, scores, details.get(name, {}))
     ]
-    lines += course_lines(read_records(config.folder), task.metric)
+    lines += course_lines(read_records(config.folder), task.metric, step)
     lines.append(f"{config.folder / MODEL}: finished.")
     return "\n".join(lines)
 
 
-def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
+def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int) -> list[str]:
     """The score of the frozen linear model, and warnings if training did not improve on it or ended too soon.
 
     Args:
         records: of the run's metrics.jsonl.
         metric: the score that chose the checkpoint.
+        step: that of the checkpoint.
     """
     scored = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
@@ -266,9 +268,10 @@ def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]
         frozen, best = scored[0][metric], max(record[metric] for record in scored)
         lines.append(f"frozen linear model, before training: {metric} {frozen:.4f}")
         if best <= frozen:
+            kept = f"step {step:,} was kept for its lower held-out loss" if step else "the linear model was kept"
             lines.append(
-                "  warning: training did not improve on it, so the linear model was kept. Lower "
-                "training.learning_rate, or train on more examples."
+                f"  warning: training did not improve on it, and {kept}. Lower training.learning_rate, or train on "
+                "more examples."
             )
     tail = max(2, len(losses) // 5)
     if len(losses) >= 3 * tail:
