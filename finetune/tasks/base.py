@@ -94,6 +94,7 @@ class Task(ABC, Generic[E]):
     metric: str  # the score that chooses the checkpoint; higher is better
     outputs: int  # width C of the head's last layer
     labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
+    positive: str = ""  # the class that f1 of two classes is of, if one is named
     summary: str  # what a model of this task does, such as "Finds named entities"
     most_windows: int = 1  # of one example in training
     sample: str | dict[str, str]  # a record that `example` takes: a text, or an object of text, pair, question, context

@@ -22,7 +22,7 @@ from pretrain.common.files import MANIFEST
 from pretrain.common.records import read_records
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.common.settings import load_recorded
-from pretrain.common.wording import counted
+from pretrain.common.wording import counted, score_title
 from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
@@ -39,6 +39,7 @@ class FinetunePlan:
     tokens: int  # of all training examples; 0 if they are not tokenized before the training
     held_out: dict[str, int]  # examples of each held-out set
     labels: tuple[str, ...]
+    positive: str  # the class that f1 of two classes is of
     steps: int
     short: bool  # as `is_short`
     key_mapping: str  # where each tensor of the checkpoint goes, as lines
@@ -122,6 +123,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
         tokens=tokens,
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
+        positive=task.positive,
         steps=config.filled(released.model.hidden, units).total_steps(units),
         short=is_short(config, task, examples, encoder, released.model),
         key_mapping="\n".join(
@@ -205,7 +207,8 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
         f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:
-        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}")
+        of = f"; f1 is that of {plan.positive}" if plan.positive and len(plan.labels) == 2 else ""
+        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}{of}")
     lines += [f"  note: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
     return "\n".join(lines)
 
@@ -248,25 +251,26 @@ def summary(config: FinetuneConfig) -> str:
         for name, scores in saved.scores.items()
         for line in result_lines(task, name, scores, details.get(name, {}))
     ]
-    lines += course_lines(read_records(config.folder), task.metric, step)
+    lines += course_lines(read_records(config.folder), task.metric, step, task.positive)
     lines.append(f"{config.folder / MODEL}: finished.")
     return "\n".join(lines)
 
 
-def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int) -> list[str]:
+def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
     """The score of the frozen linear model, and warnings if training did not improve on it or ended too soon.
 
     Args:
         records: of the run's metrics.jsonl.
         metric: the score that chose the checkpoint.
         step: that of the checkpoint.
+        positive: the class that f1 is of.
     """
     scored = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
     lines = []
     if scored and scored[0]["step"] == 0:
         frozen, best = scored[0][metric], max(record[metric] for record in scored)
-        lines.append(f"frozen linear model, before training: {metric} {frozen:.4f}")
+        lines.append(f"frozen linear model, before training: {score_title(metric, positive)} {frozen:.4f}")
         if best <= frozen:
             kept = f"step {step:,} was kept for its lower held-out loss" if step else "the linear model was kept"
             lines.append(

@@ -23,7 +23,7 @@ from finetune.training.rows import write_rows
 from pretrain.common.errors import InputError, of_another_version
 from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
 from pretrain.common.run_files import SCORES
-from pretrain.common.wording import shown_scores
+from pretrain.common.wording import score_title, shown_scores
 from pretrain.storage.runs import fetched_model
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ def prediction_rows(
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
     """The scores of the set `name` for the terminal, and a warning of what is suspicious in its `details`."""
     remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
-    line = ", ".join(f"{key} {value:.4f}" for key, value in shown_scores(scores, task.metric).items())
+    shown = shown_scores(scores, task.metric).items()
+    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}" for key, value in shown)
     return [f"{name}: {line}", *remarks]
 
 

@@ -23,6 +23,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"did you mean {nearest[0]}?" if nearest else ""
 
 
+def score_title(name: str, positive: str) -> str:
+    """The name of a score for people: beside f1 of two classes stands the `positive` one, "f1 (fraud)"."""
+    return f"{name} ({positive})" if positive and name in ("f1", "accuracy_and_f1") else name
+
+
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:
     """The scores of a set without repetition: of single labels, micro F1 is the accuracy.
 

@@ -102,7 +102,7 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path, monk
     found = [scores(work / f"runs/tiny/seed-{seed}") for seed in (0, 1)]
     made = [(work / f"runs/tiny/seed-{seed}/predictions/dev.jsonl").read_text() for seed in (0, 1)]
     assert made[0] != made[1], "the seeds did not differ"
-    for name in ("accuracy", "f1"):
+    for name in ("accuracy", "macro_f1"):
         values = [one[name] for one in found]
         mean, deviation = statistics.mean(values), statistics.stdev(values)
         expected = {"runs": 2, "mean": mean, "deviation": deviation, "least": min(values), "most": max(values)}
@@ -546,12 +546,12 @@ def test_tables_put_the_best_first_and_name_configs_and_failures() -> None:
 
 
 def test_seeds_have_a_row_for_every_score() -> None:
-    outcome = Outcome("f1", {"dev": {"loss": 1.0, "f1": 0.5}, "test": {"f1": 0.25}}, chosen_on="dev")
+    outcome = Outcome("f1", {"dev": {"loss": 1.0, "f1": 0.5}, "test": {"f1": 0.25}}, chosen_on="dev", positive="yes")
     (_, *rows) = rows_of([given([GridPoint({})] * 2, [outcome, outcome])])
     assert rows == [
-        "dev f1 0.5000 0.0000 0.5000 0.5000",
+        "dev f1 (yes) 0.5000 0.0000 0.5000 0.5000",
         "dev loss 1.0000 0.0000 1.0000 1.0000",
-        "test f1 0.2500 0.0000 0.2500 0.2500",
+        "test f1 (yes) 0.2500 0.0000 0.2500 0.2500",
     ]
 
 

@@ -36,6 +36,7 @@ from finetune.tasks.datasets.windows import cut_pairs
 from finetune.tasks.entities import EntitiesSettings
 from finetune.tasks.questions import QuestionsSettings
 from finetune.training.config import FinetuneConfig, load_config
+from finetune.training.saved import result_lines
 from pretrain.common.settings import load
 from tests.tasks.refusals import refused
 
@@ -483,6 +484,7 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings("a", ["b"]), None, {}, "train.jsonl:2: label is ['b']"),
         (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is not a label; known: a, b"),
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
+        (sayings("a", "b"), None, {"metric": "f1"}, "train.jsonl has 'a' and 'b'. Set classification.positive"),
         ([{"text": None, "label": "a"}], None, AB, "train.jsonl:1: the text is empty, not text"),
         ([{"text": 7, "label": "a"}], None, AB, "train.jsonl:1: the text is 7, not text"),
         ([{"text": "x\ud83d", "label": "a"}], None, AB, "1: the text has half of a surrogate pair at character 1 ("),
@@ -803,17 +805,20 @@ def predicted(*labels: str) -> list[dict[str, Any]]:
 
 
 def test_scores_and_details_of_two_classes(write: Callable[..., str]) -> None:
-    two = two_classes()
+    two = two_classes(positive="b")
     examples = [*some(3, "a"), *some(2, "b")]
     made = predicted("a", "b", "a", "b", "a")
     true, found = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
     scores = two.score(examples, made)
     assert scores["f1"] == pytest.approx(sklearn.metrics.f1_score(true, found, pos_label=1))
     assert two_classes(positive="a").score(examples, made)["f1"] == pytest.approx(2 / 3)
+    assert not {"f1", "accuracy_and_f1"} & two_classes().score(examples, made).keys(), "which class is not said"
+    assert result_lines(two, "dev", scores, {})[0].endswith("f1 (b) 0.5000, accuracy_and_f1 (b) 0.5500")
     assert scores["accuracy"] == 0.6
     assert scores["matthews"] == pytest.approx(sklearn.metrics.matthews_corrcoef(true, found))
     assert two.metric in scores
     details = two.details(examples, made)
+    assert (details["positive"], two_classes().details(examples, made).get("positive")) == ("b", None)
     assert details["confusion"] == {"labels": ["a", "b"], "counts": [[2, 1], [1, 1]]}
     assert details["by_type"]["b"] == {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
     json.dumps(details)

@@ -24,7 +24,7 @@ class Outputs:
 
     problem: Problem
     names: tuple[str, ...]  # C labels; none for a regression
-    positive: str  # the class for which f1 is computed, if there are two
+    positive: str  # the class for which f1 is computed, if there are two; "" computes none
     threshold: float  # multi_label: least probability of a label
 
     def true(self, labels: Sequence[Label | None]) -> np.ndarray:
@@ -73,7 +73,7 @@ class Outputs:
             return {name: score(true, predicted) for name, score in metrics.LABEL_SCORES.items()}
         matrix = metrics.confusion(true, predicted, len(self.names))
         scores = {name: score(matrix) for name, score in metrics.CLASS_SCORES.items()}
-        if len(self.names) == 2:
+        if self._has_f1:
             scores["f1"] = float(metrics.class_counts(matrix).f1[self.names.index(self.positive)])
             scores["accuracy_and_f1"] = (scores["accuracy"] + scores["f1"]) / 2
         return scores
@@ -93,7 +93,12 @@ class Outputs:
         return {
             "confusion": {"labels": list(self.names), "counts": matrix.tolist()},
             "by_type": self._by_type(metrics.class_counts(matrix)),
+            **({"positive": self.positive} if self._has_f1 else {}),
         }
+
+    @property
+    def _has_f1(self) -> bool:
+        return len(self.names) == 2 and bool(self.positive)
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
         """multi_label: the threshold, one for all labels, with the best `metric`; ties go to the one nearest to 0.5."""

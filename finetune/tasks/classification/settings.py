@@ -103,7 +103,7 @@ class ClassificationSettings(Section):
         description="Training sees at most this many windows of a text, spread evenly; predictions see all.",
     )
     positive: str = Field(
-        default="", description="Class for which f1 is computed, if there are two classes. Empty: the last label."
+        default="", description="Of two classes, the one to find: f1 is its f1. Empty: no f1, but for GLUE's tasks."
     )
     threshold: float = Field(
         default=0.0,

@@ -42,7 +42,6 @@ class ExampleSource:
 
     Args:
         problem: which kind of label examples have.
-        metric: the score that chooses the checkpoint, which must fit the labels.
         state: what `state()` of the trained model returned.
     """
 
@@ -50,10 +49,9 @@ class ExampleSource:
         self,
         settings: ClassificationSettings,
         problem: Problem,
-        metric: str,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._settings, self._metric = settings, metric
+        self._settings = settings
         self._problem: Problem = problem
         self._class_weights: np.ndarray | None = None
         self.tables = TableSource(settings)
@@ -284,8 +282,13 @@ class ExampleSource:
             raise InputError(
                 f"classification.positive: {self._settings.positive!r} is not a label; known: {listed(labels)}."
             )
-        if self._metric == "f1" and len(labels) != 2:
+        if self._settings.metric == "f1" and len(labels) != 2:
             raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
+        if self._settings.metric == "f1" and not (self._settings.positive or self._settings.glue):
+            raise InputError(
+                f"classification.metric: f1 is of one class, and {source} has {labels[0]!r} and {labels[1]!r}. Set "
+                "classification.positive to the one to find, or use macro_f1."
+            )
 
     def _balanced(self, examples: Sequence[Example]) -> np.ndarray:
         """float64 [C]: sklearn's compute_class_weight("balanced") over the classes that occur; 1 for the others."""

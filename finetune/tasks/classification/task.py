@@ -47,8 +47,10 @@ class Classification(Task[Example]):
             self._glue.metric if self._glue else SCORES[self.problem][0]
         )
         self.most_windows: int = settings.max_windows
+        own = self._glue if self._glue and "f1" in self._glue.scores else None
+        self.positive = settings.positive or (list(own.labels.values())[-1] if own else "")
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
-        self._source = ExampleSource(settings, self.problem, self.metric, state)
+        self._source = ExampleSource(settings, self.problem, state)
 
     # ------------------------------------------------------------ the outputs
 
@@ -65,11 +67,6 @@ class Classification(Task[Example]):
     def takes_pairs(self) -> bool:
         """Whether an example is a pair of texts."""
         return self._source.tables.pair_column is not None
-
-    @property
-    def positive(self) -> str:
-        """The class for which f1 is computed if there are two classes; "" otherwise."""
-        return self.settings.positive or (self.labels[-1] if self.labels else "")
 
     def state(self) -> dict[str, Any]:
         return {
