@@ -145,6 +145,15 @@ class Task(ABC, Generic[E]):
     def record(self, example: E) -> dict[str, Any]:
         """The example in a file of predictions: its id and text, and its label as "gold" if it has one."""
 
+    def others(self, example: E) -> Mapping[str, Any]:
+        """The other columns of the example's row in a file, which predictions give back as they are."""
+        return {}
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Key of `record` -> the column in the files that it is read from, where a file has that name for another."""
+        return {}
+
     # ------------------------------------------------------------ the model's input and output
 
     def check(self, encoder: TextEncoder) -> None:

@@ -8,6 +8,7 @@ runs/NAME/predictions/SET.jsonl, and files for the task's official scorers
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pretrain.checkpoint.released import Released
+
+logger = logging.getLogger(__name__)
 
 PREDICTIONS = "predictions"
 FORMAT = 1
@@ -168,11 +171,27 @@ def write_predictions(
 
 
 def prediction_rows(
-    task: Task[Any], examples: Iterable[Any], predictions: Iterable[Mapping[str, Any]]
+    task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """For each example its record, then the prediction."""
-    for example, made in zip(examples, predictions, strict=True):
-        yield {**task.record(example), **made}
+    """For each example the other columns of its file, its record, then the prediction.
+
+    Columns of the file stay as they are. If one has the name of ours, ours gets another name, which a warning says.
+    """
+    theirs = {name for one in examples for name in task.others(one)}
+    rows = [{**task.record(one), **made} for one, made in zip(examples, predictions, strict=True)]
+    ours = dict.fromkeys(name for row in rows for name in row)
+    names: dict[str, str] = {}
+    for name in ours:
+        own = task.columns.get(name)
+        is_free = isinstance(own, str) and name in theirs and own not in {*theirs, *ours}
+        wanted = own if is_free else name
+        while wanted in theirs or wanted in names.values():
+            wanted = f"predicted_{wanted}"
+        names[name] = wanted
+    if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
+        logger.warning("the file has columns of these names, which stay; in the predictions %s", ", ".join(changed))
+    for one, row in zip(examples, rows, strict=True):
+        yield {**task.others(one), **{names[name]: value for name, value in row.items()}}
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:

@@ -183,6 +183,51 @@ def test_gold_that_is_not_a_label_of_the_model_is_skipped(folder, tmp_path, caps
     assert "a.csv:4: label is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_columns_of_a_file_stay_and_ours_get_other_names(folder, tmp_path, capsys, caplog, suffix) -> None:
+    theirs = {name: f"their {name}" for name in ("text", "pair", "gold", "label", "scores", "predicted_label", "id2")}
+    row, path, out = (
+        {"one": "the film", "two": "the book", **theirs},
+        tmp_path / f"a.{suffix}",
+        tmp_path / f"b.{suffix}",
+    )
+    write_rows(path, [row, {**row, "one": "good"}])
+    assert predict(folder / "pairs", path, "--out", out) == 0
+    made = pq.read_table(out).to_pylist() if suffix == "parquet" else None
+    made = made or (read_lines(out) if suffix == "jsonl" else list(csv.DictReader(out.open())))
+    assert [{name: one[name] for name in row} for one in made] == [row, {**row, "one": "good"}]
+    expected = {*row, "predicted_predicted_label", "score", "predicted_scores"}
+    assert set(made[0]) == expected
+    assert (
+        caplog.text.count("which stay; in the predictions text is one, pair is two, label is predicted_predicted_") == 1
+    )
+    capsys.readouterr()
+    assert predict(folder / "pairs", path) == 0
+    assert set(output(capsys)[0]) == expected
+    write_rows(path, [{**row, "same": "1", "score": "9"}])
+    assert evaluate(folder / "pairs", path, "--out", tmp_path) == 0
+    (made,) = read_lines(tmp_path / "predictions/a.jsonl")
+    assert {name: made[name] for name in row} == row
+    assert (made["same"], made["score"], made["predicted_score"]) == ("1", "9", pytest.approx(0.5, abs=0.5))
+
+
+def test_columns_of_equal_names_stay_both(folder, tmp_path, capsys) -> None:
+    path = write_csv(tmp_path / "a.csv", ["note", "text", "note"], [["x", "good", "y"]])
+    assert predict(folder / "reviews", path) == 0
+    (made,) = output(capsys)
+    assert (made["note"], made["note.2"], made["text"]) == ("x", "y", "good")
+
+
+def test_a_column_of_labels_that_the_model_does_not_know_stays(folder, tmp_path, capsys) -> None:
+    rows = [{"text": "good", "label": "positive"}, {"text": "bad", "label": "my note", "note": ["half \ud83d"]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert predict(folder / "reviews", tmp_path / "a.jsonl") == 0
+    made = output(capsys)
+    assert [(one["label"], one.get("gold")) for one in made] == [("positive", "positive"), ("my note", None)]
+    assert {one["predicted_label"] for one in made} <= {"positive", "negative"}
+    assert made[1]["note"] == ["half \N{REPLACEMENT CHARACTER}"]
+
+
 @pytest.mark.parametrize(
     ("model", "name", "message"),
     [

@@ -15,7 +15,7 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, shown, without_vectors
-from finetune.tasks.datasets.surrogates import check_id, check_whole
+from finetune.tasks.datasets.surrogates import check_id, check_whole, without_surrogates
 from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
@@ -145,7 +145,10 @@ class ExampleSource:
         Without `labeled`, labels that are unknown are left out, with a warning in the log.
         """
         table = self.tables.read_file(path, labeled=labeled)
-        return self._examples(table, None if labeled else self._known_labels(table))
+        if labeled:
+            return self._examples(table)
+        raw = self._known_labels(table)
+        return self._examples(self.tables.with_unknown(table, raw), raw)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         """From plain text, or from a record with `text` and `pair` or with the columns' names."""
@@ -229,7 +232,7 @@ class ExampleSource:
             text = _text(text, where, "the text")
             check_id(ids[row], where)
             identity = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
-            others = table.others[row] if table.others else None
+            others = without_surrogates(table.others[row]) if table.others else None
             examples.append(Example(text, pair, renamed(label, self.names, where), where, identity, others))
         if warn:
             _log(checks.empty_texts(table))

@@ -1,6 +1,6 @@
 """The tables of labeled texts of a config: GLUE's folders, data sets or files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -59,7 +59,7 @@ class TableSource:
         the label may be missing, texts may be in columns `text` and `pair`, and `.txt` holds one text per line.
         """
         settings, place = self._settings, Path(path).expanduser()
-        keys = self._keys()
+        keys = self.keys
         if place.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
             table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
@@ -78,6 +78,14 @@ class TableSource:
         aliases = {} if labeled else {keys[name]: name for name in ("text", "pair") if name in keys}
         table = self._read_table(place, layout, labeled=labeled, aliases=aliases, others=True)
         return self._named(table)
+
+    def with_unknown(self, table: Table, labels: Sequence[Any]) -> Table:
+        """`table` with its column of labels among the `others`, too, if a cell of it is not a label of the model."""
+        name, cells = self.keys.get("label"), table.columns.get("label", [])
+        unknown = [cell for cell, label in zip(cells, labels, strict=False) if label is None and cell not in (None, "")]
+        if not unknown or not table.others or not isinstance(name, str):
+            return table
+        return replace(table, others=[{**one, name: cell} for one, cell in zip(table.others, cells, strict=True)])
 
     def _formless(self, path: str) -> str:
         known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
@@ -114,7 +122,7 @@ class TableSource:
         return self._named(
             read_dataset(
                 settings.dataset,
-                [*self._keys().values()],
+                [*self.keys.values()],
                 subset=settings.subset,
                 split=named or "train",
                 revision=settings.revision,
@@ -132,7 +140,7 @@ class TableSource:
         aliases: Mapping[Key, str] = MappingProxyType({}),
         others: bool = False,
     ) -> Table:
-        keys, optional = [*self._keys().values()], self._optional(labeled=labeled)
+        keys, optional = [*self.keys.values()], self._optional(labeled=labeled)
         spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
         return tables.read_table(
             path, keys, layout=layout, optional=optional, aliases=aliases, others=others, spare=spare
@@ -140,12 +148,13 @@ class TableSource:
 
     def _optional(self, *, labeled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""
-        keys = self._keys()
+        keys = self.keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
         return [key for name, key in keys.items() if name.partition(":")[0] in optional and key not in required]
 
-    def _keys(self) -> dict[str, Key]:
+    @property
+    def keys(self) -> dict[str, Key]:
         """Our names of the columns -> those in the files. Those of `label_columns` are label:0, label:1, ..."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
@@ -159,7 +168,7 @@ class TableSource:
 
     def _named(self, table: Table) -> Table:
         """`table` with our names of the columns and of GLUE's labels."""
-        keys = self._keys()
+        keys = self.keys
         columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
         if self._glue and "label" in columns:
             columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]

@@ -109,13 +109,17 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known.
-
-        In front are the other columns of a file to predict.
-        """
+        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known."""
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
-        return {**(example.others or {}), **{key: value for key, value in record.items() if value is not None}}
+        return {key: value for key, value in record.items() if value is not None}
+
+    def others(self, example: Example) -> Mapping[str, Any]:
+        return example.others or {}
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        return {"gold" if name == "label" else name: key for name, key in self._source.tables.keys.items()}
 
     def first_value(self, examples: Sequence[Example]) -> float:
         return float(self._true(examples).mean())
