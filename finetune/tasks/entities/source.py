@@ -86,13 +86,15 @@ class SentenceSource:
             )
         return part
 
-    def read(self, path: str, *, labeled: bool, texts: bool = False) -> list[Sentence]:
-        """Another file; `texts`: a .txt may hold one text per line."""
+    def read(self, path: str, *, labeled: bool, texts: bool = False, foreign: bool = False) -> list[Sentence]:
+        """Another file. `texts`: a .txt may hold one text per line; `foreign`: it may have types of its own."""
         if not self._is_trained:
             self.read_train()
-        return self._read(path, labeled=labeled, texts=texts)
+        return self._read(path, labeled=labeled, texts=texts, foreign=foreign)
 
-    def _read(self, path: str, *, labeled: bool, is_train: bool = False, texts: bool = False) -> list[Sentence]:
+    def _read(
+        self, path: str, *, labeled: bool, is_train: bool = False, texts: bool = False, foreign: bool = False
+    ) -> list[Sentence]:
         remarks, settings = Remarks(), self._settings
         sentences = read_sentences(
             path,
@@ -108,7 +110,7 @@ class SentenceSource:
         if settings.document_context:
             _check_documents(sentences, remarks)
         if sentences[0].tags is not None:
-            sentences = self._with_iob2(sentences, remarks, is_train=is_train)
+            sentences = self._with_iob2(sentences, remarks, is_train=is_train, foreign=foreign)
         elif labeled:
             raise InputError(
                 f'{sentences[0].where()}: no labels. Give columns of words and tags, or records with "tags" or '
@@ -119,13 +121,15 @@ class SentenceSource:
             logger.warning(line)
         return sentences
 
-    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, *, is_train: bool) -> list[Sentence]:
+    def _with_iob2(
+        self, sentences: list[Sentence], remarks: Remarks, *, is_train: bool, foreign: bool
+    ) -> list[Sentence]:
         """`sentences` with IOB2 tags in place of those of the files' scheme."""
         tags = _read_tags(sentences)
         scheme = self._scheme_of(sentences, tags, is_train=is_train)
         if is_train:
             self._learn_types(sentences, tags)
-        self._check_types(sentences, tags)
+        self._check_types(sentences, tags, remarks if foreign else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")
         names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
@@ -153,11 +157,19 @@ class SentenceSource:
         if not self.types:
             self.types = tuple(sorted(tags.names))
 
-    def _check_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
+    def _check_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences, remarks: Remarks | None) -> None:
+        """Refuse types that the model does not know, or add them to the `remarks`."""
         unknown = np.array([name not in self.types for name in tags.names] + [False])
         if not unknown.any():
             return
         word = int(np.flatnonzero(unknown[tags.types])[0])
+        if remarks is not None:
+            names = ", ".join(name for name in tags.names if name not in self.types)
+            what = (
+                f"the model does not know these types: {names}; they stay as gold, and scores count them as not found"
+            )
+            remarks.add(what, _place(sentences, tags, word))
+            return
         raise InputError(
             f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
             f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "
