@@ -1,12 +1,12 @@
 """Several fine-tunings: configs, grids of settings and seeds."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import Grid, GridPoint, check_effect, expand
+from finetune.experiments.grid import Grid, GridPoint, around, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import (
     count_line,
@@ -30,12 +30,16 @@ from pretrain.common.wording import counted
 
 BEST = "best.yaml"
 
+Plans = dict[tuple[str, int], runs.FinetunePlan]
+"""The plans of configs, by their windows and micro-batches."""
+
 
 def run_sweep(
     paths: Sequence[Path],
     overrides: Sequence[str],
     grid: Grid,
     *,
+    auto: bool = False,
     seeds: int = 1,
     parallel: int = 0,
     keep: str = "best",
@@ -48,16 +52,18 @@ def run_sweep(
     Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 
     Args:
+        auto: also over `grid.around` each config, where `grid` does not name these settings.
         keep: "best" keeps the model of each config's best run only, "all" those of all runs.
         submission: folder for gluebenchmark.com's files, from each GLUE task's best run.
 
     Raises what `trials.run_all` raises, `StoppedError` on a signal, at the end an error if runs failed, and
     `InputError` if settings are to be compared without a held-out set.
     """
-    members = _read(paths, overrides, expand(grid), seeds)
+    plans: Plans = {}
+    members = _read(paths, overrides, seeds, lambda config: _points(config, grid, plans if auto else None))
     configs = list({trial.base.folder: trial.base for trial in members}.values())
     for config in configs:
-        plan = _plan([trial for trial in members if trial.base is config])
+        plan = _plan([trial for trial in members if trial.base is config], plans)
         describe = runs.describe_start(config, plan)
         print(runs.describe(config, plan, show_config=show_config) if dry_run else describe)
     if dry_run:
@@ -95,34 +101,53 @@ def sweep_trials(
     return trials
 
 
-def _read(paths: Sequence[Path], overrides: Sequence[str], points: Sequence[GridPoint], seeds: int) -> list[Trial]:
+def _points(config: FinetuneConfig, grid: Grid, plans: Plans | None) -> list[GridPoint]:
+    """The points of `grid`; with `plans` also those around the config."""
+    if plans is None:
+        return expand(grid)
+    plan = _planned(config, plans)
+    return expand({**around(config.filled(plan.model.hidden, plan.units).training), **grid})
+
+
+def _read(
+    paths: Sequence[Path],
+    overrides: Sequence[str],
+    seeds: int,
+    points: Callable[[FinetuneConfig], Sequence[GridPoint]],
+) -> list[Trial]:
     """The trials of all configs."""
     members: list[Trial] = []
     for path in paths:
         config = load_config(path, overrides, imports=True)
         if any(trial.base.folder == config.folder for trial in members):
             raise InputError(f"{path}: another of the configs has the run folder {config.folder}, too. Rename one.")
-        trials = sweep_trials(config, path, overrides, points, seeds)
+        trials = sweep_trials(config, path, overrides, points(config), seeds)
         prefix = f"{config.name}, " if len(paths) > 1 else ""
         members += [replace(trial, label=prefix + trial.label) for trial in trials]
     return members
 
 
-def _plan(trials: Sequence[Trial]) -> runs.FinetunePlan:
-    """The plan of a config's first trial, after all are checked. Data are read once for those with the same windows.
+def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
+    """The plan of a config's first trial, after all are checked.
 
     Raises what `runs.plan` raises, and `InputError` without a held-out set, which chooses the best settings.
     """
-    made: dict[tuple[str, int], runs.FinetunePlan] = {}
     for config in (trial.config for trial in trials):
-        windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
-        key = windows, config.engine.micro_batch_tokens
-        if key not in made:
-            made[key] = runs.plan(config, alone=True)
-        runs.check_fit(config, made[key].model)
-        if not made[key].held_out and trials[0].point.settings:
+        plan = _planned(config, plans)
+        runs.check_fit(config, plan.model)
+        if not plan.held_out and trials[0].point.settings:
             raise InputError(f"{trials[0].base.name}: no dev set, so the settings cannot be compared. Give one.")
-    return next(iter(made.values()))
+    first, plan = trials[0].config, _planned(trials[0].config, plans)
+    return replace(plan, steps=first.filled(plan.model.hidden, plan.units).total_steps(plan.units))
+
+
+def _planned(config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
+    """The plan of a config. Data are read once for those with the same windows."""
+    windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
+    key = windows, config.engine.micro_batch_tokens
+    if key not in plans:
+        plans[key] = runs.plan(config, alone=True)
+    return plans[key]
 
 
 def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:

@@ -17,10 +17,10 @@ import yaml
 from rich.console import Console
 
 from cluster.workers.trials import trials_that_fit
-from finetune.cli import build_parsers
+from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import GridPoint, expand, parse_grid
+from finetune.experiments.grid import GridPoint, around, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import degenerate
 from finetune.tasks.classification import ClassificationSettings
@@ -274,6 +274,21 @@ def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(wo
         assert again.tracking.group == "tiny"
     first = {key: values[0] for key, values in GRIDS[name].items()}
     assert {key: float(value) for key, value in made[0].point.settings.items()} == pytest.approx(first)
+
+
+def test_the_usual_grid_lies_around_the_config(work: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    base = sweep.load_config(work / "tiny.yaml")
+    given = base.training.model_copy(update={"learning_rate": 1.2e-4, "epochs": 9.6, "steps": 0})
+    rates, epochs = ["6e-05", "0.00012", "0.00024"], ["6.4", "9.6", "13"]
+    assert around(given) == {"training.learning_rate": rates, "training.epochs": epochs}
+    assert around(given.model_copy(update={"steps": 5})) == {"training.learning_rate": rates}
+    chosen = ["--set", "training.learning_rate=0", "--set", "training.epochs=0"]  # by the model and the examples
+    monkeypatch.chdir(work)
+    assert main(["sweep", "tiny.yaml", *chosen, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("learning-rate-0.001-epochs-20/seed-0") == 1, "auto's own"
+    assert "9 runs:" in shown
+    assert "learning-rate-0.002-epochs-27/" in shown
 
 
 def test_axes_are_laid_over_a_grid() -> None:
