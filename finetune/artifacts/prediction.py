@@ -19,7 +19,12 @@ STANDARD_INPUT = "-"
 
 
 def predict(
-    model: Path, source: str, out: Path | None, precision: RequestedPrecision, fields: Mapping[str, str] | None = None
+    model: Path,
+    source: str,
+    out: Path | None,
+    precision: RequestedPrecision,
+    fields: Mapping[str, str] | None = None,
+    threshold: float | None = None,
 ) -> None:
     """Predict, and print JSON Lines or write a file, which is CSV or Parquet if its suffix says so.
 
@@ -31,13 +36,14 @@ def predict(
             the predictions.
         precision: of the arithmetic, as `Predictor` takes it.
         fields: one record's texts by name (text, pair, question, context), instead of `source`.
+        threshold: as `Predictor` takes it.
 
     Raises:
         InputError: there is no model, the input cannot be read, or `out` is the input.
     """
     if out is not None:
         expect_other([out], [source, *model.iterdir()])
-    predictor = Predictor(model, precision=precision)
+    predictor = Predictor(model, precision=precision, threshold=threshold)
     if fields:
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)
         _write(predictor.stream_lines([(1, record)], "record"), out)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import numpy as np
 
 from finetune.tasks.datasets.text import TextEncoder
+from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
@@ -22,8 +23,8 @@ Head = Literal["sequence", "tokens", "spans"]
 Objective = Literal["classes", "labels", "value", "span"]
 """The loss, summed over rows (query positions) times their weights:
 
-    classes  cross-entropy in nats; labels int64 [R]
-    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C]
+    classes  cross-entropy in nats; labels int64 [R], or float32 [R, C], what each class counts
+    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C], the weight of a true one, or 0
     value    squared error; labels float32 [R], one output
     span     mean of the cross-entropies of start and end over the rows of a window; labels uint8 [R, 2] with one
              1 per window and column. The weight of a window is that of its first row.
@@ -177,6 +178,10 @@ class Task(ABC, Generic[E]):
         return 0.0
 
     # ------------------------------------------------------------ scores
+
+    def set_threshold(self, value: float) -> None:
+        """Predict a label from this probability on, in place of that of the training. Raises `InputError`."""
+        raise InputError(f"threshold: a model of {self.kind} has no probability of a label to compare. Leave it out.")
 
     @property
     def tunes(self) -> bool:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_checkpoints import make_bert, write_reviews
 
+import finetune
 from finetune.artifacts import command as commands
 from finetune.artifacts import evaluation
 from finetune.artifacts.predictor import Predictor
@@ -209,6 +210,20 @@ def test_columns_of_a_file_stay_and_ours_get_other_names(folder, tmp_path, capsy
     (made,) = read_lines(tmp_path / "predictions/a.jsonl")
     assert {name: made[name] for name in row} == row
     assert (made["same"], made["score"], made["predicted_score"]) == ("1", "9", pytest.approx(0.5, abs=0.5))
+
+
+def test_a_threshold_is_given_at_prediction_time(folder, tmp_path, capsys) -> None:
+    both = write_reviews(tmp_path)
+    save_untrained(folder, "positive", {"classification": {**both, "positive": "positive"}})
+    for threshold, label in ((0.001, "positive"), (0.999, "negative")):
+        assert predict(folder / "positive", "--text", "a film", "--threshold", threshold) == 0
+        assert output(capsys)[0]["label"] == label
+        assert evaluate(folder / "positive", both["dev"], "--out", tmp_path / "out", "--threshold", threshold) == 0
+        assert "f1 (positive)" in capsys.readouterr().out
+        assert json.loads((tmp_path / "out/metrics.json").read_text())["dev"]["details"]["threshold"] == threshold
+        assert finetune.load(folder / "positive", threshold=threshold)("a film")["label"] == label
+    assert predict(folder / "reviews", "--text", "a", "--threshold", 0.3) == 2
+    assert "threshold: is for several labels, or for two classes one of" in capsys.readouterr().err
 
 
 def test_columns_of_equal_names_stay_both(folder, tmp_path, capsys) -> None:

@@ -25,7 +25,7 @@ class Outputs:
     problem: Problem
     names: tuple[str, ...]  # C labels; none for a regression
     positive: str  # the class for which f1 is computed, if there are two; "" computes none
-    threshold: float  # multi_label: least probability of a label
+    threshold: float  # least probability of a label, or of the positive one of two classes
 
     def true(self, labels: Sequence[Label | None]) -> np.ndarray:
         """True labels as an array, see the class; zeros for missing ones."""
@@ -54,14 +54,17 @@ class Outputs:
             return [self._set(probabilities) for probabilities in probabilities_NC.tolist()]
         probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
         probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
-        best_N = logits_NC.argmax(1).tolist()
+        best_N = logits_NC.argmax(1)
+        if self._has_f1 and self.threshold != THRESHOLD:
+            positive = self.names.index(self.positive)
+            best_N = np.where(probabilities_NC[:, positive] >= self.threshold, positive, 1 - positive)
         return [
             {
                 "label": self.names[best],
                 "score": probabilities[best],
                 "scores": dict(zip(self.names, probabilities, strict=True)),
             }
-            for best, probabilities in zip(best_N, probabilities_NC.tolist(), strict=True)
+            for best, probabilities in zip(best_N.tolist(), probabilities_NC.tolist(), strict=True)
         ]
 
     def scores(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
@@ -93,7 +96,7 @@ class Outputs:
         return {
             "confusion": {"labels": list(self.names), "counts": matrix.tolist()},
             "by_type": self._by_type(metrics.class_counts(matrix)),
-            **({"positive": self.positive} if self._has_f1 else {}),
+            **({"positive": self.positive, "threshold": float(self.threshold)} if self._has_f1 else {}),
         }
 
     @property

@@ -75,7 +75,10 @@ class ExampleSource:
 
     @property
     def class_weights(self) -> np.ndarray:
-        """float64 [C]: weights that balance the classes of the training set."""
+        """float64 [C]: weights of the classes or labels in training, given or those that balance the training set."""
+        given = self._settings.class_weights
+        if given != "balanced":
+            return np.array([1.0 if given == "none" else given.get(name, 1.0) for name in self.names.values()])
         if self._class_weights is None:
             self.read_train()
         assert self._class_weights is not None
@@ -285,6 +288,9 @@ class ExampleSource:
             raise InputError(
                 f"classification.positive: {self._settings.positive!r} is not a label; known: {listed(labels)}."
             )
+        for name in self._settings.class_weights if isinstance(self._settings.class_weights, dict) else ():
+            if name not in labels:
+                raise InputError(f"classification.class_weights: {name!r} is not a label; known: {listed(labels)}.")
         if self._settings.metric == "f1" and len(labels) != 2:
             raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
         if self._settings.metric == "f1" and not (self._settings.positive or self._settings.glue):

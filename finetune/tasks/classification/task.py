@@ -49,6 +49,7 @@ class Classification(Task[Example]):
         self.most_windows: int = settings.max_windows
         own = self._glue if self._glue and "f1" in self._glue.scores else None
         self.positive = settings.positive or (list(own.labels.values())[-1] if own else "")
+        # Least probability of a label, or of the positive one of two classes.
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem, state)
 
@@ -74,6 +75,17 @@ class Classification(Task[Example]):
             "values": list(self._source.names),
             "threshold": float(self.threshold),
         }
+
+    def set_threshold(self, value: float) -> None:
+        two = self.problem == "single_label" and len(self.labels) == 2 and bool(self.positive)
+        if self.problem != "multi_label" and not two:
+            raise InputError(
+                "threshold: is for several labels, or for two classes one of which classification.positive names. "
+                "Leave it out."
+            )
+        if not 0 < value < 1:
+            raise InputError(f"threshold: {value:g}; expected a probability above 0 and below 1.")
+        self.threshold = value
 
     # ------------------------------------------------------------ for people
 
@@ -192,12 +204,11 @@ class Classification(Task[Example]):
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
         example, framed = self._cut(examples, encoder, thin=training)
-        labels = self._true(examples)
-        weights = 1 / np.bincount(example, minlength=len(examples))[example]
-        if training and self.settings.class_weights == "balanced":
-            weights *= self._source.class_weights[labels[example]]
-        if self.problem != "single_label":
-            labels = labels.astype(np.float32)
+        labels, weights = self._true(examples), 1 / np.bincount(example, minlength=len(examples))[example]
+        weights_C = self._source.class_weights if training else np.ones(self.outputs)
+        if self.problem == "single_label":
+            weights *= weights_C[labels[example]]
+        labels = self._targets(labels, weights_C, self.settings.label_smoothing if training else 0.0)
         return Windows(
             ids=framed.ids,
             types=framed.types,
@@ -208,6 +219,16 @@ class Classification(Task[Example]):
             weights=weights.astype(np.float32),
             extra={},
         )
+
+    def _targets(self, labels: np.ndarray, weights_C: np.ndarray, smoothing: float) -> np.ndarray:
+        """True labels as `Objective` has them, with the weights of torch's CrossEntropyLoss and BCEWithLogitsLoss."""
+        if self.problem == "multi_label":
+            return (labels * weights_C).astype(np.float32)
+        if self.problem == "regression" or not smoothing:
+            return labels.astype(np.float32 if self.problem == "regression" else np.int64)
+        # The weight of an example has that of its class already.
+        others_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
+        return ((1 - smoothing) * np.eye(self.outputs)[labels] + others_NC).astype(np.float32)
 
     def _cut(
         self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool
