@@ -491,7 +491,7 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
             sayings("a", "b"),
             None,
             {"class_weights": {"c": 2}},
-            "classification.class_weights: 'c' is not a label; known",
+            "class_weights: 'c' is not a label; known: a, b",
         ),
         (sayings("a", "b"), None, {"metric": "f1"}, "train.jsonl has 'a' and 'b'. Set classification.positive"),
         ([{"text": None, "label": "a"}], None, AB, "train.jsonl:1: the text is empty, not text"),
@@ -698,8 +698,12 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
 
 @pytest.mark.parametrize(
     ("problem", "smoothing", "weights"),
-    [("single_label", 0.1, {"a": 20, "c": 0.5}), ("single_label", 0.3, None), ("single_label", 0.0, {"b": 3})]
-    + [("multi_label", 0.0, {"a": 20, "c": 0.5})],
+    [
+        ("single_label", 0.1, {"a": 20, "c": 0.5}),
+        ("single_label", 0.3, None),
+        ("single_label", 0.0, {"b": 3}),
+        ("multi_label", 0.0, {"a": 20, "c": 0.5}),
+    ],
 )
 def test_weights_and_smoothing_are_torchs(tokenizer: Tokenizer, problem, smoothing, weights) -> None:
     labels = ["c", "a", "b", "c", "a"] if problem == "single_label" else [("c",), ("a", "b"), (), ("c", "a"), ("b",)]
