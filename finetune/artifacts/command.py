@@ -33,7 +33,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from pretrain.common.thread_waits import sleeping_when_crowded
 
     with sleeping_when_crowded():
-        print(evaluate(arguments.model, arguments.file, arguments.out, arguments.precision, arguments.threshold))
+        print(evaluate(arguments.model, arguments.file, arguments.out, **_options(arguments)))
 
 
 def _predict(arguments: argparse.Namespace) -> None:
@@ -46,7 +46,11 @@ def _predict(arguments: argparse.Namespace) -> None:
     folder = model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.prediction import predict
 
-    predict(folder, source, arguments.out, arguments.precision, fields, arguments.threshold)
+    predict(folder, source, arguments.out, fields, **_options(arguments))
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("precision", "threshold")}
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -69,14 +69,12 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
 
 def around(training: TrainingConfig) -> dict[str, list[str]]:
     """Learning rates and epochs around those of a config without gaps (`FinetuneConfig.filled`), which are in it."""
-    factors = {"training.learning_rate": (0.5, 1.0, 2.0), "training.epochs": (2 / 3, 1.0, 4 / 3)}
-    if training.steps:
-        del factors["training.epochs"]
-    centers = {name: getattr(training, name.partition(".")[2]) for name in factors}
-    return {
-        name: [f"{centers[name]:g}" if factor == 1 else f"{centers[name] * factor:.2g}" for factor in those]
-        for name, those in factors.items()
-    }
+
+    def near(value: float, low: float, high: float) -> list[str]:
+        return [f"{value * low:.2g}", f"{value:g}", f"{value * high:.2g}"]
+
+    rates = {"training.learning_rate": near(training.learning_rate, 0.5, 2)}
+    return rates if training.steps else {**rates, "training.epochs": near(training.epochs, 2 / 3, 4 / 3)}
 
 
 def check_effect(config: FinetuneConfig, point: GridPoint) -> None:

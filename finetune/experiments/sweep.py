@@ -1,7 +1,7 @@
 """Several fine-tunings: configs, grids of settings and seeds."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +30,7 @@ from pretrain.common.wording import counted
 
 BEST = "best.yaml"
 
-Plans = dict[tuple[str, int], runs.FinetunePlan]
-"""The plans of configs, by their windows and micro-batches."""
+Plans = dict[str, runs.FinetunePlan]  # by the settings of their windows
 
 
 def run_sweep(
@@ -60,7 +59,7 @@ def run_sweep(
     `InputError` if settings are to be compared without a held-out set.
     """
     plans: Plans = {}
-    members = _read(paths, overrides, seeds, lambda config: _points(config, grid, plans if auto else None))
+    members = _read(paths, overrides, grid, seeds, plans if auto else None)
     configs = list({trial.base.folder: trial.base for trial in members}.values())
     for config in configs:
         plan = _plan([trial for trial in members if trial.base is config], plans)
@@ -101,27 +100,16 @@ def sweep_trials(
     return trials
 
 
-def _points(config: FinetuneConfig, grid: Grid, plans: Plans | None) -> list[GridPoint]:
-    """The points of `grid`; with `plans` also those around the config."""
-    if plans is None:
-        return expand(grid)
-    plan = _planned(config, plans)
-    return expand({**around(config.filled(plan.model.hidden, plan.units).training), **grid})
-
-
-def _read(
-    paths: Sequence[Path],
-    overrides: Sequence[str],
-    seeds: int,
-    points: Callable[[FinetuneConfig], Sequence[GridPoint]],
-) -> list[Trial]:
-    """The trials of all configs."""
+def _read(paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: int, plans: Plans | None) -> list[Trial]:
+    """The trials of all configs; with `plans` also over the grid `around` each."""
     members: list[Trial] = []
     for path in paths:
         config = load_config(path, overrides, imports=True)
         if any(trial.base.folder == config.folder for trial in members):
             raise InputError(f"{path}: another of the configs has the run folder {config.folder}, too. Rename one.")
-        trials = sweep_trials(config, path, overrides, points(config), seeds)
+        plan = None if plans is None else _planned(config, config, plans)
+        near = around(config.filled(plan.model.hidden, plan.units).training) if plan else {}
+        trials = sweep_trials(config, path, overrides, expand({**near, **grid}), seeds)
         prefix = f"{config.name}, " if len(paths) > 1 else ""
         members += [replace(trial, label=prefix + trial.label) for trial in trials]
     return members
@@ -133,18 +121,17 @@ def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
     Raises what `runs.plan` raises, and `InputError` without a held-out set, which chooses the best settings.
     """
     for config in (trial.config for trial in trials):
-        plan = _planned(config, plans)
+        plan = _planned(trials[0].base, config, plans)
         runs.check_fit(config, plan.model)
         if not plan.held_out and trials[0].point.settings:
             raise InputError(f"{trials[0].base.name}: no dev set, so the settings cannot be compared. Give one.")
-    first, plan = trials[0].config, _planned(trials[0].config, plans)
-    return replace(plan, steps=first.filled(plan.model.hidden, plan.units).total_steps(plan.units))
+    return _planned(trials[0].base, trials[0].config, plans)
 
 
-def _planned(config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
-    """The plan of a config. Data are read once for those with the same windows."""
+def _planned(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
+    """The plan of a config of `base`. Data are read once for those with the same windows."""
     windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
-    key = windows, config.engine.micro_batch_tokens
+    key = f"{base.folder} {config.engine.micro_batch_tokens} {windows}"
     if key not in plans:
         plans[key] = runs.plan(config, alone=True)
     return plans[key]

@@ -9,6 +9,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
@@ -95,6 +96,7 @@ class Task(ABC, Generic[E]):
     metric: str  # the score that chooses the checkpoint; higher is better
     outputs: int  # width C of the head's last layer
     labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
+    columns: Mapping[str, str] = MappingProxyType({})  # key of `record` -> the column in files that it is read from
     positive: str = ""  # the class that f1 of two classes is of, if one is named
     summary: str  # what a model of this task does, such as "Finds named entities"
     most_windows: int = 1  # of one example in training
@@ -150,11 +152,6 @@ class Task(ABC, Generic[E]):
         """The other columns of the example's row in a file, which predictions give back as they are."""
         return {}
 
-    @property
-    def columns(self) -> Mapping[str, Any]:
-        """Key of `record` -> the column in the files that it is read from, where a file has that name for another."""
-        return {}
-
     # ------------------------------------------------------------ the model's input and output
 
     def check(self, encoder: TextEncoder) -> None:
@@ -180,8 +177,8 @@ class Task(ABC, Generic[E]):
     # ------------------------------------------------------------ scores
 
     def set_threshold(self, value: float) -> None:
-        """Predict a label from this probability on, in place of that of the training. Raises `InputError`."""
-        raise InputError(f"threshold: a model of {self.kind} has no probability of a label to compare. Leave it out.")
+        """Predict a label from this probability on, in place of that of the training; `InputError` if none fits."""
+        raise InputError("threshold: is for several labels, or for two classes with classification.positive.")
 
     @property
     def tunes(self) -> bool:

@@ -39,7 +39,6 @@ class FinetunePlan:
     tokens: int  # of all training examples; 0 if they are not tokenized before the training
     held_out: dict[str, int]  # examples of each held-out set
     labels: tuple[str, ...]
-    positive: str  # the class that f1 of two classes is of
     steps: int
     short: bool  # as `is_short`
     key_mapping: str  # where each tensor of the checkpoint goes, as lines
@@ -123,7 +122,6 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
         tokens=tokens,
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
-        positive=task.positive,
         steps=config.filled(released.model.hidden, units).total_steps(units),
         short=is_short(config, task, examples, encoder, released.model),
         key_mapping="\n".join(
@@ -207,7 +205,8 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
         f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:
-        of = f"; f1 is that of {plan.positive}" if plan.positive and len(plan.labels) == 2 else ""
+        positive = config.make_task().positive if len(plan.labels) == 2 else ""
+        of = f"; f1 is that of {positive}" if positive else ""
         lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}{of}")
     lines += [f"  note: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
     return "\n".join(lines)

@@ -182,9 +182,8 @@ def prediction_rows(
     ours = dict.fromkeys(name for row in rows for name in row)
     names: dict[str, str] = {}
     for name in ours:
-        own = task.columns.get(name)
-        is_free = isinstance(own, str) and name in theirs and own not in {*theirs, *ours}
-        wanted = own if is_free else name
+        own = task.columns.get(name, name)
+        wanted = own if name in theirs and own not in {*theirs, *ours} else name
         while wanted in theirs or wanted in names.values():
             wanted = f"predicted_{wanted}"
         names[name] = wanted

@@ -223,7 +223,7 @@ def test_a_threshold_is_given_at_prediction_time(folder, tmp_path, capsys) -> No
         assert json.loads((tmp_path / "out/metrics.json").read_text())["dev"]["details"]["threshold"] == threshold
         assert finetune.load(folder / "positive", threshold=threshold)("a film")["label"] == label
     assert predict(folder / "reviews", "--text", "a", "--threshold", 0.3) == 2
-    assert "threshold: is for several labels, or for two classes one of" in capsys.readouterr().err
+    assert "threshold: is for several labels, or for two classes with" in capsys.readouterr().err
 
 
 def test_columns_of_equal_names_stay_both(folder, tmp_path, capsys) -> None:
@@ -360,7 +360,7 @@ def test_options_may_come_before_the_file(monkeypatch: pytest.MonkeyPatch, words
     arguments = words.split()
     seen: list[Any] = []
     monkeypatch.setattr(commands, "model_folder", lambda folder: folder)
-    monkeypatch.setattr(evaluation, "evaluate", lambda *given: seen.append(given) or "")
+    monkeypatch.setattr(evaluation, "evaluate", lambda *given, **_: seen.append(given) or "")
     assert main(["evaluate", *arguments]) == 0
     assert main(["evaluate", *[one for one in arguments if one != "test.csv"]]) == 0
     assert [[*map(str, given[:2])] for given in seen] == [["runs/x", "test.csv"], ["runs/x", "None"]]

@@ -1090,7 +1090,7 @@ def test_types_that_the_model_does_not_know_are_kept_and_count_as_not_found(tmp_
     assert task.read_file(other, labeled=False)[0].tags == task.read_file(other)[0].tags == one.tags
     assert task.record(one)["gold"] == ["O", "B-LOC", "B-PER"]
     assert task.windows([one], make_encoder(16), training=False).labels.tolist() == [0, 0, 1]
-    assert "other:2: the model does not know these types: LOC; they stay as gold, and scores count" in caplog.text
+    assert "other:2: the model does not know the types LOC; they stay as gold, and scores count" in caplog.text
     scores = task.score([one], [{"tags": ["O", "O", "B-PER"]}])
     assert (scores["precision"], scores["recall"]) == (1.0, 0.5)
 

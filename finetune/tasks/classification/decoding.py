@@ -55,7 +55,7 @@ class Outputs:
         probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
         probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
         best_N = logits_NC.argmax(1)
-        if self._has_f1 and self.threshold != THRESHOLD:
+        if self.has_positive and self.threshold != THRESHOLD:
             positive = self.names.index(self.positive)
             best_N = np.where(probabilities_NC[:, positive] >= self.threshold, positive, 1 - positive)
         return [
@@ -76,7 +76,7 @@ class Outputs:
             return {name: score(true, predicted) for name, score in metrics.LABEL_SCORES.items()}
         matrix = metrics.confusion(true, predicted, len(self.names))
         scores = {name: score(matrix) for name, score in metrics.CLASS_SCORES.items()}
-        if self._has_f1:
+        if self.has_positive:
             scores["f1"] = float(metrics.class_counts(matrix).f1[self.names.index(self.positive)])
             scores["accuracy_and_f1"] = (scores["accuracy"] + scores["f1"]) / 2
         return scores
@@ -96,11 +96,12 @@ class Outputs:
         return {
             "confusion": {"labels": list(self.names), "counts": matrix.tolist()},
             "by_type": self._by_type(metrics.class_counts(matrix)),
-            **({"positive": self.positive, "threshold": float(self.threshold)} if self._has_f1 else {}),
+            **({"positive": self.positive, "threshold": float(self.threshold)} if self.has_positive else {}),
         }
 
     @property
-    def _has_f1(self) -> bool:
+    def has_positive(self) -> bool:
+        """Whether one of two classes is the positive one."""
         return len(self.names) == 2 and bool(self.positive)
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:

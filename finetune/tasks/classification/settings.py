@@ -15,7 +15,7 @@ from finetune.tasks.datasets.glue import Name as GlueName
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.table import Format
 from finetune.tasks.own_metric import why_no_metric
-from pretrain.common.sections import NO_SECRETS, SEVERAL_LINES, LocalPath, Section
+from pretrain.common.sections import SEVERAL_LINES, LocalPath, Section
 
 # Scores of each problem. The first one chooses the checkpoint unless the settings name another.
 SCORES: dict[Problem, tuple[str, ...]] = {
@@ -97,7 +97,6 @@ class ClassificationSettings(Section):
     )
     class_weights: Literal["none", "balanced"] | dict[str, float] = Field(
         default="none",
-        json_schema_extra=NO_SECRETS,
         description="Weights in the training's loss. single_label: balanced weights each class by examples / (classes "
         "x its examples). Or the weights themselves, such as {fraud: 20}, 1 for the others; multi_label: of texts that "
         "have the label (torch's pos_weight).",
@@ -186,10 +185,9 @@ class ClassificationSettings(Section):
             raise ValueError("labels: one class alone; a classifier needs two or more")
         if kind == "regression" and self.labels:
             raise ValueError("labels: regression has none")
-        if kind == "regression" and self.class_weights != "none":
-            raise ValueError("class_weights: a regression has no classes to weigh")
-        if kind == "multi_label" and self.class_weights == "balanced":
-            raise ValueError("class_weights: balanced is for single_label; give a weight for each label")
+        by_label = kind == "multi_label" and self.class_weights != "balanced"
+        if self.class_weights != "none" and kind != "single_label" and not by_label:
+            raise ValueError("class_weights: balanced is for single_label, weights by label for multi_label, too")
         if self.label_smoothing and kind != "single_label":
             raise ValueError("label_smoothing: is for single_label")
         if self.threshold and kind != "multi_label" and not self.positive:

@@ -5,7 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, shown, without_vectors
-from finetune.tasks.datasets.surrogates import check_id, check_whole, without_surrogates
+from finetune.tasks.datasets.surrogates import check_id, check_whole
 from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
@@ -150,8 +150,14 @@ class ExampleSource:
         table = self.tables.read_file(path, labeled=labeled)
         if labeled:
             return self._examples(table)
-        raw = self._known_labels(table)
-        return self._examples(self.tables.with_unknown(table, raw), raw)
+        raw, name, cells = self._known_labels(table), self.tables.keys.get("label"), table.columns.get("label", ())
+        pairs = zip(cells, raw, strict=False)
+        if table.others and any(label is None and cell not in (None, "") for cell, label in pairs):
+            # The column is not the model's labels: it stays as it is.
+            table = replace(
+                table, others=[{**one, str(name): cell} for one, cell in zip(table.others, cells, strict=True)]
+            )
+        return self._examples(table, raw)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         """From plain text, or from a record with `text` and `pair` or with the columns' names."""
@@ -235,7 +241,7 @@ class ExampleSource:
             text = _text(text, where, "the text")
             check_id(ids[row], where)
             identity = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
-            others = without_surrogates(table.others[row]) if table.others else None
+            others = table.others[row] if table.others else None
             examples.append(Example(text, pair, renamed(label, self.names, where), where, identity, others))
         if warn:
             _log(checks.empty_texts(table))

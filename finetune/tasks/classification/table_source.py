@@ -1,6 +1,6 @@
 """The tables of labeled texts of a config: GLUE's folders, data sets or files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -78,14 +78,6 @@ class TableSource:
         aliases = {} if labeled else {keys[name]: name for name in ("text", "pair") if name in keys}
         table = self._read_table(place, layout, labeled=labeled, aliases=aliases, others=True)
         return self._named(table)
-
-    def with_unknown(self, table: Table, labels: Sequence[Any]) -> Table:
-        """`table` with its column of labels among the `others`, too, if a cell of it is not a label of the model."""
-        name, cells = self.keys.get("label"), table.columns.get("label", [])
-        unknown = [cell for cell, label in zip(cells, labels, strict=False) if label is None and cell not in (None, "")]
-        if not unknown or not table.others or not isinstance(name, str):
-            return table
-        return replace(table, others=[{**one, name: cell} for one, cell in zip(table.others, cells, strict=True)])
 
     def _formless(self, path: str) -> str:
         known = "Name it .csv, .tsv, .jsonl, .json or .parquet"

@@ -52,6 +52,8 @@ class Classification(Task[Example]):
         # Least probability of a label, or of the positive one of two classes.
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem, state)
+        keys = self._source.tables.keys.items()
+        self.columns = {name.replace("label", "gold"): key for name, key in keys if isinstance(key, str)}
 
     # ------------------------------------------------------------ the outputs
 
@@ -77,12 +79,8 @@ class Classification(Task[Example]):
         }
 
     def set_threshold(self, value: float) -> None:
-        two = self.problem == "single_label" and len(self.labels) == 2 and bool(self.positive)
-        if self.problem != "multi_label" and not two:
-            raise InputError(
-                "threshold: is for several labels, or for two classes one of which classification.positive names. "
-                "Leave it out."
-            )
+        if self.problem != "multi_label" and not self._outputs().has_positive:
+            super().set_threshold(value)
         if not 0 < value < 1:
             raise InputError(f"threshold: {value:g}; expected a probability above 0 and below 1.")
         self.threshold = value
@@ -128,10 +126,6 @@ class Classification(Task[Example]):
 
     def others(self, example: Example) -> Mapping[str, Any]:
         return example.others or {}
-
-    @property
-    def columns(self) -> Mapping[str, Any]:
-        return {"gold" if name == "label" else name: key for name, key in self._source.tables.keys.items()}
 
     def first_value(self, examples: Sequence[Example]) -> float:
         return float(self._true(examples).mean())

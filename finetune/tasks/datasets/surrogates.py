@@ -14,17 +14,6 @@ def replaced(text: str) -> str:
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def without_surrogates(value: Any) -> Any:
-    """`value`, as JSON has it, with every text as `replaced` gives it."""
-    if isinstance(value, str):
-        return value if value.isascii() else replaced(value)
-    if isinstance(value, list):
-        return [without_surrogates(one) for one in value]
-    if isinstance(value, dict):
-        return {without_surrogates(key): without_surrogates(one) for key, one in value.items()}
-    return value
-
-
 def check_whole(text: str, what: str, where: str) -> None:
     """Raise `InputError` if `text` has half of a surrogate pair."""
     if text.isascii():

@@ -150,15 +150,14 @@ def _predictions(
 
 def conll_columns(examples: Sequence[Sentence], predictions: Predictions) -> str:
     """Columns separated by blanks: word, gold tag if all words have one, predicted tag. IOB2."""
-    columns = [
-        [tags for tags in (one.tags, made["tags"]) if tags is not None]
-        for one, made in zip(examples, predictions, strict=True)
-    ]
-    fields = _tag_fields(set(chain.from_iterable(chain.from_iterable(columns))))
+    fields = _tag_fields(
+        {tag for one, made in zip(examples, predictions, strict=True) for tag in (*(one.tags or ()), *made["tags"])}
+    )
     lines = []
-    for one, tags in zip(examples, columns, strict=True):
-        rows = zip(map(_as_field, one.words), *(map(fields.__getitem__, column) for column in tags), strict=True)
-        lines += [" ".join(row) for row in rows] + [""]
+    for one, prediction in zip(examples, predictions, strict=True):
+        gold = [one.tags] if one.tags is not None else []
+        tags = [[fields[tag] for tag in column] for column in (*gold, prediction["tags"])]
+        lines += [" ".join(row) for row in zip(map(_as_field, one.words), *tags, strict=True)] + [""]
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from pretrain.common.wording import counted
 logger = logging.getLogger(__name__)
 
 _BILOU = str.maketrans("LU", "ES")
+
+Part = Literal["train", "dev", "other"]
+"""What a file is for. Types that the model does not know are refused in a dev set, and said of others."""
 
 
 class SentenceSource:
@@ -61,7 +64,7 @@ class SentenceSource:
         """The training set without what `dev_share` holds out; types, scheme and cuts are known from now on."""
         if not self._settings.train:
             raise InputError("train: empty. Give the file of labeled training sentences.")
-        sentences = self._read(self._settings.train, labeled=True, is_train=True)
+        sentences = self._read(self._settings.train, labeled=True, part="train")
         self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
         self._is_trained = True
         return self._part(sentences, held_out=False)
@@ -69,8 +72,8 @@ class SentenceSource:
     def read_held_out(self) -> list[Sentence]:
         """The dev set, or what `dev_share` holds out of the training set; [] without both."""
         if self._settings.dev_share:
-            return self._part(self.read(self._settings.train, labeled=True), held_out=True)
-        return self.read(self._settings.dev, labeled=True) if self._settings.dev else []
+            return self._part(self.read(self._settings.train, labeled=True, part="dev"), held_out=True)
+        return self.read(self._settings.dev, labeled=True, part="dev") if self._settings.dev else []
 
     def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
         """Those that `dev_share` holds out, by a hash of their words, or the others."""
@@ -86,15 +89,13 @@ class SentenceSource:
             )
         return part
 
-    def read(self, path: str, *, labeled: bool, texts: bool = False, foreign: bool = False) -> list[Sentence]:
-        """Another file. `texts`: a .txt may hold one text per line; `foreign`: it may have types of its own."""
+    def read(self, path: str, *, labeled: bool, texts: bool = False, part: Part = "other") -> list[Sentence]:
+        """Another file; `texts`: a .txt may hold one text per line."""
         if not self._is_trained:
             self.read_train()
-        return self._read(path, labeled=labeled, texts=texts, foreign=foreign)
+        return self._read(path, labeled=labeled, texts=texts, part=part)
 
-    def _read(
-        self, path: str, *, labeled: bool, is_train: bool = False, texts: bool = False, foreign: bool = False
-    ) -> list[Sentence]:
+    def _read(self, path: str, *, labeled: bool, part: Part, texts: bool = False) -> list[Sentence]:
         remarks, settings = Remarks(), self._settings
         sentences = read_sentences(
             path,
@@ -104,13 +105,13 @@ class SentenceSource:
             encoding=settings.encoding,
             labeled=labeled,
             texts=texts,
-            cut=cut_words if is_train else self.cut,
+            cut=cut_words if part == "train" else self.cut,
             tag_names=settings.tag_names,
         )
         if settings.document_context:
             _check_documents(sentences, remarks)
         if sentences[0].tags is not None:
-            sentences = self._with_iob2(sentences, remarks, is_train=is_train, foreign=foreign)
+            sentences = self._with_iob2(sentences, remarks, part)
         elif labeled:
             raise InputError(
                 f'{sentences[0].where()}: no labels. Give columns of words and tags, or records with "tags" or '
@@ -121,15 +122,13 @@ class SentenceSource:
             logger.warning(line)
         return sentences
 
-    def _with_iob2(
-        self, sentences: list[Sentence], remarks: Remarks, *, is_train: bool, foreign: bool
-    ) -> list[Sentence]:
+    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, part: Part) -> list[Sentence]:
         """`sentences` with IOB2 tags in place of those of the files' scheme."""
         tags = _read_tags(sentences)
-        scheme = self._scheme_of(sentences, tags, is_train=is_train)
-        if is_train:
+        scheme = self._scheme_of(sentences, tags, is_train=part == "train")
+        if part == "train":
             self._learn_types(sentences, tags)
-        self._check_types(sentences, tags, remarks if foreign else None)
+        self._check_types(sentences, tags, remarks if part == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")
         names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
@@ -165,11 +164,8 @@ class SentenceSource:
         word = int(np.flatnonzero(unknown[tags.types])[0])
         if remarks is not None:
             names = ", ".join(name for name in tags.names if name not in self.types)
-            what = (
-                f"the model does not know these types: {names}; they stay as gold, and scores count them as not found"
-            )
-            remarks.add(what, _place(sentences, tags, word))
-            return
+            what = f"the model does not know the types {names}; they stay as gold, and scores count them as not found"
+            return remarks.add(what, _place(sentences, tags, word))
         raise InputError(
             f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
             f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "

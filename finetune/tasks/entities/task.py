@@ -107,12 +107,10 @@ class Entities(Task[Sentence]):
         return {"dev": sentences}
 
     def read_test(self) -> dict[str, list[Sentence]]:
-        return (
-            {"test": self._source.read(self.settings.test, labeled=False, foreign=True)} if self.settings.test else {}
-        )
+        return {"test": self._source.read(self.settings.test, labeled=False)} if self.settings.test else {}
 
     def read_file(self, path: str, *, labeled: bool = True) -> list[Sentence]:
-        return self._source.read(path, labeled=labeled, texts=not labeled, foreign=True)
+        return self._source.read(path, labeled=labeled, texts=not labeled)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Sentence:
         """From text, {"text": ...} or {"tokens": [...]}; labels in it are ignored.
