@@ -33,7 +33,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from pretrain.common.thread_waits import sleeping_when_crowded
 
     with sleeping_when_crowded():
-        print(evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
+        print(evaluate(arguments.model, arguments.file, arguments.out, **_options(arguments)))
 
 
 def _predict(arguments: argparse.Namespace) -> None:
@@ -46,7 +46,11 @@ def _predict(arguments: argparse.Namespace) -> None:
     folder = model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.prediction import predict
 
-    predict(folder, source, arguments.out, arguments.precision, fields)
+    predict(folder, source, arguments.out, fields, **_options(arguments))
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("precision", "threshold")}
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -140,6 +144,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "bf16", "fp16", "fp32"),
         default="auto",
         help="precision of the computation; auto: that of training, unless it is slow on this machine (default: auto)",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help="least probability of a predicted label, or of the positive one of two classes (default: the model's)",
     )
 
 

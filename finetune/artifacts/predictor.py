@@ -40,6 +40,7 @@ class Predictor:
             (`precision_reason`).
         micro_batch_tokens: maximum tokens per forward pass; 0 is the value of the training.
         compile: use torch.compile: the first call takes a minute, later ones are faster.
+        threshold: least probability of a predicted label, or of the positive one of two classes; None: the model's.
     """
 
     def __init__(
@@ -49,11 +50,14 @@ class Predictor:
         precision: RequestedPrecision = "auto",
         micro_batch_tokens: int = 0,
         compile: bool = False,
+        threshold: float | None = None,
     ) -> None:
         folder = model_folder(Path(folder))
         saved = load_saved(folder)
         self.config, self.scores = saved.config, saved.scores
         self.task = saved.config.make_task(saved.state)
+        if threshold is not None:
+            self.task.set_threshold(threshold)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.precision, self.precision_reason = _choose_precision(precision, saved.config, self.device)
         self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens

@@ -84,9 +84,9 @@ def _sweep(arguments: argparse.Namespace) -> None:
     from finetune.experiments.grid import parse_grid
 
     check_run_options(arguments)
-    usual = "" if arguments.grid_set or len(arguments.config) > 1 else "devlin"
-    grid = parse_grid(arguments.grid or usual, arguments.grid_set)
-    _run_several(arguments.config, arguments, grid, keep=arguments.keep, submission=arguments.submission)
+    name = arguments.grid or ("" if arguments.grid_set or len(arguments.config) > 1 else "auto")
+    grid, kept = parse_grid(name if name != "auto" else "", arguments.grid_set), arguments.keep
+    _run_several(arguments.config, arguments, grid, auto=name == "auto", keep=kept, submission=arguments.submission)
 
 
 def _run_several(
@@ -136,9 +136,9 @@ def _add_sweep(commands: Any) -> None:
     _add_several(parser)
     parser.add_argument(
         "--grid",
-        choices=("devlin", "small-bert"),
-        help="grid of Devlin et al. 2019 (18 points, the default of a single config) or of the smaller BERT models "
-        "(20 points)",
+        choices=("auto", "devlin", "small-bert"),
+        help="auto: 9 points around the config's own learning rate and epochs, which are among them (the default of a "
+        "single config); or the grid of Devlin et al. 2019 (18 points), or of the smaller BERT models (20 points)",
     )
     parser.add_argument(
         "--grid-set",

@@ -32,6 +32,7 @@ class Outcome:
     chosen_on: str = ""  # the set that selected the checkpoint; trials are compared only on it
     degenerate: str = ""  # why a finished run counts as failed, see `trials.degenerate`
     data: str = ""  # digest of the training data and of all scored data
+    positive: str = ""  # the class that f1 of two classes is of
 
     @property
     def is_final(self) -> bool:

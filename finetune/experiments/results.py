@@ -13,7 +13,7 @@ from finetune.experiments.candidates import Candidate
 from finetune.experiments.outcomes import Outcome, Spread, Trial, spreads
 from finetune.tasks.datasets import glue
 from finetune.training.saved import PREDICTIONS
-from pretrain.common.wording import counted, shown_scores
+from pretrain.common.wording import counted, score_title, shown_scores
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -137,13 +137,13 @@ def _scores(candidate: Candidate, *, all_of_them: bool) -> Iterator[tuple[str, S
     """(set and score, statistics): of the score that ranks, or of every score."""
     done = next((outcome for outcome in candidate.runs.values() if outcome and outcome.scores), Outcome())
     if not all_of_them or not done.scores:
-        yield f"{done.chosen_on} {done.metric}".strip(), candidate.spread
+        yield f"{done.chosen_on} {score_title(done.metric, done.positive)}".strip(), candidate.spread
         return
     statistics = spreads(candidate.runs.values())
     for part, scores in done.scores.items():
         names = shown_scores(scores, done.metric)
         for name in sorted(names, key=lambda one: one != done.metric):
-            yield f"{part} {name}", statistics.get(part, {}).get(name)
+            yield f"{part} {score_title(name, done.positive)}", statistics.get(part, {}).get(name)
 
 
 def _remark(outcome: Outcome | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import Grid, GridPoint, check_effect, expand
+from finetune.experiments.grid import Grid, GridPoint, around, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import (
     count_line,
@@ -29,12 +29,15 @@ from pretrain.common.wording import counted, print_table
 
 BEST = "best.yaml"
 
+Plans = dict[str, runs.FinetunePlan]  # by the settings of their windows
+
 
 def run_sweep(
     paths: Sequence[Path],
     overrides: Sequence[str],
     grid: Grid,
     *,
+    auto: bool = False,
     seeds: int = 1,
     parallel: int = 0,
     keep: str = "best",
@@ -47,16 +50,18 @@ def run_sweep(
     Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 
     Args:
+        auto: also over `grid.around` each config, where `grid` does not name these settings.
         keep: "best" keeps the model of each config's best run only, "all" those of all runs.
         submission: folder for gluebenchmark.com's files, from each GLUE task's best run.
 
     Raises what `trials.run_all` raises, `StoppedError` on a signal, at the end an error if runs failed, and
     `InputError` if settings are to be compared without a held-out set.
     """
-    members = _read(paths, overrides, expand(grid), seeds)
+    plans: Plans = {}
+    members = _read(paths, overrides, grid, seeds, plans if auto else None)
     configs = list({trial.base.folder: trial.base for trial in members}.values())
     for config in configs:
-        plan = _plan([trial for trial in members if trial.base is config])
+        plan = _plan([trial for trial in members if trial.base is config], plans)
         describe = runs.describe_start(config, plan)
         print(runs.describe(config, plan, show_config=show_config) if dry_run else describe)
     if dry_run:
@@ -94,34 +99,41 @@ def sweep_trials(
     return trials
 
 
-def _read(paths: Sequence[Path], overrides: Sequence[str], points: Sequence[GridPoint], seeds: int) -> list[Trial]:
-    """The trials of all configs."""
+def _read(paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: int, plans: Plans | None) -> list[Trial]:
+    """The trials of all configs; with `plans` also over the grid `around` each."""
     members: list[Trial] = []
     for path in paths:
         config = load_config(path, overrides, imports=True)
         if any(trial.base.folder == config.folder for trial in members):
             raise InputError(f"{path}: another of the configs has the run folder {config.folder}, too. Rename one.")
-        trials = sweep_trials(config, path, overrides, points, seeds)
+        plan = None if plans is None else _planned(config, config, plans)
+        near = around(config.filled(plan.model.hidden, plan.units).training) if plan else {}
+        trials = sweep_trials(config, path, overrides, expand({**near, **grid}), seeds)
         prefix = f"{config.name}, " if len(paths) > 1 else ""
         members += [replace(trial, label=prefix + trial.label) for trial in trials]
     return members
 
 
-def _plan(trials: Sequence[Trial]) -> runs.FinetunePlan:
-    """The plan of a config's first trial, after all are checked. Data are read once for those with the same windows.
+def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
+    """The plan of a config's first trial, after all are checked.
 
     Raises what `runs.plan` raises, and `InputError` without a held-out set, which chooses the best settings.
     """
-    made: dict[tuple[str, int], runs.FinetunePlan] = {}
     for config in (trial.config for trial in trials):
-        windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
-        key = windows, config.engine.micro_batch_tokens
-        if key not in made:
-            made[key] = runs.plan(config, alone=True)
-        runs.check_fit(config, made[key].model)
-        if not made[key].held_out and trials[0].point.settings:
+        plan = _planned(trials[0].base, config, plans)
+        runs.check_fit(config, plan.model)
+        if not plan.held_out and trials[0].point.settings:
             raise InputError(f"{trials[0].base.name}: no dev set, so the settings cannot be compared. Give one.")
-    return next(iter(made.values()))
+    return _planned(trials[0].base, trials[0].config, plans)
+
+
+def _planned(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
+    """The plan of a config of `base`. Data are read once for those with the same windows."""
+    windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
+    key = f"{base.folder} {config.engine.micro_batch_tokens} {windows}"
+    if key not in plans:
+        plans[key] = runs.plan(config, alone=True)
+    return plans[key]
 
 
 def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:

@@ -24,7 +24,7 @@ from pretrain.common.errors import DivergedError, InputError, MachineError, RunE
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.common.packages import expect
 from pretrain.common.run_files import FAILED, SCORES
-from pretrain.common.wording import counted
+from pretrain.common.wording import counted, score_title
 from pretrain.common.worker import STOP_FILE, TrainingRequest
 from pretrain.config import Precision, with_precision
 from pretrain.model.precision import choose_here
@@ -160,7 +160,9 @@ def read_outcome(trial: Trial) -> Outcome | None:
     elif finished:
         names = ("metric", "scores", "chosen_on", "details", "data")
         metric, scores, chosen_on, details, data = _read(folder / SCORES, *names)
-        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=degenerate(details), data=data)
+        positive = next(iter(details.values()), {}).get("positive", "")
+        failed = degenerate(details)
+        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=failed, data=data, positive=positive)
     else:
         return None
     runs.check_same(trial.config, over=True)
@@ -189,7 +191,11 @@ def outcome_line(label: str, outcome: Outcome) -> str:
     """The score of a run, or the reason why it failed."""
     if outcome.error is not None:
         return f"{label}  failed: {' '.join(str(outcome.error).split())}"
-    score = "" if outcome.score is None else f"{outcome.chosen_on} {outcome.metric} {outcome.score:.4f}"
+    score = (
+        ""
+        if outcome.score is None
+        else (f"{outcome.chosen_on} {score_title(outcome.metric, outcome.positive)} {outcome.score:.4f}")
+    )
     return "  ".join(filter(None, [label, score or "done", outcome.degenerate]))
 
 

@@ -9,11 +9,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
 from finetune.tasks.datasets.text import TextEncoder
+from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
@@ -22,8 +24,8 @@ Head = Literal["sequence", "tokens", "spans"]
 Objective = Literal["classes", "labels", "value", "span"]
 """The loss, summed over rows (query positions) times their weights:
 
-    classes  cross-entropy in nats; labels int64 [R]
-    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C]
+    classes  cross-entropy in nats; labels int64 [R], or float32 [R, C], what each class counts
+    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C], the weight of a true one, or 0
     value    squared error; labels float32 [R], one output
     span     mean of the cross-entropies of start and end over the rows of a window; labels uint8 [R, 2] with one
              1 per window and column. The weight of a window is that of its first row.
@@ -94,6 +96,8 @@ class Task(ABC, Generic[E]):
     metric: str  # the score that chooses the checkpoint; higher is better
     outputs: int  # width C of the head's last layer
     labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
+    columns: Mapping[str, str] = MappingProxyType({})  # key of `record` -> the column in files that it is read from
+    positive: str = ""  # the class that f1 of two classes is of, if one is named
     summary: str  # what a model of this task does, such as "Finds named entities"
     most_windows: int = 1  # of one example in training
     sample: str | dict[str, str]  # a record that `example` takes: a text, or an object of text, pair, question, context
@@ -144,6 +148,10 @@ class Task(ABC, Generic[E]):
     def record(self, example: E) -> dict[str, Any]:
         """The example in a file of predictions: its id and text, and its label as "gold" if it has one."""
 
+    def others(self, example: E) -> Mapping[str, Any]:
+        """The other columns of the example's row in a file, which predictions give back as they are."""
+        return {}
+
     # ------------------------------------------------------------ the model's input and output
 
     def check(self, encoder: TextEncoder) -> None:
@@ -167,6 +175,10 @@ class Task(ABC, Generic[E]):
         return 0.0
 
     # ------------------------------------------------------------ scores
+
+    def set_threshold(self, value: float) -> None:
+        """Predict a label from this probability on, in place of that of the training; `InputError` if none fits."""
+        raise InputError("threshold: is for several labels, or for two classes with classification.positive.")
 
     @property
     def tunes(self) -> bool:

@@ -12,7 +12,7 @@ import yaml
 from finetune.tasks.base import Task
 from finetune.training.config import FinetuneConfig
 from pretrain.common.settings import dump
-from pretrain.common.wording import shown_scores
+from pretrain.common.wording import score_title, shown_scores
 from pretrain.config import ModelConfig
 
 _MOST_CLASSES = 20  # a larger confusion matrix is not shown in full
@@ -75,6 +75,7 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
         untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
         remarks=[repeated_remark(*pair) for pair in repeated],
         sets=[(name, task.origin(name), count) for name, count in facts.examples.items()],
+        title=lambda name: score_title(name, task.positive),
         score_names=list(
             dict.fromkeys(name for values in scores.values() for name in shown_scores(values, task.metric))
         ),

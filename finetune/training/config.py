@@ -106,7 +106,8 @@ class TrainingConfig(Section):
     patience: int = Field(
         default=0,
         ge=0,
-        description="Stop after this number of successive evaluations without a better score; 0 never stops early.",
+        description="Stop after this number of successive evaluations without a better score, or an equal one with a "
+        "lower held-out loss; 0 never stops early.",
     )
 
     @model_validator(mode="before")

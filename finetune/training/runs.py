@@ -22,7 +22,7 @@ from pretrain.common.files import MANIFEST
 from pretrain.common.records import read_records
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.common.settings import load_recorded
-from pretrain.common.wording import counted
+from pretrain.common.wording import counted, score_title
 from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
@@ -205,7 +205,9 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
         f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:
-        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}")
+        positive = config.make_task().positive if len(plan.labels) == 2 else ""
+        of = f"; f1 is that of {positive}" if positive else ""
+        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}{of}")
     lines += [f"  note: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
     return "\n".join(lines)
 
@@ -238,7 +240,8 @@ def summary(config: FinetuneConfig) -> str:
     """The scores, and where the model is."""
     saved = load_saved(config.folder)
     try:
-        details = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))["details"]
+        known = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))
+        details, step = known["details"], known["step"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{config.folder / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
     task = config.make_task(saved.state)
@@ -247,28 +250,31 @@ def summary(config: FinetuneConfig) -> str:
         for name, scores in saved.scores.items()
         for line in result_lines(task, name, scores, details.get(name, {}))
     ]
-    lines += course_lines(read_records(config.folder), task.metric)
+    lines += course_lines(read_records(config.folder), task.metric, step, task.positive)
     lines.append(f"{config.folder / MODEL}: finished.")
     return "\n".join(lines)
 
 
-def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
+def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
     """The score of the frozen linear model, and warnings if training did not improve on it or ended too soon.
 
     Args:
         records: of the run's metrics.jsonl.
         metric: the score that chose the checkpoint.
+        step: that of the checkpoint.
+        positive: the class that f1 is of.
     """
     scored = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
     lines = []
     if scored and scored[0]["step"] == 0:
         frozen, best = scored[0][metric], max(record[metric] for record in scored)
-        lines.append(f"frozen linear model, before training: {metric} {frozen:.4f}")
+        lines.append(f"frozen linear model, before training: {score_title(metric, positive)} {frozen:.4f}")
         if best <= frozen:
+            kept = f"step {step:,} was kept for its lower held-out loss" if step else "the linear model was kept"
             lines.append(
-                "  warning: training did not improve on it, so the linear model was kept. Lower "
-                "training.learning_rate, or train on more examples."
+                f"  warning: training did not improve on it, and {kept}. Lower training.learning_rate, or train on "
+                "more examples."
             )
     tail = max(2, len(losses) // 5)
     if len(losses) >= 3 * tail:

@@ -8,6 +8,7 @@ runs/NAME/predictions/SET.jsonl, and files for the task's official scorers
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,15 @@ from finetune.training.rows import write_rows
 from pretrain.common.errors import InputError, of_another_version
 from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
 from pretrain.common.run_files import SCORES
-from pretrain.common.wording import shown_scores
+from pretrain.common.wording import score_title, shown_scores
 from pretrain.storage.runs import fetched_model
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pretrain.checkpoint.released import Released
+
+logger = logging.getLogger(__name__)
 
 PREDICTIONS = "predictions"
 FORMAT = 1
@@ -172,17 +175,33 @@ def write_predictions(
 
 
 def prediction_rows(
-    task: Task[Any], examples: Iterable[Any], predictions: Iterable[Mapping[str, Any]]
+    task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """For each example its record, then the prediction."""
-    for example, made in zip(examples, predictions, strict=True):
-        yield {**task.record(example), **made}
+    """For each example the other columns of its file, its record, then the prediction.
+
+    Columns of the file stay as they are. If one has the name of ours, ours gets another name, which a warning says.
+    """
+    theirs = {name for one in examples for name in task.others(one)}
+    rows = [{**task.record(one), **made} for one, made in zip(examples, predictions, strict=True)]
+    ours = dict.fromkeys(name for row in rows for name in row)
+    names: dict[str, str] = {}
+    for name in ours:
+        own = task.columns.get(name, name)
+        wanted = own if name in theirs and own not in {*theirs, *ours} else name
+        while wanted in theirs or wanted in names.values():
+            wanted = f"predicted_{wanted}"
+        names[name] = wanted
+    if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
+        logger.warning("the file has columns of these names, which stay; in the predictions %s", ", ".join(changed))
+    for one, row in zip(examples, rows, strict=True):
+        yield {**task.others(one), **{names[name]: value for name, value in row.items()}}
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
     """The scores of the set `name` for the terminal, and a warning of what is suspicious in its `details`."""
     remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
-    line = ", ".join(f"{key} {value:.4f}" for key, value in shown_scores(scores, task.metric).items())
+    shown = shown_scores(scores, task.metric).items()
+    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}" for key, value in shown)
     return [f"{name}: {line}", *remarks]
 
 

@@ -40,6 +40,11 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
     return shortest[:3] or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
 
 
+def score_title(name: str, positive: str) -> str:
+    """The name of a score for people: beside f1 of two classes stands the `positive` one, "f1 (fraud)"."""
+    return f"{name} ({positive})" if positive and name in ("f1", "accuracy_and_f1") else name
+
+
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:
     """The scores of a set without repetition: of single labels, micro F1 is the accuracy.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pretrain.common.records import Metric
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
-from pretrain.common.wording import clock, counted
+from pretrain.common.wording import clock, counted, score_title
 from pretrain.config import PretrainConfig, config_of
 from pretrain.reporting.attention.progress import attention_section
 from pretrain.reporting.curves import draw_charts, short
@@ -134,7 +134,8 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
 def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     """Figures of the last evaluation, a fine-tuning's main score, and those of the last probe."""
     last, probe = dict(*run.evaluations[-1:]), dict(*run.probes[-1:])
-    scores = {run.score: Metric("", "", run.score.replace("_", " "), "score")} if run.score else {}
+    title = score_title(run.score, next((one.positive for one in run.scores), "")).replace("_", " ")
+    scores = {run.score: Metric("", "", title, "score")} if run.score else {}
     for record, kind, known in (
         (last, "held-out", {**scores, **objective_metrics()}),
         (probe, "probe", PROBE_SCORES),

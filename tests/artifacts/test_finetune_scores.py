@@ -85,7 +85,7 @@ def test_evaluate_gives_the_scores_and_predictions_of_training(root: Path, tmp_p
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the workers had
     try:
-        evaluate(root / name, None, tmp_path, "bf16" if name == "half" else "auto")
+        evaluate(root / name, None, tmp_path, precision="bf16" if name == "half" else "auto")
     finally:
         torch.set_num_threads(threads)
     measured = json.loads((tmp_path / "metrics.json").read_text())["dev"]["scores"]

@@ -58,7 +58,7 @@ def test_micro_f1_is_shown_unless_it_is_the_accuracy() -> None:
 
 def test_the_line_of_a_result_has_its_scores_and_its_remarks() -> None:
     class Task:
-        metric = "accuracy"
+        metric, positive = "accuracy", ""
 
         def result_remarks(self, details: dict[str, str]) -> list[str]:
             return [details["remark"]] if details else []

@@ -18,10 +18,10 @@ import yaml
 from rich.console import Console
 
 from cluster.workers.trials import trials_that_fit
-from finetune.cli import build_parsers
+from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import GridPoint, expand, parse_grid
+from finetune.experiments.grid import GridPoint, around, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import degenerate
 from finetune.tasks.classification import ClassificationSettings
@@ -103,7 +103,7 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path, monk
     found = [scores(work / f"runs/tiny/seed-{seed}") for seed in (0, 1)]
     made = [(work / f"runs/tiny/seed-{seed}/predictions/dev.jsonl").read_text() for seed in (0, 1)]
     assert made[0] != made[1], "the seeds did not differ"
-    for name in ("accuracy", "f1"):
+    for name in ("accuracy", "macro_f1"):
         values = [one[name] for one in found]
         mean, deviation = statistics.mean(values), statistics.stdev(values)
         expected = {"runs": 2, "mean": mean, "deviation": deviation, "least": min(values), "most": max(values)}
@@ -275,6 +275,21 @@ def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(wo
         assert again.tracking.group == "tiny"
     first = {key: values[0] for key, values in GRIDS[name].items()}
     assert {key: float(value) for key, value in made[0].point.settings.items()} == pytest.approx(first)
+
+
+def test_the_usual_grid_lies_around_the_config(work: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    base = sweep.load_config(work / "tiny.yaml")
+    given = base.training.model_copy(update={"learning_rate": 1.2e-4, "epochs": 9.6, "steps": 0})
+    rates, epochs = ["6e-05", "0.00012", "0.00024"], ["6.4", "9.6", "13"]
+    assert around(given) == {"training.learning_rate": rates, "training.epochs": epochs}
+    assert around(given.model_copy(update={"steps": 5})) == {"training.learning_rate": rates}
+    chosen = ["--set", "training.learning_rate=0", "--set", "training.epochs=0"]  # by the model and the examples
+    monkeypatch.chdir(work)
+    assert main(["sweep", "tiny.yaml", *chosen, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("learning-rate-0.001-epochs-20/seed-0") == 1, "auto's own"
+    assert "9 runs:" in shown
+    assert "learning-rate-0.002-epochs-27/" in shown
 
 
 def test_axes_are_laid_over_a_grid() -> None:
@@ -548,12 +563,12 @@ def test_tables_put_the_best_first_and_name_configs_and_failures() -> None:
 
 
 def test_seeds_have_a_row_for_every_score() -> None:
-    outcome = Outcome("f1", {"dev": {"loss": 1.0, "f1": 0.5}, "test": {"f1": 0.25}}, chosen_on="dev")
+    outcome = Outcome("f1", {"dev": {"loss": 1.0, "f1": 0.5}, "test": {"f1": 0.25}}, chosen_on="dev", positive="yes")
     (_, *rows) = rows_of([given([GridPoint({})] * 2, [outcome, outcome])])
     assert rows == [
-        "dev f1 0.5000 0.0000 0.5000 0.5000",
+        "dev f1 (yes) 0.5000 0.0000 0.5000 0.5000",
         "dev loss 1.0000 0.0000 1.0000 1.0000",
-        "test f1 0.2500 0.0000 0.2500 0.2500",
+        "test f1 (yes) 0.2500 0.0000 0.2500 0.2500",
     ]
 
 

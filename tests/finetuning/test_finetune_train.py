@@ -83,7 +83,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Start(settings(root, "edited", classification__dev=str(root / "test.jsonl")), resume=True),
         Start(settings(root, "edited", seed=9), resume=True),
         Start(settings(root, "zero3", engine__zero_stage=3)),
-        Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
+        Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-30)),
         Start(settings(root, "random", random_weights=True, training__epochs=1.0)),
         Start(settings(root, "unsteady", training__learning_rate=UNSTEADY, checkpoint__every_steps=7)),
         Start(settings(root, "tested", training__epochs=1.0, **test)),

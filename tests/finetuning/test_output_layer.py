@@ -100,18 +100,21 @@ def record(step: int, accuracy: float) -> dict[str, Any]:
 
 
 def test_a_training_that_does_not_improve_on_the_frozen_model_is_told() -> None:
-    better = course_lines([record(0, 0.9), record(5, 0.95)], "accuracy")
+    better = course_lines([record(0, 0.9), record(5, 0.95)], "accuracy", 5)
     assert better == ["frozen linear model, before training: accuracy 0.9000"]
-    assert "did not improve" in course_lines([record(0, 0.9), record(5, 0.85)], "accuracy")[1]
-    assert course_lines([record(5, 0.85)], "accuracy") == []  # its output layer was there before
+    assert "on it, and the linear model was kept" in course_lines([record(0, 0.9), record(5, 0.85)], "accuracy", 0)[1]
+    assert "on it, and step 5 was kept for" in course_lines([record(0, 0.9), record(5, 0.9)], "accuracy", 5)[1]
+    assert course_lines([record(5, 0.85)], "accuracy", 5) == []  # its output layer was there before
 
 
 def test_a_loss_that_still_falls_is_told() -> None:
     falling = [{"step": n, "lr": 1e-4, "loss": 2 - n / 10} for n in range(10)]
-    assert "the loss still falls" in course_lines(falling, "accuracy")[0]
+    assert "the loss still falls" in course_lines(falling, "accuracy", 9)[0]
     level = [{"step": n, "lr": 1e-4, "loss": max(1.0, 2 - n / 2)} for n in range(10)]
-    assert course_lines(level, "accuracy") == []
-    assert course_lines([{**one, "loss": one["loss"] * 0.1 if n else 20} for n, one in enumerate(falling)], "f1") == []
+    assert course_lines(level, "accuracy", 9) == []
+    assert (
+        course_lines([{**one, "loss": one["loss"] * 0.1 if n else 20} for n, one in enumerate(falling)], "f1", 9) == []
+    )
 
 
 def test_a_class_that_is_never_predicted_is_told() -> None:

@@ -71,8 +71,9 @@ def write_run(folder: Path, records: list[dict[str, Any]], **config: Any) -> Pat
     return folder
 
 
-def write_scores(folder: Path, metric: str, **scores: Any) -> None:
-    (folder / SCORES).write_text(json.dumps({"metric": metric, "step": 2, "scores": {"dev": scores}, "details": {}}))
+def write_scores(folder: Path, metric: str, positive: str = "", **scores: Any) -> None:
+    said = {"metric": metric, "step": 2, "scores": {"dev": scores}, "details": {"dev": {"positive": positive}}}
+    (folder / SCORES).write_text(json.dumps(said))
 
 
 def draw(*folders: Path, watched: bool = False) -> Page:
@@ -440,6 +441,13 @@ class TestWorkspace:
         shutil.rmtree(tmp_path / "names-random")
         written(tmp_path)
         assert read_workspace(tmp_path / "workspace.json")["runset_settings"]["groupby"] == []  # seeds of one
+
+    def test_beside_f1_stands_its_class(self, tmp_path: Path) -> None:
+        run = write_run(tmp_path / "r", [training(2), evaluated(2, f1=0.1)], classification={"train": "a.csv"})
+        write_scores(run, "f1", "fraud", f1=0.1, macro_f1=0.5)
+        page = draw(tmp_path)
+        assert tables_of(page)["Runs"][1][2] == "dev: f1 (fraud) 0.1000, macro f1 0.5000"
+        assert "f1 (fraud)" in str(page.text).partition("Runs")[0], "the tile"
 
     def test_a_score_without_a_value_has_no_bar(self, tmp_path: Path) -> None:
         scores = {"accuracy": None, "f1": 0.1}

@@ -18,6 +18,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 import sklearn.utils.class_weight
+import torch
 from corpora import make_vocabulary, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,9 +34,12 @@ from finetune.tasks.datasets.table import TableFormat
 from finetune.tasks.datasets.tables import read_table
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.datasets.windows import cut_pairs
-from finetune.tasks.entities import EntitiesSettings
+from finetune.tasks.entities import Entities, EntitiesSettings
 from finetune.tasks.questions import QuestionsSettings
 from finetune.training.config import FinetuneConfig, load_config
+from finetune.training.model.batches import Batches
+from finetune.training.model.task_model import LOSSES
+from finetune.training.saved import result_lines
 from pretrain.common.settings import load
 from tests.tasks.refusals import refused
 
@@ -482,6 +486,13 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings("a", [3]), None, {}, "train.jsonl:2: label is [3]. Give each example the name of its label"),
         (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is not a label; known: a, b"),
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
+        (
+            sayings("a", "b"),
+            None,
+            {"class_weights": {"c": 2}},
+            "class_weights: 'c' is not a label; known: a, b",
+        ),
+        (sayings("a", "b"), None, {"metric": "f1"}, "train.jsonl has 'a' and 'b'. Set classification.positive"),
         ([{"text": None, "label": "a"}], None, AB, "train.jsonl:1: the text is empty, not text"),
         ([{"text": 7, "label": "a"}], None, AB, "train.jsonl:1: the text is 7, not text"),
         ([{"text": "x\ud83d", "label": "a"}], None, AB, "1: the text has half of a surrogate pair at character 1 ("),
@@ -571,7 +582,14 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{train: x, labels: [a, a]}", "labels: one occurs twice"),
         ("{train: x, labels: [a]}", "labels: one class alone"),
         ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
-        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: only single_label"),
+        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: balanced is for single_l"),
+        ("{train: x, class_weights: {a: 2}, problem_type: regression}", "class_weights: balanced is for single_l"),
+        *(
+            (f"{{train: x, class_weights: {wrong}}}", "expected none, balanced, or weights")
+            for wrong in ("{a: 0}", "3")
+        ),
+        ("{train: x, label_smoothing: 0.1, problem_type: multi_label}", "label_smoothing: is for single_label"),
+        ("{train: x, threshold: 0.1}", "threshold: is for several labels, or for two classes with positive"),
         ("{train: x, metric: pearson}", "metric: 'pearson' is not one of accuracy"),
         ("{train: x, pair_colum: y}", "did you mean pair_column?"),
     ],
@@ -675,6 +693,36 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
     assert np.bincount(scored.examples, scored.weights) == pytest.approx([1, 1, 1])
     tokens = [token for n in range(4) for token in shown(windows, n, 0)]
     assert set(tokens) == {tokenizer.token_to_id(word) for word in WORDS}
+
+
+@pytest.mark.parametrize(
+    ("problem", "smoothing", "weights"),
+    [
+        ("single_label", 0.1, {"a": 20, "c": 0.5}),
+        ("single_label", 0.3, None),
+        ("single_label", 0.0, {"b": 3}),
+        ("multi_label", 0.0, {"a": 20, "c": 0.5}),
+    ],
+)
+def test_weights_and_smoothing_are_torchs(tokenizer: Tokenizer, problem, smoothing, weights) -> None:
+    labels = ["c", "a", "b", "c", "a"] if problem == "single_label" else [("c",), ("a", "b"), (), ("c", "a"), ("b",)]
+    examples = [Example(WORDS[number], None, label, "") for number, label in enumerate(labels)]
+    given = {"problem_type": problem, "label_smoothing": smoothing, "class_weights": weights or "none"}
+    one = task(train="unread.jsonl", labels=("a", "b", "c"), **given)
+    encoder, logits = TextEncoder(tokenizer, 16), torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    scored = one.windows(examples, encoder, training=False)
+    step = Batches(one.windows(examples, encoder, training=True), seed=0, budget=99, rank=0, world_size=1).step(0, 5)
+    (batch,) = step.micro_batches
+    loss = LOSSES["sequence", one.objective](logits, batch) / step.weight
+    true, weight = torch.from_numpy(scored.labels)[batch.query_rows], torch.ones(3)
+    for name, number in (weights or {}).items():
+        weight["abc".index(name)] = number
+    if problem == "single_label":
+        expected = torch.nn.CrossEntropyLoss(weight, label_smoothing=smoothing)(logits, true)
+    else:
+        expected = torch.nn.BCEWithLogitsLoss(pos_weight=weight)(logits, true)
+    torch.testing.assert_close(loss, expected)
+    assert scored.weights.tolist() == [1] * 5, "the loss on held-out texts has none of them"
 
 
 def test_a_class_without_examples_has_weight_one_and_a_warning(tokenizer, write, caplog) -> None:
@@ -803,21 +851,43 @@ def predicted(*labels: str) -> list[dict[str, Any]]:
 
 
 def test_scores_and_details_of_two_classes(write: Callable[..., str]) -> None:
-    two = two_classes()
+    two = two_classes(positive="b")
     examples = [*some(3, "a"), *some(2, "b")]
     made = predicted("a", "b", "a", "b", "a")
     true, found = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
     scores = two.score(examples, made)
     assert scores["f1"] == pytest.approx(sklearn.metrics.f1_score(true, found, pos_label=1))
     assert two_classes(positive="a").score(examples, made)["f1"] == pytest.approx(2 / 3)
+    assert not {"f1", "accuracy_and_f1"} & two_classes().score(examples, made).keys(), "which class is not said"
+    assert result_lines(two, "dev", scores, {})[0].endswith("f1 (b) 0.5000, accuracy_and_f1 (b) 0.5500")
     assert scores["accuracy"] == 0.6
     assert scores["matthews"] == pytest.approx(sklearn.metrics.matthews_corrcoef(true, found))
     assert two.metric in scores
     details = two.details(examples, made)
+    assert (details["positive"], two_classes().details(examples, made).get("positive")) == ("b", None)
     assert details["confusion"] == {"labels": ["a", "b"], "counts": [[2, 1], [1, 1]]}
     assert details["by_type"]["b"] == {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
     json.dumps(details)
     assert two.score(some(1), made[:1]) == {} == two.details(some(1), made[:1])
+
+
+def test_a_threshold_decides_between_two_classes_and_for_each_label() -> None:
+    logits = np.log([[0.7, 0.3], [0.9, 0.1], [0.2, 0.8]])
+    two = two_classes(positive="b")
+    two.set_threshold(0.3 - 1e-9)
+    made = two.decode(some(3), windowed([1] * 3), logits)
+    assert [(one["label"], round(one["score"], 6)) for one in made] == [("b", 0.3), ("a", 0.9), ("b", 0.8)]
+    assert two.details([*some(1, "a"), *some(2, "b")], made)["threshold"] == pytest.approx(0.3)
+    assert two.score([*some(1, "b"), *some(2, "b")], made)["f1"] == pytest.approx(0.8)
+    multi = two_classes(problem_type="multi_label")
+    multi.set_threshold(0.9)
+    assert [one["labels"] for one in multi.decode(some(2), windowed([1] * 2), np.array([[3.0, 0], [0, 0]]))] == [
+        ["a"],
+        [],
+    ]
+    refused("threshold: 1; expected a probability", multi.set_threshold, 1.0)
+    for other in (two_classes(), task(train="x", problem_type="regression"), Entities(EntitiesSettings(train="x"))):
+        refused("threshold: is for several labels, or for two", other.set_threshold, 0.5)
 
 
 def test_scores_and_details_of_values() -> None:

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from finetune.artifacts.predictor import Predictor
 from finetune.tasks.base import Windows
-from finetune.tasks.datasets.sentences import Sentence
+from finetune.tasks.datasets.conll import read_columns
+from finetune.tasks.datasets.sentences import Remarks, Sentence
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.datasets.word_cuts import WordCuts
 from finetune.tasks.datasets.words import cut_words
@@ -573,7 +574,6 @@ def test_other_files_are_held_to_the_training_set(tmp_path):
     task = Entities(EntitiesSettings(train=train, dev=dev))
     with pytest.raises(InputError, match=r"dev:2: the type 'LOC' is not in the training set \(PER\)"):
         task.read_held_out()  # reads the training set by itself
-    refused(r"dev:2: the type 'LOC'", task.read_file, dev)
     refused(
         r"dev: no entity in 1 sentence",
         Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", "it O\n"))).read_held_out,
@@ -1073,7 +1073,26 @@ def test_predictions_are_columns_for_conlleval():
     assert task.scorer_files(bare, predictions)[".tags.conll"].splitlines()[2] == "c I-LOC"
     text = task.example("d", "it")
     assert task.scorer_files([text], predictions[2:]) == {}
+    blanks = [Sentence(["a", "b", "c"], ["B-Full Name", "I-Full Name", "O"], "4")]
+    columns = task.scorer_files(blanks, [{"tags": ["B-Full_Name", "B-Full  Name", "B-\u00a0"]}])[".tags.conll"]
+    assert columns == "a B-Full_Name__ B-Full_Name\nb I-Full_Name__ B-Full_Name_\nc O B-_\n\n", (
+        "the types stay distinct"
+    )
+    (again,) = read_columns("c", columns.split("\n"), 0, 1, Remarks(), labeled=True)
+    assert again.tags == ["B-Full_Name__", "I-Full_Name__", "O"]
     assert task.scorer_files([replace(text, tags=["O"])], predictions[2:]) == {".tags.conll": "d O B-PER\n\n"}
+
+
+def test_types_that_the_model_does_not_know_are_kept_and_count_as_not_found(tmp_path, caplog):
+    train, other = write(tmp_path / "train", GOOD), write(tmp_path / "other", "it O\nRome B-LOC\nAnn B-PER\n")
+    task = Entities(EntitiesSettings(train=train, test=other))
+    (one,) = task.read_test()["test"]
+    assert task.read_file(other, labeled=False)[0].tags == task.read_file(other)[0].tags == one.tags
+    assert task.record(one)["gold"] == ["O", "B-LOC", "B-PER"]
+    assert task.windows([one], make_encoder(16), training=False).labels.tolist() == [0, 0, 1]
+    assert "other:2: the model does not know the types LOC; they stay as gold, and scores count" in caplog.text
+    scores = task.score([one], [{"tags": ["O", "O", "B-PER"]}])
+    assert (scores["precision"], scores["recall"]) == (1.0, 0.5)
 
 
 # ---------------------------------------------------------------- words of a text

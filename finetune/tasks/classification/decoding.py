@@ -24,8 +24,8 @@ class Outputs:
 
     problem: Problem
     names: tuple[str, ...]  # C labels; none for a regression
-    positive: str  # the class for which f1 is computed, if there are two
-    threshold: float  # multi_label: least probability of a label
+    positive: str  # the class for which f1 is computed, if there are two; "" computes none
+    threshold: float  # least probability of a label, or of the positive one of two classes
 
     def true(self, labels: Sequence[Label | None]) -> np.ndarray:
         """True labels as an array, see the class; zeros for missing ones."""
@@ -54,14 +54,17 @@ class Outputs:
             return [self._set(probabilities) for probabilities in probabilities_NC.tolist()]
         probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
         probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
-        best_N = logits_NC.argmax(1).tolist()
+        best_N = logits_NC.argmax(1)
+        if self.has_positive and self.threshold != THRESHOLD:
+            positive = self.names.index(self.positive)
+            best_N = np.where(probabilities_NC[:, positive] >= self.threshold, positive, 1 - positive)
         return [
             {
                 "label": self.names[best],
                 "score": probabilities[best],
                 "scores": dict(zip(self.names, probabilities, strict=True)),
             }
-            for best, probabilities in zip(best_N, probabilities_NC.tolist(), strict=True)
+            for best, probabilities in zip(best_N.tolist(), probabilities_NC.tolist(), strict=True)
         ]
 
     def scores(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
@@ -73,7 +76,7 @@ class Outputs:
             return {name: score(true, predicted) for name, score in metrics.LABEL_SCORES.items()}
         matrix = metrics.confusion(true, predicted, len(self.names))
         scores = {name: score(matrix) for name, score in metrics.CLASS_SCORES.items()}
-        if len(self.names) == 2:
+        if self.has_positive:
             scores["f1"] = float(metrics.class_counts(matrix).f1[self.names.index(self.positive)])
             scores["accuracy_and_f1"] = (scores["accuracy"] + scores["f1"]) / 2
         return scores
@@ -93,7 +96,13 @@ class Outputs:
         return {
             "confusion": {"labels": list(self.names), "counts": matrix.tolist()},
             "by_type": self._by_type(metrics.class_counts(matrix)),
+            **({"positive": self.positive, "threshold": float(self.threshold)} if self.has_positive else {}),
         }
+
+    @property
+    def has_positive(self) -> bool:
+        """Whether one of two classes is the positive one."""
+        return len(self.names) == 2 and bool(self.positive)
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
         """multi_label: the threshold, one for all labels, with the best `metric`; ties go to the one nearest to 0.5."""

@@ -53,7 +53,6 @@ class ExampleSource:
 
     Args:
         problem: which kind of label examples have.
-        metric: the score that chooses the checkpoint, which must fit the labels.
         state: what `state()` of the trained model returned.
     """
 
@@ -61,10 +60,9 @@ class ExampleSource:
         self,
         settings: ClassificationSettings,
         problem: Problem,
-        metric: str,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._settings, self._metric = settings, metric
+        self._settings = settings
         self._problem: Problem = problem
         self._class_weights: np.ndarray | None = None
         self.tables = TableSource(settings)
@@ -89,7 +87,10 @@ class ExampleSource:
 
     @property
     def class_weights(self) -> np.ndarray:
-        """float64 [C]: weights that balance the classes of the training set."""
+        """float64 [C]: weights of the classes or labels in training, given or those that balance the training set."""
+        given = self._settings.class_weights
+        if given != "balanced":
+            return np.array([1.0 if given == "none" else given.get(name, 1.0) for name in self.names.values()])
         if self._class_weights is None:
             self.read_train()
         assert self._class_weights is not None
@@ -160,7 +161,18 @@ class ExampleSource:
         Without `labeled`, labels that are unknown are left out, with a warning in the log.
         """
         table = self.tables.read_file(path, labeled=labeled)
-        return self._examples(self._labeled(table)) if labeled else self._examples(table, self._known_labels(table))
+        if labeled:
+            return self._examples(self._labeled(table))
+        raw, name, cells = self._known_labels(table), self.tables.keys.get("label"), table.columns.get("label", ())
+        pairs = zip(cells, raw, strict=False)
+        if table.others and any(
+            label is None and not isinstance(settled(cell, self._problem), Missing) for cell, label in pairs
+        ):
+            # The column is not the model's labels: it stays as it is.
+            table = replace(
+                table, others=[{**one, str(name): cell} for one, cell in zip(table.others, cells, strict=True)]
+            )
+        return self._examples(table, raw)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         """From plain text, or from a record with `text` and `pair` or with the columns' names."""
@@ -316,8 +328,16 @@ class ExampleSource:
             raise InputError(
                 f"classification.positive: {self._settings.positive!r} is not a label; known: {listed(labels)}."
             )
-        if self._metric == "f1" and len(labels) != 2:
+        for name in self._settings.class_weights if isinstance(self._settings.class_weights, dict) else ():
+            if name not in labels:
+                raise InputError(f"classification.class_weights: {name!r} is not a label; known: {listed(labels)}.")
+        if self._settings.metric == "f1" and len(labels) != 2:
             raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
+        if self._settings.metric == "f1" and not (self._settings.positive or self._settings.glue):
+            raise InputError(
+                f"classification.metric: f1 is of one class, and {source} has {labels[0]!r} and {labels[1]!r}. Set "
+                "classification.positive to the one to find, or use macro_f1."
+            )
 
     def _balanced(self, examples: Sequence[Example]) -> np.ndarray:
         """float64 [C]: sklearn's compute_class_weight("balanced") over the classes that occur; 1 for the others."""

@@ -60,7 +60,7 @@ class TableSource:
         the label may be missing, texts may be in columns `text` and `pair`, and `.txt` holds one text per line.
         """
         settings, place = self._settings, Path(path).expanduser()
-        keys = self._keys()
+        keys = self.keys
         if place.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
             table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
@@ -116,7 +116,7 @@ class TableSource:
         return self._named(
             read_dataset(
                 settings.dataset,
-                [*self._keys().values()],
+                [*self.keys.values()],
                 subset=settings.subset,
                 split=named or "train",
                 revision=settings.revision,
@@ -134,7 +134,7 @@ class TableSource:
         aliases: Mapping[Key, str] = MappingProxyType({}),
         others: bool = False,
     ) -> Table:
-        keys, optional = [*self._keys().values()], self._optional(labeled=labeled)
+        keys, optional = [*self.keys.values()], self._optional(labeled=labeled)
         spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
         layout = replace(layout, forms=self._forms())
         return tables.read_table(
@@ -142,7 +142,7 @@ class TableSource:
         )
 
     def _forms(self) -> ReadForms | None:
-        keys = self._keys()
+        keys = self.keys
         text, label = keys["text"], keys.get("label")
         # A column of the config's that is called "answer" is not Prodigy's.
         if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
@@ -152,12 +152,13 @@ class TableSource:
 
     def _optional(self, *, labeled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""
-        keys = self._keys()
+        keys = self.keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
         return [key for name, key in keys.items() if name.partition(":")[0] in optional and key not in required]
 
-    def _keys(self) -> dict[str, Key]:
+    @property
+    def keys(self) -> dict[str, Key]:
         """Our names of the columns -> those in the files. Those of `label_columns` are label:0, label:1, ..."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
@@ -171,7 +172,7 @@ class TableSource:
 
     def _named(self, table: Table) -> Table:
         """`table` with our names of the columns and of GLUE's labels."""
-        keys = self._keys()
+        keys = self.keys
         columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
         if self._glue and "label" in columns:
             columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]

@@ -47,8 +47,13 @@ class Classification(Task[Example]):
             self._glue.metric if self._glue else SCORES[self.problem][0]
         )
         self.most_windows: int = settings.max_windows
+        own = self._glue if self._glue and "f1" in self._glue.scores else None
+        self.positive = settings.positive or (list(own.labels.values())[-1] if own else "")
+        # Least probability of a label, or of the positive one of two classes.
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
-        self._source = ExampleSource(settings, self.problem, self.metric, state)
+        self._source = ExampleSource(settings, self.problem, state)
+        keys = self._source.tables.keys.items()
+        self.columns = {name.replace("label", "gold"): key for name, key in keys if isinstance(key, str)}
 
     # ------------------------------------------------------------ the outputs
 
@@ -66,17 +71,19 @@ class Classification(Task[Example]):
         """Whether an example is a pair of texts."""
         return self._source.tables.pair_column is not None
 
-    @property
-    def positive(self) -> str:
-        """The class for which f1 is computed if there are two classes; "" otherwise."""
-        return self.settings.positive or (self.labels[-1] if self.labels else "")
-
     def state(self) -> dict[str, Any]:
         return {
             "labels": list(self.labels),
             "values": list(self._source.names),
             "threshold": float(self.threshold),
         }
+
+    def set_threshold(self, value: float) -> None:
+        if self.problem != "multi_label" and not self._outputs().has_positive:
+            super().set_threshold(value)
+        if not 0 < value < 1:
+            raise InputError(f"threshold: {value:g}; expected a probability above 0 and below 1.")
+        self.threshold = value
 
     # ------------------------------------------------------------ for people
 
@@ -112,13 +119,13 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known.
-
-        In front are the other columns of a file to predict.
-        """
+        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known."""
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
-        return {**(example.others or {}), **{key: value for key, value in record.items() if value is not None}}
+        return {key: value for key, value in record.items() if value is not None}
+
+    def others(self, example: Example) -> Mapping[str, Any]:
+        return example.others or {}
 
     def first_value(self, examples: Sequence[Example]) -> float:
         return float(self._true(examples).mean())
@@ -191,12 +198,11 @@ class Classification(Task[Example]):
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
         example, framed = self._cut(examples, encoder, thin=training)
-        labels = self._true(examples)
-        weights = 1 / np.bincount(example, minlength=len(examples))[example]
-        if training and self.settings.class_weights == "balanced":
-            weights *= self._source.class_weights[labels[example]]
-        if self.problem != "single_label":
-            labels = labels.astype(np.float32)
+        labels, weights = self._true(examples), 1 / np.bincount(example, minlength=len(examples))[example]
+        weights_C = self._source.class_weights if training else np.ones(self.outputs)
+        if self.problem == "single_label":
+            weights *= weights_C[labels[example]]
+        labels = self._targets(labels, weights_C, self.settings.label_smoothing if training else 0.0)
         return Windows(
             ids=framed.ids,
             types=framed.types,
@@ -207,6 +213,16 @@ class Classification(Task[Example]):
             weights=weights.astype(np.float32),
             extra={},
         )
+
+    def _targets(self, labels: np.ndarray, weights_C: np.ndarray, smoothing: float) -> np.ndarray:
+        """True labels as `Objective` has them, with the weights of torch's CrossEntropyLoss and BCEWithLogitsLoss."""
+        if self.problem == "multi_label":
+            return (labels * weights_C).astype(np.float32)
+        if self.problem == "regression" or not smoothing:
+            return labels.astype(np.float32 if self.problem == "regression" else np.int64)
+        # The weight of an example has that of its class already.
+        others_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
+        return ((1 - smoothing) * np.eye(self.outputs)[labels] + others_NC).astype(np.float32)
 
     def _cut(
         self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool

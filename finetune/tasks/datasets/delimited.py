@@ -35,7 +35,10 @@ def read_delimited(
     width = len(first)
     positions = _positions(path, wanted, names, width)
     cells: list[list[str]] = [[] for _ in positions]
-    rest = {str(name): at for at, name in enumerate(names or range(width)) if at not in positions.values()}
+    rest: dict[str, int] = {}
+    for at, name in enumerate(names or range(width)):
+        if at not in positions.values():
+            rest[f"{name}.{at}" if str(name) in rest else str(name)] = at  # none of equal names is lost
     others: list[dict[str, str]] = []
     lines = []
     filled = list(zip(cells, positions.values(), strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import opened, read_delimited
 from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_foreign
+from finetune.tasks.datasets.surrogates import replaced
 from finetune.tasks.datasets.table import Format, Key, ReadForms, RequestedColumns, Table, TableFormat, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
@@ -113,7 +114,8 @@ def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, fo
     cells: dict[Key, list[Any]] = {}
     used = {name for record in records for column in wanted.columns if (name := wanted.name(column, record))}
     rest = [{key: value for key, value in one.items() if key not in used} for one in records if wanted.others]
-    table = Table(cells, str(path), places, before, others=rest, remarks=remarks)
+    whole = json.loads(replaced(json.dumps(rest, ensure_ascii=False)))
+    table = Table(cells, str(path), places, before, others=whole, remarks=remarks)
     for column in wanted.columns:
         names = [wanted.name(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from pretrain.common.wording import counted
 logger = logging.getLogger(__name__)
 
 _BILOU = str.maketrans("LU", "ES")
+
+Part = Literal["train", "dev", "other"]
+"""What a file is for. Types that the model does not know are refused in a dev set, and said of others."""
 
 
 class SentenceSource:
@@ -63,7 +66,7 @@ class SentenceSource:
         """The training set without what `dev_share` holds out; types, scheme and cuts are known from now on."""
         if not self._settings.train:
             raise InputError("train: empty. Give the file of labeled training sentences.")
-        sentences = self._read(self._settings.train, labeled=True, is_train=True)
+        sentences = self._read(self._settings.train, labeled=True, part="train")
         self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
         self._is_trained = True
         return self._part(sentences, held_out=False)
@@ -71,8 +74,8 @@ class SentenceSource:
     def read_held_out(self) -> list[Sentence]:
         """The dev set, or what `dev_share` holds out of the training set; [] without both."""
         if self._settings.dev_share:
-            return self._part(self.read(self._settings.train, labeled=True), held_out=True)
-        return self.read(self._settings.dev, labeled=True) if self._settings.dev else []
+            return self._part(self.read(self._settings.train, labeled=True, part="dev"), held_out=True)
+        return self.read(self._settings.dev, labeled=True, part="dev") if self._settings.dev else []
 
     def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
         """Those that `dev_share` holds out, by a hash of their words, or the others."""
@@ -88,13 +91,13 @@ class SentenceSource:
             )
         return part
 
-    def read(self, path: str, *, labeled: bool, texts: bool = False) -> list[Sentence]:
+    def read(self, path: str, *, labeled: bool, texts: bool = False, part: Part = "other") -> list[Sentence]:
         """Another file; `texts`: a .txt may hold one text per line."""
         if not self._is_trained:
             self.read_train()
-        return self._read(path, labeled=labeled, texts=texts)
+        return self._read(path, labeled=labeled, texts=texts, part=part)
 
-    def _read(self, path: str, *, labeled: bool, is_train: bool = False, texts: bool = False) -> list[Sentence]:
+    def _read(self, path: str, *, labeled: bool, part: Part, texts: bool = False) -> list[Sentence]:
         remarks, settings = Remarks(), self._settings
         sentences = read_sentences(
             path,
@@ -104,7 +107,7 @@ class SentenceSource:
             encoding=settings.encoding,
             labeled=labeled,
             texts=texts,
-            cut=cut_words if is_train else self.cut,
+            cut=cut_words if part == "train" else self.cut,
             tag_names=settings.tag_names,
         )
         if settings.document_context:
@@ -116,22 +119,22 @@ class SentenceSource:
             if not tagged:
                 raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
         if tagged:
-            made = iter(self._with_iob2(tagged, remarks, is_train=is_train))
+            made = iter(self._with_iob2(tagged, remarks, part))
             sentences = [next(made) if one.tags is not None else one for one in (tagged if labeled else sentences)]
         for line in (one for one in (*lines, *remarks.lines()) if one not in self.remarks):
             self.remarks.append(line)
             logger.warning("%s", line)
         return sentences
 
-    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, *, is_train: bool) -> list[Sentence]:
+    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, part: Part) -> list[Sentence]:
         """`sentences` with IOB2 tags in place of those of the files' scheme."""
         tags = _read_tags(sentences)
-        scheme = self._scheme_of(sentences, tags, is_train=is_train)
-        if is_train:
+        scheme = self._scheme_of(sentences, tags, is_train=part == "train")
+        if part == "train":
             self._learn_types(sentences, tags)
             for remark in suspicious(tags.names):
                 remarks.add(remark, sentences[0].source)
-        self._check_types(sentences, tags)
+        self._check_types(sentences, tags, remarks if part == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")
         names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
@@ -159,11 +162,16 @@ class SentenceSource:
         if not self.types:
             self.types = tuple(sorted(tags.names))
 
-    def _check_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
+    def _check_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences, remarks: Remarks | None) -> None:
+        """Refuse types that the model does not know, or add them to the `remarks`."""
         unknown = np.array([name not in self.types for name in tags.names] + [False])
         if not unknown.any():
             return
         word = int(np.flatnonzero(unknown[tags.types])[0])
+        if remarks is not None:
+            names = ", ".join(name for name in tags.names if name not in self.types)
+            what = f"the model does not know the types {names}; they stay as gold, and scores count them as not found"
+            return remarks.add(what, _place(sentences, tags, word))
         raise InputError(
             f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
             f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "

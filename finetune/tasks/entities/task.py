@@ -225,11 +225,11 @@ class Entities(Task[Sentence]):
         return example, start, length
 
     def _numbers(self, examples: Sequence[Sentence], example: np.ndarray, word: np.ndarray) -> np.ndarray:
-        """int64 [R]: label of each row, from its example and the word's number in it; 0 if unlabeled."""
+        """int64 [R]: label of each row, from its example and the word's number in it; 0 if unlabeled or unknown."""
         numbers = {tag: number for number, tag in enumerate(self.labels)}
         counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
         tags = chain.from_iterable(one.tags if one.tags is not None else ["O"] * len(one.words) for one in examples)
-        gold = np.fromiter(map(numbers.__getitem__, tags), np.int64, int(counts.sum()))
+        gold = np.fromiter((numbers.get(tag, 0) for tag in tags), np.int64, int(counts.sum()))
         return gold[(np.cumsum(counts) - counts)[example] + word]
 
 
