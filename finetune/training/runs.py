@@ -217,7 +217,7 @@ def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
         hint = f"{config.task_name}.dev" + ("" if share is None else f" or {config.task_name}.dev_share")
         return f"no held-out set: the last checkpoint is kept. To keep the best one by a score, set {hint}."
     sets = ", ".join(f"{name} ({counted(count, 'example')})" for name, count in plan.held_out.items())
-    origin = f", {share:.3g} of the training set, by a hash of the texts (dev_share)" if share else ""
+    origin = f", {share:.3g} of the training set, by class (dev_share)" if share else ""
     return f"held out: {sets}{origin}"
 
 

@@ -115,8 +115,19 @@ def test_a_loss_that_still_falls_is_told() -> None:
 
 
 def test_a_class_that_is_never_predicted_is_told() -> None:
-    assert next(never_predicted(("a", "b", "c"), [[5, 1, 0], [0, 5, 0], [1, 4, 0]])).startswith(
-        "the model never predicts 'c', of which there are 5 examples."
-    )
-    assert not list(never_predicted(("a", "b", "c"), [[5, 1, 0], [0, 5, 0], [0, 4, 0]]))  # too few to tell
-    assert "predicts 'a' for every example" in next(never_predicted(("a", "b"), [[5, 0], [1, 0]]))
+    labels, missed = ("a", "b", "c"), [[5, 1, 0], [0, 5, 0], [1, 4, 0]]
+    enough = {"a": 9, "b": 9, "c": 9}
+
+    def told(counts: list[list[int]], trained: dict[str, int], dev: dict[str, int]) -> list[str]:
+        return list(never_predicted(labels[: len(counts)], counts, trained, dev))
+
+    assert told(missed, {}, {})[0].startswith("the model never predicts 'c' (5 examples). Train longer")
+    assert told(missed, enough, enough) == told(missed, {}, {})
+    few = [[5, 1, 0], [0, 5, 0], [0, 4, 0]]
+    assert told(few, enough, enough) == []  # too few to tell
+    assert told(few, {"a": 9, "b": 9}, {})[0].startswith("the model never predicts 'c' (4 examples): no training exam")
+    assert "'c' (5 examples): only 4 training examples of each" in told(missed, {**enough, "c": 4}, {})[0]
+    assert "'c' (5 examples): the dev set, which chose" in told(missed, enough, {"a": 1, "b": 1})[0]
+    one, alone = told([[5, 0], [1, 0]], {"a": 9, "b": 0}, {})
+    assert "predicts 'a' for every example" in one
+    assert "'b' (1 example): no training example has it" in alone

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from tokenizers import Tokenizer
 from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
 from finetune.tasks.classification import metrics as metrics
+from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.table import TableFormat
@@ -498,8 +500,9 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings(1, "nan"), None, REGRESSION, "train.jsonl:2: label is 'nan', not a number"),
         (sayings(True), None, REGRESSION, "train.jsonl:1: label is True, not a number"),
         (sayings(2, 2), None, REGRESSION, "every example has the label 2.0. Give"),
-        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty. Raise it"),
-        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves no training examples. Lower it"),
+        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty; a text of each class"),
+        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves the dev set empty; a text of each class"),
+        (sayings(1, 2), None, {"dev_share": 1 - 1e-9, **REGRESSION}, "leaves no training examples. Lower it"),
     ],
 )
 def test_bad_labels_and_sets_are_named(write, train, dev, values, message) -> None:
@@ -535,6 +538,38 @@ def test_train_examples_draws_a_part(write: Callable[..., str]) -> None:
     assert len(left) == 20
     assert not held_out & {text for _, text in left}
     refused(r"train_examples: 101, but .* has 100 training examples", drawn, train_examples=101)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
+def test_every_class_has_its_part_on_both_sides(write: Callable[..., str], share: float) -> None:
+    counts = {"cat": 200, "dog": 95, "newt": 3, "yak": 1}
+    records = [{"text": f"{label} {n}", "label": label} for label, count in counts.items() for n in range(count)]
+    whole = task(train=write("a.jsonl", records), dev_share=share)
+    train, dev = Counter(one.label for one in whole.read_train()), whole.read_held_out()["dev"]
+    assert set(train) == set(counts)
+    assert all(abs(counts[label] - train[label] - share * counts[label]) <= 2 for label in counts)
+    assert abs(len(dev) - share * len(records)) <= 2
+    drawn = task(train=write("b.jsonl", records), train_examples=30).read_train()
+    assert Counter(one.label for one in drawn) == {"cat": 18, "dog": 9, "newt": 2, "yak": 1}
+    assert len(task(train=write("b.jsonl", records), train_examples=3).read_train()) == 3
+
+
+def test_every_label_of_several_keeps_an_example(write: Callable[..., str]) -> None:
+    sets = [["a"]] * 40 + [["a", "b"]] * 2 + [["c", "b"]] * 2 + [[]] * 10
+    records = [{"text": f"{n}", "label": labels} for n, labels in enumerate(sets)]
+    whole = task(train=write("a.jsonl", records), dev_share=0.8, problem_type="multi_label")
+    assert {name for one in whole.read_train() for name in cast(tuple[str, ...], one.label)} == {"a", "b", "c"}
+
+
+def test_folds_spread_every_class() -> None:
+    classes = [("a",)] * 20 + [("b",)] * 5 + [("c",)] * 2
+    texts = [f"{n}" for n in range(len(classes))]
+    numbers = splits.folds([*texts, "0"], [*classes, ("a",)], 5)
+    assert numbers[-1] == numbers[0]
+    shares = Counter(zip(numbers, classes, strict=False))
+    assert {shares[fold, ("a",)] for fold in range(5)} == {4}
+    assert {shares[fold, ("b",)] for fold in range(5)} == {1}
+    assert max(shares[fold, ("c",)] for fold in range(5)) == 1
 
 
 def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -> None:

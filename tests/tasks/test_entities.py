@@ -156,11 +156,12 @@ def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
     assert len(train) + len(dev) == 200
     assert 20 < len(dev) < 80
     assert not {tuple(each.words) for each in train} & {tuple(each.words) for each in dev}
-    assert one.origin("dev") == "25% of the training set, by a hash of the words"
-    for share, which in ((1e-9, "dev"), (1 - 1e-9, "training")):
-        few = Entities(EntitiesSettings(train=path, dev_share=share))
-        with pytest.raises(InputError, match=f"leaves the {which} set empty"):
-            _ = few.read_train(), few.read_held_out()
+    rare = write(tmp_path / "b.txt", "".join(f"w{n} B-{'PER' if n % 40 else 'LOC'}\n\n" for n in range(80)))
+    kept = Entities(EntitiesSettings(train=rare, dev_share=0.9)).read_train()
+    assert {tag for each in kept for tag in each.tags or ()} == {"B-PER", "B-LOC"}
+    assert one.origin("dev") == "25% of the training set, by type"
+    with pytest.raises(InputError, match="leaves the dev set empty. Raise it"):
+        Entities(EntitiesSettings(train=path, dev_share=1e-9)).read_held_out()
     with pytest.raises(ValueError, match="set one of the two"):
         EntitiesSettings(train=path, dev=path, dev_share=0.1)
 

@@ -76,6 +76,7 @@ class Classification(Task[Example]):
             "labels": list(self.labels),
             "values": list(self._source.names),
             "threshold": float(self.threshold),
+            "examples": self._source.examples,
         }
 
     # ------------------------------------------------------------ for people
@@ -171,7 +172,9 @@ class Classification(Task[Example]):
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
             return []
-        return list(checks.never_predicted(details["confusion"]["labels"], details["confusion"]["counts"]))
+        labels, counts = details["confusion"]["labels"], details["confusion"]["counts"]
+        sets = (self._source.examples.get(part, {}) for part in ("train", "dev"))
+        return list(checks.never_predicted(labels, counts, *sets))
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)

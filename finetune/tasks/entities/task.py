@@ -81,11 +81,7 @@ class Entities(Task[Sentence]):
 
     def origin(self, name: str) -> str:
         share = self.settings.dev_share
-        return (
-            f"{share:.0%} of the training set, by a hash of the words"
-            if name == "dev" and share
-            else super().origin(name)
-        )
+        return f"{share:.0%} of the training set, by type" if name == "dev" and share else super().origin(name)
 
     # ------------------------------------------------------------ files in
 
