@@ -16,9 +16,9 @@ from finetune.tasks.base import Objective
 from finetune.tasks.classification.checks import never_predicted
 from finetune.training.config import FinetuneConfig
 from finetune.training.model.batches import Batches
-from finetune.training.model.output_layer import PENALTY, SHRINK, fit_output_layer
+from finetune.training.model.output_layer import PENALTY, SHRINK, fit_output_layer, regularization
 from finetune.training.model.task_model import TaskModel
-from finetune.training.runs import course_lines
+from finetune.training.runs import choice_lines, course_lines
 from pretrain.checkpoint.layouts import TaskHead
 from pretrain.checkpoint.released import read_released
 
@@ -82,6 +82,13 @@ def test_labels_are_fitted_one_by_one(tmp_path: Path) -> None:
         assert np.abs(ours[:, number] - theirs.predict_proba(scaled)[:, 1]).max() < 0.02
 
 
+def test_few_labels_are_fitted_more_closely_and_with_more_confidence() -> None:
+    assert regularization("classes", 16) == regularization("classes", 500) == (PENALTY, SHRINK)
+    assert regularization("classes", 4) == pytest.approx((PENALTY / 64, SHRINK * 1.75))
+    assert regularization("labels", 2) == (PENALTY, SHRINK)
+    assert regularization("value", 2) == (PENALTY, 1)
+
+
 @pytest.mark.parametrize(
     ("width", "examples", "rate", "epochs"),
     [(768, 100_000, 3e-5, 3.0), (384, 100_000, 1.2e-4, 3.0), (256, 1_000, 2.7e-4, 9.6), (64, 50, 1e-3, 20.0)],
@@ -104,6 +111,17 @@ def test_a_training_that_does_not_improve_on_the_frozen_model_is_told() -> None:
     assert better == ["frozen linear model, before training: accuracy 0.9000"]
     assert "did not improve" in course_lines([record(0, 0.9), record(5, 0.85)], "accuracy")[1]
     assert course_lines([record(5, 0.85)], "accuracy") == []  # its output layer was there before
+
+
+def test_a_dev_set_too_small_to_choose_by_is_told() -> None:
+    records = [record(0, 0.8), record(5, 0.85)]
+    assert (
+        "accuracy is 0.70 to 0.95 on sets like it, and it chose between 0.80 and 0.85"
+        in choice_lines(records, "accuracy", (0.7, 0.95))[0]
+    )
+    assert choice_lines(records, "accuracy", (0.8, 0.9)) == []  # narrow
+    assert choice_lines([record(0, 0.3), *records], "accuracy", (0.7, 0.95)) == []  # a clear gain
+    assert choice_lines(records, "accuracy", None) == choice_lines([], "accuracy", (0.7, 0.95)) == []
 
 
 def test_a_loss_that_still_falls_is_told() -> None:
