@@ -221,7 +221,7 @@ class Finetuning:
     def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
         """Rank 0: the predictions of `model`, of which every rank has a copy; nothing on other ranks."""
         windows = self._windows(examples)
-        logits = self._logits(model, windows)
+        logits = self.logits(model, windows)
         return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
 
     def temperature(self, model: TaskModel) -> float:
@@ -230,9 +230,9 @@ class Finetuning:
         if not name or self.task.head != "sequence" or self.task.objective == "value":
             return 1.0
         windows = self._held_out_windows[name]
-        return self.task.temperature(self.held_out[name], windows, self._logits(model, windows))
+        return self.task.temperature(self.held_out[name], windows, self.logits(model, windows))
 
-    def _logits(self, model: TaskModel, windows: Windows) -> np.ndarray:
+    def logits(self, model: TaskModel, windows: Windows) -> np.ndarray:
         """float32 [R, C] of `model`, of which every rank has a copy, on all ranks."""
 
         def forward(batch: LabeledBatch) -> Output:
