@@ -180,9 +180,9 @@ def render(
     made = FinetuneConfig.model_validate({"name": "it", "start_from": "released/bert", **config})
     task: Task[Any] = make_task(made.task_settings)
     train, sets = task.read_train(), {**task.read_held_out(), **task.read_test()}
-    for made in predictions:
-        if "label" in made:
-            made["scores"] = {name: float(name == made["label"]) for name in task.labels}
+    for one in predictions:
+        if "label" in one:
+            one["scores"] = {name: float(name == one["label"]) for name in task.labels}
     results = {name: SetResult.of(task, members, predictions) for name, members in sets.items()}
     facts = CardFacts(
         family="bert",
