@@ -61,7 +61,7 @@ def _evaluation_folder(folder: Path) -> Path:
 
 def _labeled_sets(task: Task[Any]) -> dict[str, list[Any]]:
     """The dev sets of the config, and those of its test sets that have labels."""
-    tests = {name: members for name, members in task.read_test().items() if task.is_labeled(members)}
+    tests = {name: members for name, members in task.test_sets().items() if task.is_labeled(members)}
     return {**task.read_held_out(), **tests}
 
 

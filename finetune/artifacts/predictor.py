@@ -17,7 +17,7 @@ from finetune.training.config import FinetuneConfig
 from finetune.training.folders import model_folder
 from finetune.training.model.batches import Batches
 from finetune.training.model.inference import inference_model, predict_logits
-from finetune.training.saved import load_saved
+from finetune.training.saved import SetResult, load_saved
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
@@ -145,8 +145,8 @@ class Predictor:
     def evaluate(self, path: str) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
         """(scores, details, predictions) on a labeled file of the same form as the dev file."""
         examples = self.task.read_file(path)
-        predictions = self.predict(examples)
-        return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
+        result = SetResult.of(self.task, examples, self.predict(examples))
+        return result.scores, result.details, result.predictions
 
 
 def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> PrecisionChoice:

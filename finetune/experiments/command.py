@@ -43,16 +43,20 @@ def _finetune(arguments: argparse.Namespace) -> None:
     from finetune.training import api, runs
 
     check_run_options(arguments)
-    several = arguments.seeds is not None
+    several = "--seeds" if arguments.seeds is not None else "--folds" if arguments.folds > 1 else ""
     check_effects(
         {
-            "--parallel": (arguments.parallel, several, "without --seeds N: it limits how many runs train at once"),
-            "--resume": (arguments.resume, not several, "with --seeds: finished runs are kept, the others continue"),
+            "--parallel": (
+                arguments.parallel,
+                bool(several),
+                "without --seeds N or --folds K: it limits how many runs train at once",
+            ),
+            "--resume": (arguments.resume, not several, f"with {several}: finished runs are kept, the others continue"),
         }
     )
     if several:
         if arguments.no_ray or torchrun_place():
-            raise InputError("--seeds: several runs need Ray. Remove --no-ray, and do not use torchrun.")
+            raise InputError(f"{several}: several runs need Ray. Remove --no-ray, and do not use torchrun.")
         _run_several([arguments.config], arguments, {}, keep="all")
         return
     if arguments.dry_run:
@@ -95,7 +99,7 @@ def _run_several(
     from finetune.experiments.sweep import run_sweep
     from pretrain.common.settings import with_start
 
-    given = {name: getattr(arguments, name) for name in ("parallel", "dry_run", "show_config")}
+    given = {name: getattr(arguments, name) for name in ("folds", "parallel", "dry_run", "show_config")}
     start = with_start(overrides(arguments), arguments.start_from)
     run_sweep(configs, start, grid, seeds=arguments.seeds or 1, **given, **options)
 
@@ -113,7 +117,8 @@ def _add_finetune(commands: Any) -> None:
   ./launch.sh finetune configs/finetune/sst2.yaml --from exported/bert-mini
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --workers 2
   ./launch.sh finetune my-task.yaml --set training.preset=stable --resume
-  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5""",
+  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5
+  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --folds 5""",
     )
     add_config(parser, _START)
     _add_several(parser)
@@ -165,6 +170,14 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         metavar="N",
         help="runs of each config, with seeds seed, seed + 1, ..., each in its own folder (default: one run)",
+    )
+    parser.add_argument(
+        "--folds",
+        type=positive_int,
+        default=1,
+        metavar="K",
+        help="cross-validation: K runs, each scored on another part of the training set and trained on the others; "
+        "prints mean and spread, writes folds.jsonl, and keeps no model",
     )
     parser.add_argument(
         "--parallel",

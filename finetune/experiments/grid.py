@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from finetune.training.config import GRIDS, TASKS, FinetuneConfig, TrainingConfig
 from pretrain.common.errors import InputError
 
-_NO_AXES = ("seed", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
+_NO_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
 # Settings of a task that decide what its scores mean: those of different values cannot be compared.
 _MEASURE = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 
@@ -55,7 +55,7 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
                 f"--grid-set {text}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
             )
         if key.strip().partition(".")[0] in _NO_AXES:
-            instead = " Use --seeds N." if key.strip() == "seed" else " Use --set, for all runs."
+            instead = f" Use --{key.strip()}s N." if key.strip() in ("seed", "fold") else " Use --set, for all runs."
             raise InputError(f"--grid-set {text}: is not a setting to compare by.{instead}")
         section, _, setting = key.strip().partition(".")
         if section in TASKS and (not setting or setting.partition(".")[0] in _MEASURE):

@@ -1,5 +1,7 @@
 """Several fine-tunings: configs, grids of settings and seeds."""
 
+import itertools
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +22,8 @@ from finetune.experiments.trials import raise_failure, run_all, trial_config
 from finetune.tasks.datasets import glue
 from finetune.training import runs
 from finetune.training.config import FinetuneConfig, load_config
-from finetune.training.saved import MODEL
+from finetune.training.rows import write_rows
+from finetune.training.saved import MODEL, PREDICTIONS
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.run_files import SUMMARY
@@ -28,6 +31,7 @@ from pretrain.common.settings import dump
 from pretrain.common.wording import counted, print_table
 
 BEST = "best.yaml"
+FOLDS = "folds.jsonl"
 
 Plans = dict[str, runs.FinetunePlan]  # by the settings of their windows
 
@@ -39,6 +43,7 @@ def run_sweep(
     *,
     auto: bool = False,
     seeds: int = 1,
+    folds: int = 1,
     parallel: int = 0,
     keep: str = "best",
     submission: Path | None = None,
@@ -51,6 +56,9 @@ def run_sweep(
 
     Args:
         auto: also over `grid.around` each config, where `grid` does not name these settings.
+        folds: K of a cross-validation: each run is K of them, and no model is kept. Writes the predictions of each
+            training example by the run that was not trained on it, with the best settings and the first seed, to
+            folds.jsonl; 1 for none.
         keep: "best" keeps the model of each config's best run only, "all" those of all runs.
         submission: folder for gluebenchmark.com's files, from each GLUE task's best run.
 
@@ -58,7 +66,7 @@ def run_sweep(
     `InputError` if settings are to be compared without a held-out set.
     """
     plans: Plans = {}
-    members = _read(paths, overrides, grid, seeds, plans if auto else None)
+    members = _read(paths, overrides, grid, seeds, folds, plans if auto else None)
     configs = list({trial.base.folder: trial.base for trial in members}.values())
     for config in configs:
         plan = _plan([trial for trial in members if trial.base is config], plans)
@@ -69,20 +77,28 @@ def run_sweep(
         return
 
     def remove_models(outcomes: list[Outcome | None]) -> None:
-        for those in candidates(members, outcomes) if keep == "best" else ():
-            for number in to_drop(those):
+        finished = [number for number, outcome in enumerate(outcomes) if outcome]
+        for those in candidates(members, outcomes) if keep == "best" or folds > 1 else ():
+            for number in finished if folds > 1 else to_drop(those):
                 shutil.rmtree(members[number].config.folder / MODEL, ignore_errors=True)
 
     outcomes = run_all(configs, members, parallel=parallel, ended=remove_models)
     remove_models(outcomes)
     _report(members, outcomes, submission)
+    if folds > 1 and None not in outcomes:
+        _write_folds(members, outcomes, folds)
     raise_failure(configs[0].folder, outcomes)
 
 
 def sweep_trials(
-    config: FinetuneConfig, path: Path, overrides: Sequence[str], points: Sequence[GridPoint], seeds: int
+    config: FinetuneConfig,
+    path: Path,
+    overrides: Sequence[str],
+    points: Sequence[GridPoint],
+    seeds: int,
+    folds: int = 1,
 ) -> list[Trial]:
-    """The trials of all points, the seeds of a point next to each other."""
+    """The trials of all points, the seeds and folds of a point next to each other."""
     trials, folders = [], set()
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
@@ -90,16 +106,21 @@ def sweep_trials(
         if point.folder in folders:
             raise InputError(f"--grid-set: two points would share the folder {point.folder}. Remove one of them.")
         folders.add(point.folder)
-        for seed in range(config.seed, config.seed + seeds):
+        parts = [f"{number}/{folds}" for number in range(1, folds + 1)] if folds > 1 else [""]
+        for seed, fold in itertools.product(range(config.seed, config.seed + seeds), parts):
             several = seeds > 1 or not point.settings
-            name = "-".join(filter(None, [point.name, f"seed-{seed}" if several else ""]))
-            label = ", ".join(filter(None, [point.label, f"seed {seed}" if several else ""]))
-            folder = config.folder / point.folder / f"seed-{seed}"
-            trials.append(Trial(label, trial_config(chosen, name, folder=folder, seed=seed), config, point))
+            number = fold and f"fold-{fold.replace('/', '-of-')}"
+            name = "-".join(filter(None, [point.name, f"seed-{seed}" if several else "", number]))
+            label = ", ".join(filter(None, [point.label, f"seed {seed}" if several else "", fold and f"fold {fold}"]))
+            folder = config.folder / point.folder / f"seed-{seed}" / number
+            made = trial_config(chosen, name, folder=folder, seed=seed).model_copy(update={"fold": fold})
+            trials.append(Trial(label, made, config, point))
     return trials
 
 
-def _read(paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: int, plans: Plans | None) -> list[Trial]:
+def _read(
+    paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: int, folds: int, plans: Plans | None
+) -> list[Trial]:
     """The trials of all configs; with `plans` also over the grid `around` each."""
     members: list[Trial] = []
     for path in paths:
@@ -108,7 +129,7 @@ def _read(paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: in
             raise InputError(f"{path}: another of the configs has the run folder {config.folder}, too. Rename one.")
         plan = None if plans is None else _planned(config, config, plans)
         near = around(config.filled(plan.model.hidden, plan.units).training) if plan else {}
-        trials = sweep_trials(config, path, overrides, expand({**near, **grid}), seeds)
+        trials = sweep_trials(config, path, overrides, expand({**near, **grid}), seeds, folds)
         prefix = f"{config.name}, " if len(paths) > 1 else ""
         members += [replace(trial, label=prefix + trial.label) for trial in trials]
     return members
@@ -122,14 +143,14 @@ def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
     for config in (trial.config for trial in trials):
         plan = _planned(trials[0].base, config, plans)
         runs.check_fit(config, plan.model)
-        if not plan.held_out and trials[0].point.settings:
+        if not plan.held_out and not config.fold and trials[0].point.settings:
             raise InputError(f"{trials[0].base.name}: no dev set, so the settings cannot be compared. Give one.")
     return _planned(trials[0].base, trials[0].config, plans)
 
 
 def _planned(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
     """The plan of a config of `base`. Data are read once for those with the same windows."""
-    windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
+    windows = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
     key = f"{base.folder} {config.engine.micro_batch_tokens} {windows}"
     if key not in plans:
         plans[key] = runs.plan(config, alone=True)
@@ -158,12 +179,27 @@ def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submis
         write_submission({task: members[number].config.folder for task, number in best_runs.items()}, submission)
 
 
+def _write_folds(members: Sequence[Trial], outcomes: Sequence[Outcome | None], count: int) -> None:
+    """Write folds.jsonl into each config's folder, in the order of its training set."""
+    for those in candidates(members, outcomes):
+        runs_of = [members[number] for number in list(rank(those)[0].runs)[:count]]
+        files = [trial.config.folder / PREDICTIONS / "fold.jsonl" for trial in runs_of]
+        if not all(path.is_file() for path in files):
+            continue
+        config, task = runs_of[0].base, runs_of[0].base.make_task()
+        parts = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
+        numbers = task.folds(task.read_train(), count)
+        rows = ({"fold": number + 1, **json.loads(next(parts[number]))} for number in numbers)
+        written = write_rows(config.folder / FOLDS, rows)
+        print(f"{config.folder / FOLDS}: {counted(written, 'prediction')}, each by a run not trained on the example")
+
+
 def _write_best(candidate: Candidate, run: FinetuneConfig) -> None:
     """Write best.yaml, a config of the best settings, and print where the model of their best run is."""
     config = candidate.base
     common = {"name": f"{config.name[:58]}-best", "run_dir": "", "seed": config.seed, "tracking": config.tracking}
     with atomic_open(config.folder / BEST, "w") as file:
-        file.write(dump(run.model_copy(update=common)))
+        file.write(dump(run.model_copy(update={**common, "fold": ""})))
     print(f"best: {candidate.point.label}; written to {config.folder / BEST}")
     if (run.folder / MODEL).is_dir():
         print(f"{run.folder / MODEL}: the best of its runs. {runs.next_command(run)}")

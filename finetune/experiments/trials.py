@@ -161,7 +161,7 @@ def read_outcome(trial: Trial) -> Outcome | None:
         names = ("metric", "scores", "chosen_on", "details", "data")
         metric, scores, chosen_on, details, data = _read(folder / SCORES, *names)
         positive = next(iter(details.values()), {}).get("positive", "")
-        failed = degenerate(details)
+        failed, chosen_on = degenerate(details), "fold" if trial.config.fold else chosen_on
         outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=failed, data=data, positive=positive)
     else:
         return None
@@ -259,7 +259,7 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
         if outcome is None or not outcome.data:
             continue
         config = trial.config
-        key = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
+        key = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
         if key not in now:
             now[key] = runs.digest(config)
         if now[key] != outcome.data:

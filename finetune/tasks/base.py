@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
+from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.text import TextEncoder
 from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
@@ -76,6 +77,7 @@ def data_digest(names: Sequence[str], training: Windows, held_out: Mapping[str, 
 
 
 E = TypeVar("E")
+Predictions = Sequence[Mapping[str, Any]]
 
 
 class Task(ABC, Generic[E]):
@@ -100,6 +102,7 @@ class Task(ABC, Generic[E]):
     positive: str = ""  # the class that f1 of two classes is of, if one is named
     summary: str  # what a model of this task does, such as "Finds named entities"
     most_windows: int = 1  # of one example in training
+    fold: tuple[int, int] | None = None  # (number from 1, K): the part of the training set that is scored instead
     sample: str | dict[str, str]  # a record that `example` takes: a text, or an object of text, pair, question, context
     settings: Any
 
@@ -152,6 +155,35 @@ class Task(ABC, Generic[E]):
         """The other columns of the example's row in a file, which predictions give back as they are."""
         return {}
 
+    # ------------------------------------------------------------ cross-validation
+
+    def training_set(self) -> list[E]:
+        """`read_train` without the fold."""
+        return self._part(in_fold=False)
+
+    def test_sets(self) -> dict[str, list[E]]:
+        """`read_test`, after the fold as the set "fold"."""
+        return {**({"fold": self._part(in_fold=True)} if self.fold else {}), **self.read_test()}
+
+    def folds(self, examples: Sequence[E], count: int) -> list[int]:
+        """The fold of each example, from 0, by class; equal texts, and the questions of a text, are in one."""
+        records = [self.record(example) for example in examples]
+        golds = (record.get("gold") for record in records)
+        classes = [{gold} if isinstance(gold, str) else set(gold) if isinstance(gold, list) else () for gold in golds]
+        texts = [str(record.get("context", [record.get("text"), record.get("pair")])) for record in records]
+        return splits.folds(texts, classes, count)
+
+    def _part(self, *, in_fold: bool) -> list[E]:
+        examples = self.read_train()
+        if self.fold is None:
+            return examples
+        number, count = self.fold
+        numbers = self.folds(examples, count)
+        part = [example for example, at in zip(examples, numbers, strict=True) if (at == number - 1) == in_fold]
+        if not part:
+            raise InputError(f"fold: {number}/{count} of {len(examples)} training examples is empty. Use fewer folds.")
+        return part
+
     # ------------------------------------------------------------ the model's input and output
 
     def check(self, encoder: TextEncoder) -> None:
@@ -193,6 +225,18 @@ class Task(ABC, Generic[E]):
     def score(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The official metrics, as fractions of 1; `metric` is one of them."""
 
+    def calibration(self, examples: Sequence[E], predictions: Predictions) -> dict[str, float]:
+        """How well the probabilities fit, beside `score` at the end of a run; {} without any."""
+        return {}
+
+    def temperature(self, examples: Sequence[E], windows: Windows, logits: np.ndarray) -> float:
+        """Divisor of the logits that fits the probabilities to the dev set, or 1; arguments as those of `decode`."""
+        return 1.0
+
+    def interval(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+        """The 95 % interval of `metric`, for other examples of the same kind; None if the task has none."""
+        return None
+
     def details(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """More for the model card, ready for JSON: a confusion matrix, scores per type."""
         return {}
@@ -213,5 +257,5 @@ class Task(ABC, Generic[E]):
         return ("text",) if isinstance(self.sample, str) else tuple(self.sample)
 
     def origin(self, name: str) -> str:
-        """Where the set `name` (train, dev or test) comes from; "" if the config names none."""
+        """Where the set `name` (train, dev, test or fold) comes from; "" if the config names none."""
         return str(getattr(self.settings, name, ""))

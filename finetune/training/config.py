@@ -145,6 +145,11 @@ class _Start(RunConfig):
         ge=8,
         description="Tokens of a window, special tokens included. Longer texts are cut into several windows.",
     )
+    fold: str = Field(
+        default="",
+        pattern=r"^([1-9]\d*/[1-9]\d*)?$",
+        description="Part of the training set to score instead of training on it, such as 2/5. --folds sets it.",
+    )
     task: dict[str, Any] | None = Field(
         default=None,
         description="A task of your own: kind is its module, such as my_package.lengths; the rest are its settings.",
@@ -250,7 +255,11 @@ class FinetuneConfig(_WithTask):
         """The task that the config describes; `state` is what a trained model kept of it."""
         settings = self.task_settings
         kind = registry.own_task(self.task["kind"]) if self.task else None
-        return kind(settings, state) if kind else registry.make_task(settings, state)
+        task = kind(settings, state) if kind else registry.make_task(settings, state)
+        if self.fold:
+            number, _, count = self.fold.partition("/")
+            task.fold = int(number), int(count)
+        return task
 
     def repeated_sets(self) -> list[tuple[str, str]]:
         """(set, earlier set) for each of dev and test with the same file, or split of a data set, as an earlier one."""

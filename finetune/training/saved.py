@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from finetune.tasks.base import Task
-from finetune.training.card import CardFacts, model_card
+from finetune.training.card import CardFacts, interval_text, model_card
 from finetune.training.config import FinetuneConfig
 from finetune.training.folders import MODEL, SETTINGS, model_folder
 from finetune.training.rows import write_rows
@@ -58,10 +58,14 @@ class SetResult:
 
     @classmethod
     def of(cls, task: Task[Any], examples: Sequence[Any], predictions: list[dict[str, Any]]) -> SetResult:
-        """With the scores and details that the task computes."""
+        """With the scores and details that the task computes, and the interval of its metric among the details."""
         if not task.is_labeled(examples):
             return cls(examples, predictions, {}, {})
-        return cls(examples, predictions, task.score(examples, predictions), task.details(examples, predictions))
+        scores = task.score(examples, predictions) | task.calibration(examples, predictions)
+        details = task.details(examples, predictions)
+        if interval := task.interval(examples, predictions):
+            details = {**details, "interval": list(interval)}
+        return cls(examples, predictions, scores, details)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ def save_model(
     chosen_on: str,
     training_examples: int,
     data: str,
+    temperature: float = 1.0,
 ) -> None:
     """Write predictions, scores and model into the run folder. The model comes last: it marks the run as complete.
 
@@ -94,6 +99,7 @@ def save_model(
         chosen_on: the set that selected the step and tuned the task; "" for none.
         training_examples: number of examples in the training set.
         data: the digest of the training data and of all scored data.
+        temperature: by which the logits were divided; it is in the weights.
     """
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
@@ -109,9 +115,10 @@ def save_model(
         scores={name: result.scores for name, result in results.items() if result.scores},
         details={name: result.details for name, result in results.items() if result.details},
         own=why_own(released.model) if released.family == OWN.family else "",
+        temperature=temperature,
         brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
     )
-    known = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data}
+    known = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
     write_json(config.folder / SCORES, {**known, "scores": facts.scores, "details": facts.details})
     _write_model(config, task, released, weights, facts)
 
@@ -200,8 +207,9 @@ def prediction_rows(
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
     """The scores of the set `name` for the terminal, and a warning of what is suspicious in its `details`."""
     remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
+    interval = {task.metric: interval_text(details)}
     shown = shown_scores(scores, task.metric).items()
-    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}" for key, value in shown)
+    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}{interval.get(key, '')}" for key, value in shown)
     return [f"{name}: {line}", *remarks]
 
 

@@ -123,16 +123,15 @@ def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
         batch.to = lambda _, batch=batch: batch
     cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(queries=np.arange(3)))
     job: Any = SimpleNamespace(
-        _windows=lambda _: None,
         _cut=lambda *_: cut,
         _device=torch.device("cpu"),
         task=SimpleNamespace(outputs=2),
         _engine=SimpleNamespace(
-            rank=1,
             workers=SimpleNamespace(gather_objects=lambda mine: [mine]),
             watch=SimpleNamespace(beat=lambda: beats.append(len(beats))),
         ),
     )
     model: Any = lambda batch: SimpleNamespace(logits=torch.zeros(1, 2))  # noqa: E731
-    assert train.Finetuning.predictions_of(job, model, [], tune=False) == []
+    windows: Any = None
+    assert train.Finetuning.logits(job, model, windows).shape == (3, 2)
     assert beats == [0, 1, 2]

@@ -419,7 +419,7 @@ complete_words bertrain ''; complete_words ./launch.sh ''
 def test_zsh_takes_values_and_lists() -> None:
     script = cli_output(["completion", "zsh"])
     assert script.startswith("#compdef bertrain launch.sh\n")
-    assert re.search(r'"--grid=\[.*\]:grid:\(devlin small-bert\)"', script)
+    assert re.search(r'"--grid=\[.*\]:grid:\(auto devlin small-bert\)"', script)
     assert re.search(r'"\*:YAML file of the run.*:_bertrain_file_of_finetune"', script)
     if shell := shutil.which("zsh"):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)

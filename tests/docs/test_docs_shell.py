@@ -70,7 +70,7 @@ def test_the_command_line_takes_what_a_page_types(page: Path) -> None:
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)
     for words in commands(page):
         if words[0] not in known:  # of the clone, or of a job
-            assert words[0] in ("test", "docs", "bench", "job", "COMMAND"), words
+            assert words[0] in ("test", "docs", "bench", "job", "help", "COMMAND"), words
             continue
         # An address would be asked.
         given = parser.parse_args([word.replace("s3://", "").replace("KIND", "slurm") for word in words])

@@ -292,6 +292,38 @@ def test_the_usual_grid_lies_around_the_config(work: Path, monkeypatch, capsys: 
     assert "learning-rate-0.002-epochs-27/" in shown
 
 
+def test_folds_are_runs_whose_predictions_come_together(work: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(work)
+    seen: list[str] = []
+
+    def run(configs: Any, members: Sequence[trials.Trial], **options: Any) -> list[Outcome | None]:
+        outcomes: list[Outcome | None] = []
+        for number, trial in enumerate(members):
+            seen.append(f"{trial.label}, {trial.config.folder}")
+            write_outcome(trial.config.folder, 0.5)
+            said = {"metric": "accuracy", "scores": {"fold": {"accuracy": 0.6 + number / 10}}, "chosen_on": "dev"}
+            said |= {"details": {}, "data": ""}
+            (trial.config.folder / "scores.json").write_text(json.dumps(said))
+            rows = [trial.config.make_task().record(one) for one in trial.config.make_task().test_sets()["fold"]]
+            (trial.config.folder / "predictions").mkdir()
+            (trial.config.folder / "predictions/fold.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+            monkeypatch.setattr(runs, "check_same", lambda config, over: None)
+            outcomes.append(trials.read_outcome(trial))
+        return outcomes
+
+    monkeypatch.setattr(sweep, "run_all", run)
+    sweep.run_sweep([Path("tiny.yaml")], [], {}, folds=3)
+    assert seen[1] == "seed 0, fold 2/3, runs/tiny/seed-0/fold-2-of-3"
+    summary = json.loads(Path("runs/tiny/summary.json").read_text())["scores"]["fold"]["accuracy"]
+    assert (summary["runs"], summary["mean"]) == (3, pytest.approx(0.7))
+    assert summary["deviation"] == pytest.approx(0.1)
+    rows = [json.loads(line) for line in Path("runs/tiny/folds.jsonl").read_text().splitlines()]
+    texts = [line.split("\t")[0] for line in Path("train.tsv").read_text().splitlines()[1:]]
+    assert [row["text"] for row in rows] == texts
+    assert {row["fold"] for row in rows} == {1, 2, 3}
+    assert "32 predictions, each by a run not trained on the example" in capsys.readouterr().out
+
+
 def test_axes_are_laid_over_a_grid() -> None:
     grid = parse_grid("devlin", ["training.epochs=3", "max_length=64, 128,64"])
     assert grid["training.epochs"] == ["3"]
@@ -306,7 +338,10 @@ OF_THE_RUN, OF_THE_SCORES = "is not a setting to compare by", "decides what the 
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        *((f"{name}=1,2", OF_THE_RUN) for name in ("seed", "name", "run_dir", "scheduling.workers", "tracking.group")),
+        *(
+            (f"{name}=1,2", OF_THE_RUN)
+            for name in ("seed", "fold", "name", "run_dir", "scheduling.workers", "tracking.group")
+        ),
         *((f"classification.{name}=a,b", OF_THE_SCORES) for name in ("metric", "dev_share")),
         *((f"{name}=a,b", OF_THE_SCORES) for name in ("entities.dev", "questions", "entities.labels.0")),
         *((wrong, "--grid-set") for wrong in ("training.epochs", "=1,2", "training.epochs=", "training.epochs=1,,2")),

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from tokenizers import Tokenizer
 from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
 from finetune.tasks.classification import metrics as metrics
+from finetune.tasks.classification.decoding import Outputs
+from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.table import TableFormat
@@ -508,8 +511,9 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings(1, "nan"), None, REGRESSION, "train.jsonl:2: label is 'nan', not a number"),
         (sayings(True), None, REGRESSION, "train.jsonl:1: label is True, not a number"),
         (sayings(2, 2), None, REGRESSION, "every example has the label 2.0. Give"),
-        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty. Raise it"),
-        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves no training examples. Lower it"),
+        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty; a text of each class"),
+        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves the dev set empty; a text of each class"),
+        (sayings(1, 2), None, {"dev_share": 1 - 1e-9, **REGRESSION}, "leaves no training examples. Lower it"),
     ],
 )
 def test_bad_labels_and_sets_are_named(write, train, dev, values, message) -> None:
@@ -545,6 +549,106 @@ def test_train_examples_draws_a_part(write: Callable[..., str]) -> None:
     assert len(left) == 20
     assert not held_out & {text for _, text in left}
     refused(r"train_examples: 101, but .* has 100 training examples", drawn, train_examples=101)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
+def test_every_class_has_its_part_on_both_sides(write: Callable[..., str], share: float) -> None:
+    counts = {"cat": 200, "dog": 95, "newt": 3, "yak": 1}
+    records = [{"text": f"{label} {n}", "label": label} for label, count in counts.items() for n in range(count)]
+    whole = task(train=write("a.jsonl", records), dev_share=share)
+    train, dev = Counter(one.label for one in whole.read_train()), whole.read_held_out()["dev"]
+    assert set(train) == set(counts)
+    assert all(abs(counts[label] - train[label] - share * counts[label]) <= 2 for label in counts)
+    assert abs(len(dev) - share * len(records)) <= 2
+    drawn = task(train=write("b.jsonl", records), train_examples=30).read_train()
+    assert Counter(one.label for one in drawn) == {"cat": 18, "dog": 9, "newt": 2, "yak": 1}
+    assert len(task(train=write("b.jsonl", records), train_examples=3).read_train()) == 3
+
+
+def test_every_label_of_several_keeps_an_example(write: Callable[..., str]) -> None:
+    sets = [["a"]] * 40 + [["a", "b"]] * 2 + [["c", "b"]] * 2 + [[]] * 10
+    records = [{"text": f"{n}", "label": labels} for n, labels in enumerate(sets)]
+    whole = task(train=write("a.jsonl", records), dev_share=0.8, problem_type="multi_label")
+    assert {name for one in whole.read_train() for name in cast(tuple[str, ...], one.label)} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_calibration_is_that_of_sklearn(classes: int) -> None:
+    draw = np.random.default_rng(0)
+    probabilities, true = draw.dirichlet(np.ones(classes), 300), draw.integers(0, classes, 300)
+    found, numbers = metrics.calibration(probabilities, true), list(range(classes))
+    assert found["nll"] == pytest.approx(sklearn.metrics.log_loss(true, probabilities, labels=numbers))
+    given = probabilities[:, 1] if classes == 2 else probabilities
+    assert found["brier"] == pytest.approx(sklearn.metrics.brier_score_loss(true, given, labels=numbers))
+    sets = draw.random((300, classes)) < 0.3
+    found = metrics.calibration(probabilities, sets)
+    assert found["nll"] == pytest.approx(sklearn.metrics.log_loss(sets.ravel(), probabilities.ravel()))
+    assert found["brier"] == pytest.approx(sklearn.metrics.brier_score_loss(sets.ravel(), probabilities.ravel()))
+
+
+def test_the_calibration_error_is_that_of_the_bins() -> None:
+    # Confidences 0.9, 0.9, 0.7, 0.5, of which the second and the last are wrong: |1.8 - 1|, |0.7 - 1| and 0.5 of 4.
+    probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.3, 0.7], [0.5, 0.5]])
+    assert metrics.calibration(probabilities, np.array([0, 1, 1, 1]))["ece"] == pytest.approx(1.6 / 4)
+    assert metrics.calibration(np.eye(2)[[0, 1]], np.array([0, 1])) == {"nll": 0, "brier": 0, "ece": 0}
+    sets = np.array([[True, False]])
+    assert metrics.calibration(np.array([[0.9, 0.2]]), sets)["ece"] == pytest.approx((0.1 + 0.2) / 2)
+
+
+def test_a_temperature_finds_what_the_logits_were_multiplied_by() -> None:
+    draw = np.random.default_rng(0)
+    logits = draw.normal(0, 2, (2000, 4))
+    true = (logits + draw.gumbel(size=logits.shape)).argmax(1)
+    classes = Outputs("single_label", tuple("abcd"), "", 0.5)
+    assert classes.best_temperature(true, 3 * logits) == pytest.approx(3, rel=0.1)
+    assert classes.best_temperature(true, logits / 4) == pytest.approx(1 / 4, rel=0.1)
+    sets = draw.random(logits.shape) < 1 / (1 + np.exp(-logits))
+    labels = Outputs("multi_label", tuple("abcd"), "", 0.5)
+    assert labels.best_temperature(sets, 3 * logits) == pytest.approx(3, rel=0.1)
+    # Few examples, none of them wrong, leave it near 1.
+    assert 0.4 < classes.best_temperature(np.array([0, 1]), 2 * np.eye(4)[:2]) < 1
+    assert Outputs("regression", (), "", 0.5).best_temperature(np.ones(3), np.ones((3, 1))) == 1
+
+
+def test_an_interval_is_that_of_resampled_examples() -> None:
+    one = task(train="x", labels=["a", "b"])
+    examples = [Example("", None, "ab"[n % 5 == 0], "") for n in range(400)]
+    predictions = [{"label": "a", "scores": {"a": 0.7, "b": 0.3}}] * 400
+    low, high = one.interval(examples, predictions) or (0, 0)
+    half = 1.96 * (0.8 * 0.2 / 400) ** 0.5  # of a share of 0.8
+    assert (low, high) == pytest.approx((0.8 - half, 0.8 + half), abs=0.005)
+    assert one.interval(examples, predictions) == (low, high)
+    assert one.interval(examples[:1], predictions[:1]) is None
+
+
+def test_folds_spread_every_class() -> None:
+    classes = [("a",)] * 20 + [("b",)] * 5 + [("c",)] * 2
+    texts = [f"{n}" for n in range(len(classes))]
+    numbers = splits.folds([*texts, "0"], [*classes, ("a",)], 5)
+    assert numbers[-1] == numbers[0]
+    shares = Counter(zip(numbers, classes, strict=False))
+    assert {shares[fold, ("a",)] for fold in range(5)} == {4}
+    assert {shares[fold, ("b",)] for fold in range(5)} == {1}
+    assert max(shares[fold, ("c",)] for fold in range(5)) == 1
+
+
+def test_a_fold_is_scored_and_not_trained_on(write: Callable[..., str]) -> None:
+    records = [{"text": f"{n % 40}", "label": "ab"[n % 4 == 0]} for n in range(80)]
+    path = write("a.jsonl", records)
+    values = {"name": "x", "classification": {"train": path, "test": write("t.jsonl", records[:3])}}
+    folds: list[str] = []
+    for number in (1, 2, 3):
+        one = FinetuneConfig.model_validate({**values, "fold": f"{number}/3"}).make_task()
+        train, tests = one.training_set(), one.test_sets()
+        assert list(tests) == ["fold", "test"]
+        texts = {example.text for example in tests["fold"]}
+        assert not texts & {example.text for example in train}
+        assert len(train) + len(tests["fold"]) == 80
+        assert Counter(example.label for example in tests["fold"])["b"] in (6, 8)
+        folds += texts
+    assert len(folds) == len(set(folds)) == 40
+    alone = FinetuneConfig.model_validate({**values, "fold": "50/60"}).make_task()
+    refused("fold: 50/60 of 80 training examples is empty", alone.test_sets)
 
 
 def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -> None:

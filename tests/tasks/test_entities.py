@@ -150,6 +150,24 @@ def test_numbers_of_tags_have_names(tmp_path):
         refused(r"a.jsonl:1: tags is .* set `tag_names`", read, path, tag_names=few)
 
 
+def test_an_interval_is_that_of_resampled_sentences(tmp_path: Path) -> None:
+    lines = ["a B-PER\nb I-PER\n", "c O\n", "d B-PER\ne O\nf B-LOC\n"] * 30
+    task = Entities(EntitiesSettings(train=write(tmp_path / "a.txt", "\n".join(lines))))
+    gold = task.read_train()
+    made = [{"tags": list(one.tags or ())} for one in gold]
+    assert task.interval(gold, made) == (1, 1)
+    for one in made[::6]:
+        one["tags"] = ["O", "O"]
+    f1, (low, high) = task.score(gold, made)["f1"], task.interval(gold, made) or (0, 0)
+    scores = []
+    draw = np.random.default_rng(1)
+    for _ in range(200):
+        rows = draw.integers(0, len(gold), len(gold))
+        scores.append(task.score([gold[row] for row in rows], [made[row] for row in rows])["f1"])
+    assert low < f1 < high
+    assert (low, high) == pytest.approx(tuple(np.quantile(scores, [0.025, 0.975])), abs=0.02)
+
+
 def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "\n".join(f"w{n % 150} B-PER\nleft O\n" for n in range(200)))
     one = Entities(EntitiesSettings(train=path, dev_share=0.25))
@@ -157,11 +175,12 @@ def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
     assert len(train) + len(dev) == 200
     assert 20 < len(dev) < 80
     assert not {tuple(each.words) for each in train} & {tuple(each.words) for each in dev}
-    assert one.origin("dev") == "25% of the training set, by a hash of the words"
-    for share, which in ((1e-9, "dev"), (1 - 1e-9, "training")):
-        few = Entities(EntitiesSettings(train=path, dev_share=share))
-        with pytest.raises(InputError, match=f"leaves the {which} set empty"):
-            _ = few.read_train(), few.read_held_out()
+    rare = write(tmp_path / "b.txt", "".join(f"w{n} B-{'PER' if n % 40 else 'LOC'}\n\n" for n in range(80)))
+    kept = Entities(EntitiesSettings(train=rare, dev_share=0.9)).read_train()
+    assert {tag for each in kept for tag in each.tags or ()} == {"B-PER", "B-LOC"}
+    assert one.origin("dev") == "25% of the training set, by type"
+    with pytest.raises(InputError, match=r"leaves the dev set empty\. Raise it"):
+        Entities(EntitiesSettings(train=path, dev_share=1e-9)).read_held_out()
     with pytest.raises(ValueError, match="set one of the two"):
         EntitiesSettings(train=path, dev=path, dev_share=0.1)
 

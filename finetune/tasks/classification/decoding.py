@@ -10,6 +10,7 @@ from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.datasets.labels import Label, Problem
 
 THRESHOLD = 0.5  # least probability of a label, unless another is set or tuned
+_PRIOR = 0.5  # deviation of the logarithm of a temperature
 _CANDIDATES = 100  # thresholds to try on the dev set, besides hundredths
 
 Predictions = Sequence[Mapping[str, Any]]
@@ -67,9 +68,8 @@ class Outputs:
             for best, probabilities in zip(best_N.tolist(), probabilities_NC.tolist(), strict=True)
         ]
 
-    def scores(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
-        """All scores of the problem. Sets of labels are made from the probabilities with the current threshold."""
-        predicted = self.predicted(predictions)
+    def scores(self, true: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+        """All scores of the problem, from what `predicted` returns."""
         if self.problem == "regression":
             return {name: score(true, predicted) for name, score in metrics.VALUE_SCORES.items()}
         if self.problem == "multi_label":
@@ -117,6 +117,32 @@ class Outputs:
         candidates.sort(key=lambda candidate: abs(candidate - THRESHOLD))
         scores = [metrics.LABEL_SCORES[metric](true, probabilities_NC >= candidate) for candidate in candidates]
         return candidates[int(np.argmax(scores))]
+
+    def calibration(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
+        """`metrics.calibration`; {} for values."""
+        has_none = self.problem == "regression" or not len(true)
+        return {} if has_none else metrics.calibration(self._probabilities(predictions), true)
+
+    def best_temperature(self, true: np.ndarray, logits_NC: np.ndarray) -> float:
+        """The divisor of the logits with the least loss (Guo et al. 2017, section 4.2); 1 for values.
+
+        A normal prior of its logarithm keeps it near 1 where there are few examples, or none is wrong.
+        """
+        if self.problem == "regression" or not len(true):
+            return 1.0
+
+        def loss(logarithm: float) -> float:
+            scaled = logits_NC / np.exp(logarithm)
+            if self.problem == "multi_label":
+                losses = np.logaddexp(0, scaled) - true * scaled
+            else:
+                losses = np.logaddexp.reduce(scaled, axis=1) - scaled[np.arange(len(true)), true]
+            return float(losses.sum()) + (logarithm / _PRIOR) ** 2 / 2
+
+        best = 0.0
+        for width in (3.0, 0.3, 0.03):
+            best = min((best + np.linspace(-width, width, 21)).tolist(), key=loss)
+        return float(np.exp(best))
 
     def _set(self, probabilities: Sequence[float]) -> dict[str, Any]:
         by_name = dict(zip(self.names, probabilities, strict=True))

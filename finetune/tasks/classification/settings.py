@@ -49,12 +49,12 @@ class ClassificationSettings(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Without dev: fraction of the training set to hold out instead, by a hash of the texts.",
+        description="Without dev: fraction of the training set to hold out instead, of every class.",
     )
     train_examples: int = Field(
         default=0,
         ge=0,
-        description="Train on this number of examples only, drawn from the training set by a hash; 0 takes all.",
+        description="Train on this number of examples only, drawn from every class by a hash; 0 takes all.",
     )
     format: Format = Field(
         default="",

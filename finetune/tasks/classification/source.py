@@ -1,6 +1,5 @@
 """Where labeled texts come from: GLUE's folders, data sets or files, as tables and as examples."""
 
-import hashlib
 import json
 import logging
 from collections import Counter
@@ -13,7 +12,7 @@ import numpy as np
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
-from finetune.tasks.datasets import glue
+from finetune.tasks.datasets import glue, splits
 from finetune.tasks.datasets.annotations import Missing, left_out
 from finetune.tasks.datasets.labels import (
     Label,
@@ -65,6 +64,7 @@ class ExampleSource:
         self._settings = settings
         self._problem: Problem = problem
         self._class_weights: np.ndarray | None = None
+        self.examples: dict[str, dict[str, int]] = dict(state.get("examples") or {}) if state else {}
         self.tables = TableSource(settings)
         self._said: set[str] = set()
         self._names: dict[str, str] | None = None  # label in the files -> its name, in order of the outputs
@@ -106,7 +106,7 @@ class ExampleSource:
         examples = self._examples(table, raw)
         if self._settings.dev_share:
             self.tables.check_no_dev()
-            examples = [example for example in examples if not self._is_held_out(example)]
+            examples = [one for one, out in zip(examples, self._held_out(examples), strict=True) if not out]
         if not examples:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} leaves no training examples. Lower it."
@@ -120,22 +120,34 @@ class ExampleSource:
             _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
         if self._settings.class_weights == "balanced":
             self._class_weights = self._balanced(examples)
+        self._count("train", examples)
         return examples
 
     def read_held_out(self) -> dict[str, list[Example]]:
         """The dev sets, or what `dev_share` holds out of the training set."""
+        sets = self._held_out_sets()
+        for examples in list(sets.values())[:1]:
+            self._count("dev", examples)
+        return sets
+
+    def _held_out_sets(self) -> dict[str, list[Example]]:
         if not self._settings.dev_share:
             sets = {part: self._labeled(self.tables.read(part)) for part in self.tables.parts("dev")}
             return {part: self._varied(self._examples(table, warn=True), table) for part, table in sets.items()}
         self.tables.check_no_dev()
         table = self._labeled(self.tables.read("train"))
-        held_out = [example for example in self._examples(table) if self._is_held_out(example)]
+        examples = self._examples(table)
+        held_out = [one for one, out in zip(examples, self._held_out(examples), strict=True) if out]
         if not held_out:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples leaves the "
-                "dev set empty. Raise it."
+                "dev set empty; a text of each class is for training. Raise it, or add examples."
             )
         return {"dev": self._varied(held_out, table)}
+
+    def _count(self, part: str, examples: Sequence[Example]) -> None:
+        """Keep how many examples of each class the training set has, or the set that chooses the checkpoint."""
+        self.examples[part] = dict(Counter(name for one in examples for name in _classes(one)))
 
     def _varied(self, examples: list[Example], table: Table) -> list[Example]:
         """`examples`; `InputError` if no correlation with them can choose a checkpoint."""
@@ -190,11 +202,9 @@ class ExampleSource:
             raise InputError(f"{where}: a pair, but the model was trained on single texts. Leave `pair` out.")
         return Example(text, None, None, where)
 
-    def _is_held_out(self, example: Example) -> bool:
-        # By a hash of the texts alone, so that equal texts are never on both sides.
-        key = f"{example.text}\0{example.pair or ''}".encode()
-        digest = hashlib.blake2b(key, digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self._settings.dev_share * 2.0**64
+    def _held_out(self, examples: Sequence[Example]) -> list[bool]:
+        texts = [f"{one.text}\0{one.pair or ''}" for one in examples]
+        return splits.held_out(texts, [_classes(one) for one in examples], self._settings.dev_share)
 
     def _labeled(self, table: Table) -> Table:
         """`table` without the rows that have no label, whose number is logged."""
@@ -282,7 +292,7 @@ class ExampleSource:
         return examples
 
     def _drawn(self, examples: list[Example], source: str) -> list[Example]:
-        """`train_examples` of them, in their order: those with the lowest hashes of text and place."""
+        """`train_examples` of them, in their order, by class."""
         count = self._settings.train_examples
         if not count:
             return examples
@@ -292,13 +302,9 @@ class ExampleSource:
                 f"classification.train_examples: {count}, but {source} has {found}. Lower it, or set 0 for all."
             )
 
-        def hashed(number: int) -> bytes:
-            example = examples[number]
-            text = json.dumps([0, number, example.text, example.pair])
-            return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-        chosen = sorted(range(len(examples)), key=hashed)[:count]
-        return [examples[number] for number in sorted(chosen)]
+        texts = [json.dumps([0, number, one.text, one.pair]) for number, one in enumerate(examples)]
+        out = splits.left_out(texts, [_classes(one) for one in examples], len(examples) - count)
+        return [one for one, is_out in zip(examples, out, strict=True) if not is_out]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
         """Refuse a training set whose labels are all the same."""
@@ -345,6 +351,12 @@ class ExampleSource:
         occurrences = Counter(example.label for example in examples)
         counts = np.array([occurrences[label] for label in labels], np.int64)
         return np.where(counts > 0, len(examples) / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
+
+
+def _classes(example: Example) -> tuple[str, ...]:
+    """Its class or labels; none for a value."""
+    label = example.label
+    return label if isinstance(label, tuple) else (label,) if isinstance(label, str) else ()
 
 
 def _log(warnings: Iterable[str]) -> None:

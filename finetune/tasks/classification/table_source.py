@@ -93,7 +93,7 @@ class TableSource:
             return f"GLUE {settings.glue} in {settings.glue_dir}"
         named = getattr(settings, name, "")
         if name != "train" and settings.dev_share and not named:
-            return f"{settings.dev_share:.0%} of the training set, by a hash of the texts"
+            return f"{settings.dev_share:.0%} of the training set, by class"
         if settings.dataset:
             where = " ".join(part for part in (settings.dataset, settings.subset) if part)
             return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")

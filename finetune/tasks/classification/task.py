@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.decoding import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
@@ -15,6 +15,7 @@ from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.text import Column, FramedWindows, Slices, TextEncoder, frame
 from finetune.tasks.datasets.windows import cut_pairs, slide, spread
+from finetune.tasks.intervals import bootstrap
 from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 
@@ -76,6 +77,7 @@ class Classification(Task[Example]):
             "labels": list(self.labels),
             "values": list(self._source.names),
             "threshold": float(self.threshold),
+            "examples": self._source.examples,
         }
 
     def set_threshold(self, value: float) -> None:
@@ -134,12 +136,7 @@ class Classification(Task[Example]):
 
     def decode(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """One prediction per example (Outputs.predictions), from the mean of its windows' logits, float32 [F, C]."""
-        if not len(windows):
-            return []
-        starts = np.flatnonzero(np.diff(windows.examples, prepend=-1))
-        counts = np.diff(starts, append=len(windows))
-        means_NC = np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
-        return self._outputs().predictions(means_NC)
+        return self._outputs().predictions(_means(windows, logits)) if len(windows) else []
 
     @property
     def tunes(self) -> bool:
@@ -165,9 +162,23 @@ class Classification(Task[Example]):
         if not self.is_labeled(examples):
             return {}
         true, made = self._labeled(examples, predictions)
-        scores = self._outputs().scores(true, made)
+        predicted = self._outputs().predicted(made)
+        scores = self._outputs().scores(true, predicted)
         scores = {name: scores[name] for name in self._glue.scores} if self._glue else scores
-        return scores | own_score(self.settings.metric, true, self._outputs().predicted(made))
+        return scores | own_score(self.settings.metric, true, predicted)
+
+    def calibration(self, examples: Sequence[Example], predictions: Predictions) -> dict[str, float]:
+        return self._outputs().calibration(*self._labeled(examples, predictions))
+
+    def temperature(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> float:
+        return self._outputs().best_temperature(self._true(examples), _means(windows, logits)) if examples else 1.0
+
+    def interval(self, examples: Sequence[Example], predictions: Predictions) -> tuple[float, float] | None:
+        if ":" in self.settings.metric:  # a function of the user's own may be slow
+            return None
+        outputs, (true, made) = self._outputs(), self._labeled(examples, predictions)
+        predicted = outputs.predicted(made)
+        return bootstrap(lambda rows: outputs.scores(true[rows], predicted[rows])[self.metric], len(true))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""
@@ -178,7 +189,9 @@ class Classification(Task[Example]):
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
             return []
-        return list(checks.never_predicted(details["confusion"]["labels"], details["confusion"]["counts"]))
+        labels, counts = details["confusion"]["labels"], details["confusion"]["counts"]
+        sets = (self._source.examples.get(part, {}) for part in ("train", "dev"))
+        return list(checks.never_predicted(labels, counts, *sets))
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)
@@ -258,6 +271,13 @@ class Classification(Task[Example]):
         )
         rows = spread(cut[0], examples, most)
         return tuple(column[rows] for column in cut)
+
+
+def _means(windows: Windows, logits: np.ndarray) -> np.ndarray:
+    """float64 [N, C]: the mean logits of each example's windows."""
+    starts = np.flatnonzero(np.diff(windows.examples, prepend=-1))
+    counts = np.diff(starts, append=len(windows))
+    return np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
 
 
 def _slices(column: Column, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:

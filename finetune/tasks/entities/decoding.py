@@ -174,12 +174,12 @@ def _tag_fields(tags: Collection[str]) -> dict[str, str]:
 
 def score(types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions) -> dict[str, float]:
     """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
-    return _scores(*_both(types, examples, predictions))
+    return _scores(*both(types, examples, predictions))
 
 
 def details(types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions) -> dict[str, Any]:
     """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
-    gold, predicted = _both(types, examples, predictions)
+    gold, predicted = both(types, examples, predictions)
     counts = metrics.count(gold, predicted)
     return {
         "types": counts.by_type,
@@ -207,7 +207,7 @@ def _gold(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.Tagge
     return metrics.tagged([cast(Sequence[str], one.tags) for one in examples], types)
 
 
-def _both(
+def both(
     types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions
 ) -> tuple[metrics.TaggedSentences, metrics.TaggedSentences]:
     """Gold and predicted tags."""

@@ -38,7 +38,7 @@ class EntitiesSettings(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Without dev: fraction of the training sentences to hold out instead, by a hash of the words.",
+        description="Without dev: fraction of the training sentences to hold out instead, of every type.",
     )
     tag_names: tuple[str, ...] = Field(
         default=(), description="Names of tags that are numbers in records, in order, such as [O, B-PER, I-PER]."

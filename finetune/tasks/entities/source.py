@@ -1,6 +1,5 @@
 """Where sentences come from: files in any tagging scheme, converted to IOB2 with the known types."""
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +8,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.annotations import left_out
 from finetune.tasks.datasets.labels import suspicious
 from finetune.tasks.datasets.sentence_files import read_sentences
@@ -69,7 +69,7 @@ class SentenceSource:
         sentences = self._read(self._settings.train, labeled=True, part="train")
         self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
         self._is_trained = True
-        return self._part(sentences, held_out=False)
+        return self._part(sentences, held_out=False) if self._settings.dev_share else sentences
 
     def read_held_out(self) -> list[Sentence]:
         """The dev set, or what `dev_share` holds out of the training set; [] without both."""
@@ -78,16 +78,15 @@ class SentenceSource:
         return self.read(self._settings.dev, labeled=True, part="dev") if self._settings.dev else []
 
     def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
-        """Those that `dev_share` holds out, by a hash of their words, or the others."""
+        """Those that `dev_share` holds out, by the types of their entities, or the others."""
         share = self._settings.dev_share
-        digests = (hashlib.blake2b("\0".join(one.words).encode(), digest_size=8).digest() for one in sentences)
-        is_out = [int.from_bytes(digest, "little") < share * 2.0**64 for digest in digests]
+        types = [{metrics.split(tag)[1] for tag in cast(Sequence[str], one.tags) if tag != "O"} for one in sentences]
+        is_out = splits.held_out(["\0".join(one.words) for one in sentences], types, share)
         part = [one for one, out in zip(sentences, is_out, strict=True) if out == held_out]
-        if not part:
-            which, advice = ("dev", "Raise") if held_out else ("training", "Lower")
+        if not part:  # a sentence of each type stays in the training set
             found = counted(len(sentences), "sentence")
             raise InputError(
-                f"{self._settings.train}: dev_share {share} of {found} leaves the {which} set empty. {advice} it."
+                f"{self._settings.train}: dev_share {share} of {found} leaves the dev set empty. Raise it."
             )
         return part
 

@@ -13,13 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.sentence_records import sentence
 from finetune.tasks.datasets.sentences import Remarks, Sentence, in_documents
 from finetune.tasks.datasets.text import Column, TextEncoder, frame
 from finetune.tasks.datasets.windows import slide
 from finetune.tasks.entities import decoding
+from finetune.tasks.entities import metrics as metrics
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource
 from finetune.tasks.own_metric import metric_name, own_score
@@ -81,11 +82,7 @@ class Entities(Task[Sentence]):
 
     def origin(self, name: str) -> str:
         share = self.settings.dev_share
-        return (
-            f"{share:.0%} of the training set, by a hash of the words"
-            if name == "dev" and share
-            else super().origin(name)
-        )
+        return f"{share:.0%} of the training set, by type" if name == "dev" and share else super().origin(name)
 
     # ------------------------------------------------------------ files in
 
@@ -167,6 +164,10 @@ class Entities(Task[Sentence]):
         scores = decoding.score(self._source.types, examples, predictions)
         tags = [one.tags for one in examples], [one["tags"] for one in predictions]
         return scores | own_score(self.settings.metric, *tags)
+
+    def interval(self, examples: Sequence[Sentence], predictions: Predictions) -> tuple[float, float] | None:
+        tags = decoding.both(self._source.types, examples, predictions)
+        return metrics.f1_interval(*tags) if self.metric == "f1" else None
 
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
