@@ -46,19 +46,19 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
     if onnx:
         _expect_packages()
     names = verify_manifest(folder)["files"]
-    from pretrain.checkpoint.layouts.pooled import MODELING_FILE
+    from pretrain.checkpoint.layouts.pooled import ENCODER, MODELING_FILE
     from pretrain.checkpoint.released import why_not_transformers
     from pretrain.checkpoint.weight_files import whole_folder
 
     own = why_not_transformers(folder)
     kind = f"for bertrain's own commands (transformers cannot load it: {own})" if own else "in the Hugging Face layout"
     if (folder / MODELING_FILE).is_file():
-        kind += ", which transformers loads with trust_remote_code=True"
+        kind += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
     written = f"{out}: {kind}"
     with whole_folder(out) as aside:
-        for path in folder.iterdir():
-            if path.name in names:  # only verified files
-                shutil.copyfile(path, aside / path.name)
+        for name in names:  # only verified files
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, aside / name)
         if onnx:
             written += f"; {ONNX}: {_add_onnx(folder, aside)}"
     return written

@@ -39,6 +39,9 @@ _PROBLEM = {
     "labels": "multi_label_classification",
     "value": "regression",
 }
+# The activation of a CrossEncoder, which otherwise is a sigmoid of a single logit (sentence-transformers 6.2,
+# cross_encoder/model.py, get_default_activation_fn). A softmax is an option of its `predict`.
+_ACTIVATION = {"classes": "linear.Identity", "labels": "activation.Sigmoid", "value": "linear.Identity"}
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ def _write_model(
         tokenizer=fetched_model(config.start_from),
         card=model_card(config, task, facts),
         extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
+        sentence=released.sentence,
     )
 
 
@@ -190,6 +194,8 @@ _STALE = (
     "num_labels",
     "problem_type",
     "finetuning_task",
+    "sentence_transformers",
+    "sbert_ce_default_activation_function",
     "_name_or_path",
 )
 
@@ -207,4 +213,7 @@ def _labels(task: Task[Any]) -> dict[str, Any]:
         "id2label": {str(n): name for n, name in enumerate(names)},
         "label2id": {name: n for n, name in enumerate(names)},
     }
-    return maps | ({"problem_type": _PROBLEM[task.objective]} if task.head == "sequence" else {})
+    if task.head != "sequence":
+        return maps
+    activation = {"activation_fn": f"torch.nn.modules.{_ACTIVATION[task.objective]}"}
+    return maps | {"problem_type": _PROBLEM[task.objective], "sentence_transformers": activation}

@@ -17,6 +17,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors, with_position_table, written_facts
+from pretrain.checkpoint.sentence_transformers import SENTENCE, write_sentence_files
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, corpus_of
 from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
@@ -54,6 +55,7 @@ def export(
     card: str,
     family: str = "",
     config: Mapping[str, Any] | None = None,
+    sentence: Mapping[str, Any] | None = None,
     head: str = "",
 ) -> None:
     """Write a model in its family's layout, atomically; an earlier export at `out` is replaced.
@@ -69,6 +71,7 @@ def export(
         family: a key of `layouts.LAYOUTS`, for a model that began as a released one; "" takes the model's own, or
             `layouts.OWN` if that cannot hold the model.
         config: config.json of that released model, whose other fields are kept.
+        sentence: further JSON files of sentence-transformers, name -> content.
         head: the end of the class's name, if `next_sentence` does not decide it.
 
     Raises:
@@ -103,6 +106,7 @@ def export(
         if not family:
             fields["model_max_length"] = model.max_positions
         copy_tokenizer(tokenizer, aside, tokenizer_class=kind, max_positions=model.max_positions, fields=fields)
+        write_sentence_files(sentence or {}, aside)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -154,6 +158,7 @@ def export_run(
             card=card(part, weights, own=own),
             family=layout.family if part.layout else start.get("family", ""),
             config=start.get("config"),
+            sentence={} if own or part.suffix else start.get(SENTENCE),
             head=part.head,
         )
     return own
@@ -211,10 +216,10 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 def _began_as(run_dir: Path) -> dict[str, Any]:
-    """`family` and `config` of the release that a run continues; {} for a run from random weights."""
+    """`family`, `config` and files of the release that a run continues; {} for a run from random weights."""
     path = run_dir / START_FILE
     start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {key: start[key] for key in ("family", "config")} if start.get("config") else {}
+    return {key: start.get(key) for key in (("family", "config", SENTENCE) if start.get("config") else (SENTENCE,))}
 
 
 def _model_card(
