@@ -6,15 +6,13 @@ sentence_transformer/modules/pooling.py (config.json of the module), base/module
 (sentence_bert_config.json), base/model.py (the two others).
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.layouts.pooled import ENCODER, POOLING
 from pretrain.checkpoint.tokenizer import is_run, released_folder
-from pretrain.common.errors import InputError
-from pretrain.common.files import write_json
+from pretrain.common.files import read_json, write_json
 from pretrain.common.run_files import START_FILE
 from pretrain.config import ModelConfig
 
@@ -83,14 +81,10 @@ def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[
     if chosen == [""]:
         return {}
     kinds = ["Transformer", "Pooling", *(["Normalize"] if "Normalize" in _kinds(said) else [])]
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], 1))]
     modules = [
-        {
-            "idx": number,
-            "name": str(number),
-            "path": f"{number}_{kind}" if number else "",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for number, kind in enumerate(kinds)
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(zip(paths, kinds, strict=True))
     ]
     flags = {flag: mode in chosen for flag, mode in _MODES.items()}
     with_prompt = said.get(_POOLING, {}).get("include_prompt", True)
@@ -99,7 +93,7 @@ def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[
         _MODULES: modules,
         _POOLING: {"word_embedding_dimension": model.hidden, **flags, "include_prompt": with_prompt},
     }
-    if longest := longest_text(folder):
+    if longest := longest_text(folder) or lowercase * model.max_positions:
         files[_TRANSFORMER] = {"max_seq_length": min(longest, model.max_positions), "do_lower_case": lowercase}
     return files | ({_PROMPTS: said[_PROMPTS]} if _PROMPTS in said else {})
 
@@ -116,24 +110,13 @@ def _said(folder: Path) -> dict[str, Any]:
     inner = released_folder(folder)
     if is_run(inner):
         start = inner / START_FILE
-        return _read(start).get(SENTENCE, {}) if start.is_file() else {}
+        return read_json(start).get(SENTENCE, {}) if start.is_file() else {}
     found = {}
     for name, pattern in _NAMES.items():
         paths = (path for place in (folder, inner, inner / ENCODER) for path in sorted(place.glob(pattern)))
         if path := next(paths, None):
-            found[name] = _read(path)
+            found[name] = read_json(path, list if name == _MODULES else dict)
     return found
-
-
-def _read(path: Path) -> Any:
-    """The content of a JSON file: a list for modules.json, else a mapping; `InputError` otherwise."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
-    if not isinstance(content, list if path.name == _MODULES else dict):
-        raise InputError(f"{path}: has another form than sentence-transformers writes. Download it again.")
-    return content
 
 
 def _chosen(said: Mapping[str, Any]) -> list[str]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_checkpoints import add_sentence_files, make_bert
 from torch import Tensor
 
 import finetune
 from finetune.artifacts.padded import PaddedModel
+from finetune.tasks.base import Head
 from pretrain.checkpoint.layouts.pooled import MODELING_FILE
 from pretrain.checkpoint.released import read_released
 from tests import parity
@@ -37,199 +39,192 @@ ROWS = {
         {"id": "1", "question": "what", "context": TEXTS[0], "answers": {"text": ["film"], "answer_start": [4]}}
     ],
 }
-KINDS = {"entities": "tokens", "questions": "spans"}
-CLASSES = {"sequence": "SequenceClassification", "tokens": "TokenClassification", "spans": "QuestionAnswering"}
-# (family, head, how the start pools); every head of a pooled encoder, and a classifier of the first token.
+KINDS: dict[str, Head] = {"entities": "tokens", "questions": "spans"}
+CLASSES = {"entities": "TokenClassification", "questions": "QuestionAnswering"}
+PIPELINES = {"entities": "token-classification", "questions": "question-answering"}
+FLAGS = {"cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens", "mean": "pooling_mode_mean_tokens"}
+# Family, head, how the start pools: every head of a pooled encoder, and classifiers of others.
 CASES = [(family, head, "mean") for family in FAMILIES for head in ROWS]
 CASES += [(family, "classes", "max") for family in ("BERT", "RoBERTa", "DistilBERT", "DeBERTa-v3", "GTE")]
 CASES += [(family, "classes", "cls") for family in FAMILIES] + [("BERT", head, "") for head in ROWS]
-Make = Callable[[str, str, str], Path]
 
 
-def make_start(folder: Path, family: str, pooling: str) -> Path:
-    """A released encoder of the family as sentence-transformers 6 or, if it reads the first token, 5 saves it."""
-    parity.make_theirs("AutoModel", family, parity.ONNX_SHAPE).save_pretrained(make_bert(folder))
+class Case(NamedTuple):
+    """A fine-tuned model whose head nobody trained, and where the encoder lies that needs no flag."""
+
+    family: str
+    head: str
+    pooling: str
+    folder: Path
+
+    @property
+    def place(self) -> Path:
+        return self.folder / "encoder" if (self.folder / MODELING_FILE).is_file() else self.folder
+
+    def inputs(self, *second: list[str]) -> Any:
+        return transformers.AutoTokenizer.from_pretrained(self.folder)(
+            TEXTS, *second, padding=True, return_tensors="pt"
+        )
+
+    def ours(self, *second: list[str]) -> tuple[Tensor, list[Tensor]]:
+        """[B, L, H] of the encoder, and the logits, of `TEXTS` or of pairs of them."""
+        model, inputs = (
+            PaddedModel(read_released(self.folder), KINDS.get(self.head, "sequence")).eval(),
+            self.inputs(*second),
+        )
+        named = [inputs.get(name, torch.zeros_like(inputs["input_ids"])) for name in model.inputs]
+        with torch.no_grad():
+            return model.encode(*named, *([None] * (3 - len(named)))), list(model(*named))
+
+    def theirs(self) -> Any:
+        kind = getattr(transformers, f"AutoModelFor{CLASSES.get(self.head, 'SequenceClassification')}")
+        return kind.from_pretrained(self.folder, trust_remote_code=self.place != self.folder).eval()
+
+
+@functools.cache
+def start(root: Path, family: str, pooling: str) -> Path:
+    """A released encoder of the family as sentence-transformers 6 or, if it is no mean, 5 saves it."""
+    folder = root / f"{family}-{pooling}" / "bert"
+    theirs: Any = parity.make_theirs("AutoModel", family, parity.ONNX_SHAPE)
+    theirs.save_pretrained(make_bert(folder))
     if pooling == "mean":
         add_sentence_files(folder, {"embedding_dimension": 16, "pooling_mode": "mean"}, "Normalize")
     elif pooling:
-        add_sentence_files(
-            folder, {"word_embedding_dimension": 16, f"pooling_mode_{pooling}_token{'s' * (pooling == 'max')}": True}
-        )
-    return folder
+        add_sentence_files(folder, {"word_embedding_dimension": 16, FLAGS[pooling]: True})
+    return folder.parent
+
+
+@functools.cache
+def made(root: Path, family: str, head: str, pooling: str) -> Case:
+    folder = start(root, family, pooling)
+    train = folder / f"{head}.jsonl"
+    train.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS[head]))
+    kinds = {"classes": "single_label", "labels": "multi_label", "value": "regression"}
+    more = {"problem_type": kinds[head]} if head in kinds else {}
+    section = {"classification" if more else head: {"train": str(train), **more}}
+    return Case(family, head, pooling, save_untrained(folder, head, section) / "model")
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The folder of a fine-tuned model whose head nobody trained."""
-
-    @functools.cache
-    def start(family: str, pooling: str) -> Path:
-        return make_start(tmp_path_factory.mktemp("start") / "bert", family, pooling).parent
-
-    @functools.cache
-    def made(family: str, head: str, pooling: str) -> Path:
-        folder = start(family, pooling)
-        (folder / f"{head}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS[head]))
-        kind = {"labels": "multi_label", "value": "regression"}.get(head, "single_label")
-        section = {"train": str(folder / f"{head}.jsonl")}
-        if head in ("entities", "questions"):
-            return save_untrained(folder, head, {head: section}) / "model"
-        return save_untrained(folder, head, {"classification": {**section, "problem_type": kind}}) / "model"
-
-    return made
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("made")
 
 
-def place_of(folder: Path) -> Path:
-    """Where the encoder lies that transformers loads without a flag."""
-    return folder / "encoder" if (folder / MODELING_FILE).is_file() else folder
-
-
-def inputs_of(folder: Path, *second: list[str]) -> dict[str, Tensor]:
-    return transformers.AutoTokenizer.from_pretrained(folder)(TEXTS, *second, padding=True, return_tensors="pt")
-
-
-def ours(folder: Path, head: str, *second: list[str]) -> tuple[Tensor, list[Tensor]]:
-    """[B, L, H] of the encoder, and the logits, of `TEXTS`, or of pairs of them."""
-    model, inputs = PaddedModel(read_released(folder), KINDS.get(head, "sequence")).eval(), inputs_of(folder, *second)
-    named = [inputs.get(name, torch.zeros_like(inputs["input_ids"])) for name in model.inputs]
-    with torch.no_grad():
-        return model.encode(*named, *([None] * (3 - len(named)))), list(model(*named))
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest, root: Path) -> Case:
+    return made(root, *request.param)
 
 
 def close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "head", "pooling"), CASES)
-def test_transformers_computes_our_vectors_and_logits(make: Make, family: str, head: str, pooling: str) -> None:
-    folder = make(family, head, pooling)
-    place, inputs, (hidden, logits) = place_of(folder), inputs_of(folder), ours(folder, head)
+def test_transformers_computes_our_vectors_and_logits(case: Case) -> None:
+    inputs, (hidden, logits) = case.inputs(), case.ours()
     real = inputs["attention_mask"].bool()
-    wrapped = pooling in ("mean", "max") and head in ("classes", "labels", "value") and family not in POOLS
-    assert wrapped == (place != folder)
+    wrapped = case.pooling in ("mean", "max") and case.head not in KINDS and case.family not in POOLS
+    assert wrapped == (case.place != case.folder)
     with torch.no_grad():
-        theirs = transformers.AutoModel.from_pretrained(place).eval()(**inputs)[0]
-    close(theirs[real], hidden[real])
-    kind = getattr(transformers, f"AutoModelFor{CLASSES[KINDS.get(head, 'sequence')]}")
+        close(transformers.AutoModel.from_pretrained(case.place).eval()(**inputs)[0][real], hidden[real])
     if wrapped:
-        for load in (transformers.AutoModel, kind):
+        for kind in (transformers.AutoModel, transformers.AutoModelForSequenceClassification):
             with pytest.raises(ValueError, match="custom code"):
-                load.from_pretrained(folder)
-    if head == "questions" and family in NO_QUESTIONS:
+                kind.from_pretrained(case.folder)
+    if case.head == "questions" and case.family in NO_QUESTIONS:
         with pytest.raises(ValueError, match="Unrecognized configuration class"):
-            kind.from_pretrained(folder)
+            case.theirs()
         return
-    model = kind.from_pretrained(folder, trust_remote_code=True).eval()
+    model, rest = case.theirs(), {name: values for name, values in inputs.items() if name != "input_ids"}
+    embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]), **rest}
     with torch.no_grad():
-        output = model(**inputs)
-        embedded = model(
-            inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]),
-            **{k: v for k, v in inputs.items() if k != "input_ids"},
-            output_hidden_states=True,
-        )
-    for found in (output, embedded):
-        got = [found.start_logits, found.end_logits] if head == "questions" else [found.logits]
-        for one, expected in zip(got, logits, strict=True):
-            close(
-                one if one.ndim == 2 and head not in KINDS else one[real],
-                expected if head not in KINDS else expected[real],
-            )
-    assert len(embedded.hidden_states) == 3
+        found = [model(**inputs), model(**embedded, output_hidden_states=True)]
+    assert len(found[1].hidden_states) == 3
+    for output in found:
+        actual = [output.start_logits, output.end_logits] if case.head == "questions" else [output.logits]
+        for one, expected in zip(actual, logits, strict=True):
+            close(*((one[real], expected[real]) if case.head in KINDS else (one, expected)))
 
 
-@pytest.mark.parametrize(("family", "head", "pooling"), CASES)
-def test_a_pipeline_raises_or_gives_our_numbers(make: Make, family: str, head: str, pooling: str) -> None:
-    folder = make(family, head, pooling)
-    task = {"entities": "token-classification", "questions": "question-answering"}.get(head, "text-classification")
-    if place_of(folder) != folder or head == "questions":
+def test_a_pipeline_raises_or_gives_our_numbers(case: Case) -> None:
+    task, folder = PIPELINES.get(case.head, "text-classification"), str(case.folder)
+    wrapped = case.place != case.folder
+    if wrapped or case.head == "questions":
         with pytest.raises((ValueError, KeyError), match=r"custom code|question-answering"):
-            transformers.pipeline(task, model=str(folder))
-        if head == "questions":
+            transformers.pipeline(task, model=folder)
+        if case.head == "questions":
             return
-    run = transformers.pipeline(task, model=str(folder), trust_remote_code=place_of(folder) != folder)
-    if head == "entities":
-        (_, (logits,)), inputs = ours(folder, head), transformers.AutoTokenizer.from_pretrained(folder)(TEXTS[0])
-        scores, names = logits[0].softmax(-1), run.model.config.id2label
-        expected = [names[int(row.argmax())] for row in scores[: len(inputs["input_ids"])]][1:-1]
-        found = run(TEXTS[0], ignore_labels=[])
-        assert [one["entity"] for one in found] == expected
-        close([float(one["score"]) for one in found], scores.amax(1)[1 : len(expected) + 1].tolist())
-        ends = {0, *(n for n, letter in enumerate(TEXTS[0]) if letter in " ,"), TEXTS[0].index(",") + 1, len(TEXTS[0])}
-        first = run(TEXTS[0], aggregation_strategy="first", ignore_labels=[])
-        assert {end for one in first for end in (one["start"] - (one["start"] - 1 in ends), one["end"])} <= ends
+    run = transformers.pipeline(task, model=folder, trust_remote_code=wrapped)
+    if case.head == "entities":
+        expect_entities(case, run)
         return
     for text in TEXTS:
-        found, made = run(text, top_k=None), finetune.load(folder)(text)
-        if head == "value":
-            close([one["score"] for one in found], [made["value"]])
-        else:
-            close({one["label"]: one["score"] for one in found}, made["scores"])
+        found, predicted = run(text, top_k=None), finetune.load(folder)(text)
+        scores = {"LABEL_0": predicted["value"]} if case.head == "value" else predicted["scores"]
+        close({one["label"]: one["score"] for one in found}, scores)
 
 
-@pytest.mark.parametrize(
-    ("head", "pooling"), [(head, pooling) for head in ("classes", "labels", "value") for pooling in ("mean", "")]
-)
-def test_a_cross_encoder_is_told_its_activation(make: Make, head: str, pooling: str) -> None:
-    folder = make("BERT", head, pooling)
-    name = json.loads((folder / "config.json").read_text())["sentence_transformers"]["activation_fn"]
-    module, _, kind = name.rpartition(".")
-    activation = getattr(import_module(module), kind)()
+def expect_entities(case: Case, run: Any) -> None:
+    """Tags and scores of all tokens as ours; and in the guide's strategy, no part of a word."""
+    (scores, tags), text = case.ours()[1][0][0].softmax(-1).max(-1), TEXTS[0]
+    found = run(text, ignore_labels=[])
+    count = int(case.inputs()["attention_mask"][0].sum())
+    assert len(found) == count - 2  # [CLS], [SEP]
+    assert [one["entity"] for one in found] == [run.model.config.id2label[int(tag)] for tag in tags[1 : count - 1]]
+    close([float(one["score"]) for one in found], scores[1 : count - 1].tolist())
+    bounds = {number for word in re.finditer(r"\w+|,", text) for number in word.span()}
+    first = run(text, aggregation_strategy="first", ignore_labels=[])
+    assert {number for one in first for number in (one["start"], one["end"])} <= bounds
 
-    def scores(*second: list[str]) -> Tensor:
-        made = activation(ours(folder, head, *second)[1][0])
-        return made.softmax(1) if head == "classes" else made  # an option of `predict`
 
-    made = finetune.load(folder)(TEXTS)
-    close(scores().tolist(), [[one["value"]] if head == "value" else list(one["scores"].values()) for one in made])
-    cross = pytest.importorskip("sentence_transformers").CrossEncoder(str(folder), trust_remote_code=bool(pooling))
+@pytest.mark.parametrize("pooling", ["mean", ""])
+@pytest.mark.parametrize("head", ["classes", "labels", "value"])
+def test_a_cross_encoder_is_told_its_activation(root: Path, head: str, pooling: str) -> None:
+    case = made(root, "BERT", head, pooling)
+    name = json.loads((case.folder / "config.json").read_text())["sentence_transformers"]["activation_fn"]
+    activation = getattr(import_module(name.rpartition(".")[0]), name.rpartition(".")[2])()
+    last = torch.nn.Softmax(1) if head == "classes" else torch.nn.Identity()  # an option of `predict`
+    expected = [
+        [one["value"]] if head == "value" else list(one["scores"].values()) for one in finetune.load(case.folder)(TEXTS)
+    ]
+    close(last(activation(case.ours()[1][0])).tolist(), expected)
+    library = pytest.importorskip("sentence_transformers")
+    cross = library.CrossEncoder(str(case.folder), trust_remote_code=bool(pooling))
     found = cross.predict(list(zip(TEXTS, TEXTS, strict=True)), apply_softmax=head == "classes")
-    close(torch.as_tensor(found).reshape(2, -1), scores(TEXTS))
+    close(torch.as_tensor(found).reshape(2, -1), last(activation(case.ours(TEXTS)[1][0])))
 
 
-FILES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
-
-
-@pytest.mark.parametrize(("family", "head", "pooling"), [case for case in CASES if case[2]])
-def test_the_files_of_sentence_transformers_lie_beside_the_encoder(
-    make: Make, family: str, head: str, pooling: str
-) -> None:
-    place = place_of(make(family, head, pooling))
-    modules, pools, longest, prompts = (json.loads((place / name).read_text()) for name in FILES)
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if pooling == "mean" else [])]
+def test_sentence_transformers_setfit_and_peft(case: Case, tmp_path: Path) -> None:
+    """What they read, and what they compute where they are installed."""
+    if not case.pooling:
+        assert not (case.place / "modules.json").exists()
+        return
+    names = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+    modules, pools, longest, prompts = (json.loads((case.place / name).read_text()) for name in names)
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if case.pooling == "mean" else [])]
     assert [one["type"] for one in modules] == [f"sentence_transformers.models.{kind}" for kind in kinds]
     assert [one["path"] for one in modules] == ["", "1_Pooling", "2_Normalize"][: len(kinds)]
-    assert pools["pooling_mode_cls_token"] == (pooling == "cls")
-    assert pools["pooling_mode_mean_tokens"] == (pooling == "mean")
+    assert [name for name, value in pools.items() if value is True][:-1] == [FLAGS[case.pooling]]
     assert (pools["pooling_mode_lasttoken"], pools["word_embedding_dimension"]) == (False, 16)
     assert (longest, prompts) == ({"max_seq_length": 32, "do_lower_case": False}, {"prompts": {"query": "the "}})
-
-
-@pytest.mark.parametrize(("family", "head", "pooling"), [case for case in CASES if case[2]])
-def test_sentence_transformers_setfit_and_peft(
-    make: Make, family: str, head: str, pooling: str, tmp_path: Path
-) -> None:
     library = pytest.importorskip("sentence_transformers")
     peft, setfit = pytest.importorskip("peft"), pytest.importorskip("setfit")
-    folder = make(family, head, pooling)
-    place, real = place_of(folder), inputs_of(folder)["attention_mask"].bool()
-    hidden, logits = ours(folder, head)
-    vectors = hidden[:, 0] if pooling == "cls" else hidden.masked_fill(~real[..., None], -9e9).amax(1)
-    if pooling == "mean":
-        vectors = torch.nn.functional.normalize((hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True))
-    close(library.SentenceTransformer(str(place)).encode(TEXTS, convert_to_tensor=True).cpu(), vectors)
-    few = setfit.SetFitModel.from_pretrained(str(place))
+    inputs, (hidden, logits) = case.inputs(), case.ours()
+    real = inputs["attention_mask"].bool()
+    vectors = hidden[:, 0] if case.pooling == "cls" else hidden.masked_fill(~real[..., None], -9e9).amax(1)
+    if case.pooling == "mean":
+        vectors = F.normalize((hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True))
+    close(library.SentenceTransformer(str(case.place)).encode(TEXTS, convert_to_tensor=True).cpu(), vectors)
+    few = setfit.SetFitModel.from_pretrained(str(case.place))
     close(torch.as_tensor(few.encode(TEXTS, show_progress_bar=False)), vectors)
-    config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules="all-linear", init_lora_weights=False)
-    lora = peft.get_peft_model(transformers.AutoModel.from_pretrained(place), config).eval()
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    lora = peft.get_peft_model(transformers.AutoModel.from_pretrained(case.place), config).eval()
     lora.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(transformers.AutoModel.from_pretrained(place), tmp_path).eval()
+    again = peft.PeftModel.from_pretrained(transformers.AutoModel.from_pretrained(case.place), tmp_path).eval()
+    close(again(**inputs)[0], lora(**inputs)[0])
     with torch.no_grad(), again.disable_adapter():
-        close(again(**inputs_of(folder))[0][real], hidden[real])
-    close(again(**inputs_of(folder))[0], lora(**inputs_of(folder))[0])
-    if head in KINDS:
-        return
-    kind = transformers.AutoModelForSequenceClassification
-    model = kind.from_pretrained(folder, trust_remote_code=True)
-    names = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and ".layer" in name]
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=names)).eval()
-    close(model(**inputs_of(folder), labels=None).logits, logits[0])
+        close(again(**inputs)[0][real], hidden[real])
+    if case.head not in KINDS:
+        model = case.theirs()
+        linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+        config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=[name for name in linear if ".layer" in name])
+        close(peft.get_peft_model(model, config).eval()(**inputs, labels=None).logits, logits[0])

@@ -6,6 +6,7 @@ Shape letters: B sequences padded to L tokens, H hidden width, C labels.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -27,19 +28,6 @@ class PooledConfig(PretrainedConfig):
         return AutoConfig.for_model(self.encoder_model_type, **values)
 
 
-class OutputLayer(nn.Module):
-    """A linear layer under the name that it has in the family's head."""
-
-    def __init__(self, name: str, linear: nn.Linear) -> None:
-        super().__init__()
-        self._name = name
-        self.add_module(name, linear)
-
-    def forward(self, hidden_BH: Tensor) -> Tensor:
-        """Logits [B, C]."""
-        return getattr(self, self._name)(hidden_BH)
-
-
 class PooledForSequenceClassification(PreTrainedModel):
     """Logits [B, C] of the last hidden states' mean (or maximum) over the tokens that are no padding."""
 
@@ -58,7 +46,7 @@ class PooledForSequenceClassification(PreTrainedModel):
         self.dropout = nn.Dropout(getattr(own, "hidden_dropout_prob", 0.1) if share is None else share)
         output = nn.Linear(own.hidden_size, int(config.num_labels or 2))
         self._output, _, inner = config.output_layer.partition(".")
-        setattr(self, self._output, OutputLayer(inner, output) if inner else output)
+        setattr(self, self._output, nn.Sequential(OrderedDict({inner: output})) if inner else output)
         self.post_init()
 
     def forward(
