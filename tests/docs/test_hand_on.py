@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_fastapi_answers_clients_together_and_survives_errors(place: Path) -> No
     with TestClient(made["app"]) as client, ThreadPoolExecutor(12) as pool:
         replies = [pool.submit(client.post, "/predict", json={"text": TEXTS[n % 4]}) for n in range(12)]
         while sum(sizes) + made["waiting"].qsize() < 12:
-            pass
+            time.sleep(0.01)
         gate.set()
         for n, reply in enumerate(replies):
             assert reply.result().json()["label"] == model(TEXTS[n % 4])["label"]
@@ -135,7 +136,8 @@ def test_a_student_learns_the_teachers_labels(place: Path) -> None:
     tiny = {"training.steps": 2, "max_length": 16, "engine.precision": "fp32", "tracking.wandb": "off"}
     shutil.rmtree(place / "runs/my-task")
     teacher = {"name": "my-task", "classification": {"train": "train.jsonl", "dev": "dev.jsonl"}}
-    api.train(teacher, start_from="my-bert", overrides=tiny, no_ray=True)
+    learning = {"training.steps": 60, "training.learning_rate": 3e-3}
+    api.train(teacher, start_from="my-bert", overrides={**tiny, **learning}, no_ray=True)
     predict, student = (line.split()[1:] for line in block("Distil", "sh").splitlines())
     texts = [json.loads(line)["text"] for line in (place / "train.jsonl").read_text().splitlines()]
     (place / "unlabeled.txt").write_text("\n".join(texts))
