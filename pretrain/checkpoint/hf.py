@@ -83,18 +83,16 @@ def export(
     if not family and model.rows(entries := vocabulary_size(tokenizer.tokenizer)) != rows:
         why = f"{entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
         raise InputError(f"{tokenizer_folder}: {why}")
-    if layout.padded_positions and not config:
-        config = _as_released(tokenizer)
+    config = _as_released(tokenizer) if layout.padded_positions and not config else config
     if not next_sentence and config and config.get("type_vocab_size") == 1:
         state = _with_one_type(state)
     facts, ids = written_facts(layout, model, state, config or {}, tokenizer.special_ids)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
-    if config is None:
-        config = {} if family or layout is not BERT else _BERT_FIELDS
+    config = config if config is not None or family or layout is not BERT else _BERT_FIELDS
     head = head or ("ForPreTraining" if next_sentence else "ForMaskedLM")
-    values = write_config(config, facts, head, rows, ids["pad"], ids)
+    values = write_config(config or {}, facts, head, rows, ids["pad"], ids)
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
@@ -103,8 +101,7 @@ def export(
         kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
         # transformers would pass token types to a model that takes none.
         fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
-        if not family:
-            fields["model_max_length"] = model.max_positions
+        fields |= {} if family else {"model_max_length": model.max_positions}
         copy_tokenizer(tokenizer, aside, tokenizer_class=kind, max_positions=model.max_positions, fields=fields)
         write_sentence_files(sentence or {}, aside)
         (aside / "README.md").write_text(card, encoding="utf-8")
