@@ -50,7 +50,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_embedder_is_trained_and_setfit_starts_from_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    library = pytest.importorskip("sentence_transformers")
+    library: Any = pytest.importorskip("sentence_transformers")
     for name, topics in (("squad", "abcdef"), ("other-squad", "ghij")):
         asked = {one: [{"id": f"{one}{n}", "question": f"{one} {n}"} for n in "12"] for one in topics}
         article = {"paragraphs": [{"context": f"{one} film", "qas": qas} for one, qas in asked.items()]}
@@ -90,9 +90,7 @@ def test_int8_is_a_quarter_as_large_and_scored(place: Path, capsys: pytest.Captu
 
 
 def test_fastapi_answers_clients_together_and_survives_errors(place: Path) -> None:
-    pytest.importorskip("fastapi")
-    from fastapi.testclient import TestClient
-
+    testing: Any = pytest.importorskip("fastapi.testclient")
     made = run("Serve: FastAPI")
     model, sizes, gate = made["model"], [], threading.Event()
 
@@ -104,7 +102,7 @@ def test_fastapi_answers_clients_together_and_survives_errors(place: Path) -> No
         return model(texts)
 
     made["model"] = recorded
-    with TestClient(made["app"]) as client, ThreadPoolExecutor(12) as pool:
+    with testing.TestClient(made["app"]) as client, ThreadPoolExecutor(12) as pool:
         replies = [pool.submit(client.post, "/predict", json={"text": TEXTS[n % 4]}) for n in range(12)]
         while sum(sizes) + made["waiting"].qsize() < 12:
             time.sleep(0.01)
