@@ -263,6 +263,17 @@ def test_files_that_cannot_be_predicted_are_reported_in_one_line(folder, tmp_pat
     assert error.count("\n") == 1
 
 
+def test_a_list_is_predicted_together_and_a_stream_begins_at_once(folder: Path) -> None:
+    model = Predictor(folder / "reviews", precision="fp32")
+    sizes: list[int] = []
+    model.model.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0].lengths)))
+    texts = ["good", "the film was bad", "fine", "a very awful plot", "end"]
+    made = model(texts)
+    assert sizes == [5]
+    assert [one["label"] for one in model.stream(texts)] == [one["label"] for one in made]
+    assert sizes[1:] == [1, 2, 2]
+
+
 def test_an_id_that_cannot_be_written_is_named_after_the_answers_before_it(folder: Path) -> None:
     records = [{"text": "a", "id": 1}, {"text": "b", "id": "\ud83d"}]
     made = Predictor(folder / "reviews", precision="fp32").stream(records)
