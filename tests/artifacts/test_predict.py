@@ -226,13 +226,6 @@ def test_a_threshold_is_given_at_prediction_time(folder, tmp_path, capsys) -> No
     assert "threshold: is for several labels, or for two classes with" in capsys.readouterr().err
 
 
-def test_columns_of_equal_names_stay_both(folder, tmp_path, capsys) -> None:
-    path = write_csv(tmp_path / "a.csv", ["note", "text", "note"], [["x", "good", "y"]])
-    assert predict(folder / "reviews", path) == 0
-    (made,) = output(capsys)
-    assert (made["note"], made["note.2"], made["text"]) == ("x", "y", "good")
-
-
 def test_a_column_of_labels_that_the_model_does_not_know_stays(folder, tmp_path, capsys) -> None:
     rows = [{"text": "good", "label": "positive"}, {"text": "bad", "label": "my note", "note": ["half \ud83d"]}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))

@@ -846,7 +846,6 @@ def test_suspicious_labels_and_empty_texts_are_warned_of(write: Callable[..., st
     one.read_held_out()
     assert [record.getMessage() for record in caplog.records] == [
         f"{bad}: 2 of 8 examples with an empty text: lines 3, 6. Fill them in, or remove them.",
-        f"{bad}: Good, good differ only in case, and are separate labels",
         f"{bad}: 2 labels have only one training example: 'bad', 'notbad'. Add examples, or remove such labels.",
         f"{dev}: 1 of 2 examples with an empty text: line 3. Fill them in, or remove them.",
     ]

@@ -14,17 +14,7 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue, splits
 from finetune.tasks.datasets.annotations import Missing, left_out
-from finetune.tasks.datasets.labels import (
-    Label,
-    Problem,
-    ordered,
-    parse,
-    renamed,
-    settled,
-    shown,
-    suspicious,
-    without_vectors,
-)
+from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, settled, shown, without_vectors
 from finetune.tasks.datasets.surrogates import check_id, check_whole
 from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
@@ -116,7 +106,6 @@ class ExampleSource:
         self._check_settings(table.source)
         _log(checks.empty_texts(table))
         if self._problem != "regression":
-            _log(f"{table.source}: {remark}" for remark in suspicious(self.names))
             _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
         if self._settings.class_weights == "balanced":
             self._class_weights = self._balanced(examples)
@@ -211,15 +200,16 @@ class ExampleSource:
         if "label" not in table.columns:
             return table
         cells = [settled(cell, self._problem) for cell in table.columns["label"]]
-        missing = [cell for cell in cells if isinstance(cell, Missing)]
-        lines = [f"{table.source}: {remark}" for remark in table.remarks]
-        if missing:
-            lines.append(left_out(table.source, len(table), missing))
-        if missing and len(missing) == len(table):
-            raise InputError(f"{lines[-1]}. Give a file with labels.")
-        _log(line for line in lines if line not in self._said)
-        self._said.update(lines)
         table = replace(table, columns={**table.columns, "label": cells})
+        missing = [cell for cell in cells if isinstance(cell, Missing)]
+        if not missing:
+            return table
+        line = left_out(table.source, len(table), missing)
+        if len(missing) == len(table):
+            raise InputError(f"{line}. Give a file with labels.")
+        if line not in self._said:  # a file is read twice where dev_share parts it
+            logger.warning("%s", line)
+        self._said.add(line)
         return table.only([row for row, cell in enumerate(cells) if not isinstance(cell, Missing)])
 
     def _raw_labels(self, table: Table) -> list[Label | None]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.annotations import left_out
-from finetune.tasks.datasets.labels import suspicious
 from finetune.tasks.datasets.sentence_files import read_sentences
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
 from finetune.tasks.datasets.surrogates import check_whole, replaced
@@ -131,8 +130,6 @@ class SentenceSource:
         scheme = self._scheme_of(sentences, tags, is_train=part == "train")
         if part == "train":
             self._learn_types(sentences, tags)
-            for remark in suspicious(tags.names):
-                remarks.add(remark, sentences[0].source)
         self._check_types(sentences, tags, remarks if part == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")
