@@ -91,15 +91,13 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
         ),
     ],
     "Doccano: classes": [
-        ({}, texts(["a"], ["b"], [], ["a", "b"]), ["a", "b"], f"2 of 4 {OUT}: 1 unlabeled, 1 with several labels"),
+        ({}, texts(["a"], ["b"], [], ["a", "b"]), ["a", "b"], f"2 of 4 {OUT}: 1 unlabeled, 1 with several labels")
     ],
     "no label: blank, `null`, NaN": [
         ({}, [*texts("a", "b", None, " "), {"text": "u"}], ["a", "b"], f"3 of 5 {OUT}: 3 unlabeled"),
         (VALUE, texts(1, 2.5, float("nan")), [1.0, 2.5], f"1 of 3 {OUT}: 1 unlabeled"),
     ],
-    "CSV of Excel": [
-        ({}, '\ufeffsep=;\ntext;label\n"a; b";a\nü;b\nc;\n', ["a", "b"], f"1 of 3 {OUT}: 1 unlabeled"),
-    ],
+    "CSV of Excel": [({}, '\ufeffsep=;\ntext;label\n"a; b";a\nü;b\nc;\n', ["a", "b"], f"1 of 3 {OUT}: 1 unlabeled")],
 }
 
 
@@ -127,29 +125,25 @@ REJECTED = [*spans(SPANS, answer=YES), *spans(SPANS, answer=NO), *spans([], answ
 ENTITIES: dict[str, list[tuple[list[Any] | str, list[Any], str]]] = {
     "Prodigy: `spans`": [
         (REJECTED, [TAGS], f"2 of 3 {OUT}: 1 rejected, 1 ignored"),
-        ([*spans(SPANS, answer=YES), {"text": ANN_LEFT, "answer": YES, "_input_hash": 1}], [TAGS, NONE], ""),
-        (spans(SPANS, answer=YES) + spans(SPANS, answer=YES, _view_id="ner", _input_hash=1), [TAGS], "with an answer"),
+        ([*spans(SPANS, answer=YES), {"text": "it went on", "answer": YES}], [TAGS, NONE], ""),
+        (spans(SPANS, answer=YES) + spans(SPANS, answer=YES, _view_id="ner"), [TAGS], "with an answer"),
     ],
     "Label Studio: JSON": [
-        (
-            marked([MARKED], [MARKED | {"was_cancelled": True}], [], [{"result": []}]),
-            [TAGS, NONE],
-            "1 skipped, 1 unlab",
-        ),
+        (marked([MARKED], [MARKED | {"was_cancelled": True}], [], [{"result": []}]), [TAGS, NONE], "1 skipped, 1 unlab")
     ],
     "Label Studio: JSON_MIN": [
         (
             [*spans(SPANS, key="ner", id=1, annotation_id=1), {"text": "it", "id": 2, "annotation_id": 2}],
             [TAGS],
             "1 unlabeled",
-        ),
+        )
     ],
     "several annotators": [
         (
             marked([MARKED, MARKED], [MARKED, {"result": []}], [{"result": []}, MARKED | {"ground_truth": True}]),
             [TAGS, TAGS],
             f"1 of 3 {OUT}: 1 disputed by annotators",
-        ),
+        )
     ],
     "Doccano: spans": [
         (spans(ANN, [], key="label"), [TAGS, NONE], ""),

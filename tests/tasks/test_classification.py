@@ -30,7 +30,6 @@ from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
 from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.classification.decoding import Outputs
-from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.table import TableFormat
@@ -565,13 +564,6 @@ def test_every_class_has_its_part_on_both_sides(write: Callable[..., str], share
     assert len(task(train=write("b.jsonl", records), train_examples=3).read_train()) == 3
 
 
-def test_every_label_of_several_keeps_an_example(write: Callable[..., str]) -> None:
-    sets = [["a"]] * 40 + [["a", "b"]] * 2 + [["c", "b"]] * 2 + [[]] * 10
-    records = [{"text": f"{n}", "label": labels} for n, labels in enumerate(sets)]
-    whole = task(train=write("a.jsonl", records), dev_share=0.8, problem_type="multi_label")
-    assert {name for one in whole.read_train() for name in cast(tuple[str, ...], one.label)} == {"a", "b", "c"}
-
-
 @pytest.mark.parametrize("classes", [2, 5])
 def test_calibration_is_that_of_sklearn(classes: int) -> None:
     draw = np.random.default_rng(0)
@@ -607,7 +599,6 @@ def test_a_temperature_finds_what_the_logits_were_multiplied_by() -> None:
     assert labels.best_temperature(sets, 3 * logits) == pytest.approx(3, rel=0.1)
     # Few examples, none of them wrong, leave it near 1.
     assert 0.4 < classes.best_temperature(np.array([0, 1]), 2 * np.eye(4)[:2]) < 1
-    assert Outputs("regression", (), "", 0.5).best_temperature(np.ones(3), np.ones((3, 1))) == 1
 
 
 def test_an_interval_is_that_of_resampled_examples() -> None:
@@ -619,17 +610,6 @@ def test_an_interval_is_that_of_resampled_examples() -> None:
     assert (low, high) == pytest.approx((0.8 - half, 0.8 + half), abs=0.005)
     assert one.interval(examples, predictions) == (low, high)
     assert one.interval(examples[:1], predictions[:1]) is None
-
-
-def test_folds_spread_every_class() -> None:
-    classes = [("a",)] * 20 + [("b",)] * 5 + [("c",)] * 2
-    texts = [f"{n}" for n in range(len(classes))]
-    numbers = splits.folds([*texts, "0"], [*classes, ("a",)], 5)
-    assert numbers[-1] == numbers[0]
-    shares = Counter(zip(numbers, classes, strict=False))
-    assert {shares[fold, ("a",)] for fold in range(5)} == {4}
-    assert {shares[fold, ("b",)] for fold in range(5)} == {1}
-    assert max(shares[fold, ("c",)] for fold in range(5)) == 1
 
 
 def test_a_fold_is_scored_and_not_trained_on(write: Callable[..., str]) -> None:

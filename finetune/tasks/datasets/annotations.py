@@ -71,7 +71,7 @@ def subject(record: Any, text: str) -> Hashable:
     """What several records may be about, one for each annotator or question; None if records are independent."""
     if not isinstance(record, Mapping) or not ("annotation_id" in record or is_answered(record)):
         return None
-    about = record.get("id" if "annotation_id" in record else "_input_hash", record.get(text))
+    about = record.get("id" if "annotation_id" in record else text)
     return about if isinstance(about, str | int) else id(record)
 
 

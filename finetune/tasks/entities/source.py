@@ -80,7 +80,8 @@ class SentenceSource:
         """Those that `dev_share` holds out, by the types of their entities, or the others."""
         share = self._settings.dev_share
         types = [{metrics.split(tag)[1] for tag in cast(Sequence[str], one.tags) if tag != "O"} for one in sentences]
-        is_out = splits.held_out(["\0".join(one.words) for one in sentences], types, share)
+        texts = ["\0".join(one.words) for one in sentences]
+        is_out = splits.held_out(texts, types, round(share * len(set(texts))))
         part = [one for one, out in zip(sentences, is_out, strict=True) if out == held_out]
         if not part:  # a sentence of each type stays in the training set
             found = counted(len(sentences), "sentence")
