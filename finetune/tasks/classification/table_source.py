@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.datasets import glue, tables
-from finetune.tasks.datasets.annotations import ClassForms
+from finetune.tasks.datasets.annotations import class_rows
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.files import plain_suffix, refuse_spreadsheet
 from finetune.tasks.datasets.table import Key, ReadForms, Table, TableFormat
@@ -148,7 +149,7 @@ class TableSource:
         if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
             return None
         inputs = [key for name, key in keys.items() if name != "label"]
-        return ClassForms(text, label, inputs).rows
+        return partial(class_rows, text=text, label=label, inputs=inputs)
 
     def _optional(self, *, labeled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""

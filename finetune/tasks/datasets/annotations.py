@@ -94,72 +94,65 @@ def _agreed(values: Sequence[Any]) -> Any:
     return values[0] if all(value == values[0] for value in values) else _DISPUTED
 
 
-@dataclass(frozen=True)
-class ClassForms:
-    """Makes rows of texts and labels of records of annotation tools.
+def class_rows(
+    records: list[Any], where: Callable[[int], str], *, text: str, label: str, inputs: Sequence[Any]
+) -> list[Any]:
+    """`records` with `Missing` in place of labels that they lack; what is no record stays as it is.
 
-    Attributes:
+    Args:
+        where: the place of a record, for errors.
         text, label: columns of the rows.
         inputs: all columns that are not labels.
     """
+    names = {name for record in records if isinstance(record, dict) for name in record}
+    others = names - _MIN - set(inputs)
+    # In Label Studio's short form, the labels may be the only column that is not an input.
+    is_only = "annotation_id" in names and label not in names and len(others) == 1
+    column = others.pop() if is_only else label
+    rows: list[Any] = []
+    for number, record in enumerate(records):
+        if isinstance(record, dict) and is_task(record):
+            record = _of_task(record, text, label, where(number))
+        elif isinstance(record, dict) and (value := _value(record, column, where(number))) is not None:
+            record = {**record, label: value}
+        rows.append(record)
+    if not any(isinstance(row, dict) and label in row for row in rows):
+        return rows
+    found = [row.get(label) if isinstance(row, dict) else None for row in rows]
+    values = [UNLABELED if value is None else value for value in found]
+    settle(values, [subject(record, text) for record in records])
+    return [{**row, label: value} if isinstance(row, dict) else row for row, value in zip(rows, values, strict=True)]
 
-    text: str
-    label: str
-    inputs: Sequence[Any]
 
-    def rows(self, records: list[Any], where: Callable[[int], str]) -> list[Any]:
-        """`records` with `Missing` in place of labels that they lack; other records stay as they are.
+def _of_task(record: Mapping[str, Any], text: str, label: str, where: str) -> dict[str, Any]:
+    """The row of a task, whose only text is `text` under any name."""
+    texts = [value for value in record["data"].values() if isinstance(value, str)]
+    only = {text: texts[0]} if len(texts) == 1 else {}
+    value = of_task(record, lambda result: _chosen(result, label, where))
+    return {**only, **record["data"], "id": record.get("id"), label: value}
 
-        Args:
-            where: the place of a record, for errors.
-        """
-        column = self._column(records)
-        rows = [self._row(record, column, where(number)) for number, record in enumerate(records)]
-        if not any(isinstance(row, dict) and self.label in row for row in rows):
-            return rows
-        found = [row.get(self.label) if isinstance(row, dict) else None for row in rows]
-        values = [UNLABELED if value is None else value for value in found]
-        settle(values, [subject(record, self.text) for record in records])
-        pairs = zip(rows, values, strict=True)
-        return [{**row, self.label: value} if isinstance(row, dict) else row for row, value in pairs]
 
-    def _column(self, records: list[Any]) -> str:
-        """The column of the labels; in Label Studio's short form it may be the only one that is not an input."""
-        names = {name for record in records if isinstance(record, dict) for name in record}
-        others = names - _MIN - set(self.inputs)
-        return others.pop() if "annotation_id" in names and self.label not in names and len(others) == 1 else self.label
+def _value(record: Mapping[str, Any], column: str, where: str) -> Any:
+    """The label of a record, or None."""
+    if (missing := state(record)) is not None:
+        return missing
+    if isinstance(record.get("accept"), list) and (is_answered(record) or "options" in record):
+        names = {one.get("id"): one.get("text") for one in record.get("options") or () if isinstance(one, Mapping)}
+        return sorted((names.get(one, one) if isinstance(one, int) else one for one in record["accept"]), key=str)
+    value = record.get(column)
+    if isinstance(value, Mapping) and isinstance(value.get("choices"), list):
+        return sorted(value["choices"], key=str)
+    if column not in record:
+        refuse_ids(record, where)
+    return [value] if is_answered(record) and isinstance(value, str) else value
 
-    def _row(self, record: Any, column: str, where: str) -> Any:
-        if not isinstance(record, dict):
-            return record
-        if is_task(record):
-            texts = [value for value in record["data"].values() if isinstance(value, str)]
-            only = {self.text: texts[0]} if len(texts) == 1 else {}
-            value = of_task(record, lambda result: self._chosen(result, where))
-            return {**only, **record["data"], "id": record.get("id"), self.label: value}
-        value = self._value(record, column, where)
-        return record if value is None else {**record, self.label: value}
 
-    def _value(self, record: dict[str, Any], column: str, where: str) -> Any:
-        """The label of a record, or None."""
-        if (missing := state(record)) is not None:
-            return missing
-        if isinstance(record.get("accept"), list) and (is_answered(record) or "options" in record):
-            names = {one.get("id"): one.get("text") for one in record.get("options") or () if isinstance(one, Mapping)}
-            return sorted((names.get(one, one) if isinstance(one, int) else one for one in record["accept"]), key=str)
-        value = record.get(column)
-        if isinstance(value, Mapping) and isinstance(value.get("choices"), list):
-            return sorted(value["choices"], key=str)
-        if column not in record:
-            refuse_ids(record, where)
-        return [value] if is_answered(record) and isinstance(value, str) else value
-
-    def _chosen(self, result: list[Any], where: str) -> Any:
-        """The choices of one annotator, sorted."""
-        every = [one for one in result if isinstance(one, Mapping) and isinstance(one.get("value"), Mapping)]
-        made = [one for one in every if isinstance(one["value"].get("choices"), list)]
-        names = {str(one.get("from_name")) for one in made}
-        if self.label not in names and len(names) > 1:
-            raise InputError(f"{where}: choices of {listed(sorted(names))}. Set label_column to one of them.")
-        made = [one for one in made if self.label not in names or one.get("from_name") == self.label]
-        return sorted((name for one in made for name in one["value"]["choices"]), key=str)
+def _chosen(result: list[Any], label: str, where: str) -> Any:
+    """The choices of one annotator, sorted."""
+    every = [one for one in result if isinstance(one, Mapping) and isinstance(one.get("value"), Mapping)]
+    made = [one for one in every if isinstance(one["value"].get("choices"), list)]
+    names = {str(one.get("from_name")) for one in made}
+    if label not in names and len(names) > 1:
+        raise InputError(f"{where}: choices of {listed(sorted(names))}. Set label_column to one of them.")
+    made = [one for one in made if label not in names or one.get("from_name") == label]
+    return sorted((name for one in made for name in one["value"]["choices"]), key=str)
