@@ -54,10 +54,7 @@ def never_predicted(
 ) -> Iterator[str]:
     """A warning if the model predicts one class for every example, or never a class that has several; with the cause.
 
-    Args:
-        labels: the names of the C classes.
-        counts: examples [true][predicted], [C][C].
-        trained: training examples of each class, if known.
+    From the examples [true][predicted], [C][C], and those of each class in training if they are known.
     """
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
     predicted = [name for name, column in zip(labels, zip(*counts, strict=True), strict=True) if any(column)]

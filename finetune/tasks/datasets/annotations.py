@@ -97,12 +97,9 @@ def _agreed(values: Sequence[Any]) -> Any:
 def class_rows(
     records: list[Any], where: Callable[[int], str], *, text: str, label: str, inputs: Sequence[Any]
 ) -> list[Any]:
-    """`records` with `Missing` in place of labels that they lack; what is no record stays as it is.
+    """`records` with the columns `text` and `label`, which is `Missing` for those without one; `inputs` are no labels.
 
-    Args:
-        where: the place of a record, for errors.
-        text, label: columns of the rows.
-        inputs: all columns that are not labels.
+    What is no record stays as it is. `where` gives the place of each, for errors.
     """
     names = {name for record in records if isinstance(record, dict) for name in record}
     others = names - _MIN - set(inputs)
