@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import finetune
 
@@ -36,7 +36,6 @@ from pretrain.common.wording import did_you_mean, for_terminal
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
 
-AnyParser = TypeVar("AnyParser", bound=Parser)
 MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
 # All commands, as --help and the reference list them.
 GROUPS = {
@@ -74,12 +73,9 @@ def _run(words: list[str]) -> int:
 
 
 def build_parsers(
-    kind: type[AnyParser] = Parser, listed: str | None = argparse.SUPPRESS
-) -> tuple[AnyParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser of the command line, and that of each command by its name, all of a `kind`.
-
-    `listed` is over argparse's own list of the commands; it is left out, as the description lists them.
-    """
+    kind: type[Parser] = Parser, listed: str | None = argparse.SUPPRESS
+) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of the command line and that of each command by its name; `listed` is over argparse's own list."""
     parser = kind(
         prog=program(),
         usage="%(prog)s COMMAND [arguments]",
