@@ -62,9 +62,9 @@ def _run(words: list[str]) -> int:
     first = words[0]
     parser, parsers = build_parsers()
     if first == "--version":
-        from importlib.metadata import distributions
+        from importlib.metadata import version
 
-        print("bertrain", next((found.version for found in distributions(name="bertrain")), "unknown"))
+        print("bertrain", version("bertrain"))
         return 0
     if first not in (*parsers, "-h", "--help"):
         advice = f"{did_you_mean(first, parsers)} {program()} --help lists them.".lstrip()
