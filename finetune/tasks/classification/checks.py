@@ -54,6 +54,7 @@ def never_predicted(
     counts: Sequence[Sequence[int]],
     trained: Mapping[str, int],
     dev: Mapping[str, int],
+    threshold: float = 0.5,
 ) -> Iterator[str]:
     """A warning if the model predicts one class for every example, or never a class that has several; with the cause.
 
@@ -61,7 +62,9 @@ def never_predicted(
         labels: the names of the C classes.
         counts: examples [true][predicted], [C][C].
         trained, dev: training examples of each class, and examples in the set that chose the checkpoint, if known.
+        threshold: least probability of the positive one of two classes.
     """
+    advice = _ADVICE if threshold == 0.5 else f"Its threshold is {threshold:g}; another may do."
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
     predicted = [name for name, column in zip(labels, zip(*counts, strict=True), strict=True) if any(column)]
     causes: dict[str, list[str]] = {}
@@ -76,10 +79,10 @@ def never_predicted(
         elif dev and not dev.get(name):
             causes.setdefault("the dev set, which chose the checkpoint, has none. Give it some.", []).append(name)
         elif len(predicted) > 1:
-            causes.setdefault(_ADVICE, []).append(name)
+            causes.setdefault(advice, []).append(name)
     if len(predicted) == 1 and sum(map(bool, totals.values())) > 1:
-        yield f"the model predicts {predicted[0]!r} for every example. {_ADVICE}"
+        yield f"the model predicts {predicted[0]!r} for every example. {advice}"
     for cause, names in causes.items():
         shown = ", ".join(map(repr, names[:_MOST_PLACES])) + ", ..." * (len(names) > _MOST_PLACES)
         examples = counted(sum(totals[name] for name in names), "example")
-        yield f"the model never predicts {shown} ({examples}){'.' if cause is _ADVICE else ':'} {cause}"
+        yield f"the model never predicts {shown} ({examples}){'.' if cause is advice else ':'} {cause}"

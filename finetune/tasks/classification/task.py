@@ -191,7 +191,7 @@ class Classification(Task[Example]):
             return []
         labels, counts = details["confusion"]["labels"], details["confusion"]["counts"]
         sets = (self._source.examples.get(part, {}) for part in ("train", "dev"))
-        return list(checks.never_predicted(labels, counts, *sets))
+        return list(checks.never_predicted(labels, counts, *sets, threshold=details.get("threshold", THRESHOLD)))
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)
