@@ -111,6 +111,7 @@ def test_a_training_that_does_not_improve_on_the_frozen_model_is_told() -> None:
     assert better == ["frozen linear model, before training: accuracy 0.9000"]
     assert "on it, and the linear model was kept" in course_lines([record(0, 0.9), record(5, 0.85)], "accuracy", 0)[1]
     assert "on it, and step 5 was kept for" in course_lines([record(0, 0.9), record(5, 0.9)], "accuracy", 5)[1]
+    assert len(course_lines([record(0, 1.0), record(5, 1.0)], "accuracy", 5)) == 1  # nothing is better
     assert course_lines([record(5, 0.85)], "accuracy", 5) == []  # its output layer was there before
 
 
