@@ -13,5 +13,7 @@ def bootstrap(score: Callable[[np.ndarray], float], examples: int) -> tuple[floa
         return None
     draw = np.random.default_rng(0)
     scores = [score(draw.integers(0, examples, examples)) for _ in range(_RESAMPLES)]
-    low, high = np.quantile(scores, [0.025, 0.975])
-    return float(low), float(high)
+    low, high = (float(end) for end in np.quantile(scores, [0.025, 0.975]))
+    if low == high and low in (0, 1):  # samples of one kind say nothing of the other: the rule of three (Hanley 1983)
+        low, high = max(0.0, low - 3 / examples), min(1.0, high + 3 / examples)
+    return low, high

@@ -270,7 +270,7 @@ def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, p
     if scored and scored[0]["step"] == 0:
         frozen, best = scored[0][metric], max(record[metric] for record in scored)
         lines.append(f"frozen linear model, before training: {score_title(metric, positive)} {frozen:.4f}")
-        if best <= frozen:
+        if best <= frozen != 1:
             kept = f"step {step:,} was kept for its lower held-out loss" if step else "the linear model was kept"
             lines.append(
                 f"  warning: training did not improve on it, and {kept}. Lower training.learning_rate, or train on "

@@ -111,6 +111,7 @@ def test_a_training_that_does_not_improve_on_the_frozen_model_is_told() -> None:
     assert better == ["frozen linear model, before training: accuracy 0.9000"]
     assert "on it, and the linear model was kept" in course_lines([record(0, 0.9), record(5, 0.85)], "accuracy", 0)[1]
     assert "on it, and step 5 was kept for" in course_lines([record(0, 0.9), record(5, 0.9)], "accuracy", 5)[1]
+    assert len(course_lines([record(0, 1.0), record(5, 1.0)], "accuracy", 5)) == 1  # nothing is better
     assert course_lines([record(5, 0.85)], "accuracy", 5) == []  # its output layer was there before
 
 
@@ -149,3 +150,6 @@ def test_a_class_that_is_never_predicted_is_told() -> None:
     one, alone = told([[5, 0], [1, 0]], a=9, b=0)
     assert "predicts 'a' for every example" in one
     assert "'b' (1 example): no training example has it" in alone
+    assert list(never_predicted(("a", "b"), [[5, 0], [5, 0]], {}, threshold=0.01)) == [
+        "the model predicts 'a' for every example. Its threshold is 0.01; another may do."
+    ]

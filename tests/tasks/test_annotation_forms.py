@@ -84,6 +84,12 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
             ["a", "b"],
             f"3 of 5 {OUT}: 2 disputed by annotators, 1",
         ),
+        (
+            MOOD,
+            "annotation_id,id,mood,text\n1,7,a,t\n2,7,b,t\n3,8,b,u\n4,9,a,v\n",
+            ["b", "a"],
+            f"2 of 4 {OUT}: 2 disputed",
+        ),
     ],
     "Doccano: classes": [
         ({}, texts(["a"], ["b"], [], ["a", "b"]), ["a", "b"], f"2 of 4 {OUT}: 1 unlabeled, 1 with several labels")

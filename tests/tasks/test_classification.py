@@ -488,6 +488,8 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings("a", [3]), None, {}, "train.jsonl:2: label is [3]. Give each example the name of its label"),
         (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is not a label; known: a, b"),
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
+        (sayings("a", "b", "c"), None, {"positive": "c"}, "classification.positive: is one of two classes"),
+        (sayings(["a"], ["b"]), None, {**MULTI, "positive": "b"}, "classification.positive: is one of two classes"),
         (
             sayings("a", "b"),
             None,
@@ -606,6 +608,8 @@ def test_an_interval_is_that_of_resampled_examples() -> None:
     predictions = [{"label": "a", "scores": {"a": 0.7, "b": 0.3}}] * 400
     half = 1.96 * (0.8 * 0.2 / 400) ** 0.5  # of a share of 0.8
     assert one.interval(examples, predictions) == pytest.approx((0.8 - half, 0.8 + half), abs=0.005)
+    right = [{"label": each.label} for each in examples]
+    assert one.interval(examples, right) == (1 - 3 / len(examples), 1)
 
 
 def test_a_fold_is_scored_and_not_trained_on(write: Callable[..., str]) -> None:

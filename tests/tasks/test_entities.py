@@ -153,6 +153,7 @@ def test_an_interval_is_that_of_resampled_sentences(tmp_path: Path) -> None:
     lines = ["a B-PER\nb I-PER\n", "c O\n", "d B-PER\ne O\nf B-LOC\n"] * 30
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.txt", "\n".join(lines))))
     gold, draw = task.read_train(), np.random.default_rng(1)
+    assert task.interval(gold, [{"tags": one.tags} for one in gold]) == (1 - 3 / len(gold), 1)
     made = [{"tags": one.tags if n % 6 else ["O", "O"]} for n, one in enumerate(gold)]
     drawn = [draw.integers(0, len(gold), len(gold)) for _ in range(200)]
     scores = [task.score([gold[row] for row in rows], [made[row] for row in rows])["f1"] for rows in drawn]

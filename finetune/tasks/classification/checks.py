@@ -50,16 +50,18 @@ def empty_texts(table: Table) -> Iterator[str]:
 
 
 def never_predicted(
-    labels: Sequence[str], counts: Sequence[Sequence[int]], trained: Mapping[str, int]
+    labels: Sequence[str], counts: Sequence[Sequence[int]], trained: Mapping[str, int], threshold: float = 0.5
 ) -> Iterator[str]:
     """A warning if the model predicts one class for every example, or never a class that has several; with the cause.
 
-    From the examples [true][predicted], [C][C], and those of each class in training if they are known.
+    From the examples [true][predicted], [C][C], those of each class in training if they are known, and the least
+    probability of the positive one of two classes.
     """
+    advice = _ADVICE if threshold == 0.5 else f"Its threshold is {threshold:g}; another may do."
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
     predicted = [name for name, column in zip(labels, zip(*counts, strict=True), strict=True) if any(column)]
     if len(predicted) == 1 and sum(map(bool, totals.values())) > 1:
-        yield f"the model predicts {predicted[0]!r} for every example. {_ADVICE}"
+        yield f"the model predicts {predicted[0]!r} for every example. {advice}"
     causes: dict[str, list[str]] = {}
     for name in [name for name, total in totals.items() if total and name not in predicted]:
         if trained and not trained.get(name):
@@ -68,7 +70,7 @@ def never_predicted(
             cause = f": only {counted(trained[name], 'training example')} of each. Add some."
             causes.setdefault(cause, []).append(name)
         elif totals[name] >= _SEVERAL and len(predicted) > 1:
-            causes.setdefault(f". {_ADVICE}", []).append(name)
+            causes.setdefault(f". {advice}", []).append(name)
     for cause, names in causes.items():
         shown = ", ".join(map(repr, names[:_MOST_PLACES])) + ", ..." * (len(names) > _MOST_PLACES)
         examples = counted(sum(totals[name] for name in names), "example")

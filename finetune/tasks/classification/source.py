@@ -309,6 +309,8 @@ class ExampleSource:
             raise InputError(
                 f"classification.positive: {self._settings.positive!r} is not a label; known: {listed(labels)}."
             )
+        if self._settings.positive and (len(labels) != 2 or self._problem != "single_label"):
+            raise InputError(f"classification.positive: is one of two classes, and {source} has others. Leave it out.")
         for name in self._settings.class_weights if isinstance(self._settings.class_weights, dict) else ():
             if name not in labels:
                 raise InputError(f"classification.class_weights: {name!r} is not a label; known: {listed(labels)}.")

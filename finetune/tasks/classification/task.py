@@ -192,7 +192,8 @@ class Classification(Task[Example]):
         if "confusion" not in details:
             return []
         labels, counts = details["confusion"]["labels"], details["confusion"]["counts"]
-        return list(checks.never_predicted(labels, counts, self._source.examples))
+        threshold = details.get("threshold", THRESHOLD)
+        return list(checks.never_predicted(labels, counts, self._source.examples, threshold))
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)

@@ -5,6 +5,7 @@ Nothing is skipped or guessed: a row that does not fit is an `InputError` with i
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,7 +66,20 @@ def read_table(
         raise InputError(f"{path}: empty file. Give a file with at least one row.")
     if kind in ("jsonl", "json"):
         return _read_json(path, text, kind, wanted, layout.forms)
+    if layout.forms and layout.header and "annotation_id" in text.partition("\n")[0]:
+        table = read_delimited(path, text, kind, layout, replace(wanted, others=True), skipped)
+        return _settled(table, layout.forms)
     return read_delimited(path, text, kind, layout, wanted, skipped)
+
+
+def _settled(table: Table, forms: ReadForms) -> Table:
+    """Label Studio's CSV, which has a row of each annotator, with what they agree on."""
+    cells = zip(*table.columns.values(), strict=True)
+    records = [
+        {**rest, **dict(zip(table.columns, row, strict=True))} for rest, row in zip(table.others, cells, strict=True)
+    ]
+    made = forms(records, table.where)
+    return replace(table, columns={key: [row.get(key) for row in made] for key in table.columns})
 
 
 def read_texts(path: Path | str, encoding: str = "utf-8") -> Table:
