@@ -69,6 +69,7 @@ def run(
     max_failures: int = 0,
     min_workers: int = 0,
     wait_for_nodes_seconds: float = 0.0,
+    start_seconds: float = 0.0,
 ) -> None:
     """Call `target` ("package.module:function") with (`training`, Worker) in `workers` processes until they finish.
 
@@ -90,6 +91,7 @@ def run(
         min_workers: if not 0, there are as many workers as the cluster holds, between this and `workers`: fewer when
             nodes are lost or drained, more when they return.
         wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if the cluster holds fewer workers.
+        start_seconds: for the processes to start once Ray has placed them; 0 grows with their number.
 
     Raises:
         MachineError: the machine or cluster cannot hold the workers, or is not reached within 10 s.
@@ -109,6 +111,7 @@ def run(
             cpus_per_worker=cpus_per_worker,
             in_ray=in_ray or workers > 1 or bool(address),
             wait_for_nodes_seconds=wait_for_nodes_seconds,
+            start_seconds=start_seconds,
         )
 
     drive(DRIVER, request, address=address, run_dir=run_dir)

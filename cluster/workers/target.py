@@ -22,6 +22,11 @@ from pretrain.common.files import disk_errors
 from pretrain.common.interrupts import Interrupted
 from pretrain.common.worker import STOP_SIGNALS, Worker
 
+# Interfaces that no two nodes share, by the beginnings of their names. NCCL by itself takes the first that is not
+# loopback or Docker's, and bridges of containers have the same address on all nodes. Its choice among the others, or of
+# InfiniBand, stays free.
+_NEVER_BETWEEN_NODES = "^lo,docker,br-,veth,virbr,cni,cali,podman"
+
 
 @dataclass(frozen=True)
 class RankAssignment:
@@ -52,6 +57,8 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             os.environ.update(RANK=str(assignment.rank), WORLD_SIZE=str(assignment.world_size))
             os.environ[RUNS_VARIABLE] = str(launch.runs)
             bind_gloo(assignment.address)
+            if assignment.world_size > assignment.local_world_size:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", _NEVER_BETWEEN_NODES)
             worker = Worker(
                 rank=assignment.rank,
                 world_size=assignment.world_size,
