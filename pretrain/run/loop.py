@@ -256,7 +256,13 @@ class Fit(Generic[S]):
         rate = self.plan.learning_rate(number)
         stalled = task.stalled_seconds()
         mine = torch.tensor(
-            [float(stop_here), float(self.save_is_due()), float(self.saver.failed), flops, stalled - self.stalled_before],
+            [
+                float(stop_here),
+                float(self.save_is_due()),
+                float(self.saver.failed),
+                flops,
+                stalled - self.stalled_before,
+            ],
             dtype=torch.float64,
         )
         self.stragglers.waited += stalled - self.stalled_before
