@@ -30,7 +30,7 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).with_name("slurm.sh")
 STEPS = 1500
-_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+_ENDED = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"
 
 
 class Slurm:
@@ -65,8 +65,8 @@ class Slurm:
         config, script = self.folder / f"{name}.yaml", self.folder / f"{name}.sbatch"
         config.write_text(yaml.safe_dump(values))
         environment = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}"
-        given = ["place.gpus=false", "place.workers_per_node=1", "place.grace_seconds=30", *place]
-        given += [f"place.environment={environment}", f"place.storage={self.folder}"]
+        given = ["place.gpus=false", "place.workers_per_node=1", "place.grace_seconds=30"]
+        given += [f"place.environment={environment}", f"place.storage={self.folder}", *place]
         script.write_text(render("slurm", PretrainConfig, config, given))
         return script
 
@@ -79,7 +79,7 @@ class Slurm:
         return found[1] if found else ""
 
     def wait_end(self, job: str, seconds: float = 400) -> str:
-        wait_for(lambda: self.shown(job, "JobState") not in _STATES, seconds)
+        wait_for(lambda: self.shown(job, "JobState") in _ENDED, seconds)
         return self.shown(job, "JobState")
 
     def wait_step(self, name: str, step: int, seconds: float = 200) -> None:
@@ -158,9 +158,10 @@ def test_a_limit_while_it_starts(slurm: Slurm, undisturbed: dict[int, str]) -> N
 
 
 def test_two_requeues_without_a_checkpoint_end_the_job(slurm: Slurm) -> None:
-    job = slurm.submit(slurm.write("never"), "--time=1", "--signal=B:USR1@58")
+    """Here srun starts nothing. A new checkpoint would begin the count again."""
+    job = slurm.submit(slurm.write("never", "place.srun_options=[--chdir=/nowhere, --no-such-option]"))
     assert slurm.wait_end(job, 900) == "FAILED"
-    assert "error: no new checkpoint since two requeues; the job ends. Raise place.time_limit" in slurm.log(job)
+    assert "error: no new checkpoint since two requeues; the job ends. The run did not start" in slurm.log(job)
     assert slurm.shown(job, "Restarts") == "2"
     assert not slurm.left_in_temporary_folders()
 
