@@ -13,16 +13,17 @@ list_commands() {
 }
 
 usage() {
-    printf 'usage: ./launch.sh COMMAND [arguments]      each command takes --help\n\n'
+    printf 'usage: ./launch.sh COMMAND [arguments]      help COMMAND describes one\n\n'
     list_commands
     cat <<'TEXT'
 
 Develop:
-  bench                measure speed and quality beside other software; --help lists the names
-  docs                 serve the documentation as a site on 127.0.0.1; --build DIR writes its files
-  test                 run lint, type checks and tests; with arguments, only pytest with them
+  bench                measure speed and quality beside other software
+  docs                 serve the documentation as a site on 127.0.0.1
+  test                 run lint, type checks and tests, or only pytest's
 
-The first command sets up .venv beside this file. PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).
+The first command sets up .venv beside this file.
+PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).
 TEXT
 }
 
@@ -62,8 +63,16 @@ is_command() { # NAME
     [[ $'\n'$(list_commands) == *$'\n'"  $1 "* ]]
 }
 
+print_error() { # LINE... `error:` is red as the console command has it
+    local format='error: %s\n'
+    if [[ -z ${NO_COLOR:-} ]] && { [[ ${FORCE_COLOR:-0} != 0 ]] || [[ -t 2 && ${TERM:-} != dumb ]]; }; then
+        format='\e[1;31merror:\e[0m %s\n'
+    fi
+    printf "$format" "$@" >&2
+}
+
 fail() {
-    printf 'error: %s\n' "$@" >&2
+    print_error "$@"
     exit 3
 }
 
@@ -160,7 +169,7 @@ install() { # PYTHON PACKAGE
 
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
 set_up() { # EXTRA: base, test, docs or bench
-    local extra=$1 package=$root python=""
+    local extra=$1 package="$root[all]" python=""
     is_set_up "$extra" && return
     exec 9<"$lock"
     if ! flock --nonblock 9; then
@@ -179,7 +188,7 @@ set_up() { # EXTRA: base, test, docs or bench
                 fail "$venv cannot be made. Is the disk full, or the folder read-only?"
         fi
         is_set_up base || rm -f "$venv"/stamp-*
-        [[ $extra == base ]] || package="$root[$extra]"
+        [[ $extra == base ]] || package="$root[all,$extra]"
         if ! with_progress "Setting up .venv ($extra), log in .venv/install.log" install "$python" "$package"; then
             tail -n 12 "$log" >&2
             fail "The set-up failed; its last lines are above, all of them in $log." \
@@ -216,8 +225,15 @@ run_tests() {
 command=${1:---help}
 [[ $# -eq 0 ]] || shift
 case $command in
-    -h | --help | help)
+    help)
+        (($#)) || set -- --help
+        exec "$root/launch.sh" "$1" --help
+        ;;
+    -h | --help)
         usage
+        ;;
+    --version)
+        sed -n 's/^version = "\(.*\)"/bertrain \1/p' "$root/pyproject.toml"
         ;;
     docs)
         if asks_for_help "$@"; then
@@ -242,7 +258,7 @@ case $command in
     *)
         # With .venv in place, the console command names the nearest one.
         if ! is_command "$command" && ! is_set_up base; then
-            printf "error: '%s' is not a command; ./launch.sh --help lists them.\n" "$command" >&2
+            print_error "'$command' is not a command; ./launch.sh --help lists them."
             exit 2
         fi
         set_up base

@@ -19,11 +19,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="./launch.sh docs",
         description="Build the documentation as a static site and serve it on this machine alone.",
     )
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port on 127.0.0.1 (default: 8000)")
-    parser.add_argument("--build", type=Path, metavar="DIR", help="write the site's files to DIR and do not serve them")
-    parser.add_argument(
-        "--generate", action="store_true", help="write docs/reference from the code and do nothing else"
-    )
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--port", type=int, default=8000, metavar="N", help="port on 127.0.0.1 (default: 8000)")
+    one.add_argument("--build", type=Path, metavar="DIR", help="write the site's files to DIR and do not serve them")
+    one.add_argument("--generate", action="store_true", help="write docs/reference from the code and do nothing else")
     arguments = parser.parse_args(argv)
     if arguments.generate:
         return subprocess.call([sys.executable, str(_DOCS / "generate.py")])

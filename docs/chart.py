@@ -1,4 +1,7 @@
-"""python docs/chart.py: the chart of the README, drawn from the first table of docs/benchmarks/index.md."""
+"""python docs/chart.py [RUN]: the pictures of the README, drawn from what was recorded; RUN records a demo's folder.
+
+One is of the first table of docs/benchmarks/index.md, the other of one demo run, docs/images/demo.json.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ import html
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from pretrain.common.records import read_records
 from pretrain.reporting.charts import Series, line_chart
+from pretrain.reporting.report import FINETUNED, summary
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/benchmarks/index.md"
 CHART = ROOT / "docs/images/equal-time.svg"
+RECORD = ROOT / "docs/images/demo.json"
+REPORT = ROOT / "docs/images/report.svg"
 COMMAND = "python docs/chart.py"
 
 _TITLE = "Held-out loss after equal training time"
@@ -43,15 +51,11 @@ def svg(page: str) -> str:
         f'<text class="l {kind}" x="{x + 8}" y="{y + 4}">{html.escape(name)} {loss}</text>'
         for name, (kind, x, y, _, loss) in ends.items()
     ]
-    colors = "".join(
-        f"polyline.{kind}{{stroke:{color}}}circle.{kind},svg svg text.{kind}{{fill:{color}}}"
-        for kind, color in _COLORS.items()
-    )
     return "\n".join(
         [
             '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" width="760" height="330" role="img" '
             f'aria-label="{_TITLE}">',
-            f"<style>{_STYLE}{colors}</style>",
+            f"<style>{_STYLE}{_colors()}</style>",
             '<rect width="760" height="330" rx="12" fill="#fbfbfa"/>',
             f'<text x="20" y="28" class="t">{_TITLE} on one CPU core</text>',
             '<text x="20" y="47" class="n">masked language modeling, nats, lower is better; 4 layers of 256, same '
@@ -59,6 +63,13 @@ def svg(page: str) -> str:
             f'<svg x="10" y="60" width="480" height="264" overflow="visible" {drawing}{"".join(labels)}</svg>',
             "</svg>\n",
         ]
+    )
+
+
+def _colors() -> str:
+    return "".join(
+        f"polyline.{kind}{{stroke:{color}}}circle.{kind},svg svg text.{kind},text.l.{kind}{{fill:{color}}}"
+        for kind, color in _COLORS.items()
     )
 
 
@@ -74,10 +85,78 @@ def _series(page: str) -> list[Series]:
     return series
 
 
+# The demo's report
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """What the picture shows of a demo's run folder."""
+    title, *lines = summary([run]).splitlines()
+    tiles = [[line[2:20].strip(), *line[20:].split("   ")] for line in lines]
+    points = [(record["step"], record.get("mlm_accuracy"), "split" in record) for record in read_records(run)]
+    accuracy = {
+        name: [
+            (step, round(value, 4)) for step, value, held_out in points if value and held_out == (name == "held-out")
+        ]
+        for name in ("training", "held-out")
+    }
+    tasks = json.loads((run / FINETUNED).read_text(encoding="utf-8"))
+    scores = [(task["title"], task["metric"], task["scores"]) for task in tasks]
+    return {"title": title, "tiles": tiles[:5], "accuracy": accuracy, "scores": scores}
+
+
+def report_svg(record: dict[str, Any]) -> str:
+    """The picture of a demo's report: its figures, what pretraining added, and the accuracy over the steps."""
+    parts = [f'<text x="20" y="32" class="t">{html.escape(record["title"])}</text>']
+    for number, (label, value, note) in enumerate(record["tiles"]):
+        x = 20 + 148 * number
+        parts += [f'<text x="{x}" y="62" class="n">{label}</text><text x="{x}" y="86" class="v">{value}</text>']
+        parts += [f'<text x="{x}" y="103" class="s">{html.escape(note.partition(",")[0])}</text>']
+    bars = [
+        (text, task[2][start], kind)
+        for task in record["scores"]
+        for text, start, kind in (
+            (f"{task[0]} {task[1]}", "pretrained", "own"),
+            ("the same from random weights", "random", "no"),
+        )
+    ]
+    parts.append('<text x="20" y="142" class="t">What pretraining added</text>')
+    for number, (text, score, kind) in enumerate(bars):
+        y = 166 + 36 * number
+        parts.append(
+            f'<text x="20" y="{y}" class="n">{html.escape(text)}</text>'
+            f'<text x="340" y="{y}" class="n e">{score:.3f}</text>'
+        )
+        parts.append(f'<rect class="{kind}" x="20" y="{y + 5}" width="{320 * score:.1f}" height="11" rx="2"/>')
+    curves = [
+        Series(name, record["accuracy"][name], kind) for name, kind in (("training", "own"), ("held-out", "other-1"))
+    ]
+    figure = line_chart("", curves, form="{:.0%}".format, form_x="{:g}".format, from_zero=True)
+    drawing = figure.partition("<svg ")[2].partition("</svg>")[0]
+    parts.append('<text x="380" y="142" class="t">MLM accuracy</text>')
+    parts.append(
+        '<text x="600" y="142" class="n l own">training</text><text x="670" y="142" class="n l other-1">held-out</text>'
+    )
+    return "\n".join(
+        [
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 384" width="760" height="384" role="img" '
+            'aria-label="Report of the demo">',
+            f"<style>{_STYLE}{_colors()}.v{{font-size:20px;font-weight:600}}.s{{font-size:10.5px;fill:#4d5a70}}"
+            ".e{text-anchor:end}rect.own{fill:#2f6fb5}rect.no{fill:#aab0bb}</style>",
+            '<rect width="760" height="384" rx="12" fill="#fbfbfa"/>',
+            *parts,
+            f'<svg x="372" y="150" width="370" height="222" {drawing}</svg>',
+            "</svg>\n",
+        ]
+    )
+
+
 def main() -> int:
-    """Write the chart. Returns an exit code."""
+    """Write the charts. Returns an exit code."""
+    for run in map(Path, sys.argv[1:]):
+        RECORD.write_text(json.dumps(recorded(run)) + "\n", encoding="utf-8")
     CHART.write_text(svg(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"{CHART.relative_to(ROOT)}: written")
+    REPORT.write_text(report_svg(json.loads(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
+    print(f"{CHART.relative_to(ROOT)}, {REPORT.relative_to(ROOT)}: written")
     return 0
 
 

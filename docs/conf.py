@@ -26,6 +26,7 @@ NAVIGATION = {
         "guides/evaluating-pretrained",
         "guides/finetuning",
         "guides/use",
+        "guides/hand-on",
         "guides/python",
         "guides/monitoring",
         "guides/recovery",

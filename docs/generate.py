@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from finetune.cli import GROUPS, build_parsers, overview
 from pretrain.common import errors
+from pretrain.common.examples import examples
 from pretrain.common.records import Metric
 from pretrain.common.sections import LocalPath, Location, Section, WritableLocation
 from pretrain.run.metrics import TRAINING_METRICS
@@ -28,6 +29,7 @@ from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS, PR
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 COMMAND = "./launch.sh docs --generate"
+CONFIG_TABLE = "../guides/pretraining.md"  # written by hand, but for what the dry run says of the example configs
 _PATHS: dict[Any, str] = {LocalPath: "path", Location: "path or address", WritableLocation: "path or address"}
 _NOTE = f"<!-- Generated from the code by `{COMMAND}`. Do not edit this page by hand. -->"
 
@@ -83,6 +85,7 @@ def pages() -> dict[str, str]:
         "config-place.md": place_page(),
         "metrics.md": metrics_page(),
         "exit-codes.md": exit_codes_page(),
+        CONFIG_TABLE: config_table(_text(REFERENCE / CONFIG_TABLE)),
     }
 
 
@@ -92,6 +95,7 @@ def write(folder: Path = REFERENCE) -> list[Path]:
     for name, text in pages().items():
         path = folder / name
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             changed.append(path)
     return changed
@@ -336,6 +340,60 @@ def _unit(name: str, field: Any) -> str:
         1 in (getattr(one, "le", None), getattr(one, "lt", None)) for one in field.metadata
     )
     return "fraction" if is_share else unit
+
+
+# The table of the example configs
+
+
+def config_table(page: str) -> str:
+    """The page with the models, steps and times that the example configs have, in the rows that name one."""
+    lines = []
+    for line in page.split("\n"):
+        if (row := re.fullmatch(r"\| `([\w-]+)` \|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|", line)) and row[
+            1
+        ] in examples():
+            line = f"| `{row[1]}` | {' | '.join(_config_cells(row[1], *(cell.strip() for cell in row.groups()[1:])))} |"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _config_cells(name: str, model: str, steps: str, text: str, time: str) -> list[str]:
+    """The cells of a config's row. What refers to another config or to a checkpoint stays, and what was measured."""
+    from pretrain.config import load_config
+    from pretrain.planning.estimate import dry_run
+    from pretrain.planning.work import phase_work, vocabulary_size
+
+    if "`" in model:  # as another config
+        return [model, steps, text, time]
+    config = load_config(examples()[name], ["corpus.dir=not-prepared"])  # else the numbers would be those of its text
+    size = vocabulary_size(config)
+    tokens = sum(phase.sequences * phase_work(config, phase, size).mean_length for phase in config.phases)
+    lengths = ", then ".join(dict.fromkeys(f"{phase.sequence_length:,}" for phase in config.phases))
+    steps = f"{config.total_steps:,} of {lengths}; {_large(tokens)} tokens"
+    if not config.start_from:
+        model = _model(config, size)
+    if cluster := re.match(r"(\d+) x (H100).*?: ", time):
+        shown = dry_run(config, on=f"{cluster[1]}x{cluster[2]}")
+        least, usual = re.findall(r"total: +at least ([\d.]+ \w+) on .*; about ([\d.]+ \w+) at", shown)[0]
+        time = f"{cluster[0]}{least} to {usual}"
+    return [model, steps, text, time]
+
+
+def _model(config: Any, size: int) -> str:
+    from pretrain.objectives import objective_of
+
+    objective, shape = objective_of(config, size), config.model
+    family = {"bert": "BERT", "modernbert": "ModernBERT"}[shape.family]
+    optimizer = ", LAMB" if config.optimizer.name == "lamb" else ""
+    more = {name: count for name, count, _ in objective.parameters()} if len(objective.shapes) > 1 else {}
+    counts = ", ".join(f"{name} {_large(count)}" for name, count in more.items()) or _large(objective.trained)
+    return f"{family}, {shape.layers} x {shape.hidden}{optimizer}; {counts}"
+
+
+def _large(number: float) -> str:
+    """Such as 6.4 M."""
+    value, unit = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
+    return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.1f} {unit}"
 
 
 # Metrics and exit codes

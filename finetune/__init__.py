@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ def load(folder: FinetunedRun | Path | str, **options: Any) -> Predictor:
     `folder` is a run folder, its model, an export, or what `train` returned; `options` are those of
     `finetune.artifacts.predictor.Predictor`.
     """
+    expect_ours()
     from finetune.artifacts.predictor import Predictor
 
     return Predictor(folder if isinstance(folder, Path | str) else folder.folder, **options)
@@ -33,6 +35,16 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name != "train":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    expect_ours()
     from finetune.training.api import train
 
     return train
+
+
+def expect_ours() -> None:
+    """Raise `ImportError` if a module of the user's own, such as a cluster.py beside the script, hides our package."""
+    for name, inner in {"pretrain": "common", "cluster": "workers"}.items():
+        if (found := PathFinder.find_spec(name)) is not None:
+            places = list(found.submodule_search_locations or ())
+            if not any(Path(place, inner).is_dir() for place in places):
+                raise ImportError(f"{found.origin or places[0]} hides bertrain's package {name}. Rename it.")

@@ -11,7 +11,15 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import finetune
+
+try:
+    finetune.expect_ours()
+except ImportError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 from cluster.doctor import command as doctor
 from cluster.jobs import command as jobs
@@ -24,10 +32,11 @@ from finetune.workflows.demo import command as demo
 from pretrain.common.commands import EXIT_CODES, Parser, add_command, exit_code, program, run_command
 from pretrain.common.errors import InputError
 from pretrain.common.examples import listing, text_of
-from pretrain.common.wording import did_you_mean
+from pretrain.common.wording import did_you_mean, for_terminal
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
 
+AnyParser = TypeVar("AnyParser", bound=Parser)
 MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
 # All commands, as --help and the reference list them.
 GROUPS = {
@@ -49,26 +58,36 @@ def _run(words: list[str]) -> int:
 
         entrypoint.run(job_functions)
         return 0
-    first = words[0] if words else "help"
+    if words[:1] in ([], ["help"]):
+        words = [*(word for word in words[1:2] if word != "help"), "--help"]
+    first = words[0]
     parser, parsers = build_parsers()
-    if first not in (*parsers, "-h", "--help", "help"):
+    if first == "--version":
+        from importlib.metadata import distributions
+
+        print("bertrain", next((found.version for found in distributions(name="bertrain")), "unknown"))
+        return 0
+    if first not in (*parsers, "-h", "--help"):
         advice = f"{did_you_mean(first, parsers)} {program()} --help lists them.".lstrip()
         raise InputError(f"{first!r} is not a command; {advice}")
-    return run_command(parser, ["--help"] if first == "help" else words)
+    return run_command(parser, words)
 
 
-def build_parsers(listed: str | None = argparse.SUPPRESS) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser of the command line, and that of each command by its name.
+def build_parsers(
+    kind: type[AnyParser] = Parser, listed: str | None = argparse.SUPPRESS
+) -> tuple[AnyParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of the command line, and that of each command by its name, all of a `kind`.
 
     `listed` is over argparse's own list of the commands; it is left out, as the description lists them.
     """
-    parser = Parser(
+    parser = kind(
         prog=program(),
         usage="%(prog)s COMMAND [arguments]",
-        epilog=f"{program()} COMMAND --help describes a command and its arguments.\n{textwrap.fill(EXIT_CODES, 90)}",
+        epilog=f"{program()} help COMMAND describes a command and its arguments.\n{textwrap.fill(EXIT_CODES, 80)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(prog=program(), metavar="COMMAND", help=listed)
     for component in (demo, run, adaptation, artifacts, experiments, scores):
         component.add_to(commands)
@@ -99,14 +118,14 @@ def _add_configs(commands: Any) -> None:
     parser = add_command(
         commands,
         "configs",
-        lambda given: print(text_of(given.name) if given.name else listing(), end="" if given.name else "\n"),
+        lambda given: print(text_of(given.example) if given.example else f"{for_terminal(listing())}\n", end=""),
         "list the example configs, or print one",
         """
   ./launch.sh configs
   ./launch.sh configs mini > my.yaml      # a copy to edit
   ./launch.sh pretrain mini --dry-run     # commands take the names as well""",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="config to print")
+    parser.add_argument("example", nargs="?", metavar="NAME", help="config to print")
 
 
 def _add_completion(commands: Any) -> None:
@@ -114,22 +133,21 @@ def _add_completion(commands: Any) -> None:
         commands,
         "completion",
         _completion,
-        "print what makes bash or zsh complete commands and options",
+        "print what makes bash or zsh complete what you type",
         """
   ./launch.sh completion bash >> ~/.bashrc
-  ./launch.sh completion zsh > "${fpath[1]}/_bertrain"
+  ./launch.sh completion zsh >> ~/.zshrc
+  source <(./launch.sh completion bash)     # for this shell alone; zsh likewise
 
-They complete the console command bertrain, in a new shell.""",
+They complete bertrain and ./launch.sh, with names of files, runs and example configs.""",
     )
     parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
 
 
 def _completion(arguments: argparse.Namespace) -> None:
-    import shtab
+    from finetune.completion import MarkedParser, script
 
-    parser, _ = build_parsers(listed=None)
-    parser.prog = "bertrain"
-    print(shtab.complete(parser, arguments.shell))
+    print(script(build_parsers(MarkedParser, listed=None)[0], arguments.shell))
 
 
 # ---------------------------------------------------------------- what components are handed of others

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.object_store import FaultyProxy
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="offline", MPLBACKEND="agg")
-for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
+for name in ("WANDB_API_KEY", "RAY_ADDRESS", "FORCE_COLOR"):
     os.environ.pop(name, None)
 # A shell that runs the tests in the background lets them ignore Ctrl-C, and so would the processes that they end by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

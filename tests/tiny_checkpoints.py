@@ -60,6 +60,19 @@ def _with_tokenizer_of(bert: Path, folder: Path, model: Any, config: Any, **size
     return folder
 
 
+def add_sentence_files(folder: Path, pooling: dict[str, Any], *further: str) -> Path:
+    """Write what sentence-transformers has beside an encoder: this pooling, and further modules."""
+    kinds = ("Transformer", "Pooling", *further)
+    modules = [{"idx": n, "path": f"{n}_{kind}" * (n > 0), "type": f"some.{kind}"} for n, kind in enumerate(kinds)]
+    limit, prompts = {"max_seq_length": 32, "do_lower_case": False}, {"prompts": {"query": "the "}}
+    files = {"modules.json": modules, "1_Pooling/config.json": {**pooling, "include_prompt": True}}
+    files |= {"sentence_bert_config.json": limit, "config_sentence_transformers.json": prompts}
+    (folder / "1_Pooling").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
 def write_again(released: Released, folder: Path, tokenizer: Path, purpose: str, **changes: Any) -> Path:
     """Write a model as it was read, with changes of the arguments of `write_released`; return the folder."""
     from pretrain.checkpoint.released_writer import write_released

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.commands import add_address, add_command, local_path
+from pretrain.common.commands import add_address, add_command, check_effects, local_path
 from pretrain.common.errors import MachineError
 
 
@@ -18,7 +18,7 @@ def add_to(commands: Any, measures: str) -> None:
         commands,
         "doctor",
         functools.partial(_doctor, measures),
-        "check this machine or a cluster, and say how to fix what is missing",
+        "check this machine or a cluster, and say what to fix",
         """
   ./launch.sh doctor
   ./launch.sh doctor --cluster
@@ -44,6 +44,7 @@ def _doctor(measures: str, arguments: argparse.Namespace) -> int:
     from cluster.workers.address import without_password
 
     address, folder = arguments.address, arguments.dir or Path.cwd()
+    check_effects({"--cluster": (arguments.cluster, not address, "with --address")})
     on_cluster = arguments.cluster or bool(address)
     what = f"the cluster {without_password(address)}".rstrip() if on_cluster else "this machine"
     with Console(stderr=True).status(escape(f"checking {what}")):

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, above, below
 from pretrain.common.commands import LAUNCHER, program
+from pretrain.common.packages import install_command, is_installed
 
 GIB = 1 << 30
 NONE = "none"
 
 _BUSY = 0.25
 _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
+_OPTIONAL = {"DeepSpeed": "Training needs it", "Ray": "Several workers, sweeps and clusters need it"}
 
 
 def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
@@ -29,6 +31,9 @@ def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
         else:
             lacks = name in _NEEDED and version.startswith(NONE)
             rows.append(Finding(name, version, FAIL if lacks else PASS, advice))
+        if name in _OPTIONAL and not is_installed(name.lower()):
+            to_do = f"{_OPTIONAL[name]}. To install it: {install_command(name.lower())}"
+            rows[-1] = Finding(name, f"{NONE}: not installed", WARN, to_do)
     return rows
 
 
@@ -100,4 +105,6 @@ def wandb_key() -> Finding:
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         has_key = has_key or "api.wandb.ai" in netrc.netrc().hosts
     absent = f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
+    if not is_installed("wandb"):
+        absent = f"{NONE}: W&B is not installed"
     return Finding("W&B key", "present" if has_key else absent)

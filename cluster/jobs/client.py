@@ -36,6 +36,7 @@ from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
 from pretrain.common.extensions import carrying
 from pretrain.common.files import UNTRAINED, checkpoint_names
+from pretrain.common.packages import expect
 from pretrain.common.wording import clock
 from pretrain.common.worker import WAITING_FILE
 
@@ -119,6 +120,7 @@ class Jobs:
     """
 
     def __init__(self, address: str = "", *, plain_http: bool = False) -> None:
+        expect("jobs on a cluster", "ray")
         cluster = local.find() if not address else None
         # How long Ray's supervisor lets a stopped job save its last checkpoint; Ray's default is 3 s. A cluster of `up`
         # has it set already, and workers without a special environment start sooner.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.common.commands import add_address, add_command, add_follow, local_path, positive_int, program
 from pretrain.common.errors import NothingSavedError, printable
+from pretrain.common.wording import print_table
 
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
@@ -54,7 +55,6 @@ def _status(arguments: argparse.Namespace) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from cluster.jobs import client
@@ -76,7 +76,7 @@ def _list(arguments: argparse.Namespace) -> None:
         )
         table.add_row(*map(printable, cells))
     if table.row_count:
-        Console(markup=False).print(table)
+        print_table(table)
     else:
         print("no jobs")
 
@@ -131,7 +131,7 @@ def _add_submit(commands: Any, functions: Functions) -> None:
         commands,
         "submit",
         functools.partial(_submit, functions),
-        "run a config as a job on a cluster, or resume its run there",
+        "run a config as a job on a cluster, or resume it there",
         """
   ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
   ./launch.sh submit --address http://127.0.0.1:8265 --workers 4-8 --follow -- pretrain my.yaml --set seed=1
@@ -170,7 +170,7 @@ def _add_job_commands(commands: Any) -> None:
     for name, function, purpose in (
         ("status", _status, "print the state and progress of a job"),
         ("stop", _stop, "let a job save a checkpoint and stop, and wait for it"),
-        ("delete", _delete, "remove a finished job from the list; its run folder is kept"),
+        ("delete", _delete, "remove a finished job from the list; its folder stays"),
     ):
         parser = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
         _add_address(parser)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.jobs.client import Job
-from pretrain.common.commands import add_config
+from pretrain.common.commands import Parser, add_config, program
 from pretrain.common.errors import InputError
 from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
 from pretrain.config import PretrainConfig
@@ -69,7 +69,10 @@ def make_job(
 
 def read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
     """(command, config, options of `make_job`) of `COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]`."""
-    options, unknown = _parser().parse_known_args(list(words))
+    parser = Parser(prog=f"{program()} submit", allow_abbrev=False)
+    parser.add_argument("kind", choices=tuple(_COMMANDS.values()), metavar="COMMAND")
+    add_config(parser, "checkpoint to start from")
+    options, unknown = argparse.ArgumentParser.parse_known_args(parser, list(words))
     if unknown:
         raise InputError(
             f"submit: unrecognized after `--`: {' '.join(unknown)}. Options of submit, such as --workers, go before "
@@ -91,10 +94,3 @@ def _workers(text: str) -> list[str]:
     if not 1 <= low <= high:
         raise InputError(f"--workers: is {text!r}; expected a number of at least 1, or a range such as 2-4.")
     return [f"scheduling.workers={high}", f"scheduling.min_workers={low if low < high else 0}"]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="submit --", allow_abbrev=False)
-    parser.add_argument("kind", choices=tuple(_COMMANDS.values()))
-    add_config(parser, "checkpoint to start from")
-    return parser

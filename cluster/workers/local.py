@@ -17,6 +17,7 @@ from cluster.workers.launch import RAY_FOLDER, end_session, environment, interpr
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors, write_json
+from pretrain.common.packages import expect
 from pretrain.common.wording import counted
 
 # How long a stopped job may take for its last checkpoint before Ray kills it (Ray's default: 3 s).
@@ -52,6 +53,7 @@ def up(nodes: int, cpus_per_node: int) -> None:
         InputError: a cluster is already running.
         MachineError: a node did not start, or the head ended.
     """
+    expect("up", "ray")
     if running := find():
         raise InputError(f"up: a cluster is already running ({running.dashboard}). End it with Ctrl-C in its terminal.")
     cpus = cpus_per_node or max(1, len(os.sched_getaffinity(0)) // nodes)

@@ -29,6 +29,7 @@ from cluster.workers.outcomes import as_data, error_from, one_line
 from cluster.workers.target import change_folder
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import append_open, disk_errors
+from pretrain.common.packages import expect
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class RayPool(Executor):
         initargs: tuple[Any, ...] = (),
     ) -> None:
         check_address(address)
+        expect("scheduling.address", "ray")
         self._log = Path(log).absolute()
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, bytes]] = []

@@ -33,7 +33,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from pretrain.common.thread_waits import sleeping_when_crowded
 
     with sleeping_when_crowded():
-        print(evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
+        print(evaluate(arguments.model, arguments.file, arguments.out, **_options(arguments)))
 
 
 def _predict(arguments: argparse.Namespace) -> None:
@@ -46,7 +46,11 @@ def _predict(arguments: argparse.Namespace) -> None:
     folder = model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.prediction import predict
 
-    predict(folder, source, arguments.out, arguments.precision, fields)
+    predict(folder, source, arguments.out, fields, **_options(arguments))
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("precision", "threshold")}
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -78,7 +82,7 @@ def _add_evaluate(commands: Any) -> None:
         commands,
         "evaluate",
         _evaluate,
-        "score a fine-tuned model on labeled data with the task's official metrics",
+        "score a fine-tuned model with the official metrics",
         """
   ./launch.sh evaluate runs/sst2
   ./launch.sh evaluate runs/sst2 other.tsv --out scores/""",
@@ -104,7 +108,7 @@ def _add_predict(commands: Any) -> None:
         commands,
         "predict",
         _predict,
-        "predict labels, entities or answers for a file, standard input or one text",
+        "predict labels, entities or answers for a file or text",
         """
   ./launch.sh predict runs/sst2 --text "a lovely film"
   ./launch.sh predict runs/rte --text "A man sleeps." --pair "Somebody rests."
@@ -141,6 +145,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="precision of the computation; auto: that of training, unless it is slow on this machine (default: auto)",
     )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help="least probability of a predicted label, or of the positive one of two classes (default: the model's)",
+    )
 
 
 def _add_export(commands: Any) -> None:
@@ -148,7 +158,7 @@ def _add_export(commands: Any) -> None:
         commands,
         "export",
         _export,
-        "write a run's model in the Hugging Face layout, or as ONNX",
+        "write a run's model in Hugging Face's layout, or as ONNX",
         """
   ./launch.sh export runs/bert-mini exported/bert-mini
   ./launch.sh export runs/bert-mini exported/best --checkpoint best

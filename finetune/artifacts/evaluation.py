@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.artifacts.predictor import Predictor, RequestedPrecision
+from finetune.artifacts.predictor import Predictor
 from finetune.tasks.base import Task
 from finetune.tasks.datasets.files import plain_stem
 from finetune.training.folders import MODEL, model_folder
@@ -18,20 +18,20 @@ from pretrain.common.run_files import SCORES
 _METRICS = "metrics.json"
 
 
-def evaluate(model: Path, file: str | None, out: Path | None, precision: RequestedPrecision) -> str:
+def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) -> str:
     """Score a model, write metrics.json and predictions, and return the scores as lines.
 
     Args:
         model: a fine-tuned model or its run folder.
         file: a labeled file; None: the labeled dev and test sets of the model's config.
         out: folder to write; None: evaluation/ in the run folder, or NAME-evaluation/ beside an export.
-        precision: as in `Predictor`.
+        options: those of `Predictor`.
 
     Raises:
         InputError: there is no model, no labeled set, or `out` holds another metrics.json.
     """
     folder = model_folder(model)
-    predictor = Predictor(folder, precision=precision)
+    predictor = Predictor(folder, **options)
     out = out or _evaluation_folder(folder)
     metrics = _read_metrics(out / _METRICS)
     sets = {plain_stem(Path(file)): predictor.task.read_file(file)} if file else _labeled_sets(predictor.task)
@@ -61,7 +61,7 @@ def _evaluation_folder(folder: Path) -> Path:
 
 def _labeled_sets(task: Task[Any]) -> dict[str, list[Any]]:
     """The dev sets of the config, and those of its test sets that have labels."""
-    tests = {name: members for name, members in task.read_test().items() if task.is_labeled(members)}
+    tests = {name: members for name, members in task.test_sets().items() if task.is_labeled(members)}
     return {**task.read_held_out(), **tests}
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from finetune.training.folders import MODEL, model_folder
 from finetune.training.saved import load_saved
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import verify_manifest
+from pretrain.common.packages import EXTRAS, expect
 from pretrain.common.run_files import SCORES
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 ONNX = "model.onnx"
 OPSET = 23  # the newest opset of torch.onnx in torch 2.11 to 2.13; onnxruntime 1.31 supports it
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _README = "README.md"
 _HEADING = "\n## ONNX\n"
 
@@ -44,21 +42,21 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
     folder = model_folder(model)
     _expect_export(out, folder)
     if onnx:
-        _expect_packages()
+        expect("--onnx", *EXTRAS["onnx"])
     names = verify_manifest(folder)["files"]
-    from pretrain.checkpoint.layouts.pooled import MODELING_FILE
+    from pretrain.checkpoint.layouts.pooled import ENCODER, MODELING_FILE
     from pretrain.checkpoint.released import why_not_transformers
     from pretrain.checkpoint.weight_files import whole_folder
 
     own = why_not_transformers(folder)
     kind = f"for bertrain's own commands (transformers cannot load it: {own})" if own else "in the Hugging Face layout"
     if (folder / MODELING_FILE).is_file():
-        kind += ", which transformers loads with trust_remote_code=True"
+        kind += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
     written = f"{out}: {kind}"
     with whole_folder(out) as aside:
-        for path in folder.iterdir():
-            if path.name in names:  # only verified files
-                shutil.copyfile(path, aside / path.name)
+        for name in names:  # only verified files
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, aside / name)
         if onnx:
             written += f"; {ONNX}: {_add_onnx(folder, aside)}"
     return written
@@ -91,6 +89,8 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
         assert program is not None
         for node in program.model.graph.all_nodes():
             node.metadata_props.clear()  # source files and lines of this machine
+        for value in program.model.graph.initializers.values():  # quantizers transpose weights and leave their shape
+            value.type = value.shape = None
         program.save(path)
     return difference_of_logits(model, path)
 
@@ -159,14 +159,6 @@ def _expect_export(out: Path, folder: Path) -> None:
         raise InputError(f"{out}: is the model itself. Choose another folder.")
     if out.name == MODEL and (out.parent / SCORES).is_file() and out.exists():
         raise InputError(f"{out}: is the model of a run, not an export. Choose another folder.")
-
-
-def _expect_packages() -> None:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MachineError(
-            f"--onnx: {', '.join(missing)} not installed. Run: {sys.executable} -m pip install {' '.join(missing)}"
-        )
 
 
 @contextlib.contextmanager

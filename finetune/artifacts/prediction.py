@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.artifacts.predictor import Predictor, RequestedPrecision, read_records
+from finetune.artifacts.predictor import Predictor, read_records
 from finetune.training.rows import as_line, write_rows
 from finetune.training.saved import prediction_rows, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import expect_other, is_stream
+from pretrain.common.packages import expect
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.wording import counted
 
@@ -19,7 +20,7 @@ STANDARD_INPUT = "-"
 
 
 def predict(
-    model: Path, source: str, out: Path | None, precision: RequestedPrecision, fields: Mapping[str, str] | None = None
+    model: Path, source: str, out: Path | None, fields: Mapping[str, str] | None = None, **options: Any
 ) -> None:
     """Predict, and print JSON Lines or write a file, which is CSV or Parquet if its suffix says so.
 
@@ -29,15 +30,17 @@ def predict(
             before a bad one are answered.
         out: file to write, whole or not at all; its name and the number of its predictions are printed. None prints
             the predictions.
-        precision: of the arithmetic, as `Predictor` takes it.
         fields: one record's texts by name (text, pair, question, context), instead of `source`.
+        options: those of `Predictor`.
 
     Raises:
         InputError: there is no model, the input cannot be read, or `out` is the input.
     """
     if out is not None:
         expect_other([out], [source, *model.iterdir()])
-    predictor = Predictor(model, precision=precision)
+        if out.suffix.lower() == ".parquet":
+            expect(str(out), "pyarrow")
+    predictor = Predictor(model, **options)
     if fields:
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)
         _write(predictor.stream_lines([(1, record)], "record"), out)

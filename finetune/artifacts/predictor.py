@@ -17,7 +17,7 @@ from finetune.training.config import FinetuneConfig
 from finetune.training.folders import model_folder
 from finetune.training.model.batches import Batches
 from finetune.training.model.inference import inference_model, predict_logits
-from finetune.training.saved import load_saved
+from finetune.training.saved import SetResult, load_saved
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
@@ -40,6 +40,7 @@ class Predictor:
             (`precision_reason`).
         micro_batch_tokens: maximum tokens per forward pass; 0 is the value of the training.
         compile: use torch.compile: the first call takes a minute, later ones are faster.
+        threshold: least probability of a predicted label, or of the positive one of two classes; None: the model's.
     """
 
     def __init__(
@@ -49,11 +50,14 @@ class Predictor:
         precision: RequestedPrecision = "auto",
         micro_batch_tokens: int = 0,
         compile: bool = False,
+        threshold: float | None = None,
     ) -> None:
         folder = model_folder(Path(folder))
         saved = load_saved(folder)
         self.config, self.scores = saved.config, saved.scores
         self.task = saved.config.make_task(saved.state)
+        if threshold is not None:
+            self.task.set_threshold(threshold)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.precision, self.precision_reason = _choose_precision(precision, saved.config, self.device)
         self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens
@@ -74,7 +78,9 @@ class Predictor:
         """
         if isinstance(records, str | Mapping):
             return next(self.stream([records]))
-        return list(self.stream(records))
+        # All are returned together: small first portions would only be more forward passes.
+        portions = _growing_portions(enumerate(_rows(records), 1), MOST_RECORDS)
+        return [{**_identity(record), **made} for record, _, made in self._predicted(portions, "record")]
 
     def stream(
         self, records: Iterable[str | Mapping[str, Any]], where: str = "record", *, live: bool = False
@@ -84,7 +90,7 @@ class Predictor:
         With `live`, no prediction waits for later records: a portion has only the records that have arrived. One
         exception: with `document_context`, a sentence waits until its document is complete.
         """
-        for record, _, made in self._predicted(enumerate(_rows(records), 1), where, live):
+        for record, _, made in self._predicted(_portions(enumerate(_rows(records), 1), live), where):
             yield {**_identity(record), **made}
 
     def stream_lines(
@@ -94,14 +100,13 @@ class Predictor:
 
         Each prediction also has the fields of `Task.record`, in front.
         """
-        for record, example, made in self._predicted(numbered, where, live):
+        for record, example, made in self._predicted(_portions(numbered, live), where):
             yield {**_identity(record), **self.task.record(example), **made}
 
     def _predicted(
-        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, live: bool
+        self, portions: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
     ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
         """(record, example, prediction) of each."""
-        portions = _arrived_portions(numbered) if live else _growing_portions(numbered)
         for records, examples in self._ready(portions, where):
             yield from zip(records, examples, self.predict(examples), strict=True)
 
@@ -141,8 +146,8 @@ class Predictor:
     def evaluate(self, path: str) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
         """(scores, details, predictions) on a labeled file of the same form as the dev file."""
         examples = self.task.read_file(path)
-        predictions = self.predict(examples)
-        return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
+        result = SetResult.of(self.task, examples, self.predict(examples))
+        return result.scores, result.details, result.predictions
 
 
 def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> PrecisionChoice:
@@ -175,8 +180,12 @@ def _identity(record: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
 
 
-def _growing_portions(records: Iterable[T]) -> Iterator[list[T]]:
-    source, size = iter(records), 1
+def _portions(records: Iterable[T], live: bool) -> Iterator[list[T]]:
+    return _arrived_portions(records) if live else _growing_portions(records, 1)
+
+
+def _growing_portions(records: Iterable[T], size: int) -> Iterator[list[T]]:
+    source = iter(records)
     while portion := list(itertools.islice(source, size)):
         yield portion
         size = min(2 * size, MOST_RECORDS)

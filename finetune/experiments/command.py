@@ -13,12 +13,15 @@ from pretrain.common.commands import (
     add_dry_run,
     add_run_options,
     add_workers,
+    check_effects,
+    check_run_options,
     local_path,
     overrides,
     positive_int,
     run_options,
 )
 from pretrain.common.errors import InputError
+from pretrain.common.wording import for_terminal
 from pretrain.common.worker import torchrun_place
 
 if TYPE_CHECKING:
@@ -39,11 +42,21 @@ def add_to(commands: Any) -> None:
 def _finetune(arguments: argparse.Namespace) -> None:
     from finetune.training import api, runs
 
-    if arguments.parallel and arguments.seeds is None:
-        raise InputError("--parallel: limits how many runs train at once, so it needs --seeds N.")
-    if arguments.seeds is not None:
+    check_run_options(arguments)
+    several = "--seeds" if arguments.seeds is not None else "--folds" if arguments.folds > 1 else ""
+    check_effects(
+        {
+            "--parallel": (
+                arguments.parallel,
+                bool(several),
+                "without --seeds N or --folds K: it limits how many runs train at once",
+            ),
+            "--resume": (arguments.resume, not several, f"with {several}: finished runs are kept, the others continue"),
+        }
+    )
+    if several:
         if arguments.no_ray or torchrun_place():
-            raise InputError("--seeds: several runs need Ray. Remove --no-ray, and do not use torchrun.")
+            raise InputError(f"{several}: several runs need Ray. Remove --no-ray, and do not use torchrun.")
         _run_several([arguments.config], arguments, {}, keep="all")
         return
     if arguments.dry_run:
@@ -67,15 +80,17 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     plan = runs.plan(config, alone)
     config = preflight.with_resolved_precision(config) if arguments.resume or finished else config
     state = preflight.run_state(config.folder, finished=finished)
-    print(f"{config.folder}: {state}\n{runs.describe(config, plan, show_config=arguments.show_config)}")
+    told = runs.describe(config, plan, show_config=arguments.show_config)
+    print(for_terminal(f"{config.folder}: {state}\n{told}"))
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
     from finetune.experiments.grid import parse_grid
 
-    usual = "" if arguments.grid_set or len(arguments.config) > 1 else "devlin"
-    grid = parse_grid(arguments.grid or usual, arguments.grid_set)
-    _run_several(arguments.config, arguments, grid, keep=arguments.keep, submission=arguments.submission)
+    check_run_options(arguments)
+    name = arguments.grid or ("" if arguments.grid_set or len(arguments.config) > 1 else "auto")
+    grid, kept = parse_grid(name if name != "auto" else "", arguments.grid_set), arguments.keep
+    _run_several(arguments.config, arguments, grid, auto=name == "auto", keep=kept, submission=arguments.submission)
 
 
 def _run_several(
@@ -84,7 +99,7 @@ def _run_several(
     from finetune.experiments.sweep import run_sweep
     from pretrain.common.settings import with_start
 
-    given = {name: getattr(arguments, name) for name in ("parallel", "dry_run", "show_config")}
+    given = {name: getattr(arguments, name) for name in ("folds", "parallel", "dry_run", "show_config")}
     start = with_start(overrides(arguments), arguments.start_from)
     run_sweep(configs, start, grid, seeds=arguments.seeds or 1, **given, **options)
 
@@ -102,7 +117,8 @@ def _add_finetune(commands: Any) -> None:
   ./launch.sh finetune configs/finetune/sst2.yaml --from exported/bert-mini
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --workers 2
   ./launch.sh finetune my-task.yaml --set training.preset=stable --resume
-  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5""",
+  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5
+  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --folds 5""",
     )
     add_config(parser, _START)
     _add_several(parser)
@@ -114,7 +130,7 @@ def _add_sweep(commands: Any) -> None:
         commands,
         "sweep",
         _sweep,
-        "fine-tune with several configs, or with each combination of a grid",
+        "fine-tune with several configs, or over a grid",
         """
   ./launch.sh sweep my-task.yaml --from bert-base-uncased/
   ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
@@ -125,9 +141,9 @@ def _add_sweep(commands: Any) -> None:
     _add_several(parser)
     parser.add_argument(
         "--grid",
-        choices=("devlin", "small-bert"),
-        help="grid of Devlin et al. 2019 (18 points, the default of a single config) or of the smaller BERT models "
-        "(20 points)",
+        choices=("auto", "devlin", "small-bert"),
+        help="auto: 9 points around the config's own learning rate and epochs, which are among them (the default of a "
+        "single config); or the grid of Devlin et al. 2019 (18 points), or of the smaller BERT models (20 points)",
     )
     parser.add_argument(
         "--grid-set",
@@ -154,6 +170,14 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         metavar="N",
         help="runs of each config, with seeds seed, seed + 1, ..., each in its own folder (default: one run)",
+    )
+    parser.add_argument(
+        "--folds",
+        type=positive_int,
+        default=1,
+        metavar="K",
+        help="cross-validation: K runs, each scored on another part of the training set and trained on the others; "
+        "prints mean and spread, writes folds.jsonl, and keeps no model",
     )
     parser.add_argument(
         "--parallel",

@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.training.config import GRIDS, TASKS, FinetuneConfig
+from finetune.training.config import GRIDS, TASKS, FinetuneConfig, TrainingConfig
 from pretrain.common.errors import InputError
 
-_NO_AXES = ("seed", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
+_NO_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
 # Settings of a task that decide what its scores mean: those of different values cannot be compared.
 _MEASURE = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 
@@ -45,7 +45,7 @@ class GridPoint:
 
 
 def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
-    """The grid of this name (empty for none); axes "key=value,value" replace or extend its own."""
+    """The published grid of this name (empty for none); axes "key=value,value" replace or extend its own."""
     grid = {key: [f"{value:g}" for value in values] for key, values in GRIDS[name].items()} if name else {}
     for text in given:
         key, equals, written = text.partition("=")
@@ -55,7 +55,7 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
                 f"--grid-set {text}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
             )
         if key.strip().partition(".")[0] in _NO_AXES:
-            instead = " Use --seeds N." if key.strip() == "seed" else " Use --set, for all runs."
+            instead = f" Use --{key.strip()}s N." if key.strip() in ("seed", "fold") else " Use --set, for all runs."
             raise InputError(f"--grid-set {text}: is not a setting to compare by.{instead}")
         section, _, setting = key.strip().partition(".")
         if section in TASKS and (not setting or setting.partition(".")[0] in _MEASURE):
@@ -65,6 +65,16 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
             )
         grid[key.strip()] = list(dict.fromkeys(values))
     return grid
+
+
+def around(training: TrainingConfig) -> dict[str, list[str]]:
+    """Learning rates and epochs around those of a config without gaps (`FinetuneConfig.filled`), which are in it."""
+
+    def near(value: float, low: float, high: float) -> list[str]:
+        return [f"{value * low:.2g}", f"{value:g}", f"{value * high:.2g}"]
+
+    rates = {"training.learning_rate": near(training.learning_rate, 0.5, 2)}
+    return rates if training.steps else {**rates, "training.epochs": near(training.epochs, 2 / 3, 4 / 3)}
 
 
 def check_effect(config: FinetuneConfig, point: GridPoint) -> None:

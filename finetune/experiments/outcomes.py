@@ -29,9 +29,10 @@ class Outcome:
     metric: str = ""  # the score that chooses the checkpoint
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> score -> fraction of 1
     error: RunError | None = None
-    chosen_on: str = ""  # the set that selected the checkpoint; trials are compared only on it
+    chosen_on: str = ""  # the set that selected the checkpoint, or the fold; trials are compared only on it
     degenerate: str = ""  # why a finished run counts as failed, see `trials.degenerate`
     data: str = ""  # digest of the training data and of all scored data
+    positive: str = ""  # the class that f1 of two classes is of
 
     @property
     def is_final(self) -> bool:
@@ -40,7 +41,7 @@ class Outcome:
 
     @property
     def score(self) -> float | None:
-        """`metric` on the set that chose the checkpoint; None for a failed run, or without a dev set."""
+        """`metric` on the set that chose the checkpoint; None for a failed run, or without such a set."""
         return self.scores.get(self.chosen_on, {}).get(self.metric)
 
 

@@ -13,7 +13,7 @@ from finetune.experiments.candidates import Candidate
 from finetune.experiments.outcomes import Outcome, Spread, Trial, spreads
 from finetune.tasks.datasets import glue
 from finetune.training.saved import PREDICTIONS
-from pretrain.common.wording import counted, shown_scores
+from pretrain.common.wording import counted, score_title, shown_scores
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,28 +78,21 @@ def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
     statistics = ["mean", "std", "min", "max"] if any(len(one.runs) > 1 for one in every) else ["value"]
     names = ["config"] if len(ranked) > 1 else []
     headings = [*names, *(axis.rpartition(".")[2] for axis in every[0].point.settings), "score"]
-    table = _table([*headings, *statistics, ""], left=len(headings))
+    table, notes = _table([*headings, *statistics], left=len(headings)), list[str]()
     for candidate in every:
         is_best = any(len(those) > 1 and those[0] is candidate for those in ranked)
-        remarks = "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values()))))
+        config = [candidate.base.name] if names else []
+        if remarks := "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values())))):
+            notes.append(
+                f"{', '.join([*config, *candidate.point.settings.values()]) or candidate.base.name}: {remarks}"
+            )
         for heading, spread in _scores(candidate, all_of_them=len(every) == 1):
             values = (spread.mean, spread.deviation, spread.least, spread.most) if spread else (None,) * 4
             cells = ["–" if value is None else f"{value:.4f}" for value in values[: len(statistics)]]
-            config = [candidate.base.name] if names else []
-            row = [*config, *candidate.point.settings.values(), heading, *cells, remarks]
+            row = [*config, *candidate.point.settings.values(), heading, *cells]
             table.add_row(*row, style="bold" if spread and is_best else "")
-            remarks = ""
+    table.caption, table.caption_justify = "\n".join(notes), "left"
     return table
-
-
-def show(table: Table) -> None:
-    """Print a table as wide as the terminal, or 200 characters wide into a file."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=200)
-    console.print(table)
 
 
 def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
@@ -144,13 +137,13 @@ def _scores(candidate: Candidate, *, all_of_them: bool) -> Iterator[tuple[str, S
     """(set and score, statistics): of the score that ranks, or of every score."""
     done = next((outcome for outcome in candidate.runs.values() if outcome and outcome.scores), Outcome())
     if not all_of_them or not done.scores:
-        yield f"{done.chosen_on} {done.metric}".strip(), candidate.spread
+        yield f"{done.chosen_on} {score_title(done.metric, done.positive)}".strip(), candidate.spread
         return
     statistics = spreads(candidate.runs.values())
     for part, scores in done.scores.items():
         names = shown_scores(scores, done.metric)
         for name in sorted(names, key=lambda one: one != done.metric):
-            yield f"{part} {name}", statistics.get(part, {}).get(name)
+            yield f"{part} {score_title(name, done.positive)}", statistics.get(part, {}).get(name)
 
 
 def _remark(outcome: Outcome | None) -> str:
@@ -166,8 +159,9 @@ def _table(headings: Sequence[str], left: int) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(headings):
-        is_text = number < left or not heading
-        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings[:left]:
+        table.add_column(heading.replace("_", " "), overflow="fold")
+    for heading in headings[left:]:
+        table.add_column(heading, justify="right", overflow="fold", min_width=len("-0.1234"))
     return table

@@ -1,19 +1,20 @@
 """Several fine-tunings: configs, grids of settings and seeds."""
 
+import itertools
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import Grid, GridPoint, check_effect, expand
+from finetune.experiments.grid import Grid, GridPoint, around, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import (
     count_line,
     glue_best,
     glue_rows,
     score_table,
-    show,
     summary,
     write_submission,
 )
@@ -21,14 +22,18 @@ from finetune.experiments.trials import raise_failure, run_all, trial_config
 from finetune.tasks.datasets import glue
 from finetune.training import runs
 from finetune.training.config import FinetuneConfig, load_config
-from finetune.training.saved import MODEL
+from finetune.training.rows import write_rows
+from finetune.training.saved import MODEL, PREDICTIONS
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.run_files import SUMMARY
 from pretrain.common.settings import dump
-from pretrain.common.wording import counted
+from pretrain.common.wording import counted, print_table
 
 BEST = "best.yaml"
+FOLDS = "folds.jsonl"
+
+Plans = dict[str, runs.FinetunePlan]  # by the settings of their windows
 
 
 def run_sweep(
@@ -36,7 +41,9 @@ def run_sweep(
     overrides: Sequence[str],
     grid: Grid,
     *,
+    auto: bool = False,
     seeds: int = 1,
+    folds: int = 1,
     parallel: int = 0,
     keep: str = "best",
     submission: Path | None = None,
@@ -48,16 +55,21 @@ def run_sweep(
     Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 
     Args:
+        auto: also over `grid.around` each config, where `grid` does not name these settings.
+        folds: K of a cross-validation: each run is K of them, and no model is kept. Writes the predictions of each
+            training example by the run that was not trained on it, with the best settings and the first seed, to
+            folds.jsonl; 1 for none.
         keep: "best" keeps the model of each config's best run only, "all" those of all runs.
         submission: folder for gluebenchmark.com's files, from each GLUE task's best run.
 
     Raises what `trials.run_all` raises, `StoppedError` on a signal, at the end an error if runs failed, and
     `InputError` if settings are to be compared without a held-out set.
     """
-    members = _read(paths, overrides, expand(grid), seeds)
+    plans: Plans = {}
+    members = _read(paths, overrides, grid, seeds, folds, plans if auto else None)
     configs = list({trial.base.folder: trial.base for trial in members}.values())
     for config in configs:
-        plan = _plan([trial for trial in members if trial.base is config])
+        plan = _plan([trial for trial in members if trial.base is config], plans)
         describe = runs.describe_start(config, plan)
         print(runs.describe(config, plan, show_config=show_config) if dry_run else describe)
     if dry_run:
@@ -65,20 +77,28 @@ def run_sweep(
         return
 
     def remove_models(outcomes: list[Outcome | None]) -> None:
-        for those in candidates(members, outcomes) if keep == "best" else ():
-            for number in to_drop(those):
+        finished = [number for number, outcome in enumerate(outcomes) if outcome]
+        for those in candidates(members, outcomes) if keep == "best" or folds > 1 else ():
+            for number in finished if folds > 1 else to_drop(those):
                 shutil.rmtree(members[number].config.folder / MODEL, ignore_errors=True)
 
     outcomes = run_all(configs, members, parallel=parallel, ended=remove_models)
     remove_models(outcomes)
     _report(members, outcomes, submission)
+    if folds > 1 and None not in outcomes:
+        _write_folds(members, outcomes, folds)
     raise_failure(configs[0].folder, outcomes)
 
 
 def sweep_trials(
-    config: FinetuneConfig, path: Path, overrides: Sequence[str], points: Sequence[GridPoint], seeds: int
+    config: FinetuneConfig,
+    path: Path,
+    overrides: Sequence[str],
+    points: Sequence[GridPoint],
+    seeds: int,
+    folds: int = 1,
 ) -> list[Trial]:
-    """The trials of all points, the seeds of a point next to each other."""
+    """The trials of all points, the seeds and folds of a point next to each other."""
     trials, folders = [], set()
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
@@ -86,43 +106,55 @@ def sweep_trials(
         if point.folder in folders:
             raise InputError(f"--grid-set: two points would share the folder {point.folder}. Remove one of them.")
         folders.add(point.folder)
-        for seed in range(config.seed, config.seed + seeds):
+        parts = [f"{number}/{folds}" for number in range(1, folds + 1)] if folds > 1 else [""]
+        for seed, fold in itertools.product(range(config.seed, config.seed + seeds), parts):
             several = seeds > 1 or not point.settings
-            name = "-".join(filter(None, [point.name, f"seed-{seed}" if several else ""]))
-            label = ", ".join(filter(None, [point.label, f"seed {seed}" if several else ""]))
-            folder = config.folder / point.folder / f"seed-{seed}"
-            trials.append(Trial(label, trial_config(chosen, name, folder=folder, seed=seed), config, point))
+            number = fold and f"fold-{fold.replace('/', '-of-')}"
+            name = "-".join(filter(None, [point.name, f"seed-{seed}" if several else "", number]))
+            label = ", ".join(filter(None, [point.label, f"seed {seed}" if several else "", fold and f"fold {fold}"]))
+            folder = config.folder / point.folder / f"seed-{seed}" / number
+            made = trial_config(chosen, name, folder=folder, seed=seed).model_copy(update={"fold": fold})
+            trials.append(Trial(label, made, config, point))
     return trials
 
 
-def _read(paths: Sequence[Path], overrides: Sequence[str], points: Sequence[GridPoint], seeds: int) -> list[Trial]:
-    """The trials of all configs."""
+def _read(
+    paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: int, folds: int, plans: Plans | None
+) -> list[Trial]:
+    """The trials of all configs; with `plans` also over the grid `around` each."""
     members: list[Trial] = []
     for path in paths:
         config = load_config(path, overrides, imports=True)
         if any(trial.base.folder == config.folder for trial in members):
             raise InputError(f"{path}: another of the configs has the run folder {config.folder}, too. Rename one.")
-        trials = sweep_trials(config, path, overrides, points, seeds)
+        plan = None if plans is None else _planned(config, config, plans)
+        near = around(config.filled(plan.model.hidden, plan.units).training) if plan else {}
+        trials = sweep_trials(config, path, overrides, expand({**near, **grid}), seeds, folds)
         prefix = f"{config.name}, " if len(paths) > 1 else ""
         members += [replace(trial, label=prefix + trial.label) for trial in trials]
     return members
 
 
-def _plan(trials: Sequence[Trial]) -> runs.FinetunePlan:
-    """The plan of a config's first trial, after all are checked. Data are read once for those with the same windows.
+def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
+    """The plan of a config's first trial, after all are checked.
 
     Raises what `runs.plan` raises, and `InputError` without a held-out set, which chooses the best settings.
     """
-    made: dict[tuple[str, int], runs.FinetunePlan] = {}
     for config in (trial.config for trial in trials):
-        windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
-        key = windows, config.engine.micro_batch_tokens
-        if key not in made:
-            made[key] = runs.plan(config, alone=True)
-        runs.check_fit(config, made[key].model)
-        if not made[key].held_out and trials[0].point.settings:
+        plan = _planned(trials[0].base, config, plans)
+        runs.check_fit(config, plan.model)
+        if not plan.held_out and not config.fold and trials[0].point.settings:
             raise InputError(f"{trials[0].base.name}: no dev set, so the settings cannot be compared. Give one.")
-    return next(iter(made.values()))
+    return _planned(trials[0].base, trials[0].config, plans)
+
+
+def _planned(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
+    """The plan of a config of `base`. Data are read once for those with the same windows."""
+    windows = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
+    key = f"{base.folder} {config.engine.micro_batch_tokens} {windows}"
+    if key not in plans:
+        plans[key] = runs.plan(config, alone=True)
+    return plans[key]
 
 
 def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:
@@ -130,7 +162,7 @@ def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submis
     ranked = [rank(those) for those in candidates(members, outcomes)]
     leaders, name = glue_best(ranked), Path(members[0].config.start_from).name
     table = glue_rows(leaders, name) if leaders and len(ranked) > 1 else []
-    show(score_table(ranked))
+    print_table(score_table(ranked))
     for those in ranked:
         config, best = those[0].base, those[0]
         numbers = sorted(number for candidate in those for number in candidate.runs)
@@ -147,12 +179,27 @@ def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submis
         write_submission({task: members[number].config.folder for task, number in best_runs.items()}, submission)
 
 
+def _write_folds(members: Sequence[Trial], outcomes: Sequence[Outcome | None], count: int) -> None:
+    """Write folds.jsonl into each config's folder, in the order of its training set."""
+    for those in candidates(members, outcomes):
+        runs_of = [members[number] for number in list(rank(those)[0].runs)[:count]]
+        files = [trial.config.folder / PREDICTIONS / "fold.jsonl" for trial in runs_of]
+        if not all(path.is_file() for path in files):
+            continue
+        config, task = runs_of[0].base, runs_of[0].base.make_task()
+        parts = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
+        numbers = task.folds(task.read_train(), count)
+        rows = ({"fold": number + 1, **json.loads(next(parts[number]))} for number in numbers)
+        written = write_rows(config.folder / FOLDS, rows)
+        print(f"{config.folder / FOLDS}: {counted(written, 'prediction')}, each by a run not trained on the example")
+
+
 def _write_best(candidate: Candidate, run: FinetuneConfig) -> None:
     """Write best.yaml, a config of the best settings, and print where the model of their best run is."""
     config = candidate.base
     common = {"name": f"{config.name[:58]}-best", "run_dir": "", "seed": config.seed, "tracking": config.tracking}
     with atomic_open(config.folder / BEST, "w") as file:
-        file.write(dump(run.model_copy(update=common)))
+        file.write(dump(run.model_copy(update={**common, "fold": ""})))
     print(f"best: {candidate.point.label}; written to {config.folder / BEST}")
     if (run.folder / MODEL).is_dir():
         print(f"{run.folder / MODEL}: the best of its runs. {runs.next_command(run)}")

@@ -22,8 +22,9 @@ from finetune.training.config import FinetuneConfig, changed_for_resume
 from finetune.training.saved import MODEL
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
+from pretrain.common.packages import expect
 from pretrain.common.run_files import FAILED, SCORES
-from pretrain.common.wording import counted
+from pretrain.common.wording import counted, score_title
 from pretrain.common.worker import STOP_FILE, TrainingRequest
 from pretrain.config import Precision, with_precision
 from pretrain.model.precision import choose_here
@@ -72,6 +73,7 @@ def run_all(
         InputError: a run folder holds a run with other settings or data, or another process uses the folders.
         MachineError: Ray cannot start, or has too little capacity.
     """
+    expect("several fine-tunings", "deepspeed", "ray")
     for config in configs:
         _check_config(config, configs[0])
     with contextlib.ExitStack() as locks:
@@ -158,7 +160,9 @@ def read_outcome(trial: Trial) -> Outcome | None:
     elif finished:
         names = ("metric", "scores", "chosen_on", "details", "data")
         metric, scores, chosen_on, details, data = _read(folder / SCORES, *names)
-        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=degenerate(details), data=data)
+        positive = next(iter(details.values()), {}).get("positive", "")
+        failed, chosen_on = degenerate(details), "fold" if trial.config.fold else chosen_on
+        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=failed, data=data, positive=positive)
     else:
         return None
     runs.check_same(trial.config, over=True)
@@ -187,7 +191,11 @@ def outcome_line(label: str, outcome: Outcome) -> str:
     """The score of a run, or the reason why it failed."""
     if outcome.error is not None:
         return f"{label}  failed: {' '.join(str(outcome.error).split())}"
-    score = "" if outcome.score is None else f"{outcome.chosen_on} {outcome.metric} {outcome.score:.4f}"
+    score = (
+        ""
+        if outcome.score is None
+        else (f"{outcome.chosen_on} {score_title(outcome.metric, outcome.positive)} {outcome.score:.4f}")
+    )
     return "  ".join(filter(None, [label, score or "done", outcome.degenerate]))
 
 
@@ -251,7 +259,7 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
         if outcome is None or not outcome.data:
             continue
         config = trial.config
-        key = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
+        key = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
         if key not in now:
             now[key] = runs.digest(config)
         if now[key] != outcome.data:

@@ -14,11 +14,12 @@ from finetune.scores.held_out import read_documents
 from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import check_model, write_scores
 from finetune.scores.text_scores import WHY_NOT, text_scores
-from finetune.scores.view import score_table, show, write_scores_page
+from finetune.scores.view import score_table, write_scores_page
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import SCORES
 from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.wording import print_table
 
 PAGE = "scores.html"
 
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     for part, found in _measured(arguments.model, released, arguments):
         models = write_scores(out, model, {part: found})
     page = write_scores_page(models, out / PAGE)
-    show(score_table(models))
+    print_table(score_table(models))
     print(f"{out / SCORES}, {page.resolve().as_uri()}")
 
 

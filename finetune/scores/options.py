@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pretrain.common.addresses import hub_hint
-from pretrain.common.commands import add_command, add_follow, local_path, positive_int
+from pretrain.common.commands import add_command, add_follow, check_effects, local_path, positive_int
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import add_run
@@ -51,9 +51,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "--out": (str(arguments.out) != _OUT, not follows, "with --follow, which writes into the run"),
         "--name": (arguments.name, not follows, "with --follow, which writes into the run"),
     }
-    for option, (given, has_effect, why) in needs.items():
-        if given and not has_effect:
-            raise InputError(f"{option}: has no effect {why}. Leave it out.")
+    check_effects(needs)
     for option, paths in {"--texts": arguments.texts, "--blimp": [arguments.blimp]}.items():
         if missing := [path for path in paths if path is not None and not path.exists()]:
             raise InputError(f"{option}: {missing[0]} does not exist.")

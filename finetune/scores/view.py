@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,18 +62,13 @@ def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="\n".join(score_notes(models)), caption_justify="left")
     table.add_column("")
-    for model in models:
-        table.add_column(model[MODEL]["name"], justify="right", overflow="fold")
-    for what, values in score_rows(models):
+    rows = score_rows(models)
+    for number, model in enumerate(models):
+        width = max((len(values[number]) for _, values in rows), default=0)  # names are folded, not numbers
+        table.add_column(model[MODEL]["name"], justify="right", overflow="fold", min_width=width)
+    for what, values in rows:
         table.add_row(what, *values)
     return table
-
-
-def show(table: Table) -> None:
-    """Print a table as wide as the terminal, or 200 characters wide into a file."""
-    from rich.console import Console
-
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def write_scores_page(models: Sequence[Mapping[str, Any]], out: Path) -> Path:

@@ -9,11 +9,14 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
+from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.text import TextEncoder
+from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
@@ -22,8 +25,8 @@ Head = Literal["sequence", "tokens", "spans"]
 Objective = Literal["classes", "labels", "value", "span"]
 """The loss, summed over rows (query positions) times their weights:
 
-    classes  cross-entropy in nats; labels int64 [R]
-    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C]
+    classes  cross-entropy in nats; labels int64 [R], or float32 [R, C], what each class counts
+    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C], the weight of a true one, or 0
     value    squared error; labels float32 [R], one output
     span     mean of the cross-entropies of start and end over the rows of a window; labels uint8 [R, 2] with one
              1 per window and column. The weight of a window is that of its first row.
@@ -74,6 +77,7 @@ def data_digest(names: Sequence[str], training: Windows, held_out: Mapping[str, 
 
 
 E = TypeVar("E")
+Predictions = Sequence[Mapping[str, Any]]
 
 
 class Task(ABC, Generic[E]):
@@ -94,8 +98,11 @@ class Task(ABC, Generic[E]):
     metric: str  # the score that chooses the checkpoint; higher is better
     outputs: int  # width C of the head's last layer
     labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
+    columns: Mapping[str, str] = MappingProxyType({})  # key of `record` -> the column in files that it is read from
+    positive: str = ""  # the class that f1 of two classes is of, if one is named
     summary: str  # what a model of this task does, such as "Finds named entities"
     most_windows: int = 1  # of one example in training
+    fold: tuple[int, int] | None = None  # (number from 1, K): the part of the training set that is scored instead
     sample: str | dict[str, str]  # a record that `example` takes: a text, or an object of text, pair, question, context
     settings: Any
 
@@ -120,8 +127,8 @@ class Task(ABC, Generic[E]):
     def read_file(self, path: str, *, labeled: bool = True) -> list[E]:
         """The examples of another file, in the format that its suffix and the settings define.
 
-        With `labeled` false (for `predict`), labels may be missing, and a `.txt` may hold one text per line. A
-        labeled file gives the same examples either way.
+        With `labeled` false (for `predict`), labels may be missing, and a `.txt` may hold one text per line. Else
+        records without a label are left out, and counted in the log.
         """
 
     @abstractmethod
@@ -143,6 +150,39 @@ class Task(ABC, Generic[E]):
     @abstractmethod
     def record(self, example: E) -> dict[str, Any]:
         """The example in a file of predictions: its id and text, and its label as "gold" if it has one."""
+
+    def others(self, example: E) -> Mapping[str, Any]:
+        """The other columns of the example's row in a file, which predictions give back as they are."""
+        return {}
+
+    # ------------------------------------------------------------ cross-validation
+
+    def training_set(self) -> list[E]:
+        """`read_train` without the fold."""
+        return self._part(in_fold=False)
+
+    def test_sets(self) -> dict[str, list[E]]:
+        """`read_test`, after the fold as the set "fold"."""
+        return {**({"fold": self._part(in_fold=True)} if self.fold else {}), **self.read_test()}
+
+    def folds(self, examples: Sequence[E], count: int) -> list[int]:
+        """The fold of each example, from 0, by class; equal texts, and the questions of a text, are in one."""
+        records = [self.record(example) for example in examples]
+        golds = (record.get("gold") for record in records)
+        classes = [{gold} if isinstance(gold, str) else set(gold) if isinstance(gold, list) else () for gold in golds]
+        texts = [str(record.get("context", [record.get("text"), record.get("pair")])) for record in records]
+        return splits.folds(texts, classes, count)
+
+    def _part(self, *, in_fold: bool) -> list[E]:
+        examples = self.read_train()
+        if self.fold is None:
+            return examples
+        number, count = self.fold
+        numbers = self.folds(examples, count)
+        part = [example for example, at in zip(examples, numbers, strict=True) if (at == number - 1) == in_fold]
+        if not part:
+            raise InputError(f"fold: {number}/{count} of {len(examples)} training examples is empty. Use fewer folds.")
+        return part
 
     # ------------------------------------------------------------ the model's input and output
 
@@ -168,6 +208,10 @@ class Task(ABC, Generic[E]):
 
     # ------------------------------------------------------------ scores
 
+    def set_threshold(self, value: float) -> None:
+        """Predict a label from this probability on, in place of that of the training; `InputError` if none fits."""
+        raise InputError("threshold: is for several labels, or for two classes with classification.positive.")
+
     @property
     def tunes(self) -> bool:
         """Whether `tune` chooses anything."""
@@ -180,6 +224,18 @@ class Task(ABC, Generic[E]):
     @abstractmethod
     def score(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The official metrics, as fractions of 1; `metric` is one of them."""
+
+    def calibration(self, examples: Sequence[E], predictions: Predictions) -> dict[str, float]:
+        """How well the probabilities fit, beside `score` at the end of a run; {} without any."""
+        return {}
+
+    def temperature(self, examples: Sequence[E], windows: Windows, logits: np.ndarray) -> float:
+        """Divisor of the logits that fits the probabilities to the dev set, or 1; arguments as those of `decode`."""
+        return 1.0
+
+    def interval(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
+        """The 95 % interval of `metric`, for other examples of the same kind; None if the task has none."""
+        return None
 
     def details(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """More for the model card, ready for JSON: a confusion matrix, scores per type."""
@@ -201,5 +257,5 @@ class Task(ABC, Generic[E]):
         return ("text",) if isinstance(self.sample, str) else tuple(self.sample)
 
     def origin(self, name: str) -> str:
-        """Where the set `name` (train, dev or test) comes from; "" if the config names none."""
+        """Where the set `name` (train, dev, test or fold) comes from; "" if the config names none."""
         return str(getattr(self.settings, name, ""))

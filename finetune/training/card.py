@@ -12,7 +12,7 @@ import yaml
 from finetune.tasks.base import Task
 from finetune.training.config import FinetuneConfig
 from pretrain.common.settings import dump
-from pretrain.common.wording import shown_scores
+from pretrain.common.wording import score_title, shown_scores
 from pretrain.config import ModelConfig
 
 _MOST_CLASSES = 20  # a larger confusion matrix is not shown in full
@@ -44,6 +44,7 @@ class CardFacts:
         chosen_on: the set that selected that step and tuned the task; "" for none.
         examples: number of examples of each set; the training set is "train".
         scores, details: of each labeled dev and test set, as the task gives them.
+        temperature: by which the logits were divided to fit the probabilities to `chosen_on`; 1 for none.
         own: the settings of the model for which it is saved in our own layout; "" for a released one.
         brings_code: transformers loads it with `trust_remote_code`.
     """
@@ -56,6 +57,7 @@ class CardFacts:
     examples: Mapping[str, int]
     scores: Scores
     details: Mapping[str, Any]
+    temperature: float = 1.0
     own: str = ""
     brings_code: bool = False
 
@@ -74,10 +76,15 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
         auto_model=_AUTO_MODELS[task.head],
         untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
         remarks=[repeated_remark(*pair) for pair in repeated],
-        sets=[(name, task.origin(name), count) for name, count in facts.examples.items()],
+        sets=[
+            (name, f"{config.fold} of train" if name == "fold" else task.origin(name), count)
+            for name, count in facts.examples.items()
+        ],
+        title=lambda name: score_title(name, task.positive),
         score_names=list(
             dict.fromkeys(name for values in scores.values() for name in shown_scores(values, task.metric))
         ),
+        interval=lambda name, score: interval_text(facts.details.get(name, {})) if score == task.metric else "",
         most_classes=_MOST_CLASSES,
         confusions=_confusions,
         config_yaml=dump(config).strip(),
@@ -134,6 +141,11 @@ def _confusions(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[
         if true != predicted and count
     ]
     return sorted(wrong, key=lambda mistake: -mistake[2])[:_MOST_CONFUSIONS]
+
+
+def interval_text(details: Mapping[str, Any]) -> str:
+    """The 95 % interval among the details of a set, in brackets; "" without any."""
+    return " (95 %: {:.4f} to {:.4f})".format(*details["interval"]) if "interval" in details else ""
 
 
 def _cell(value: Any) -> str:

@@ -106,7 +106,8 @@ class TrainingConfig(Section):
     patience: int = Field(
         default=0,
         ge=0,
-        description="Stop after this number of successive evaluations without a better score; 0 never stops early.",
+        description="Stop after this number of successive evaluations without a better score, or an equal one with a "
+        "lower held-out loss; 0 never stops early.",
     )
 
     @model_validator(mode="before")
@@ -143,6 +144,11 @@ class _Start(RunConfig):
         default=128,
         ge=8,
         description="Tokens of a window, special tokens included. Longer texts are cut into several windows.",
+    )
+    fold: str = Field(
+        default="",
+        pattern=r"^([1-9]\d*/[1-9]\d*)?$",
+        description="Part of the training set to score instead of training on it, such as 2/5. --folds sets it.",
     )
     task: dict[str, Any] | None = Field(
         default=None,
@@ -249,7 +255,11 @@ class FinetuneConfig(_WithTask):
         """The task that the config describes; `state` is what a trained model kept of it."""
         settings = self.task_settings
         kind = registry.own_task(self.task["kind"]) if self.task else None
-        return kind(settings, state) if kind else registry.make_task(settings, state)
+        task = kind(settings, state) if kind else registry.make_task(settings, state)
+        if self.fold:
+            number, _, count = self.fold.partition("/")
+            task.fold = int(number), int(count)
+        return task
 
     def repeated_sets(self) -> list[tuple[str, str]]:
         """(set, earlier set) for each of dev and test with the same file, or split of a data set, as an earlier one."""

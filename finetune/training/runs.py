@@ -22,12 +22,14 @@ from pretrain.common.files import MANIFEST
 from pretrain.common.records import read_records
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.common.settings import load_recorded
-from pretrain.common.wording import counted
+from pretrain.common.wording import counted, score_title
 from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
 
 _STILL_FALLS, _STILL_HIGH = 0.93, 0.2  # the last loss beside the one before it, and beside the first
+
+_WIDE = 0.1  # of an interval of scores: about 250 examples at an accuracy of 0.8
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,9 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
         raise InputError("--from: missing. Give the folder of the initial checkpoint, or set start_from in the config.")
     launch.check_start(config, alone)
     task = config.make_task()
-    examples = task.read_train()
+    examples = task.training_set()
     held_out = task.read_held_out()
-    task.read_test()
+    task.test_sets()
     released, encoder = read_start(config)
     check_fit(config, released.model)
     task.check(encoder)
@@ -166,9 +168,9 @@ def digest(config: FinetuneConfig) -> str:
     """`data_digest` of the data files as they are now, labeled test sets included."""
     _, encoder = read_start(config)
     task = config.make_task()
-    training = task.windows(task.read_train(), encoder, training=True)
+    training = task.windows(task.training_set(), encoder, training=True)
     scored = task.read_held_out()
-    scored |= {name: members for name, members in task.read_test().items() if task.is_labeled(members)}
+    scored |= {name: members for name, members in task.test_sets().items() if task.is_labeled(members)}
     windows = {name: task.windows(members, encoder, training=False) for name, members in scored.items()}
     return data_digest(task.labels, training, windows)
 
@@ -205,7 +207,9 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
         f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:
-        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}")
+        positive = config.make_task().positive if len(plan.labels) == 2 else ""
+        of = f"; f1 is that of {positive}" if positive else ""
+        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}{of}")
     lines += [f"  note: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
     return "\n".join(lines)
 
@@ -217,7 +221,7 @@ def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
         hint = f"{config.task_name}.dev" + ("" if share is None else f" or {config.task_name}.dev_share")
         return f"no held-out set: the last checkpoint is kept. To keep the best one by a score, set {hint}."
     sets = ", ".join(f"{name} ({counted(count, 'example')})" for name, count in plan.held_out.items())
-    origin = f", {share:.3g} of the training set, by a hash of the texts (dev_share)" if share else ""
+    origin = f", {share:.3g} of the training set, by class (dev_share)" if share else ""
     return f"held out: {sets}{origin}"
 
 
@@ -238,7 +242,8 @@ def summary(config: FinetuneConfig) -> str:
     """The scores, and where the model is."""
     saved = load_saved(config.folder)
     try:
-        details = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))["details"]
+        found = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))
+        details, chosen_on, step = found["details"], found["chosen_on"], found["step"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{config.folder / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
     task = config.make_task(saved.state)
@@ -247,28 +252,33 @@ def summary(config: FinetuneConfig) -> str:
         for name, scores in saved.scores.items()
         for line in result_lines(task, name, scores, details.get(name, {}))
     ]
-    lines += course_lines(read_records(config.folder), task.metric)
+    records, interval = read_records(config.folder), details.get(chosen_on, {}).get("interval")
+    lines += course_lines(records, task.metric, step, task.positive)
+    lines += choice_lines(records, task.metric, interval)
     lines.append(f"{config.folder / MODEL}: finished.")
     return "\n".join(lines)
 
 
-def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
+def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
     """The score of the frozen linear model, and warnings if training did not improve on it or ended too soon.
 
     Args:
         records: of the run's metrics.jsonl.
         metric: the score that chose the checkpoint.
+        step: that of the checkpoint.
+        positive: the class that f1 is of.
     """
     scored = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
     lines = []
     if scored and scored[0]["step"] == 0:
         frozen, best = scored[0][metric], max(record[metric] for record in scored)
-        lines.append(f"frozen linear model, before training: {metric} {frozen:.4f}")
+        lines.append(f"frozen linear model, before training: {score_title(metric, positive)} {frozen:.4f}")
         if best <= frozen:
+            kept = f"step {step:,} was kept for its lower held-out loss" if step else "the linear model was kept"
             lines.append(
-                "  warning: training did not improve on it, so the linear model was kept. Lower "
-                "training.learning_rate, or train on more examples."
+                f"  warning: training did not improve on it, and {kept}. Lower training.learning_rate, or train on "
+                "more examples."
             )
     tail = max(2, len(losses) // 5)
     if len(losses) >= 3 * tail:
@@ -279,6 +289,24 @@ def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]
                 "(training.epochs)."
             )
     return lines
+
+
+def choice_lines(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
+    """A warning if the set that chose the checkpoint is too small for that.
+
+    It is if the interval of its score is wider than 0.1 and than the range of the scores between which it chose.
+
+    Args:
+        records, metric: as those of `course_lines`.
+        interval: of the chosen checkpoint's score.
+    """
+    scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
+    if interval is None or not scores or interval[1] - interval[0] <= max(_WIDE, max(scores) - min(scores)):
+        return []
+    return [
+        f"  warning: the dev set is too small to choose by: {metric} is {interval[0]:.2f} to {interval[1]:.2f} on sets "
+        f"like it, and it chose between {min(scores):.2f} and {max(scores):.2f}. Give a larger one, or use --folds 5."
+    ]
 
 
 def next_command(config: FinetuneConfig) -> str:

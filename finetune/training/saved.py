@@ -8,6 +8,7 @@ runs/NAME/predictions/SET.jsonl, and files for the task's official scorers
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +17,22 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from finetune.tasks.base import Task
-from finetune.training.card import CardFacts, model_card
+from finetune.training.card import CardFacts, interval_text, model_card
 from finetune.training.config import FinetuneConfig
 from finetune.training.folders import MODEL, SETTINGS, model_folder
 from finetune.training.rows import write_rows
 from pretrain.common.errors import InputError, of_another_version
 from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
 from pretrain.common.run_files import SCORES
-from pretrain.common.wording import shown_scores
+from pretrain.common.wording import score_title, shown_scores
 from pretrain.storage.runs import fetched_model
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pretrain.checkpoint.released import Released
+
+logger = logging.getLogger(__name__)
 
 PREDICTIONS = "predictions"
 FORMAT = 1
@@ -39,6 +42,9 @@ _PROBLEM = {
     "labels": "multi_label_classification",
     "value": "regression",
 }
+# The activation of a CrossEncoder, which otherwise is a sigmoid of a single logit (sentence-transformers 6.2,
+# cross_encoder/model.py, get_default_activation_fn). A softmax is an option of its `predict`.
+_ACTIVATION = {"classes": "linear.Identity", "labels": "activation.Sigmoid", "value": "linear.Identity"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,14 @@ class SetResult:
 
     @classmethod
     def of(cls, task: Task[Any], examples: Sequence[Any], predictions: list[dict[str, Any]]) -> SetResult:
-        """With the scores and details that the task computes."""
+        """With the scores and details that the task computes, and the interval of its metric among the details."""
         if not task.is_labeled(examples):
             return cls(examples, predictions, {}, {})
-        return cls(examples, predictions, task.score(examples, predictions), task.details(examples, predictions))
+        scores = task.score(examples, predictions) | task.calibration(examples, predictions)
+        details = task.details(examples, predictions)
+        if interval := task.interval(examples, predictions):
+            details = {**details, "interval": list(interval)}
+        return cls(examples, predictions, scores, details)
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ def save_model(
     chosen_on: str,
     training_examples: int,
     data: str,
+    temperature: float = 1.0,
 ) -> None:
     """Write predictions, scores and model into the run folder. The model comes last: it marks the run as complete.
 
@@ -88,6 +99,7 @@ def save_model(
         chosen_on: the set that selected the step and tuned the task; "" for none.
         training_examples: number of examples in the training set.
         data: the digest of the training data and of all scored data.
+        temperature: by which the logits were divided; it is in the weights.
     """
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
@@ -103,9 +115,10 @@ def save_model(
         scores={name: result.scores for name, result in results.items() if result.scores},
         details={name: result.details for name, result in results.items() if result.details},
         own=why_own(released.model) if released.family == OWN.family else "",
+        temperature=temperature,
         brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
     )
-    known = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data}
+    known = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
     write_json(config.folder / SCORES, {**known, "scores": facts.scores, "details": facts.details})
     _write_model(config, task, released, weights, facts)
 
@@ -132,6 +145,7 @@ def _write_model(
         tokenizer=fetched_model(config.start_from),
         card=model_card(config, task, facts),
         extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
+        sentence=released.sentence,
     )
 
 
@@ -168,17 +182,34 @@ def write_predictions(
 
 
 def prediction_rows(
-    task: Task[Any], examples: Iterable[Any], predictions: Iterable[Mapping[str, Any]]
+    task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """For each example its record, then the prediction."""
-    for example, made in zip(examples, predictions, strict=True):
-        yield {**task.record(example), **made}
+    """For each example the other columns of its file, its record, then the prediction.
+
+    Columns of the file stay as they are. If one has the name of ours, ours gets another name, which a warning says.
+    """
+    theirs = {name for one in examples for name in task.others(one)}
+    rows = [{**task.record(one), **made} for one, made in zip(examples, predictions, strict=True)]
+    ours = dict.fromkeys(name for row in rows for name in row)
+    names: dict[str, str] = {}
+    for name in ours:
+        own = task.columns.get(name, name)
+        wanted = own if name in theirs and own not in {*theirs, *ours} else name
+        while wanted in theirs or wanted in names.values():
+            wanted = f"predicted_{wanted}"
+        names[name] = wanted
+    if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
+        logger.warning("the file has columns of these names, which stay; in the predictions %s", ", ".join(changed))
+    for one, row in zip(examples, rows, strict=True):
+        yield {**task.others(one), **{names[name]: value for name, value in row.items()}}
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
     """The scores of the set `name` for the terminal, and a warning of what is suspicious in its `details`."""
     remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
-    line = ", ".join(f"{key} {value:.4f}" for key, value in shown_scores(scores, task.metric).items())
+    interval = {task.metric: interval_text(details)}
+    shown = shown_scores(scores, task.metric).items()
+    line = ", ".join(f"{score_title(key, task.positive)} {value:.4f}{interval.get(key, '')}" for key, value in shown)
     return [f"{name}: {line}", *remarks]
 
 
@@ -190,6 +221,8 @@ _STALE = (
     "num_labels",
     "problem_type",
     "finetuning_task",
+    "sentence_transformers",
+    "sbert_ce_default_activation_function",
     "_name_or_path",
 )
 
@@ -207,4 +240,7 @@ def _labels(task: Task[Any]) -> dict[str, Any]:
         "id2label": {str(n): name for n, name in enumerate(names)},
         "label2id": {name: n for n, name in enumerate(names)},
     }
-    return maps | ({"problem_type": _PROBLEM[task.objective]} if task.head == "sequence" else {})
+    if task.head != "sequence":
+        return maps
+    activation = {"activation_fn": f"torch.nn.modules.{_ACTIVATION[task.objective]}"}
+    return maps | {"problem_type": _PROBLEM[task.objective], "sentence_transformers": activation}

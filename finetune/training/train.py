@@ -52,7 +52,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
     config = FinetuneConfig.model_validate(request.config)
     with started(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
         task = config.make_task()
-        examples = task.read_train()
+        examples = task.training_set()
         released, encoder = read_start(config)
         if worker.world_size > 1:
             labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
@@ -221,16 +221,28 @@ class Finetuning:
     def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
         """Rank 0: the predictions of `model`, of which every rank has a copy; nothing on other ranks."""
         windows = self._windows(examples)
+        logits = self.logits(model, windows)
+        return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
+
+    def temperature(self, model: TaskModel) -> float:
+        """The task's temperature for `model` on the first held-out set, the same on all ranks; 1 for none."""
+        name = self.validation_set()
+        if not name or self.task.head != "sequence" or self.task.objective == "value":
+            return 1.0
+        windows = self._held_out_windows[name]
+        return self.task.temperature(self.held_out[name], windows, self.logits(model, windows))
+
+    def logits(self, model: TaskModel, windows: Windows) -> np.ndarray:
+        """float32 [R, C] of `model`, of which every rank has a copy, on all ranks."""
 
         def forward(batch: LabeledBatch) -> Output:
             self._engine.watch.beat()
             return model(batch)
 
         with torch.inference_mode():
-            logits = predict_logits(
+            return predict_logits(
                 forward, self._cut(windows, 0), self.task.outputs, self._device, self._engine.workers.gather_objects
             )
-        return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
 
     def to_minimize(self, means: dict[str, float]) -> float:
         return -means[self.task.metric]
@@ -345,11 +357,18 @@ def _finish(
     if released.token_types == 1:
         # The second row got no gradient. It must not turn the model into one with two token types.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
-    model = inference_model(job.task, released, weights, engine.device, config.engine.resolved_precision)
+
+    def loaded() -> TaskModel:
+        return inference_model(job.task, released, weights, engine.device, config.engine.resolved_precision)
+
+    model = loaded()
+    if (temperature := job.temperature(model)) != 1:
+        weights |= {name: weights[name] / temperature for name in ("head.out_weight", "head.out_bias")}
+        model = loaded()
     predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
     for number, (split, examples) in enumerate(job.held_out.items()):
         predictions[split] = examples, job.predictions_of(model, examples, tune=number == 0)
-    tests = job.task.read_test()
+    tests = job.task.test_sets()
     for split, examples in tests.items():
         predictions[split] = examples, job.predictions_of(model, examples, tune=False)
     engine.workers.barrier()  # every rank has read the checkpoint
@@ -364,6 +383,7 @@ def _finish(
             results={split: SetResult.of(job.task, *both) for split, both in predictions.items()},
             training_examples=job.training_examples,
             data=job.data_digest(tests),
+            temperature=temperature,
         )
         log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)

@@ -1,7 +1,7 @@
 """A model put together from the tensors of a released file by their names, with a record of each (invariant 6)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ class Released:
         mapping: one entry for each tensor in the file.
         token_types: how many segments the model knows: 2, or less, and then every token must have type 0.
         pretraining: state of those `pretrain.model.heads.Heads` that the file has whole.
+        sentence: the files of sentence-transformers that belong beside its exports, name -> content.
     """
 
     family: str
@@ -46,6 +47,7 @@ class Released:
     mapping: tuple[MappedTensor, ...]
     token_types: int
     pretraining: dict[str, Tensor]
+    sentence: dict[str, Any] = field(default_factory=dict)
 
     @property
     def vocabulary_size(self) -> int:

@@ -17,6 +17,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors, with_position_table, written_facts
+from pretrain.checkpoint.sentence_transformers import SENTENCE, write_sentence_files
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, corpus_of
 from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
@@ -54,6 +55,7 @@ def export(
     card: str,
     family: str = "",
     config: Mapping[str, Any] | None = None,
+    sentence: Mapping[str, Any] | None = None,
     head: str = "",
 ) -> None:
     """Write a model in its family's layout, atomically; an earlier export at `out` is replaced.
@@ -69,6 +71,7 @@ def export(
         family: a key of `layouts.LAYOUTS`, for a model that began as a released one; "" takes the model's own, or
             `layouts.OWN` if that cannot hold the model.
         config: config.json of that released model, whose other fields are kept.
+        sentence: further JSON files of sentence-transformers, name -> content.
         head: the end of the class's name, if `next_sentence` does not decide it.
 
     Raises:
@@ -80,18 +83,16 @@ def export(
     if not family and model.rows(entries := vocabulary_size(tokenizer.tokenizer)) != rows:
         why = f"{entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
         raise InputError(f"{tokenizer_folder}: {why}")
-    if layout.padded_positions and not config:
-        config = _as_released(tokenizer)
+    config = _as_released(tokenizer) if layout.padded_positions and not config else config
     if not next_sentence and config and config.get("type_vocab_size") == 1:
         state = _with_one_type(state)
     facts, ids = written_facts(layout, model, state, config or {}, tokenizer.special_ids)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
-    if config is None:
-        config = {} if family or layout is not BERT else _BERT_FIELDS
+    config = config if config is not None or family or layout is not BERT else _BERT_FIELDS
     head = head or ("ForPreTraining" if next_sentence else "ForMaskedLM")
-    values = write_config(config, facts, head, rows, ids["pad"], ids)
+    values = write_config(config or {}, facts, head, rows, ids["pad"], ids)
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
@@ -100,9 +101,9 @@ def export(
         kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
         # transformers would pass token types to a model that takes none.
         fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
-        if not family:
-            fields["model_max_length"] = model.max_positions
+        fields |= {} if family else {"model_max_length": model.max_positions}
         copy_tokenizer(tokenizer, aside, tokenizer_class=kind, max_positions=model.max_positions, fields=fields)
+        write_sentence_files(sentence or {}, aside)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -154,6 +155,7 @@ def export_run(
             card=card(part, weights, own=own),
             family=layout.family if part.layout else start.get("family", ""),
             config=start.get("config"),
+            sentence={} if own or part.suffix else start.get(SENTENCE),
             head=part.head,
         )
     return own
@@ -211,10 +213,10 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 def _began_as(run_dir: Path) -> dict[str, Any]:
-    """`family` and `config` of the release that a run continues; {} for a run from random weights."""
+    """`family`, `config` and files of the release that a run continues; {} for a run from random weights."""
     path = run_dir / START_FILE
     start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {key: start[key] for key in ("family", "config")} if start.get("config") else {}
+    return {key: start.get(key) for key in (("family", "config", SENTENCE) if start.get("config") else (SENTENCE,))}
 
 
 def _model_card(

@@ -4,16 +4,17 @@ The families of `layouts` are read as transformers wrote them, BERT also as NVID
 `layouts` has the names, `assembly` puts the model together, and `released_writer` writes a fine-tuned one.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import OWN, KeyMapping, ReleasedFacts, layout_of, read_config, why_own
-from pretrain.checkpoint.layouts.pooled import unwrap
+from pretrain.checkpoint.layouts.pooled import POOLING, unwrap
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.released_writer import with_position_table
-from pretrain.checkpoint.sentence_transformers import sentence_pooling
+from pretrain.checkpoint.sentence_transformers import sentence_files, sentence_pooling
 from pretrain.checkpoint.tokenizer import is_run, released_folder
 from pretrain.checkpoint.weight_files import read_weights
 from pretrain.common.addresses import hub_hint
@@ -38,7 +39,10 @@ def read_released(folder: Path) -> Released:
         return _read_run(inner)
     config, facts = _read_config(folder, inner)
     path, tensors = read_weights(inner)
-    return assemble(tensors, facts, config, where=str(path))
+    released = assemble(tensors, facts, config, where=str(path))
+    # Elsewhere the key is of sentence-transformers, or of an export of ours.
+    own = POOLING in facts.layout.values_of(facts.model, config)
+    return replace(released, sentence=sentence_files(folder, facts.model, "" if own else config.get(POOLING, "")))
 
 
 def read_shape(location: Path | str) -> ModelConfig:
@@ -100,10 +104,11 @@ def _read_run(folder: Path) -> Released:
         model=model,
         backbone={name: tensor for name, tensor in state.items() if name not in pretraining},
         head={as_task.removeprefix("head."): pretraining[name] for name, as_task in task.items()},
-        config={},
+        config=dict(sentence_pooling(folder)),
         mapping=tuple(MappedTensor(name, tuple(tensor.shape), task.get(name, name)) for name, tensor in state.items()),
         token_types=2 if model.token_types else 0,
         pretraining=pretraining,
+        sentence=sentence_files(folder, model),
     )
 
 

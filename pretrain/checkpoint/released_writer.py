@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, pooled, task_head, write_config
+from pretrain.checkpoint.layouts import LAYOUTS, OWN, KeyMapping, ReleasedFacts, pooled, task_head, write_config
+from pretrain.checkpoint.sentence_transformers import write_sentence_files
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer
 from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
@@ -36,6 +37,7 @@ def write_released(
     tokenizer: Path,
     card: str,
     extra: Mapping[str, str] | None = None,
+    sentence: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a fine-tuned model in its family's layout, atomically; an earlier export at `out` is replaced.
 
@@ -52,6 +54,7 @@ def write_released(
         tokenizer: a folder with the model's tokenizer.
         card: README.md in Markdown.
         extra: further text files, name -> content.
+        sentence: as in `assembly.Released`; written beside the encoder that transformers loads without further code.
 
     Raises:
         InputError: the tokenizer cannot be read, the layout cannot hold the model, `out` is something else, or the disk
@@ -65,23 +68,17 @@ def write_released(
     labels = _labels(config, len(head["out_weight"]), purpose)
     read = ModelTokenizer.read(tokenizer)
     facts, ids = written_facts(layout, model, backbone, config, read.special_ids)
-    values = write_config(
-        {**config, **labels}, facts, _CLASSES[purpose], len(backbone["embeddings.word"]), ids["pad"], ids
-    )
+    rows = len(backbone["embeddings.word"])
+    values = write_config({**config, **labels}, facts, _CLASSES[purpose], rows, ids["pad"], ids)
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
-    classes = layout.alike.get(config.get("model_type", ""), layout.classes)
+    parts = {"": (values, state)}
     with whole_folder(out) as aside:
-        save_weights(released_tensors(state, facts, purpose), aside / WEIGHTS, FOR_TRANSFORMERS)
-        write_json(aside / "config.json", values)
         if values["model_type"] == pooled.MODEL_TYPE:
             shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, aside / pooled.MODELING_FILE)
-        copy_tokenizer(
-            read,
-            aside,
-            tokenizer_class=layout.tokenizer_class or f"{classes}Tokenizer",
-            max_positions=model.max_positions,
-            for_words=purpose == "tokens",
-        )
+            parts[pooled.ENCODER] = write_config(config, facts, "Model", rows, ids["pad"], ids), dict(backbone)
+        for part, (content, tensors) in parts.items():
+            _write_part(aside / part, content, tensors, facts, purpose, read)
+        write_sentence_files({} if layout is OWN else sentence or {}, aside / list(parts)[-1])
         for name, text in {**(extra or {}), "README.md": card}.items():
             (aside / name).write_text(text, encoding="utf-8")
 
@@ -150,6 +147,24 @@ def written_facts(
         types = 1 if torch.equal(*backbone["embeddings.token_type"]) else 2
     first = (1 if ids["pad"] is None else ids["pad"]) + 1 if layout.padded_positions else 0
     return ReleasedFacts(layout, model, types, first), ids
+
+
+def _write_part(
+    place: Path,
+    config: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    facts: ReleasedFacts,
+    purpose: str,
+    read: ModelTokenizer,
+) -> None:
+    """Write weights, config.json and tokenizer of a model into a folder."""
+    layout, limit = facts.layout, facts.model.max_positions
+    classes = layout.alike.get(pooled.unwrap(config)["model_type"], layout.classes)
+    kind = layout.tokenizer_class or f"{classes}Tokenizer"
+    place.mkdir(exist_ok=True)
+    save_weights(released_tensors(state, facts, purpose), place / WEIGHTS, FOR_TRANSFORMERS)
+    write_json(place / "config.json", config)
+    copy_tokenizer(read, place, tokenizer_class=kind, max_positions=limit, for_words=purpose == "tokens")
 
 
 def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:

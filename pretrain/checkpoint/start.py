@@ -21,7 +21,8 @@ from torch import Tensor
 
 from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 from pretrain.checkpoint.released import Released, read_released
-from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.checkpoint.sentence_transformers import left_out
+from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.common.settings import AnyConfig, Overrides, given_values, load
@@ -177,6 +178,7 @@ class Start:
         table: lines for the user: where each tensor goes, and how the rest is initialized.
         family: a key of `layouts.LAYOUTS`.
         config: config.json of the checkpoint; {} if it is a run of ours.
+        sentence: as in `released.Released`.
     """
 
     state: dict[str, Tensor]
@@ -186,6 +188,7 @@ class Start:
     table: str
     family: str
     config: dict[str, Any]
+    sentence: dict[str, Any]
 
 
 def check_start_corpus(config: PretrainConfig) -> None:
@@ -255,7 +258,10 @@ def read_start(
     if wrong := [name for name in missing if not name.startswith("heads.")]:
         raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
     table = weights_table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
-    return Start(found, fingerprint, old, missing, table, released.family, released.config)
+    table = "\n".join([table, *left_out(folder)])
+    own = is_run(released_folder(folder))
+    config_json = {} if own else released.config
+    return Start(found, fingerprint, old, missing, table, released.family, config_json, released.sentence)
 
 
 def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:

@@ -177,7 +177,7 @@ def _named_as_checkpoints(folder: Path) -> list[Path]:
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, on ties the newest one; None if none was evaluated.
+    """The checkpoint with the lowest `rank` of `pretrain.storage.runs`; None if none was evaluated.
 
     Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of an earlier phase do
     not count once a later phase was evaluated. A checkpoint with a damaged state counts as not evaluated. Raises

@@ -154,7 +154,9 @@ def copy_tokenizer(
         if (read.folder / name).is_file():
             shutil.copyfile(read.folder / name, out / name)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    declared = {"tokenizer_class": tokenizer_class, **declared_types(read.folder)}
+    # transformers knows no default of every family.
+    special = {f"{role}_token": tokenizer.id_to_token(number) for role, number in read.special_ids.items()}
+    declared = {"tokenizer_class": tokenizer_class, **special, **declared_types(read.folder)}
     declared["model_max_length"] = min(declared.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):

@@ -62,11 +62,14 @@ def whole_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             yield aside
-            if taken := next((path for path in others if (aside / path.name).exists()), None):
+            if taken := next((path for path in others if path.parent != out or (aside / path.name).exists()), None):
                 raise InputError(f"{taken}: no export wrote it, and this one would replace it. Move it, then repeat.")
-            for path in aside.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
+            for path in aside.rglob("*"):
+                if path.is_dir():
+                    fsync_folder(path)
+                else:
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
             write_manifest(aside, {"format": 1})
             _replace_folder(aside, out, others)
         finally:
@@ -74,7 +77,10 @@ def whole_folder(out: Path) -> Iterator[Path]:
 
 
 def _others(out: Path) -> list[Path]:
-    """What lies in `out` beside the files of an earlier export; `InputError` if it is neither an export nor empty."""
+    """What lies in `out` beside the files of an earlier export, or in its folders.
+
+    `InputError` if `out` is neither an export nor empty.
+    """
     inside = list(out.iterdir()) if out.is_dir() else []
     if not inside and not (out.exists() and not out.is_dir()):
         return []
@@ -83,7 +89,9 @@ def _others(out: Path) -> list[Path]:
     if "config.json" not in files:
         raise InputError(f"{out}: exists and is not an export. Choose another folder, or remove it.")
     written = {MANIFEST, *(Path(name).parts[0] for name in files)}
-    return [path for path in inside if path.name not in written]
+    within = [path for name in written for path in (out / name).rglob("*") if path.is_file()]
+    others = [path for path in within if path.relative_to(out).as_posix() not in files]
+    return [path for path in inside if path.name not in written] + others
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

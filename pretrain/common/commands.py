@@ -10,21 +10,25 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pretrain.common.addresses import check_address, is_remote
-from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, printable
+from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, print_error
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
+from pretrain.common.packages import expected
 from pretrain.common.wording import did_you_mean
+from pretrain.common.worker import torchrun_place
 
 LAUNCHER = "./launch.sh"
 EXIT_CODES = (
     "Exit codes: 0 success, 1 a check found a difference, or a bug with its traceback, 2 invalid input, "
     "3 unsuitable machine or cluster, 4 training diverged, 75 stopped and resumable, 130 interrupted."
 )
+
+_NOT_DRY = "without --dry-run"
 
 # Set where this process starts compilations: torch would let its end wait for them, for up to five minutes.
 compiles = threading.Event()
@@ -85,11 +89,10 @@ def _exit_code(run: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except RunError as error:
-        for line in str(error).split("\n"):
-            print(f"error: {printable(line)}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        print_error("interrupted")
         return 130
     except BrokenPipeError:
         if not _output_is_cut():
@@ -130,7 +133,8 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._is_inside = False
         if unknown:
-            nearest = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[a-z-]+", self.format_help()))
+            options = re.findall(r"^  (?:-\w, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
+            nearest = did_you_mean(unknown[0].partition("=")[0], options)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest and f'; {nearest}'}")
         return found, unknown
 
@@ -144,11 +148,37 @@ class Parser(argparse.ArgumentParser):
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     """Parse `argv` and run its command; returns its exit code."""
     arguments = parser.parse_args(argv)
+    is_addressed = getattr(arguments, "address", "")
+    check_effects(
+        {"--allow-plain-http": (getattr(arguments, "allow_plain_http", 0), is_addressed, "without --address")}
+    )
     if names := getattr(arguments, "imports", None):
         from pretrain.common.extensions import ask_for
 
         ask_for(names)
-    return arguments.command(arguments) or 0
+    with expected(parser.prog if not argv else argv[0]):
+        return arguments.command(arguments) or 0
+
+
+def check_effects(needs: Mapping[str, tuple[Any, Any, str]]) -> None:
+    """Raise `InputError` for an option without effect; `needs`: option -> (its value, whether it has one, why not)."""
+    for option, (given, has_effect, why) in needs.items():
+        if given and not has_effect:
+            raise InputError(f"{option}: has no effect {why}. Leave it out.")
+
+
+def check_run_options(arguments: argparse.Namespace) -> None:
+    """Refuse what a training run would ignore: options of a dry run, and those of Ray under torchrun."""
+    dry, alone, why = arguments.dry_run, torchrun_place() is not None, "under torchrun, which has started the processes"
+    check_effects(
+        {
+            "--show-config": (arguments.show_config, dry, _NOT_DRY),
+            "--on": (getattr(arguments, "on", None), dry, _NOT_DRY),
+            "--mean-length": (getattr(arguments, "mean_length", None) is not None, dry, _NOT_DRY),
+            "--workers": (arguments.workers is not None, not alone, why),
+            "--ray": (getattr(arguments, "ray", False), not alone, why),
+        }
+    )
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:

@@ -4,7 +4,21 @@ Exit codes: 0 success, 2 invalid user input, 3 the machine or cluster is unsuita
 resumable, 130 stopped with nothing saved. Any other exception is a bug and keeps its traceback.
 """
 
+import os
+import sys
 import unicodedata
+
+
+def print_error(message: object) -> None:
+    """Print each line of a message to standard error, after `error:`, which is red on a terminal.
+
+    NO_COLOR and TERM=dumb turn the color off, and FORCE_COLOR on.
+    """
+    forced = os.environ.get("FORCE_COLOR", "") not in ("", "0")
+    is_red = forced or (os.environ.get("TERM") != "dumb" and sys.stderr.isatty())
+    head = "\033[1;31merror:\033[0m" if is_red and not os.environ.get("NO_COLOR") else "error:"
+    for line in str(message).split("\n"):
+        print(head, printable(line), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

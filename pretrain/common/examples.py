@@ -1,4 +1,4 @@
-"""The example configs: those of configs/, which an installed package has beside its packages."""
+"""The example configs: those of configs/, which an installed package has beside this file."""
 
 import functools
 import itertools
@@ -7,9 +7,9 @@ import textwrap
 from pathlib import Path
 
 from pretrain.common.errors import InputError
-from pretrain.common.kinds import did_you_mean, not_one_of
+from pretrain.common.wording import did_you_mean
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).with_name("configs").resolve()
 KINDS = ("pretrain", "finetune")  # of configs, and the commands that take them
 
 
@@ -46,7 +46,8 @@ def listing() -> str:
 def text_of(name: str) -> str:
     """The text of the example config `name`. Raises `InputError` if there is none."""
     if name not in examples():
-        raise InputError(f"configs: {not_one_of(name, tuple(examples()))}.")
+        advice = f"{did_you_mean(name, examples())} `configs` lists them.".lstrip()
+        raise InputError(f"configs: {name!r} is not an example config; {advice}")
     return examples()[name].read_text(encoding="utf-8")
 
 

@@ -132,16 +132,17 @@ def refuse_pointer(path: Path) -> None:
             )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in an untrusted JSON file; `InputError` if it holds something else."""
+def read_json(path: Path, kind: type[Any] = dict) -> Any:
+    """The object in an untrusted JSON file, or a list; `InputError` if it holds something else than the `kind`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: not found. Give a folder with a released model.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: is not a JSON object. Download it again.")
+    if not isinstance(value, kind):
+        what = "object" if kind is dict else "list"
+        raise InputError(f"{path}: is not a JSON {what}. Download it again.")
     return value
 
 

@@ -1,12 +1,12 @@
 """The words of error messages about settings: what was expected, what was given, which name was meant."""
 
-import difflib
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pretrain.common.sections import Keys, Section, fields_of
+from pretrain.common.wording import did_you_mean, either, nearest
 
 _LONGEST_VALUE = 60  # characters of a value in a message
 
@@ -52,14 +52,14 @@ def suggest(model: type[Section], path: Keys) -> str:
     unknown, known = str(path[-1]), fields_of(model)
     above = tuple(0 if isinstance(key, int) else key for key in path[:-1])
     siblings = [str(keys[-1]) for keys in known if keys[:-1] == above]
-    if similar := difflib.get_close_matches(unknown, siblings, n=1):
-        return f"did you mean {similar[0]}?"
+    if similar := did_you_mean(unknown, siblings):
+        return similar
     # Of sections of which a config has one, such as the tasks, another is no help.
     others = {name for name, field in model.model_fields.items() if field.default is None} - {path[0]}
     useful = [keys for keys in known if len(path) == 1 or keys[0] not in others]
     by_last_name = {str(keys[-1]): ".".join(map(str, keys)) for keys in reversed(useful)}
-    if similar := difflib.get_close_matches(unknown, by_last_name, n=1, cutoff=0.8):
-        return f"did you mean {by_last_name[similar[0]]}?"
+    if similar := nearest(unknown, by_last_name, cutoff=0.8):
+        return f"did you mean {either([by_last_name[name] for name in similar])}?"
     return f"known here: {', '.join(siblings)}."
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
+import shutil
 import sys
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -19,8 +23,26 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The question "did you mean X?" with the nearest of `names`; "" if none is similar."""
-    nearest = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {nearest[0]}?" if nearest else ""
+    found = nearest(name, names)
+    return f"did you mean {either(found)}?" if found else ""
+
+
+def either(names: Sequence[str]) -> str:
+    """a, b or c."""
+    return " or ".join(names).replace(" or ", ", ", max(len(names) - 2, 0))
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The shortest names that begin with `name`, three at most, or else the most similar one, with difflib's cutoff."""
+    known = list(names)
+    longer = sorted((one for one in known if one.startswith(name)), key=len) if name.strip("-") else []
+    shortest = [one for number, one in enumerate(longer) if not one.startswith(tuple(longer[:number]))]
+    return shortest[:3] or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+
+
+def score_title(name: str, positive: str) -> str:
+    """The name of a score for people: beside f1 of two classes stands the `positive` one, "f1 (fraud)"."""
+    return f"{name} ({positive})" if positive and name in ("f1", "accuracy_and_f1") else name
 
 
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:
@@ -45,6 +67,27 @@ def clock(seconds: float) -> str:
     if days:
         return f"{days} d {hour:02}:{minute:02}"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def for_terminal(text: str) -> str:
+    """`text`, of which a terminal gets lines that fit, wrapped at words and below their last column; a file all."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.split("\n"):
+        columns = [match.end() for match in re.finditer(r"(?<=\S) {2,}", line[: width // 2])]
+        inner = " " * (columns[-1] if columns else len(line) - len(line.lstrip()) + 2)
+        options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": inner}
+        lines += textwrap.wrap(line, width, **options) if len(line) > width else [line]
+    return "\n".join(lines)
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as the terminal, or 200 characters wide into a file."""
+    from rich.console import Console
+
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def make_console(*, stderr: bool = False, **options: Any) -> Console:

@@ -38,7 +38,8 @@ class TrackingConfig(Section):
 
     log_every_steps: int = Field(default=10, ge=1, description="Optimizer steps between records in metrics.jsonl.")
     wandb: Literal["auto", "offline", "online", "off"] = Field(
-        default="auto", description="Mode of W&B. auto is online if a W&B key is set, and offline if not."
+        default="auto",
+        description="Mode of W&B. auto is online if a W&B key is set, and offline if not; off without W&B installed.",
     )
     project: str = Field(default="bertrain", description="W&B project.")
     run_id: str = Field(

@@ -4,8 +4,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import sentencex
-
 _LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; quotations in longer ones are cut into sentences
 _QUOTATIONS = dict.fromkeys('"“”„«»‘’', " ")
 # Tibetan's and Khmer's stops, which sentencex does not know, as one that it knows
@@ -51,7 +49,7 @@ def split_sentences(document: str, language: str) -> list[str]:
     """
     has_others = not document.isascii() and any(mark in document for mark in _STOPS)
     longest, hidden = (0, _QUOTATIONS | _STOPS) if has_others else (_LONG_SENTENCE_CHARACTERS, _QUOTATIONS)
-    sentences = sentencex.segment(language, document.replace("\n", "\n\n"))  # pyright: ignore[reportAttributeAccessIssue]
+    sentences = _segment(language, document.replace("\n", "\n\n"))
     parts, taken = [], 0
     for number in [n for n, sentence in enumerate(sentences) if len(sentence) > longest]:
         parts += sentences[taken:number]  # most sentences are short and are copied in long runs
@@ -100,6 +98,12 @@ def line_starts(document: str) -> list[int]:
     return starts
 
 
+def _segment(language: str, text: str) -> list[str]:
+    import sentencex  # needed to prepare a corpus, not to train on it
+
+    return sentencex.segment(language, text)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _split_quotations(sentence: str, language: str, marks: Mapping[str, str]) -> list[str]:
     """Cut `sentence` as if it had others in place of `marks`; one that opens a quotation stays with it."""
     hidden = sentence
@@ -107,7 +111,7 @@ def _split_quotations(sentence: str, language: str, marks: Mapping[str, str]) ->
         hidden = hidden.replace(mark, known)
     if hidden is sentence:  # str.replace returns the string itself where it finds nothing
         return [sentence]
-    cuts = list(itertools.accumulate(len(part) for part in sentencex.segment(language, hidden)))[:-1]  # pyright: ignore[reportAttributeAccessIssue]
+    cuts = list(itertools.accumulate(len(part) for part in _segment(language, hidden)))[:-1]
     for number, cut in enumerate(cuts):
         if hidden[cut - 1] == " " != sentence[cut - 1] and sentence[cut - 2].isspace():
             cuts[number] = cut - 1

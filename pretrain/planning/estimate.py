@@ -7,7 +7,7 @@ needed, except to measure this machine.
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -215,39 +215,22 @@ def _mean_note(config: PretrainConfig, given: float | None, measured: Sequence[f
 
 
 def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str:
-    head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP", "executed")
-    rows = [
-        (
-            str(number),
-            str(phase.sequence_length),
-            f"{w.mean_length:.1f}",
-            f"{w.steps:,}",
-            f"{w.sequences:,}",
-            f"{w.tokens:.4g}",
-            f"{w.flops / w.tokens:.4g}",
-            f"{w.flops / w.steps:.3g}",
-            f"{w.flops:.3g}",
-            f"{w.executed:.3g}",
-        )
-        for number, (phase, w) in enumerate(zip(config.phases, work, strict=True))
-    ]
-    total = (
-        "total",
-        "",
-        "",
-        f"{sum(w.steps for w in work):,}",
-        f"{sum(w.sequences for w in work):,}",
-        f"{sum(w.tokens for w in work):.4g}",
-        "",
-        "",
-        f"{sum(w.flops for w in work):.3g}",
-        f"{sum(w.executed for w in work):.3g}",
-    )
-    widths = [max(len(row[i]) for row in [head, *rows, total]) for i in range(len(head))]
-    lines = [
-        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        for row in [head, *rows, total]
-    ]
+    def summed(name: str, form: str) -> list[str]:
+        values = [getattr(w, name) for w in work]
+        return [format(value, form) for value in (*values, sum(values))]
+
+    rows = {
+        "length": [str(phase.sequence_length) for phase in config.phases],
+        "mean": [f"{w.mean_length:.1f}" for w in work],
+        "steps": summed("steps", ","),
+        "sequences": summed("sequences", ","),
+        "tokens": summed("tokens", ".4g"),
+        "FLOP/token": [f"{w.flops / w.tokens:.4g}" for w in work],
+        "FLOP/step": [f"{w.flops / w.steps:.3g}" for w in work],
+        "FLOP": summed("flops", ".3g"),
+        "executed": summed("executed", ".3g"),
+    }
+    lines = [*_by_phase("", rows, len(work), "total")]
     lines.append("  FLOP: useful; no padding, MLM head only at masked tokens")
     lines.append(f"  mean: tokens per sequence, {mean_note}")
     lines.append(
@@ -268,6 +251,14 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
         last = config.weight_decay(len(config.phases) - 1)
         lines.append(f"  weight decay is {last:.3g}: alone, it divides the matrices by e in {steps} steps")
     return "\n".join(lines)
+
+
+def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *more: str) -> Iterator[str]:
+    """A table with a column for each phase and each of `more`, whose cells may be left out at the end of a row."""
+    table = {title: [*(f"phase {number}" for number in range(phases)), *more], **rows}
+    first, width = max(map(len, table)), max(len(cell) for cells in table.values() for cell in cells)
+    for name, cells in table.items():
+        yield f"  {name:<{first}}" + "".join(f"  {cell:>{width}}" for cell in cells)
 
 
 def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cluster | None) -> str:
@@ -296,17 +287,14 @@ def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cl
 
 def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) -> str:
     """What a step takes at least, part by part, and what that means for the run."""
-    names = [name for name, _ in times[0].rows()]
-    lines = [f"  {'ms of a step, at least':<24}" + "".join(f"{name:>11}" for name in names) + "  limit"]
-    for number, step in enumerate(times):
-        parts = "".join(f"{1e3 * seconds:>11.2f}" for _, seconds in step.rows())
-        lines.append(f"  phase {number:<18}{parts}  {1e3 * step.limit:.2f}, by {step.limited_by}")
-    for number, (w, step) in enumerate(zip(work, times, strict=True)):
-        seconds = w.steps * step.limit
-        lines.append(
-            f"  phase {number}: at most {w.sequences / seconds:,.0f} sequences/s, {w.tokens / seconds:,.0f} tokens/s, "
-            f"{w.flops / seconds / cluster.peak_flops:.0%} MFU"
-        )
+    rows = {name: [f"{1e3 * dict(step.rows())[name]:.2f}" for step in times] for name, _ in times[0].rows()}
+    rows["limit"] = [f"{1e3 * step.limit:.2f}" for step in times]
+    rows["limited by"] = [step.limited_by for step in times]
+    pairs = [(w, w.steps * step.limit) for w, step in zip(work, times, strict=True)]
+    rows["sequences/s, at most"] = [f"{w.sequences / seconds:,.0f}" for w, seconds in pairs]
+    rows["tokens/s, at most"] = [f"{w.tokens / seconds:,.0f}" for w, seconds in pairs]
+    rows["MFU, at most"] = [f"{w.flops / seconds / cluster.peak_flops:.0%}" for w, seconds in pairs]
+    lines = [*_by_phase("ms of a step, at least", rows, len(work))]
     least = sum(w.steps * step.limit for w, step in zip(work, times, strict=True))
     lines += [
         f"  total:   at least {_duration(least)} on {cluster.name}; about {_duration(least / REACHED)} at the share of "

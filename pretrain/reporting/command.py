@@ -8,6 +8,7 @@ from typing import Any
 
 from pretrain.common.addresses import is_remote
 from pretrain.common.commands import add_address, add_command, at, checked_address, local_path, local_text
+from pretrain.common.wording import for_terminal
 from pretrain.run.arguments import add_run, run_path
 
 FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
@@ -34,7 +35,7 @@ def _report(find_job: FindJob, arguments: argparse.Namespace) -> None:
     folders = [run_path(run) if is_remote(run) else find_folder(run, arguments.address, find) for run in arguments.run]
     out: Path = arguments.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     draw = functools.partial(report.write_report, folders, out, watched=arguments.watch)
-    print(f"{report.summary(folders)}\n\n{draw().resolve().as_uri()}")
+    print(f"{for_terminal(report.summary(folders))}\n\n{draw().resolve().as_uri()}")
     if arguments.workspace:
         print(workspace.write(read_runs(folders), out.with_suffix(".workspace.json")))
     if arguments.watch:
@@ -57,7 +58,7 @@ def _add_report(commands: Any, find_job: FindJob) -> None:
         commands,
         "report",
         functools.partial(_report, find_job),
-        "write the curves and scores of one or several runs as one HTML page",
+        "write curves and scores of runs as one HTML page",
         """
   ./launch.sh report runs/bert-mini
   ./launch.sh report bert-mini bert-small --out both.html
@@ -85,7 +86,7 @@ def _add_attention(commands: Any) -> None:
         commands,
         "attention",
         _attention,
-        "write what each head of a model attends to, on a text, as one HTML page",
+        "write what each head of a model attends to, as HTML",
         """
   ./launch.sh attention runs/bert-mini --text "The cat sat on the mat, because the cat was tired."
   ./launch.sh attention exported/bert-mini --text "Who wrote it?" --pair "Anna wrote it." --out pair.html

@@ -7,7 +7,9 @@ export and corpus. It loads no external resources: charts are inline SVG, and ou
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 from pretrain.common.records import Metric
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
-from pretrain.common.wording import clock, counted
+from pretrain.common.wording import clock, counted, score_title
 from pretrain.config import PretrainConfig, config_of
 from pretrain.reporting.attention.progress import attention_section
 from pretrain.reporting.curves import draw_charts, short
@@ -84,9 +86,15 @@ def summary(folders: Sequence[Path]) -> str:
 
 
 def _aligned(table: Table) -> str:
-    """A table as lines of text."""
+    """A table as lines of text; one that is wider than the terminal as a block of lines for each row."""
     rows = [table[0], *table[1]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if sys.stdout.isatty() and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
+        blocks = [
+            [f"  {name:<18}{cell}" for name, cell in zip(table[0][1:], row[1:], strict=True) if cell]
+            for row in table[1]
+        ]
+        return "\n".join("\n".join([row[0], *block]) for row, block in zip(table[1], blocks, strict=True))
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
@@ -126,7 +134,8 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
 def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     """Figures of the last evaluation, a fine-tuning's main score, and those of the last probe."""
     last, probe = dict(*run.evaluations[-1:]), dict(*run.probes[-1:])
-    scores = {run.score: Metric("", "", run.score.replace("_", " "), "score")} if run.score else {}
+    title = score_title(run.score, next((one.positive for one in run.scores), "")).replace("_", " ")
+    scores = {run.score: Metric("", "", title, "score")} if run.score else {}
     for record, kind, known in (
         (last, "held-out", {**scores, **objective_metrics()}),
         (probe, "probe", PROBE_SCORES),

@@ -34,6 +34,7 @@ class Score:
     metric: str  # the main metric
     values: dict[str, float]
     remark: str = ""
+    positive: str = ""  # the class that f1 of two classes is of
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,8 @@ def _read_scores(path: Path) -> Iterator[Score]:
             yield Score("", "", {}, str(content["message"]))
         elif "models" not in content:  # of which a scores.json of evaluate-pretrained has a list
             for part, values in content["scores"].items():
-                yield Score(part, content["metric"], values)
+                details = content["details"].get(part, {})
+                yield Score(part, content["metric"], values, positive=details.get("positive", ""))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path}: damaged ({error!r}). Restore it, or remove it and run the same command again."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pretrain.common.files import read_json
 from pretrain.common.run_files import SUMMARY
-from pretrain.common.wording import clock, shown_scores
+from pretrain.common.wording import clock, score_title, shown_scores
 from pretrain.reporting.pages import DATE
 from pretrain.reporting.runs import RunRecords, Score
 from pretrain.reporting.subjects import Subject, differing, starts
@@ -45,7 +45,7 @@ def _score(score: Score) -> str:
     """A set, the main metric and a few others, or why the run failed."""
     known = shown_scores(score.values, score.metric)
     names = [score.metric, *(name for name in known if name not in (score.metric, "loss"))][: _MOST_SCORES + 1]
-    values = [f"{_plain(name)} {known[name]:.4f}" for name in names if known.get(name) is not None]
+    values = [f"{_plain(name, score)} {known[name]:.4f}" for name in names if known.get(name) is not None]
     return score.remark or f"{score.part}: {', '.join(values)}"
 
 
@@ -80,14 +80,15 @@ def comparison(runs: Sequence[RunRecords]) -> Table:
     for run in runs:
         for score in run.scores:
             if run.subject is not None and score.metric in score.values:
-                series.setdefault((run.subject, score.part, score.metric), []).append(score.values[score.metric])
+                key = run.subject, score.part, _plain(score.metric, score)
+                series.setdefault(key, []).append(score.values[score.metric])
     subjects = [subject for subject, _, _ in series]
     columns, named = starts(subjects), differing(subjects)
     rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for (subject, part, metric), values in series.items():
         settings = dict(subject.settings)
         label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in named if name in settings)])
-        rows.setdefault((label, _plain(metric), part), {})[subject.start] = values
+        rows.setdefault((label, metric, part), {})[subject.start] = values
     head = ["task", "metric", "set", *(f"from {start}" for start in columns)]
     if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in series.values()):
         return head, []
@@ -110,5 +111,5 @@ def _mean(values: Sequence[float]) -> str:
     return f"{mean} (mean of {len(values)}, {min(values):.4f} to {max(values):.4f})"
 
 
-def _plain(name: str) -> str:
-    return name.replace("_", " ")
+def _plain(name: str, score: Score) -> str:
+    return score_title(name, score.positive).replace("_", " ")

@@ -13,6 +13,7 @@ from pretrain.common.addresses import is_remote, local, shown
 from pretrain.common.commands import target_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
+from pretrain.common.packages import expect
 from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
 from pretrain.config import PretrainConfig, began_from, changed_for_resume, config_of, load_config, run_folder
 from pretrain.objectives import objective_of
@@ -34,6 +35,7 @@ def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = N
     Raises a `RunError`: `InputError` for what is wrong in the config or the sources, `MachineError` for a full disk or
     a killed process, `StoppedError` after Ctrl-C.
     """
+    expect("prepare", "mwparserfromhell", "pyarrow", "rensa", "sentencex")
     from pretrain.corpus import prepare
     from pretrain.planning.text import counts_readings
 

@@ -13,10 +13,12 @@ from pretrain.common.commands import (
     add_dry_run,
     add_run_options,
     add_workers,
+    check_run_options,
     overrides,
     program,
     run_options,
 )
+from pretrain.common.wording import for_terminal
 
 
 def add_to(commands: Any) -> None:
@@ -39,12 +41,14 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from pretrain.planning import estimate
 
     config = api.read_config(arguments.config, given, start_from=start_from)
-    print(estimate.preparation_lines(describe(config, api.start_tokenizer_of(config).get("tokenizer"))))
+    plan = describe(config, api.start_tokenizer_of(config).get("tokenizer"))
+    print(for_terminal(estimate.preparation_lines(plan)))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
+    check_run_options(arguments)
     if arguments.dry_run:
-        print(_plan(arguments))
+        print(for_terminal(_plan(arguments)))
         return
     from pretrain.run import api
 
@@ -91,7 +95,7 @@ def _add_prepare(commands: Any) -> None:
         commands,
         "prepare",
         _prepare,
-        "tokenize raw text into a vocabulary, token shards and a corpus card",
+        "tokenize raw text into a vocabulary and token shards",
         """
   ./launch.sh prepare configs/pretrain/bert-mini.yaml
   ./launch.sh prepare configs/pretrain/bert-mini.yaml --dry-run

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import SAMPLER
+from pretrain.checkpoint.sentence_transformers import SENTENCE
 from pretrain.checkpoint.start import read_start
 from pretrain.common.addresses import local
 from pretrain.common.files import write_json
@@ -124,6 +125,7 @@ class Continuation:
                     "table": start.table.split("\n"),
                     "family": start.family,
                     "config": start.config,
+                    SENTENCE: start.sentence,
                 },
             )
         logger.info("began from %s (%s)\n%s", self._config.start_from, start.fingerprint[:12], start.table)

@@ -12,9 +12,10 @@ from typing import Any, Generic, NoReturn
 
 from pretrain.common import records
 from pretrain.common.addresses import is_remote, local_run
-from pretrain.common.errors import DivergedError, InputError, NothingSavedError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, NothingSavedError, RunError, StoppedError, print_error
 from pretrain.common.files import UNTRAINED, checkpoint_names
 from pretrain.common.interrupts import Interrupted
+from pretrain.common.packages import expect, install_command, is_installed
 from pretrain.common.records import Metric
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker, torchrun_place
@@ -62,6 +63,8 @@ def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ra
                 _train(kind, config, resume, alone=True)
             return False
         steps = kind.check(config, alone)
+        if steps is not None:
+            _expect_packages(config, in_ray=not alone and _is_in_ray(config.scheduling, ray))
         with (
             preflight.run_folder(config, before, kind.changed, resume=resume) as config,
             storing(config.address, config.folder, resume=resume),
@@ -133,8 +136,20 @@ def _where(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
     if alone:
         return "this process, without Ray"
     where = f"Ray at {scheduling.address}" if scheduling.address else "Ray"
-    by_ray = ray or scheduling.workers > 1 or bool(scheduling.address)
+    by_ray = _is_in_ray(scheduling, ray)
     return f"{counted(scheduling.workers, 'worker')}, {f'through {where}' if by_ray else 'without Ray'}"
+
+
+def _is_in_ray(scheduling: SchedulingConfig, ray: bool) -> bool:
+    return ray or scheduling.workers > 1 or bool(scheduling.address)
+
+
+def _expect_packages(config: RunConfig, *, in_ray: bool) -> None:
+    """Raise `MachineError` if a package that the run needs is not installed; say if W&B is left out."""
+    wanted = config.tracking.wandb in ("online", "offline")
+    expect("training", "deepspeed", *(["ray"] if in_ray else []), *(["wandb"] if wanted else []))
+    if config.tracking.wandb == "auto" and not is_installed("wandb"):
+        print(f"W&B is not installed, so the run is not mirrored. To install it: {install_command('wandb')}")
 
 
 @contextlib.contextmanager
@@ -172,7 +187,7 @@ def _newest(folder: Path) -> str:
 def _give_up(folder: Path) -> NoReturn:
     """End this process, which a library holds although a stop is requested and there is nothing to save."""
     error = _stopped(folder)
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print_error(error)
     os._exit(error.exit_code)
 
 

@@ -31,7 +31,7 @@ from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
 from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
 from pretrain.run.stragglers import RankTimes
 from pretrain.run.task import Recorder, S, TrainingTask
-from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
+from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun, rank
 from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Fit(Generic[S]):
         self.scale_search = LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # of the last step
-        self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimizes
+        self.validation: dict[str, Any] = {}  # of the last evaluation, what `rank` reads
         self.save_due = False  # a save waits for a good step
         self.saved_at = time.monotonic()
 
@@ -331,7 +331,7 @@ class Fit(Generic[S]):
         """Drop the losses of another phase: longer sequences have higher losses at first."""
         progress = self.progress
         if progress.part not in ("", part):
-            progress.recent, progress.lowest, progress.evaluations_without_gain = [], None, 0
+            progress.recent, progress.best, progress.evaluations_without_gain = [], None, 0
         progress.part = part
 
     def tell_step(self, logged: dict[str, Any] | None) -> None:
@@ -376,7 +376,7 @@ class Fit(Generic[S]):
         self.stopwatch.leave_out("evaluation", seconds)
         if means:
             if judge:
-                self._judge(self.task.to_minimize(means))
+                self._judge(means)
             best = judge and self.progress.evaluations_without_gain == 0
             record = {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
             self.recorder.log(record)
@@ -398,16 +398,17 @@ class Fit(Generic[S]):
         means = self._evaluated()
         if not means:
             return
-        value, last = self.task.to_minimize(means), self.validation and self.validation[1]
+        value, last = self.task.to_minimize(means), self.validation.get("validation_loss")
         other = f" ({last:.4f} without averaging)" if last is not None else ""
         message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
         self.recorder.log(event_of("average", f"{message}{other}", step=step, **means))
 
-    def _judge(self, value: float) -> None:
-        progress = self.progress
-        self.validation = (progress.step, value)
-        if math.isfinite(value) and (progress.lowest is None or value < progress.lowest):
-            progress.lowest, progress.evaluations_without_gain = value, 0
+    def _judge(self, means: dict[str, float]) -> None:
+        progress, value = self.progress, self.task.to_minimize(means)
+        self.validation = {"step": progress.step, "validation_loss": value, "held_out_loss": means["loss"]}
+        place = rank(self.validation)
+        if place is not None and (progress.best is None or list(place) < progress.best):
+            progress.best, progress.evaluations_without_gain = list(place), 0
         else:
             progress.evaluations_without_gain += 1
 
@@ -416,10 +417,11 @@ class Fit(Generic[S]):
         began = time.perf_counter()
         self.save_due, self.saved_step, self.saved_at = False, self.progress.step, time.monotonic()
         self.progress.window.seconds += self.stopwatch.lap()
-        current = self.validation is not None and self.validation[0] == self.progress.step
+        current = self.validation.get("step") == self.progress.step
         extra_state = {
             **self.extra_state,
-            "validation_loss": self.validation[1] if current and self.validation else None,
+            "validation_loss": None,
+            **(self.validation if current else {}),
             # The loader may have opened the next phase.
             "validation_set": self.progress.part or self.task.validation_set(),
             "kept": self.progress.is_kept(self.plan.config.checkpoint),

@@ -65,7 +65,7 @@ class Progress:
     bad_in_a_row: int = 0
     seconds: float = 0.0  # of training, over all starts, up to the last record
     part: str = ""  # the validation set of the phase; losses on different sets are not comparable
-    lowest: float | None = None  # of what the task minimizes, over the evaluations of this part
+    best: list[float] | None = None  # the lowest `pretrain.storage.runs.rank` of this part's evaluations
     evaluations_without_gain: int = 0
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
+from pretrain.common.packages import expect
 from pretrain.common.records import is_training, read_records
 from pretrain.config import R
 
@@ -44,15 +46,18 @@ class Run(Generic[R]):
 
     def metrics(self) -> DataFrame:
         """The training records of metrics.jsonl, a row each; docs/reference/metrics.md explains the columns."""
-        from pandas import DataFrame
-
-        return DataFrame(filter(is_training, read_records(self.folder)))
+        return _table(filter(is_training, read_records(self.folder)))
 
     def evaluations(self) -> DataFrame:
         """The evaluations on held-out data, a row each."""
-        from pandas import DataFrame
-
-        return DataFrame(one for one in read_records(self.folder) if "split" in one)
+        return _table(one for one in read_records(self.folder) if "split" in one)
 
     def __repr__(self) -> str:
         return f"{self.place}: finished."
+
+
+def _table(records: Iterable[Mapping[str, Any]]) -> DataFrame:
+    expect("tables of metrics", "pandas")
+    from pandas import DataFrame
+
+    return DataFrame(records)

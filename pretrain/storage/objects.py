@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from pretrain.common.addresses import scheme_of
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors, fsync_folder, sha256_file
+from pretrain.common.packages import install_command
 
 RETRY_SECONDS = 300.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 20.0
@@ -306,8 +307,7 @@ def _system(address: str) -> Any:
         return _systems(os.getpid(), "/".join(address.split("/")[:3]))
     except ImportError:
         raise AccessError(
-            f"{address}: {scheme}:// needs a package that is not installed. "
-            f"Run: {sys.executable} -m pip install {_PACKAGES[scheme]}"
+            f"{address}: {scheme}:// needs a package that is not installed. Run: {install_command(_PACKAGES[scheme])}"
         ) from None
 
 

@@ -27,6 +27,8 @@ INNER = "0_Transformer"  # the encoder's folder in older folders of sentence-tra
 # Config, tokenizer, pooling, a fine-tuned model's settings, and what tells a TensorFlow checkpoint.
 _OTHERS = ("config.json", "bert_config.json", "tokenizer*.json", "vocab.*", "merges.txt", "*_tokens*.json", "*.model")
 _OTHERS += ("modules.json", "*_Pooling/config.json", "*sentence_*.json", "finetune.json", "*.index")
+# Of a pooled classifier
+_OTHERS += ("encoder/modules.json", "encoder/*_Pooling/config.json", "encoder/*sentence_*.json")
 _FETCHED = ".fetched.json"  # names of the files that were fetched
 _FETCHING = ".fetching.json"  # that, during a fetch
 

@@ -87,20 +87,26 @@ def _content(path: Path) -> bytes | None:
 
 
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
-    """The checkpoint with the lowest validation loss, from states by names, in ascending order; "" if none has one.
+    """The checkpoint with the lowest `rank`, from states by names, in ascending order; "" if none has one.
 
-    On ties the newest. Only those count that were evaluated on the same held-out samples as the last one that was.
+    Only those count that were evaluated on the same held-out samples as the last one that was.
     """
-    measured: dict[str, dict[str, float]] = {}
-    for name, state in states.items():
-        loss = state.get("validation_loss")
-        if loss is not None and math.isfinite(loss):
-            losses = measured.pop(state["validation_set"], {})
-            measured[state["validation_set"]] = {**losses, name: loss}
-    if not measured:
+    ranks = {name: place for name, state in states.items() if (place := rank(state)) is not None}
+    if not ranks:
         return ""
-    latest = list(measured.values())[-1]
-    return min(reversed(latest), key=latest.__getitem__)
+    latest = states[list(ranks)[-1]]["validation_set"]
+    return min((name for name in ranks if states[name]["validation_set"] == latest), key=ranks.__getitem__)
+
+
+def rank(state: Mapping[str, Any]) -> tuple[float, float, int] | None:
+    """The order of a run's evaluations, the lowest best: what the task minimizes, the held-out loss, the step.
+
+    `state` is that of a checkpoint, or of the running training. None if it was not evaluated, or is not finite.
+    """
+    if state.get("validation_loss") is None:
+        return None
+    place = state["validation_loss"], state.get("held_out_loss", 0.0), state["step"]
+    return place if all(map(math.isfinite, place)) else None
 
 
 @contextlib.contextmanager

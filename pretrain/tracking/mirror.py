@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pretrain.common.errors import InputError
+from pretrain.common.packages import is_installed
 from pretrain.common.run_files import read_fork
 from pretrain.config import RunConfig
 from pretrain.tracking.rows import MESSAGE, PROBE_STEP, MetricRows
@@ -76,6 +77,8 @@ def _of_ranks(values: list[float | None]) -> dict[int | str, float | None]:
 
 def wandb_mode(mode: str) -> str:
     """Resolve `tracking.wandb` to online, offline or off. `auto` follows WANDB_MODE, and else is online with a key."""
+    if mode == "auto" and not is_installed("wandb"):
+        return "off"
     if mode == "auto":
         requested = os.environ.get("WANDB_MODE", "")
         if requested in ("disabled", "dryrun", "offline"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     make_bert(folder / "bert")
     section = {"classification": write_reviews(folder), "engine": {"precision": "auto"}}
-    return save_untrained(folder, "reviews", section, {"label": "negative"})
+    return save_untrained(
+        folder, "reviews", section, {"label": "negative", "scores": {"negative": 0.8, "positive": 0.2}}
+    )
 
 
 def test_an_export_is_the_model_whole(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,8 +164,10 @@ def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
 
 def test_onnx_that_cannot_be_made_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(export, "PACKAGES", ("onnx", "no_such_package"))
-        with pytest.raises(MachineError, match=r"^--onnx: no_such_package not installed\. Run: .* install"):
+        patch.setitem(sys.modules, "onnxscript", None)
+        with pytest.raises(
+            MachineError, match=r"^--onnx: onnxscript not installed\. Run: .* install 'bertrain\[onnx\]'"
+        ):
             export.export(run, tmp_path / "out", onnx=True)
 
     monkeypatch.setattr(export, "write_onnx", MagicMock(side_effect=MachineError("logits differ")))
@@ -178,6 +183,9 @@ def render(
     made = FinetuneConfig.model_validate({"name": "it", "start_from": "released/bert", **config})
     task: Task[Any] = make_task(made.task_settings)
     train, sets = task.read_train(), {**task.read_held_out(), **task.read_test()}
+    for one in predictions:
+        if "label" in one:
+            one["scores"] = {name: float(name == one["label"]) for name in task.labels}
     results = {name: SetResult.of(task, members, predictions) for name, members in sets.items()}
     facts = CardFacts(
         family="bert",
@@ -239,7 +247,8 @@ def test_the_card_of_a_classifier(tmp_path: Path) -> None:
     sets, scores, confusion, types = tables(card)
     assert sets[2:] == [[name, files[name].replace("_", "\\_"), "5"] for name in ("train", "dev")]
     assert scores[0] == ["", "dev"]
-    assert ["accuracy", "0.6000"] in scores
+    assert ["accuracy", "0.6000 (95 %: 0.2000 to 1.0000)"] in scores
+    assert ["brier", "0.8000"] in scores
     assert confusion[0] == ["", "a\\|b", "c", "d"]
     assert confusion[2:] == [["**a\\|b**", "1", "1", "0"], ["**c**", "0", "1", "1"], ["**d**", "0", "0", "1"]]
     assert types[3] == ["c", "0.5000", "0.5000", "0.5000", "2"]

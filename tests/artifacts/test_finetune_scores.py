@@ -85,7 +85,7 @@ def test_evaluate_gives_the_scores_and_predictions_of_training(root: Path, tmp_p
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the workers had
     try:
-        evaluate(root / name, None, tmp_path, "bf16" if name == "half" else "auto")
+        evaluate(root / name, None, tmp_path, precision="bf16" if name == "half" else "auto")
     finally:
         torch.set_num_threads(threads)
     measured = json.loads((tmp_path / "metrics.json").read_text())["dev"]["scores"]
@@ -123,16 +123,15 @@ def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
         batch.to = lambda _, batch=batch: batch
     cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(queries=np.arange(3)))
     job: Any = SimpleNamespace(
-        _windows=lambda _: None,
         _cut=lambda *_: cut,
         _device=torch.device("cpu"),
         task=SimpleNamespace(outputs=2),
         _engine=SimpleNamespace(
-            rank=1,
             workers=SimpleNamespace(gather_objects=lambda mine: [mine]),
             watch=SimpleNamespace(beat=lambda: beats.append(len(beats))),
         ),
     )
     model: Any = lambda batch: SimpleNamespace(logits=torch.zeros(1, 2))  # noqa: E731
-    assert train.Finetuning.predictions_of(job, model, [], tune=False) == []
+    windows: Any = None
+    assert train.Finetuning.logits(job, model, windows).shape == (3, 2)
     assert beats == [0, 1, 2]

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_checkpoints import make_bert, write_reviews
 
+import finetune
 from finetune.artifacts import command as commands
 from finetune.artifacts import evaluation
 from finetune.artifacts.predictor import Predictor
@@ -180,7 +181,66 @@ def test_gold_that_is_not_a_label_of_the_model_is_skipped(folder, tmp_path, caps
     assert "2 of 3 labels are missing or unknown" in caplog.text
     assert "a.csv:3: label 'mixed'" in caplog.text
     assert evaluate(folder / "reviews", path) == 2
-    assert "a.csv:4: label is empty" in capsys.readouterr().err
+    assert "a.csv:3: label 'mixed'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_columns_of_a_file_stay_and_ours_get_other_names(folder, tmp_path, capsys, caplog, suffix) -> None:
+    theirs = {name: f"their {name}" for name in ("text", "pair", "gold", "label", "scores", "predicted_label", "id2")}
+    row, path, out = (
+        {"one": "the film", "two": "the book", **theirs},
+        tmp_path / f"a.{suffix}",
+        tmp_path / f"b.{suffix}",
+    )
+    write_rows(path, [row, {**row, "one": "good"}])
+    assert predict(folder / "pairs", path, "--out", out) == 0
+    made = pq.read_table(out).to_pylist() if suffix == "parquet" else None
+    made = made or (read_lines(out) if suffix == "jsonl" else list(csv.DictReader(out.open())))
+    assert [{name: one[name] for name in row} for one in made] == [row, {**row, "one": "good"}]
+    expected = {*row, "predicted_predicted_label", "score", "predicted_scores"}
+    assert set(made[0]) == expected
+    assert (
+        caplog.text.count("which stay; in the predictions text is one, pair is two, label is predicted_predicted_") == 1
+    )
+    capsys.readouterr()
+    assert predict(folder / "pairs", path) == 0
+    assert set(output(capsys)[0]) == expected
+    write_rows(path, [{**row, "same": "1", "score": "9"}])
+    assert evaluate(folder / "pairs", path, "--out", tmp_path) == 0
+    (made,) = read_lines(tmp_path / "predictions/a.jsonl")
+    assert {name: made[name] for name in row} == row
+    assert (made["same"], made["score"], made["predicted_score"]) == ("1", "9", pytest.approx(0.5, abs=0.5))
+
+
+def test_a_threshold_is_given_at_prediction_time(folder, tmp_path, capsys) -> None:
+    both = write_reviews(tmp_path)
+    save_untrained(folder, "positive", {"classification": {**both, "positive": "positive"}})
+    for threshold, label in ((0.001, "positive"), (0.999, "negative")):
+        assert predict(folder / "positive", "--text", "a film", "--threshold", threshold) == 0
+        assert output(capsys)[0]["label"] == label
+        assert evaluate(folder / "positive", both["dev"], "--out", tmp_path / "out", "--threshold", threshold) == 0
+        assert "f1 (positive)" in capsys.readouterr().out
+        assert json.loads((tmp_path / "out/metrics.json").read_text())["dev"]["details"]["threshold"] == threshold
+        assert finetune.load(folder / "positive", threshold=threshold)("a film")["label"] == label
+    assert predict(folder / "reviews", "--text", "a", "--threshold", 0.3) == 2
+    assert "threshold: is for several labels, or for two classes with" in capsys.readouterr().err
+
+
+def test_columns_of_equal_names_stay_both(folder, tmp_path, capsys) -> None:
+    path = write_csv(tmp_path / "a.csv", ["note", "text", "note"], [["x", "good", "y"]])
+    assert predict(folder / "reviews", path) == 0
+    (made,) = output(capsys)
+    assert (made["note"], made["note.2"], made["text"]) == ("x", "y", "good")
+
+
+def test_a_column_of_labels_that_the_model_does_not_know_stays(folder, tmp_path, capsys) -> None:
+    rows = [{"text": "good", "label": "positive"}, {"text": "bad", "label": "my note", "note": ["half \ud83d"]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert predict(folder / "reviews", tmp_path / "a.jsonl") == 0
+    made = output(capsys)
+    assert [(one["label"], one.get("gold")) for one in made] == [("positive", "positive"), ("my note", None)]
+    assert {one["predicted_label"] for one in made} <= {"positive", "negative"}
+    assert made[1]["note"] == ["half \N{REPLACEMENT CHARACTER}"]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +261,17 @@ def test_files_that_cannot_be_predicted_are_reported_in_one_line(folder, tmp_pat
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_list_is_predicted_together_and_a_stream_begins_at_once(folder: Path) -> None:
+    model = Predictor(folder / "reviews", precision="fp32")
+    sizes: list[int] = []
+    model.model.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0].lengths)))
+    texts = ["good", "the film was bad", "fine", "a very awful plot", "end"]
+    made = model(texts)
+    assert sizes == [5]
+    assert [one["label"] for one in model.stream(texts)] == [one["label"] for one in made]
+    assert sizes[1:] == [1, 2, 2]
 
 
 def test_an_id_that_cannot_be_written_is_named_after_the_answers_before_it(folder: Path) -> None:
@@ -300,7 +371,7 @@ def test_options_may_come_before_the_file(monkeypatch: pytest.MonkeyPatch, words
     arguments = words.split()
     seen: list[Any] = []
     monkeypatch.setattr(commands, "model_folder", lambda folder: folder)
-    monkeypatch.setattr(evaluation, "evaluate", lambda *given: seen.append(given) or "")
+    monkeypatch.setattr(evaluation, "evaluate", lambda *given, **_: seen.append(given) or "")
     assert main(["evaluate", *arguments]) == 0
     assert main(["evaluate", *[one for one in arguments if one != "test.csv"]]) == 0
     assert [[*map(str, given[:2])] for given in seen] == [["runs/x", "test.csv"], ["runs/x", "None"]]
@@ -351,7 +422,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     assert config.repeated_sets() == [("test", "dev")]
     for more, wanted in (
         ({}, "  no held-out set: the last checkpoint is kept. To keep the best one by a score, set classification.dev"),
-        ({"dev_share": 0.25}, " examples), 0.25 of the training set, by a hash of the texts (dev_share)"),
+        ({"dev_share": 0.25}, " examples), 0.25 of the training set, by class (dev_share)"),
     ):
         section = {"train": str(folder / "train.jsonl"), **more}
         config = FinetuneConfig.model_validate({**values, "classification": section})

@@ -1,4 +1,4 @@
-"""Models of sentence-transformers: their own pooling is read, and what is exported pools the same in transformers."""
+"""Models of sentence-transformers: their own pooling is read, and said where it is not."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from labeled_batches import make_batch, pad
-from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
+from tiny_checkpoints import make_bert, write_reviews
 
 from finetune.artifacts.export import export as export_run
-from finetune.artifacts.padded import PaddedModel
 from finetune.training.train import main
-from pretrain.checkpoint.layouts.pooled import MODELING_FILE
 from pretrain.checkpoint.released import read_released, read_shape
 from pretrain.checkpoint.sentence_transformers import longest_text, remarks, sentence_pooling
-from tests.artifacts.untrained import task_model, write_like
+from pretrain.common.errors import InputError
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts
 
@@ -28,69 +24,6 @@ def say_pooling(folder: Path, **flags: Any) -> Path:
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **flags}))
     return folder
-
-
-@pytest.fixture(params=["bert", "roberta", "distilbert"])
-def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    made = make_bert(tmp_path / "bert")
-    others = {"roberta": make_roberta, "distilbert": make_distilbert}
-    return others[request.param](tmp_path / "other", made) if request.param in others else made
-
-
-def export(folder: Path, out: Path) -> Path:
-    """The model with a classifier of three labels, in its family's layout."""
-    released = read_released(folder)
-    torch.manual_seed(0)
-    head = {"out_weight": torch.randn(3, released.model.hidden), "out_bias": torch.randn(3)}
-    names = {str(number): f"label {number}" for number in range(3)}
-    return write_like(released, out, "sequence", head, folder, id2label=names)
-
-
-@pytest.mark.parametrize("pooling", ["mean", "max"])
-def test_an_export_pools_in_transformers_as_in_training(folder: Path, tmp_path: Path, pooling: str) -> None:
-    flags = {f"pooling_mode_{name}_tokens": name == pooling for name in ("mean", "max")}
-    out = export(say_pooling(folder, pooling_mode_cls_token=False, **flags), tmp_path / "out")
-    released = read_released(out)
-    layers = released.task_head("sequence")
-    assert (layers.pooling, layers.activation) == (pooling, "")
-    model = task_model(released, "sequence", "classes", 3).eval()
-    model.load_state_dict({**released.backbone, **{f"head.{name}": tensor for name, tensor in released.head.items()}})
-    batch = make_batch(released.token_types > 1, "sequence")
-    inputs = pad(batch)
-    with torch.no_grad():
-        ours = model(batch).logits
-        named = [inputs[name] for name in PaddedModel(released, "sequence").inputs]
-        (plain,) = PaddedModel(released, "sequence").eval()(*named)
-    theirs, told = transformers.AutoModelForSequenceClassification.from_pretrained(
-        out, trust_remote_code=True, output_loading_info=True
-    )
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    given = inputs if released.token_types else {key: inputs[key] for key in ("input_ids", "attention_mask")}
-    if released.token_types == 1:
-        given = {**given, "token_type_ids": torch.zeros_like(inputs["input_ids"])}
-    with torch.no_grad():
-        logits = theirs.eval()(**given).logits
-    torch.testing.assert_close(ours, logits, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-4)
-    assert read_shape(out) == read_shape(folder)
-
-
-def test_without_trust_it_is_refused_and_not_read_as_a_classifier_of_the_first_token(tmp_path: Path) -> None:
-    folder = say_pooling(make_bert(tmp_path / "bert"), pooling_mode_mean_tokens=True)
-    out = export(folder, tmp_path / "out")
-    assert (out / MODELING_FILE).is_file()
-    with pytest.raises(ValueError, match="custom code"):
-        transformers.AutoModelForSequenceClassification.from_pretrained(out, trust_remote_code=False)
-
-
-def test_a_task_of_tokens_keeps_the_family(tmp_path: Path) -> None:
-    folder = say_pooling(make_bert(tmp_path / "bert"), pooling_mode_mean_tokens=True)
-    released = read_released(folder)
-    assert released.task_head("tokens").pooling == "cls"
-    head = {"out_weight": torch.randn(3, released.model.hidden), "out_bias": torch.randn(3)}
-    write_like(released, tmp_path / "out", "tokens", head, folder)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "bert"
-    transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +55,7 @@ def test_what_is_not_read_is_told(tmp_path: Path) -> None:
     say_pooling(tmp_path, pooling_mode_lasttoken=True)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
     pooling, longest = remarks(tmp_path, 512)
-    assert "pooling_mode_lasttoken) is not supported" in pooling
+    assert "lasttoken) is not supported" in pooling
     assert "at most 256 tokens" in longest
     assert longest_text(tmp_path) == 256
     assert len(remarks(tmp_path, 256)) == 1
@@ -141,5 +74,13 @@ def test_a_fine_tuned_one_says_how_to_load_it(tmp_path: Path) -> None:
     assert run_workers(1, make_starts, main, [Start(config)]) == [[""]]
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert 'AutoModelForSequenceClassification.from_pretrained(".", trust_remote_code=True)' in card
-    assert "trust_remote_code=True" in export_run(tmp_path / "run", tmp_path / "exported")
-    transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    out = tmp_path / "exported"
+    for _ in range(2):
+        assert "trust_remote_code=True, and encoder/ without" in export_run(tmp_path / "run", out)
+    transformers.AutoModelForSequenceClassification.from_pretrained(out, trust_remote_code=True)
+    assert "`encoder/`" in card
+    assert read_released(out).sentence == read_released(folder).sentence != {}
+    (out / "encoder" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"encoder/notes\.txt: no export wrote it"):
+        export_run(tmp_path / "run", out)
+    assert (out / "encoder" / "notes.txt").read_text() == "mine"

@@ -79,12 +79,14 @@ def _check(config: FinetuneConfig) -> None:
     """Raise `InputError` if ours would train in a way that the Trainer cannot, or there is no set to score."""
     training = config.training
     weighted = getattr(config.task_settings, "class_weights", "none")
+    smoothed = getattr(config.task_settings, "label_smoothing", 0)
     for name, value, needed in (
         ("optimizer.name", config.optimizer.name, "adamw"),
         ("training.layer_decay", training.layer_decay, 1),
         ("training.patience", training.patience, 0),
         ("random_weights", config.random_weights, False),
         (f"{config.task_name}.class_weights", weighted, "none"),
+        (f"{config.task_name}.label_smoothing", smoothed, 0),
     ):
         if value != needed:
             raise InputError(f"bench finetune: {name}: {value}; the Trainer has no such setting. Set it to {needed}.")

@@ -4,13 +4,15 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import random
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,7 +26,10 @@ from pretrain.checkpoint.store import FragmentIndex
 from pretrain.checkpoint.writing import packed
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
+from pretrain.run.loop import Fit
+from pretrain.run.progress import Progress
 from pretrain.run.session import newest_checkpoint
+from pretrain.storage.runs import best_of
 from pretrain.training.engine import RankGroup
 from tests.distributed import Alone, run_workers
 
@@ -211,11 +216,25 @@ def test_the_checkpoint_that_was_just_saved_is_kept(tmp_path: Path) -> None:
     assert store.list_checkpoints(tmp_path) == [checkpoints[0], checkpoints[2]]
 
 
-def test_the_best_is_of_the_latest_phase_and_the_newest_of_equals(tmp_path: Path) -> None:
+def test_the_best_is_of_the_latest_phase_and_the_earliest_of_equals(tmp_path: Path) -> None:
     assert store.best(tmp_path) is None
     for step, loss, phase in [(1, 1.0, 0), (2, 3.0, 1), (3, 2.0, 1), (4, 2.0, 1), (5, None, 1)]:
         save(tmp_path, step, loss=loss, phase=phase)
-    assert store.best(tmp_path) == tmp_path / store.name_of(4)
+    assert store.best(tmp_path) == tmp_path / store.name_of(3)
+
+
+def test_loop_patience_and_store_agree_on_ties() -> None:
+    """Of equal scores the lower held-out loss is better, then the earlier step; a resume changes nothing."""
+    fit, states, gains = object.__new__(Fit), {}, []
+    fit.task, fit.progress = cast(Any, SimpleNamespace(to_minimize=lambda means: -means["f1"])), Progress()
+    evaluations = [(0.8, 0.7), (0.8, 0.5), (0.8, 0.5), (0.7, 0.1), (0.8, 0.6), (0.9, math.nan), (0.8, 0.4)]
+    for step, (score, loss) in enumerate(evaluations, 1):
+        fit.progress = Progress.from_state(json.loads(json.dumps({**asdict(fit.progress), "step": step})))
+        fit._judge({"f1": score, "loss": loss})
+        gains.append(fit.progress.evaluations_without_gain)
+        states[store.name_of(step)] = {**fit.validation, "validation_set": "dev"}
+        assert best_of(states) == store.name_of(int((fit.progress.best or [0])[-1]))
+    assert gains == [0, 0, 1, 2, 3, 4, 0]
 
 
 def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.training.saved import result_lines
-from pretrain.common.wording import counted, shown_scores
+from pretrain.common.wording import counted, did_you_mean, for_terminal, shown_scores
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,30 @@ def test_a_noun_follows_its_number(number: int, noun: str, plural: str, text: st
     assert counted(number, noun, plural) == text
 
 
+@pytest.mark.parametrize(
+    ("name", "names", "question"),
+    [
+        ("learn", "lean learning_rate", "did you mean learning_rate?"),
+        ("eval", "evaluate-pretrained evaluate", "did you mean evaluate?"),
+        ("pre", "predict prepare pretrain up", "did you mean predict, prepare or pretrain?"),
+        ("--", "--out --set", ""),
+        ("seedz", "set seeds", "did you mean seeds?"),
+    ],
+)
+def test_a_name_that_goes_on_is_nearer_than_a_similar_one(name: str, names: str, question: str) -> None:
+    assert did_you_mean(name, names.split()) == question
+
+
+def test_a_terminal_gets_lines_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"Names:\n  name  {'word ' * 9}end\n  total  {'w' * 60}"
+    assert for_terminal(text) == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    first, *rest = for_terminal(text).split("\n")[1:]
+    assert (first, rest[0]) == (f"  name{'  word'}{' word' * 5}", f"        {'word ' * 3}end")
+    assert max(map(len, [first, rest[0]])) <= 40
+
+
 def test_micro_f1_is_shown_unless_it_is_the_accuracy() -> None:
     single = {"accuracy": 0.3, "macro_f1": 0.2, "micro_f1": 0.1 + 0.2}
     assert list(shown_scores(single)) == ["accuracy", "macro_f1"]
@@ -34,7 +58,7 @@ def test_micro_f1_is_shown_unless_it_is_the_accuracy() -> None:
 
 def test_the_line_of_a_result_has_its_scores_and_its_remarks() -> None:
     class Task:
-        metric = "accuracy"
+        metric, positive = "accuracy", ""
 
         def result_remarks(self, details: dict[str, str]) -> list[str]:
             return [details["remark"]] if details else []

@@ -241,6 +241,8 @@ def test_overrides_reach_sections_lists_and_new_places(write):
     ("override", "expected"),
     [
         ("engine.zero_stge=1", "engine.zero_stge is not a known setting; did you mean zero_stage?"),
+        ("engine.zero=1", "engine.zero is not a known setting; did you mean zero_stage?"),
+        ("precis=bf16", "precis is not a known setting; did you mean engine.precision?"),
         ("engin.zero_stage=1", "engin is not a known setting; did you mean engine?"),
         ("phases.0.steps=ten", "phases.0.steps is 'ten'; expected a valid integer"),
         ("phases.5.steps=1", "phases is a list of 2; 5 is not one of the indices 0 to 2."),

@@ -398,6 +398,64 @@ def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "option", "why"),
+    [
+        ("pretrain run.yaml --on here", "--on", "without --dry-run"),
+        ("pretrain run.yaml --mean-length 20", "--mean-length", "without --dry-run"),
+        ("pretrain run.yaml --show-config", "--show-config", "without --dry-run"),
+        ("finetune a.yaml --show-config --seeds 2", "--show-config", "without --dry-run"),
+        ("sweep a.yaml --show-config", "--show-config", "without --dry-run"),
+        ("finetune a.yaml --seeds 2 --resume", "--resume", "with --seeds"),
+        ("finetune a.yaml --parallel 2", "--parallel", "without --seeds N"),
+        ("list --allow-plain-http", "--allow-plain-http", "without --address"),
+        ("doctor --cluster --address http://127.0.0.1:1", "--cluster", "with --address"),
+        ("adapt a.txt --from a --out b --replay 0.3", "--replay", "without --general"),
+        ("demo --minutes 3 --set phases.0.steps=4", "--minutes", "with --set phases.0.steps"),
+        ("RANK=0 pretrain run.yaml --workers 2", "--workers", "under torchrun"),
+        ("RANK=0 finetune a.yaml --ray", "--ray", "under torchrun"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    config_file, calls, monkeypatch, capsys, words, option, why
+) -> None:
+    Path("a").mkdir()
+    given = words.removeprefix("RANK=0 ")
+    for name, value in PLACE.items() if given != words else ():
+        monkeypatch.setenv(name, value)
+    assert cli(*given.split()) == 2
+    assert error_of(capsys).startswith(f"error: {option}: has no effect {why}")
+    assert calls == []
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "red"),
+    [
+        ({"TERM": "xterm"}, True, True),
+        ({"TERM": "xterm"}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "0"}, False, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+    ],
+)
+def test_an_error_is_red_on_a_terminal(environment, is_terminal, red, tmp_path: Path) -> None:
+    """That of the console command, and that of launch.sh, which has no .venv."""
+    shutil.copy(ROOT / "launch.sh", tmp_path)
+    (tmp_path / "docs/reference").mkdir(parents=True)
+    (tmp_path / "docs/reference/commands.md").touch()
+    given = {name: value for name, value in os.environ.items() if name not in ("TERM", "NO_COLOR")} | environment
+    for command in ([sys.executable, "-m", "finetune.cli", "xyzzy"], [tmp_path / "launch.sh", "xyzzy"]):
+        ours, theirs = os.openpty() if is_terminal else os.pipe()
+        with os.fdopen(ours, "rb", buffering=0) as shown:
+            assert subprocess.run(command, cwd=ROOT, stderr=theirs, env=given, check=False).returncode == 2
+            os.close(theirs)
+            head = b"\x1b[1;31merror:\x1b[0m" if red else b"error:"
+            assert shown.read(4096).startswith(head + b" 'xyzzy' is not a command")
+
+
 def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
     assert main(["prepare", "no\x1b[2J\u2028such.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from pretrain.common.commands import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
 PARSER, PARSERS = cli.build_parsers()
+CHOICES = "choose from " + ", ".join(map(repr, ("pretrain", "prepare", "finetune")))
 HEAVY = ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed")
 
 
@@ -58,10 +60,22 @@ def test_help_lists_every_command_on_one_line(words: list[str], capsys: pytest.C
         cli.main(words)
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
     listed = [name for names in cli.GROUPS.values() for name in names]
     assert [line.split()[0] for line in lines if re.match(r"  [a-z]", line)] == listed
     assert sorted(listed) == sorted(PARSERS)
+
+
+def test_help_and_version_of_both_programs(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["help", "pretrain"], ["help", "help"]):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+    assert re.findall(r"^usage: ./launch.sh (\S+)", capsys.readouterr().out, re.MULTILINE) == ["pretrain", "COMMAND"]
+    assert cli.main(["--version"]) == 0
+    version = capsys.readouterr().out
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    assert without_venv(clone, "--version").stdout == version == f"bertrain {importlib.metadata.version('bertrain')}\n"
+    assert without_venv(clone, "help", "test").stdout.startswith("usage: ./launch.sh test ")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +84,8 @@ def test_help_lists_every_command_on_one_line(words: list[str], capsys: pytest.C
         ("pretrian", "did you mean pretrain? ./launch.sh --help lists them."),
         ("finetun", "did you mean finetune? ./launch.sh --help lists them."),
         ("xyzzy", "./launch.sh --help lists them."),
-        ("--version", "./launch.sh --help lists them."),
+        ("eval", "did you mean evaluate? ./launch.sh --help lists them."),
+        ("pre", "did you mean prepare, predict or pretrain? ./launch.sh --help lists them."),
     ],
 )
 def test_an_unknown_command_names_the_nearest(word: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +99,12 @@ def test_an_unknown_command_names_the_nearest(word: str, advice: str, capsys: py
         (["pretrain"], "pretrain: the following arguments are required: CONFIG."),
         (["pretrain", "a.yaml", "--frk", "b"], "pretrain: unrecognized arguments: --frk b; did you mean --fork?"),
         (["finetune", "a.yaml", "--seedz=3"], "finetune: unrecognized arguments: --seedz=3; did you mean --seeds?"),
+        (
+            ["finetune", "a.yaml", "--se", "3"],
+            "finetune: unrecognized arguments: --se 3; did you mean --set or --seeds?",
+        ),
+        (["submit", "mini", "--set", "a=b"], "submit: unrecognized arguments: --set a=b."),
+        (["submit", "--", "pretrian"], f"submit: argument COMMAND: invalid choice: 'pretrian' ({CHOICES})."),
         (["logs", "a", "b"], "logs: unrecognized arguments: b."),
         (["evaluate", "a", "b", "c"], "evaluate: unrecognized arguments: c."),
         (["evaluate", "--out", "x"], "evaluate: the following arguments are required: MODEL."),
@@ -243,7 +264,7 @@ def test_launch_sh_lists_the_same_commands(clone: Path, words: list[str]) -> Non
     assert (result.returncode, result.stderr) == (0, "")
     assert cli.overview(PARSERS) in result.stdout
     assert "\n  test " in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 120
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_launch_sh_sets_nothing_up_for_an_unknown_command(clone: Path) -> None:
@@ -294,7 +315,7 @@ def test_launch_sh_sets_up_what_a_command_needs(clone: Path, words: list[str], e
     result = launch(clone, *words)
     assert result.returncode == 3
     assert f"Setting up .venv ({extra}), log in .venv/install.log ...\n" in result.stderr
-    package = str(clone) if extra == "base" else f"{clone}[{extra}]"
+    package = f"{clone}[all]" if extra == "base" else f"{clone}[all,{extra}]"
     assert f"--editable {package} --constraint" in (clone / "pip.txt").read_text()
 
 
@@ -359,17 +380,49 @@ def test_a_set_up_stopped_while_it_makes_the_venv_leaves_no_process(clone: Path)
         end_when_it_has_started(command, pid)
 
 
-def test_a_shell_completes_commands_and_options() -> None:
-    script = cli_output(["completion", "bash"])
-    ask = f"""{script}
-complete() {{ COMP_WORDS=(bertrain "$@"); COMP_CWORD=$#; COMPREPLY=(); _shtab_bertrain; echo "${{COMPREPLY[@]}}"; }}
-complete ''; complete pretrain --fo; complete export --o; complete submit --addr; complete finetune --see
-"""
-    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
-    first, *options = done.stdout.splitlines()
-    assert set(PARSERS) <= set(first.split())
-    assert options == ["--fork", "--onnx", "--address", "--seeds"]
-    assert cli_output(["completion", "zsh"]).startswith("#compdef bertrain\n")
+def test_a_shell_completes_commands_options_and_values(tmp_path: Path) -> None:
+    """As bash asks: it splits words at equals signs."""
+    for folder in ("runs/alpha", "beta", "finetune"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("my own.yaml", "mine.csv"):
+        (tmp_path / file).touch()
+    asked = {
+        "pretrain --fo": ["--fork"],
+        "submit --addr": ["--address"],
+        "pretrain --set a = b mi": ["mini"],
+        "finetune my": ["my own.yaml"],
+        "sweep mini sst2 --grid = sm": ["small-bert"],
+        "evaluate alp": ["alpha"],
+        "evaluate alpha m": ["my own.yaml", "mine.csv"],
+        "pretrain mini --from alp": ["alpha"],
+        "export alpha b": ["beta"],
+        "submit --follow -- pretr": ["pretrain"],
+        "configs glue/s": ["glue/sst2", "glue/stsb"],
+        "help pret": ["pretrain"],
+        "manifest slurm squ": ["squad"],
+    }
+    lines = "".join(f"complete_words bertrain {words}\n" for words in asked)
+    ask = f"""{cli_output(["completion", "bash"])}
+complete_words() {{
+    COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _bertrain "$1" "${{@: -1}}" 2>/dev/null
+    printf '%s|' "${{COMPREPLY[@]}}"; echo
+}}
+complete_words bertrain ''; complete_words ./launch.sh ''
+{lines}"""
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path)
+    first, with_launcher, *found = (line.split("|")[:-1] for line in done.stdout.splitlines())
+    assert sorted(first) == sorted([*PARSERS, "help"])
+    assert set(with_launcher) - set(first) == {"bench", "docs", "test"}
+    assert dict(zip(asked, map(sorted, found), strict=True)) == {words: sorted(want) for words, want in asked.items()}
+
+
+def test_zsh_takes_values_and_lists() -> None:
+    script = cli_output(["completion", "zsh"])
+    assert script.startswith("#compdef bertrain launch.sh\n")
+    assert re.search(r'"--grid=\[.*\]:grid:\(auto devlin small-bert\)"', script)
+    assert re.search(r'"\*:YAML file of the run.*:_bertrain_file_of_finetune"', script)
+    if shell := shutil.which("zsh"):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
 
 
 def cli_output(words: list[str]) -> str:

@@ -1,25 +1,34 @@
-"""An installed package is whole without the clone: a wheel in a folder of its own, used from an empty one."""
+"""An installed package is whole without the clone: a wheel in an empty environment, used from an empty folder."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from packaging.requirements import Requirement
+from tiny_checkpoints import make_bert, write_reviews
 
+from cluster.workers import launch
 from finetune.cli import build_parsers
+from pretrain.common.errors import InputError
 from pretrain.common.examples import CONFIGS, listing
+from tests.artifacts.untrained import save_untrained
 
 ROOT = Path(__file__).parents[2]
+CONFIGS_LINK = ROOT / "pretrain/common/configs"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds what the wheel installs."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     source = place / "source"
     source.mkdir()
@@ -27,24 +36,52 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / name).symlink_to(ROOT / name)
     build = "import setuptools.build_meta as b; b.build_wheel('..')"
     subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
-    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
-        wheel.extractall(place / "site")
-    return place / "site"
+    return next(place.glob("*.whl"))
 
 
-def run(site: Path, folder: Path, *words: str, code: int = 0, program: tuple[str, ...] = ("-m", "finetune.cli")) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": "bertrain"}
-    command = [sys.executable, *program, *words]
+def install(wheel: Path, folder: Path, *extras: str) -> Path:
+    """A virtual environment with the wheel and no packages but those that it requires; returns its site-packages."""
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(site)
+    left = [("bertrain", extra) for extra in ("", *extras)]
+    for name, extra in left:  # grows
+        found = next(iter(metadata.distributions(name=name, path=[str(site)])), None) or metadata.distribution(name)
+        for line in found.requires or ():
+            needed = Requirement(line)
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                left += [one for one in ((needed.name, part) for part in ("", *needed.extras)) if one not in left]
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(str(found.locate_file(top)))
+    return site
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An installation without extras."""
+    return install(wheel, tmp_path_factory.mktemp("installed") / "venv")
+
+
+def run(
+    site: Path, folder: Path, *words: str, code: int = 0, program: tuple[str, ...] = ("-m", "finetune.cli"), **more: str
+) -> str:
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": "bertrain", **more}
+    command = [str(site.parents[2] / "bin/python"), *program, *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, (words, done.stdout, done.stderr)
     return done.stdout + done.stderr
 
 
-def test_the_wheel_has_all_files_of_the_packages_and_the_example_configs(site: Path) -> None:
+def test_the_wheel_has_all_files_of_the_packages_and_the_example_configs(wheel: Path) -> None:
     folders = ["cluster", "configs", "finetune", "pretrain"]
     tracked = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
-    missing = [name for name in tracked.stdout.split() if not (site / name).is_file()]
-    assert missing == ["cluster/manifests/Containerfile"], "an image is built from a clone"
+    files = set(zipfile.ZipFile(wheel).namelist())
+    link = CONFIGS_LINK.relative_to(ROOT).as_posix()
+    expected = {re.sub("^configs/", f"{link}/", name) for name in tracked.stdout.split()} - {link}
+    assert expected - files == {"cluster/manifests/Containerfile"}, "an image is built from a clone"
+    assert {name.partition("/")[0] for name in files} == {"cluster", "finetune", "pretrain", "bertrain-0.1.0.dist-info"}
 
 
 def test_every_command_describes_itself(site: Path, tmp_path: Path) -> None:
@@ -60,14 +97,13 @@ for command in {commands}:
 
 
 def test_advice_in_python_names_the_console_command(site: Path, tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "BERTRAIN_PROGRAM"}
-    command = [sys.executable, "-c", "from pretrain.common.commands import program; print(program())"]
-    given = {"cwd": tmp_path, "env": {**environment, "PYTHONPATH": str(site)}}
-    assert subprocess.run(command, capture_output=True, text=True, check=True, **given).stdout == "bertrain\n"
+    code = "from pretrain.common.commands import program; print(program())"
+    assert run(site, tmp_path, program=("-c", code), BERTRAIN_PROGRAM="") == "bertrain\n"
 
 
 @pytest.mark.parametrize("kind", ["kuberay", "slurm"])
-def test_a_manifest_of_an_example_config_is_written(kind: str, site: Path, tmp_path: Path) -> None:
+def test_a_manifest_of_an_example_config_is_written(kind: str, wheel: Path, tmp_path: Path) -> None:
+    site = install(wheel, tmp_path / "venv", "cluster")
     assert "bert-base" in run(site, tmp_path, "manifest", kind, "bert-base")
 
 
@@ -82,7 +118,75 @@ def test_example_configs_are_listed_printed_and_taken_by_name(site: Path, tmp_pa
     assert re.fullmatch(r"error: my.yaml:\d+: .*did you mean decay_timescale\?\n", message), message
 
 
+def write_task(folder: Path) -> Path:
+    """A model, which is returned, and my.yaml, the config of another."""
+    make_bert(folder / "bert")
+    section = {"classification": write_reviews(folder)}
+    given = {"name": "mine", "start_from": str(folder / "bert"), "max_length": 32, "engine": {"precision": "fp32"}}
+    (folder / "my.yaml").write_text(json.dumps({**given, **section}))
+    return save_untrained(folder, "reviews", section)
+
+
+def test_prediction_evaluation_and_export_need_no_extra(site: Path, tmp_path: Path) -> None:
+    model = write_task(tmp_path)
+    code = """
+import sys
+from finetune.cli import main
+for words in sys.argv[1:]: print("\\0", main(words.split()), end="", flush=True)
+"""
+    given = [
+        f"predict {model} {tmp_path}/dev.jsonl --out predictions.csv",
+        f"evaluate {model}",
+        f"export {model} out",
+        f"predict {model} {tmp_path}/dev.jsonl --out predictions.parquet",
+        f"evaluate {model} {tmp_path}/dev.parquet",
+        f"export {model} onnx --onnx",
+        "finetune my.yaml",
+        "finetune my.yaml --seeds 2",
+        "prepare mini",
+        "demo",
+        "list",
+        "up",
+    ]
+    extras = [None] * 3 + ["data", "data", "onnx", "train", "cluster,train", "data", "cluster,data,train"]
+    extras += ["cluster", "cluster"]
+    printed = run(site, tmp_path, *given, program=("-c", code))
+    codes = [int(code) for code in re.findall(r"\0 (\d+)", printed)]
+    assert codes == [0 if extra is None else 3 for extra in extras], printed
+    commands = [f" -m pip install 'bertrain[{extra}]'" for extra in extras if extra]
+    assert re.findall(r"error: .+ not installed\. Run: .+/python\S*( .*)$", printed, re.MULTILINE) == commands
+    assert {path.name for path in tmp_path.iterdir()} >= {"predictions.csv", "out"}
+    assert not {path.name for path in tmp_path.iterdir()} & {"predictions.parquet", "onnx", "runs", "data"}
+
+
+def test_a_module_that_hides_ours_is_named(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "version_info", (3, 10))  # whose `python -m` looks in the current folder first
+    for name in ("cluster.py", "pretrain.py", "cluster/__init__.py"):
+        (own := tmp_path / name).parent.mkdir(exist_ok=True)
+        own.write_text("raise SystemExit('it ran')")
+        line = f"{own} hides bertrain's package {name[:-3].partition('/')[0]}. Rename it.\n"
+        assert run(site, tmp_path, "configs", code=2, PYTHONPATH=str(tmp_path)) == f"error: {line}"
+        for package, function in (("finetune", "load"), ("pretrain", "train"))[: 1 + name.startswith("cluster")]:
+            program = ("-c", f"import {package}; {package}.{function}('x')")
+            assert run(site, tmp_path, program=program, code=1, PYTHONPATH=str(tmp_path)).endswith(f"Error: {line}")
+        with pytest.raises(InputError, match=f"^{own} hides"):
+            launch.drive("cluster.workers.driver", MagicMock(), address="", run_dir=tmp_path / "run")
+        own.unlink()
+    run(site, tmp_path, "configs", PYTHONPATH=str(tmp_path))  # an empty folder cluster/ hides nothing
+
+
 @pytest.mark.slow
-def test_the_demo_runs_without_the_clone(site: Path, tmp_path: Path) -> None:
-    run(site, tmp_path, "demo", "--quick")
+def test_fine_tuning_on_one_machine_needs_its_engine_alone(wheel: Path, tmp_path: Path) -> None:
+    write_task(tmp_path)
+    site = install(wheel, tmp_path / "venv", "train")
+    shown = run(site, tmp_path, "finetune", "my.yaml")
+    assert "1 worker, without Ray" in shown
+    assert "W&B is not installed" in shown
+    assert "ray not installed" in run(site, tmp_path, "finetune", "my.yaml", "--set", "name=y", "--ray", code=3)
+
+
+@pytest.mark.slow
+def test_the_demo_runs_without_the_clone(wheel: Path, tmp_path: Path) -> None:
+    run(install(wheel, tmp_path / "venv", "all"), tmp_path, "demo", "--quick")
     assert (tmp_path / "runs" / "demo-quick" / "report.html").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import unicodedata
 from html.parser import HTMLParser
@@ -16,7 +17,8 @@ from finetune.cli import build_parsers
 from finetune.training import config as finetune_config
 from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.sections import Section
-from pretrain.config import resume
+from pretrain.config import load_config, resume
+from pretrain.planning.estimate import dry_run
 from pretrain.reporting.panels import panels
 from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.tracking.events import EVALUATION_FIELDS, PROBE_FIELDS
@@ -103,6 +105,17 @@ def test_the_chart_is_of_the_published_numbers():
     assert chart.svg(page.replace("| 8.0 | 5.124 |", "| 8.0 | 5.024 |")) != chart.svg(page)
 
 
+def test_the_picture_of_the_report_is_of_one_recorded_demo():
+    record = json.loads(chart.RECORD.read_text(encoding="utf-8"))
+    picture = chart.report_svg(record)
+    assert chart.REPORT.read_text(encoding="utf-8") == picture, f"Stale. Draw it again: {chart.COMMAND}"
+    steps, share = record["accuracy"]["held-out"][-1]
+    page = (ROOT / "docs/guides/pretraining.md").read_text(encoding="utf-8")
+    assert f"the demo, {steps} steps in 6 minutes of two cores: {100 * share:.1f} % of" in page
+    record["scores"][0][2]["pretrained"] = 0.5
+    assert chart.report_svg(record) != picture
+
+
 def test_every_command_is_in_the_reference():
     page = generate.commands_page()
     headings = re.findall(r"^## ([\w-]+)", page, re.MULTILINE)
@@ -129,11 +142,23 @@ def test_numbers_have_units_and_shares_are_fractions():
 
 
 def test_a_stale_page_is_noticed(tmp_path: Path):
-    generate.write(tmp_path)
-    assert generate.stale(tmp_path) == []
-    (tmp_path / "metrics.md").write_text("# Metrics\n")
-    (tmp_path / "exit-codes.md").unlink()
-    assert generate.stale(tmp_path) == ["metrics.md", "exit-codes.md"]
+    folder = tmp_path / "reference"
+    generate.write(folder)
+    assert generate.stale(folder) == []
+    (folder / "metrics.md").write_text("# Metrics\n")
+    (folder / "exit-codes.md").unlink()
+    guide = folder / generate.CONFIG_TABLE
+    guide.write_text(guide.read_text().replace("1,300 of 128; 4.3 M", "1,300 of 128; 5.1 M"))
+    assert generate.stale(folder) == ["metrics.md", "exit-codes.md", generate.CONFIG_TABLE]
+
+
+def test_the_printed_dry_run_is_the_programs():
+    """Its mean length was measured on the text."""
+    page = (ROOT / "docs/guides/pretraining.md").read_text(encoding="utf-8")
+    shown = page.partition("From the output of mini.yaml")[2].partition("```text\n")[2].partition("```")[0].splitlines()
+    config = load_config("mini", ["corpus.dir=not-prepared"])
+    printed = dry_run(config, on="8xH100", mean_length=float(shown[shown.index("Work") + 3].split()[1])).splitlines()
+    assert [line for line in shown if line not in printed] == []
 
 
 def test_every_metric_of_the_panels_is_described():

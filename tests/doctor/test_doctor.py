@@ -122,6 +122,10 @@ def test_a_library_that_cannot_be_imported_is_reported(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "ray", None)
     versions = machine.versions(measures)
     assert versions["Ray"].startswith("none: ")
+    (row,) = [row for row in verdicts.judge_versions(versions) if row.mark != PASS]
+    assert (row.what, row.mark) == ("Ray", WARN)
+    assert row.advice.endswith(" -m pip install 'bertrain[cluster]'")
+    monkeypatch.setattr(verdicts, "is_installed", lambda module: True)  # installed, and broken
     assert [row.what for row in verdicts.judge_versions(versions) if row.mark == FAIL] == ["Ray"]
 
 

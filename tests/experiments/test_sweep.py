@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -17,10 +18,10 @@ import yaml
 from rich.console import Console
 
 from cluster.workers.trials import trials_that_fit
-from finetune.cli import build_parsers
+from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import GridPoint, expand, parse_grid
+from finetune.experiments.grid import GridPoint, around, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import degenerate
 from finetune.tasks.classification import ClassificationSettings
@@ -102,7 +103,7 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path, monk
     found = [scores(work / f"runs/tiny/seed-{seed}") for seed in (0, 1)]
     made = [(work / f"runs/tiny/seed-{seed}/predictions/dev.jsonl").read_text() for seed in (0, 1)]
     assert made[0] != made[1], "the seeds did not differ"
-    for name in ("accuracy", "f1"):
+    for name in ("accuracy", "macro_f1"):
         values = [one[name] for one in found]
         mean, deviation = statistics.mean(values), statistics.stdev(values)
         expected = {"runs": 2, "mean": mean, "deviation": deviation, "least": min(values), "most": max(values)}
@@ -276,6 +277,53 @@ def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(wo
     assert {key: float(value) for key, value in made[0].point.settings.items()} == pytest.approx(first)
 
 
+def test_the_usual_grid_lies_around_the_config(work: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    base = sweep.load_config(work / "tiny.yaml")
+    given = base.training.model_copy(update={"learning_rate": 1.2e-4, "epochs": 9.6, "steps": 0})
+    rates, epochs = ["6e-05", "0.00012", "0.00024"], ["6.4", "9.6", "13"]
+    assert around(given) == {"training.learning_rate": rates, "training.epochs": epochs}
+    assert around(given.model_copy(update={"steps": 5})) == {"training.learning_rate": rates}
+    chosen = ["--set", "training.learning_rate=0", "--set", "training.epochs=0"]  # by the model and the examples
+    monkeypatch.chdir(work)
+    assert main(["sweep", "tiny.yaml", *chosen, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("learning-rate-0.001-epochs-20/seed-0") == 1, "auto's own"
+    assert "9 runs:" in shown
+    assert "learning-rate-0.002-epochs-27/" in shown
+
+
+def test_folds_are_runs_whose_predictions_come_together(work: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(work)
+    seen: list[str] = []
+
+    def run(configs: Any, members: Sequence[trials.Trial], **options: Any) -> list[Outcome | None]:
+        outcomes: list[Outcome | None] = []
+        for number, trial in enumerate(members):
+            seen.append(f"{trial.label}, {trial.config.folder}")
+            write_outcome(trial.config.folder, 0.5)
+            said = {"metric": "accuracy", "scores": {"fold": {"accuracy": 0.6 + number / 10}}, "chosen_on": "dev"}
+            said |= {"details": {}, "data": ""}
+            (trial.config.folder / "scores.json").write_text(json.dumps(said))
+            rows = [trial.config.make_task().record(one) for one in trial.config.make_task().test_sets()["fold"]]
+            (trial.config.folder / "predictions").mkdir()
+            (trial.config.folder / "predictions/fold.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+            monkeypatch.setattr(runs, "check_same", lambda config, over: None)
+            outcomes.append(trials.read_outcome(trial))
+        return outcomes
+
+    monkeypatch.setattr(sweep, "run_all", run)
+    sweep.run_sweep([Path("tiny.yaml")], [], {}, folds=3)
+    assert seen[1] == "seed 0, fold 2/3, runs/tiny/seed-0/fold-2-of-3"
+    summary = json.loads(Path("runs/tiny/summary.json").read_text())["scores"]["fold"]["accuracy"]
+    assert (summary["runs"], summary["mean"]) == (3, pytest.approx(0.7))
+    assert summary["deviation"] == pytest.approx(0.1)
+    rows = [json.loads(line) for line in Path("runs/tiny/folds.jsonl").read_text().splitlines()]
+    texts = [line.split("\t")[0] for line in Path("train.tsv").read_text().splitlines()[1:]]
+    assert [row["text"] for row in rows] == texts
+    assert {row["fold"] for row in rows} == {1, 2, 3}
+    assert "32 predictions, each by a run not trained on the example" in capsys.readouterr().out
+
+
 def test_axes_are_laid_over_a_grid() -> None:
     grid = parse_grid("devlin", ["training.epochs=3", "max_length=64, 128,64"])
     assert grid["training.epochs"] == ["3"]
@@ -290,7 +338,10 @@ OF_THE_RUN, OF_THE_SCORES = "is not a setting to compare by", "decides what the 
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        *((f"{name}=1,2", OF_THE_RUN) for name in ("seed", "name", "run_dir", "scheduling.workers", "tracking.group")),
+        *(
+            (f"{name}=1,2", OF_THE_RUN)
+            for name in ("seed", "fold", "name", "run_dir", "scheduling.workers", "tracking.group")
+        ),
         *((f"classification.{name}=a,b", OF_THE_SCORES) for name in ("metric", "dev_share")),
         *((f"{name}=a,b", OF_THE_SCORES) for name in ("entities.dev", "questions", "entities.labels.0")),
         *((wrong, "--grid-set") for wrong in ("training.epochs", "=1,2", "training.epochs=", "training.epochs=1,,2")),
@@ -539,24 +590,32 @@ def test_tables_put_the_best_first_and_name_configs_and_failures() -> None:
     rows = rows_of([rank(given([one, two], [done(0.5), done(0.75)]))])
     assert rows[1:] == ["3e-5 dev accuracy 0.7500", "1e-5 dev accuracy 0.5000"]
     those = [rank(given([one, one, two], [done(0.5), FAILED, None])), given([one], [done(0.25)], name="b")]
-    found, to_run, other = rows_of(those)[1:]
-    assert found == "a 1e-5 dev accuracy 0.5000 – 0.5000 0.5000 failed: step 3: loss is NaN."
-    assert to_run == "a 3e-5 – – – – to run"
+    found, to_run, other, *notes = rows_of(those)[1:]
+    assert found == "a 1e-5 dev accuracy 0.5000 – 0.5000 0.5000"
+    assert to_run == "a 3e-5 – – – –"
     assert other == "b 1e-5 dev accuracy 0.2500 – 0.2500 0.2500"
+    assert notes == ["a, 1e-5: failed: step 3: loss is NaN.", "a, 3e-5: to run"]
 
 
 def test_seeds_have_a_row_for_every_score() -> None:
-    outcome = Outcome("f1", {"dev": {"loss": 1.0, "f1": 0.5}, "test": {"f1": 0.25}}, chosen_on="dev")
+    outcome = Outcome("f1", {"dev": {"loss": 1.0, "f1": 0.5}, "test": {"f1": 0.25}}, chosen_on="dev", positive="yes")
     (_, *rows) = rows_of([given([GridPoint({})] * 2, [outcome, outcome])])
     assert rows == [
-        "dev f1 0.5000 0.0000 0.5000 0.5000",
+        "dev f1 (yes) 0.5000 0.0000 0.5000 0.5000",
         "dev loss 1.0000 0.0000 1.0000 1.0000",
-        "test f1 0.2500 0.0000 0.2500 0.2500",
+        "test f1 (yes) 0.2500 0.0000 0.2500 0.2500",
     ]
 
 
-def rows_of(ranked: Any) -> list[str]:
-    console = Console(width=160)
+def test_a_narrow_table_folds_names_and_no_numbers() -> None:
+    (point,) = expand({"training.learning_rate": ["1e-5"], "training.examples_per_step": ["16"]})
+    name = "a-config-with-a-long-name"
+    rows = rows_of([rank(given([point, point], [done(0.5), FAILED], name=name)), given([point], [done(0.25)])], 80)
+    assert [number for row in rows for number in re.findall(r"0\.\d+", row)] == ["0.5000"] * 3 + ["0.2500"] * 3
+
+
+def rows_of(ranked: Any, width: int = 160) -> list[str]:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(results.score_table(ranked))
     return [" ".join(line.split()) for line in capture.get().splitlines() if line.strip(" ─")]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Start(settings(root, "edited", classification__dev=str(root / "test.jsonl")), resume=True),
         Start(settings(root, "edited", seed=9), resume=True),
         Start(settings(root, "zero3", engine__zero_stage=3)),
-        Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
+        Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-30)),
         Start(settings(root, "random", random_weights=True, training__epochs=1.0)),
         Start(settings(root, "unsteady", training__learning_rate=UNSTEADY, checkpoint__every_steps=7)),
         Start(settings(root, "tested", training__epochs=1.0, **test)),
@@ -127,7 +128,9 @@ def test_a_labeled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture[
     said = json.loads((folder / "scores.json").read_text())
     assert (list(said["scores"]), list(said["details"]), said["chosen_on"]) == (["dev", "test"],) * 2 + ("dev",)
     config = config_of(root, "tested", classification__test=str(root / "test.jsonl"), training__epochs=1.0)
-    assert re.search(r"^test: accuracy \d\.\d{4}", runs.summary(config), re.MULTILINE)
+    assert re.search(
+        r"^test: accuracy \d\.\d{4} \(95 %: \d\.\d{4} to \d\.\d{4}\), ", runs.summary(config), re.MULTILINE
+    )
     # A run that is put beside others is of the same test set, too.
     assert said["data"] == runs.digest(config)
     lines = [json.loads(line) for line in (folder / "predictions/test.jsonl").read_text().splitlines()]
@@ -138,7 +141,20 @@ def test_a_labeled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture[
     card = (folder / "model/README.md").read_text()
     assert "The score on `dev` chose the checkpoint, so it is optimistic" in card
     assert "`test` did not influence that choice" in card
-    assert "| accuracy | " + " | ".join(f"{said['scores'][name]['accuracy']:.4f}" for name in ("dev", "test")) in card
+    for name in ("dev", "test"):
+        low, high = said["details"][name]["interval"]
+        assert f"| {said['scores'][name]['accuracy']:.4f} (95 %: {low:.4f} to {high:.4f}) |" in card
+    assert f"The logits were divided by {said['temperature']:.3f}, which fits the probabilities to `dev`" in card
+    assert said["temperature"] != 1
+    made = [json.loads(line) for line in (folder / "predictions/dev.jsonl").read_text().splitlines()]
+    logits = np.log([list(one["scores"].values()) for one in made])
+    true = [list(one["scores"]).index(one["gold"]) for one in made]
+
+    def loss(factor: float) -> float:
+        return float(np.mean(np.logaddexp.reduce(factor * logits, 1) - factor * logits[range(len(true)), true]))
+
+    assert loss(1) == pytest.approx(said["scores"]["dev"]["nll"])
+    assert loss(1) < loss(said["temperature"])  # as the weights were before
     assert main(["evaluate", str(folder), "--precision", "fp32"]) == 0
     assert "\ntest: accuracy" in capsys.readouterr().out
     measured = json.loads((folder / "evaluation/metrics.json").read_text())

@@ -16,9 +16,9 @@ from finetune.tasks.base import Objective
 from finetune.tasks.classification.checks import never_predicted
 from finetune.training.config import FinetuneConfig
 from finetune.training.model.batches import Batches
-from finetune.training.model.output_layer import PENALTY, SHRINK, fit_output_layer
+from finetune.training.model.output_layer import PENALTY, SHRINK, fit_output_layer, regularization
 from finetune.training.model.task_model import TaskModel
-from finetune.training.runs import course_lines
+from finetune.training.runs import choice_lines, course_lines
 from pretrain.checkpoint.layouts import TaskHead
 from pretrain.checkpoint.released import read_released
 
@@ -82,6 +82,13 @@ def test_labels_are_fitted_one_by_one(tmp_path: Path) -> None:
         assert np.abs(ours[:, number] - theirs.predict_proba(scaled)[:, 1]).max() < 0.02
 
 
+def test_few_labels_are_fitted_more_closely_and_with_more_confidence() -> None:
+    assert regularization("classes", 16) == regularization("classes", 500) == (PENALTY, SHRINK)
+    assert regularization("classes", 4) == pytest.approx((PENALTY / 64, SHRINK * 1.75))
+    assert regularization("labels", 2) == (PENALTY, SHRINK)
+    assert regularization("value", 2) == (PENALTY, 1)
+
+
 @pytest.mark.parametrize(
     ("width", "examples", "rate", "epochs"),
     [(768, 100_000, 3e-5, 3.0), (384, 100_000, 1.2e-4, 3.0), (256, 1_000, 2.7e-4, 9.6), (64, 50, 1e-3, 20.0)],
@@ -100,23 +107,48 @@ def record(step: int, accuracy: float) -> dict[str, Any]:
 
 
 def test_a_training_that_does_not_improve_on_the_frozen_model_is_told() -> None:
-    better = course_lines([record(0, 0.9), record(5, 0.95)], "accuracy")
+    better = course_lines([record(0, 0.9), record(5, 0.95)], "accuracy", 5)
     assert better == ["frozen linear model, before training: accuracy 0.9000"]
-    assert "did not improve" in course_lines([record(0, 0.9), record(5, 0.85)], "accuracy")[1]
-    assert course_lines([record(5, 0.85)], "accuracy") == []  # its output layer was there before
+    assert "on it, and the linear model was kept" in course_lines([record(0, 0.9), record(5, 0.85)], "accuracy", 0)[1]
+    assert "on it, and step 5 was kept for" in course_lines([record(0, 0.9), record(5, 0.9)], "accuracy", 5)[1]
+    assert course_lines([record(5, 0.85)], "accuracy", 5) == []  # its output layer was there before
+
+
+def test_a_dev_set_too_small_to_choose_by_is_told() -> None:
+    records = [record(0, 0.8), record(5, 0.85)]
+    assert (
+        "accuracy is 0.70 to 0.95 on sets like it, and it chose between 0.80 and 0.85"
+        in choice_lines(records, "accuracy", (0.7, 0.95))[0]
+    )
+    assert choice_lines(records, "accuracy", (0.8, 0.9)) == []  # narrow
+    assert choice_lines([record(0, 0.3), *records], "accuracy", (0.7, 0.95)) == []  # a clear gain
+    assert choice_lines(records, "accuracy", None) == choice_lines([], "accuracy", (0.7, 0.95)) == []
 
 
 def test_a_loss_that_still_falls_is_told() -> None:
     falling = [{"step": n, "lr": 1e-4, "loss": 2 - n / 10} for n in range(10)]
-    assert "the loss still falls" in course_lines(falling, "accuracy")[0]
+    assert "the loss still falls" in course_lines(falling, "accuracy", 9)[0]
     level = [{"step": n, "lr": 1e-4, "loss": max(1.0, 2 - n / 2)} for n in range(10)]
-    assert course_lines(level, "accuracy") == []
-    assert course_lines([{**one, "loss": one["loss"] * 0.1 if n else 20} for n, one in enumerate(falling)], "f1") == []
+    assert course_lines(level, "accuracy", 9) == []
+    assert (
+        course_lines([{**one, "loss": one["loss"] * 0.1 if n else 20} for n, one in enumerate(falling)], "f1", 9) == []
+    )
 
 
 def test_a_class_that_is_never_predicted_is_told() -> None:
-    assert next(never_predicted(("a", "b", "c"), [[5, 1, 0], [0, 5, 0], [1, 4, 0]])).startswith(
-        "the model never predicts 'c', of which there are 5 examples."
-    )
-    assert not list(never_predicted(("a", "b", "c"), [[5, 1, 0], [0, 5, 0], [0, 4, 0]]))  # too few to tell
-    assert "predicts 'a' for every example" in next(never_predicted(("a", "b"), [[5, 0], [1, 0]]))
+    labels, missed = ("a", "b", "c"), [[5, 1, 0], [0, 5, 0], [1, 4, 0]]
+    enough = {"a": 9, "b": 9, "c": 9}
+
+    def told(counts: list[list[int]], trained: dict[str, int], dev: dict[str, int]) -> list[str]:
+        return list(never_predicted(labels[: len(counts)], counts, trained, dev))
+
+    assert told(missed, {}, {})[0].startswith("the model never predicts 'c' (5 examples). Train longer")
+    assert told(missed, enough, enough) == told(missed, {}, {})
+    few = [[5, 1, 0], [0, 5, 0], [0, 4, 0]]
+    assert told(few, enough, enough) == []  # too few to tell
+    assert told(few, {"a": 9, "b": 9}, {})[0].startswith("the model never predicts 'c' (4 examples): no training exam")
+    assert "'c' (5 examples): only 4 training examples of each" in told(missed, {**enough, "c": 4}, {})[0]
+    assert "'c' (5 examples): the dev set, which chose" in told(missed, enough, {"a": 1, "b": 1})[0]
+    one, alone = told([[5, 0], [1, 0]], {"a": 9, "b": 0}, {})
+    assert "predicts 'a' for every example" in one
+    assert "'b' (1 example): no training example has it" in alone

@@ -228,9 +228,8 @@ def test_a_run_that_can_shrink_does(slurm: Slurm, undisturbed: dict[int, str]) -
         slurm.script("boot", "sn2")
     assert slurm.shown(job, "Restarts") == "0"
     found = losses(slurm.folder / "runs/shrinks")
-    assert [float(one) for one in found.values()] == pytest.approx(
-        [float(one) for one in undisturbed.values()], abs=1e-5
-    )
+    numbers, expected = (list(map(float.fromhex, one.values())) for one in (found, undisturbed))
+    assert numbers == pytest.approx(expected, abs=1e-5)
     assert events(slurm.folder / "runs/shrinks", "restart")
 
 

@@ -65,6 +65,20 @@ def test_attention_equals_batched_matmuls(
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
+def test_attention_of_longer_sequences_is_native_without_gradients(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batch, options = make_batch((200, 3, 256)), AttentionOptions(heads=3)
+    layout = TokenLayout(batch.cu_seqlens, (200, 3, 256), None, batch.token_keys)
+    qkv, bias = torch.randn(459, 9 * 16).to(dtype), torch.randn(9 * 16).to(dtype)
+    assert not native.attends_natively(qkv, layout, options)
+    with torch.inference_mode():
+        assert native.attends_natively(qkv, layout, options)
+        assert not native.attends_natively(qkv, layout._replace(lengths=(202, 257)), options)
+        made, wanted = (compute(qkv, bias, layout, options) for compute in (native.attention, grouped_attention))
+    assert max(map(apart, made, wanted)) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_rest_of_a_layer_equals_its_definition(dtype: torch.dtype, dropout: float) -> None:
     torch.manual_seed(0)

@@ -71,8 +71,9 @@ def write_run(folder: Path, records: list[dict[str, Any]], **config: Any) -> Pat
     return folder
 
 
-def write_scores(folder: Path, metric: str, **scores: Any) -> None:
-    (folder / SCORES).write_text(json.dumps({"metric": metric, "step": 2, "scores": {"dev": scores}, "details": {}}))
+def write_scores(folder: Path, metric: str, positive: str = "", **scores: Any) -> None:
+    said = {"metric": metric, "step": 2, "scores": {"dev": scores}, "details": {"dev": {"positive": positive}}}
+    (folder / SCORES).write_text(json.dumps(said))
 
 
 def draw(*folders: Path, watched: bool = False) -> Page:
@@ -241,7 +242,7 @@ class TestPage:
         charts = charts_of(draw(write_run(tmp_path / "r", records)))
         assert charts["Loss, nats"] == {"training": [["step 10", "8.9"], ["step 20", "8.8"]]}
 
-    def test_pretrainings_lie_over_each_other(self, run: Path, tmp_path: Path) -> None:
+    def test_pretrainings_lie_over_each_other(self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other = write_run(tmp_path / "other", [training(10, loss=5.0), {"event": "stop", "step": 10, "message": "x"}])
         page = draw(run, other)
         charts = charts_of(page)
@@ -259,6 +260,10 @@ class TestPage:
         assert [row[:3] for row in tables["Events"][1:]] == [["other", "stop", "10"], ["mini", "restart", "23"]]
         assert 'class="event"' not in page.html, "no line would show whose event it is"
         assert report.summary([run, other]).splitlines()[1].split()[:4] == ["mini", "not", "finished", "at"]
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "60")
+        narrow = report.summary([run, other]).splitlines()
+        assert narrow[:2] == ["mini", "  state             not finished at step 30 of 60"]
 
     def test_fine_tunings_have_their_scores_side_by_side(self, tmp_path: Path) -> None:
         """Two tasks scored by the same metric, each from pretrained weights (two seeds) and from random ones."""
@@ -436,6 +441,13 @@ class TestWorkspace:
         shutil.rmtree(tmp_path / "names-random")
         written(tmp_path)
         assert read_workspace(tmp_path / "workspace.json")["runset_settings"]["groupby"] == []  # seeds of one
+
+    def test_beside_f1_stands_its_class(self, tmp_path: Path) -> None:
+        run = write_run(tmp_path / "r", [training(2), evaluated(2, f1=0.1)], classification={"train": "a.csv"})
+        write_scores(run, "f1", "fraud", f1=0.1, macro_f1=0.5)
+        page = draw(tmp_path)
+        assert tables_of(page)["Runs"][1][2] == "dev: f1 (fraud) 0.1000, macro f1 0.5000"
+        assert "f1 (fraud)" in str(page.text).partition("Runs")[0], "the tile"
 
     def test_a_score_without_a_value_has_no_bar(self, tmp_path: Path) -> None:
         scores = {"accuracy": None, "f1": 0.1}

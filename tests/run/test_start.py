@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 from corpora import make_corpus
-from tiny_checkpoints import WORDS, make_bert
+from tiny_checkpoints import WORDS, add_sentence_files, make_bert
 
 from finetune.cli import main
 from pretrain.batches.replay import mixture_weights, with_replay
 from pretrain.batches.sampler import Sampler
-from pretrain.checkpoint import store
+from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.hf import load
 from pretrain.checkpoint.mapping import MappedTensor
+from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.start import log_frequencies, read_start, start_overrides, weights_table
 from pretrain.common.errors import InputError
+from pretrain.common.settings import dump
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PhaseConfig, PretrainConfig, load_config, run_folder
 from pretrain.corpus.extension import check_extension, extend_vocabulary, saved_share
@@ -56,6 +58,11 @@ def make_pretrained(folder: Path) -> Path:
     torch.manual_seed(1)
     BertForPreTraining(BertConfig.from_pretrained(folder)).save_pretrained(folder)
     return folder
+
+
+def make_pooled(folder: Path) -> Path:
+    """A model of sentence-transformers without a head for masked language modeling."""
+    return add_sentence_files(make_bert(folder), {"pooling_mode_mean_tokens": True}, "Dense", "Normalize")
 
 
 def write_config(path: Path, corpus: Path, text: Path, start: Path, **changes: Any) -> Path:
@@ -121,7 +128,7 @@ def runs(place: Place) -> dict[str, Path]:
     once = {"phases": ONE_STEP, "optimizer__weight_decay": 0.0, **WORDS_ADDED}
     paths = {
         "through": place.changed("through"),
-        "bare": place.changed("bare", start_from=str(make_bert(place.root / "headless"))),
+        "bare": place.changed("bare", start_from=str(make_pooled(place.root / "headless"))),
         "rows": place.changed("rows", place.extended, **WORDS_ADDED),
         "replay": place.changed("replay", place.extended, **WORDS_ADDED, **general),
         "full": place.changed("full", place.extended, **once),
@@ -157,6 +164,34 @@ def test_a_run_begins_with_the_checkpoint_and_resumes_without_it(place: Place, r
     begun = weights(through, 0)
     for name, tensor in load(place.start)[1].items():
         assert torch.equal(begun[name], tensor), name
+
+
+def test_a_pooled_checkpoint_keeps_its_pooling(place: Place, runs: dict[str, Path], tmp_path: Path) -> None:
+    run, start = runs["bare"], read_released(place.root / "headless")
+    first = json.loads((run / "start.json").read_text())
+    assert "exports leave out its modules Dense." in first["table"][-1]
+    (run / "config.yaml").write_text(dump(resolved(run.with_suffix(".yaml"))))
+    hf.export_run(run, tmp_path / "out")
+    assert hf.load(tmp_path / "out")[0] == start.model
+    # A run that continues a run knows no config.json.
+    shutil.copytree(run, tmp_path / "again")
+    (tmp_path / "again" / "start.json").write_text(json.dumps({**first, "config": {}}))
+    hf.export_run(tmp_path / "again", tmp_path / "other")
+    expected = {
+        "modules.json": ["Transformer", "Pooling", "Normalize"],
+        "1_Pooling/config.json": ["pooling_mode_mean_tokens", "include_prompt"],
+        "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": {"query": "the "}},
+    }
+    for folder in (tmp_path / "out", tmp_path / "other"):
+        found = {name: json.loads((folder / name).read_text()) for name in expected}
+        kinds = [one["type"].removeprefix("sentence_transformers.models.") for one in found["modules.json"]]
+        flags = [name for name, value in found["1_Pooling/config.json"].items() if value is True]
+        assert {**found, "modules.json": kinds, "1_Pooling/config.json": flags} == expected
+        assert found["1_Pooling/config.json"]["word_embedding_dimension"] == start.model.hidden
+    for released in (start, read_released(run), read_released(tmp_path / "out"), read_released(tmp_path / "other")):
+        assert (released.task_head("sequence").pooling, released.sentence) == ("mean", start.sentence)
+    assert read_released(run).config == {"classifier_pooling": "mean"}
 
 
 def stopped_and_resumed(config: dict[str, Any], checkpoint: str) -> list[str]:

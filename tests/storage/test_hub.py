@@ -24,7 +24,16 @@ from tests.object_store import forget_clients
 MODEL, SHARD = "hf://owner/name", "weights-of-1.safetensors"
 INDEX = {"weight_map": {"a": SHARD, "b": "../model.safetensors"}}
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "modules.json", "1_Pooling/config.json")
-OTHERS = ("README.md", "tf_model.h5", "onnx/config.json", "onnx/model.onnx", "model.fp16.safetensors")
+SMALL += ("encoder/modules.json", "encoder/1_Pooling/config.json", "encoder/sentence_bert_config.json")
+OTHERS = (
+    "encoder/model.safetensors",
+    "README.md",
+    "tf_model.h5",
+    "onnx/config.json",
+    "onnx/model.onnx",
+    "model.fp16.safetensors",
+)
+OTHERS += ("encoder/model.safetensors",)
 TORCH = ("pytorch_model.bin", "training_args.bin")
 
 

@@ -237,7 +237,7 @@ def test_what_takes_longer_than_the_time_for_retries_is_tried_again(monkeypatch:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adlfs", None)
-    with pytest.raises(InputError, match=r"Run: .* -m pip install adlfs"):
+    with pytest.raises(InputError, match=r"Run: .* -m pip install 'bertrain\[abfs\]'"):
         ObjectStore().read("abfs://container@account.dfs.core.windows.net/a")
 
 

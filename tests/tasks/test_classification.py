@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 import sklearn.utils.class_weight
+import torch
 from corpora import make_vocabulary, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,15 +29,20 @@ from tokenizers import Tokenizer
 from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
 from finetune.tasks.classification import metrics as metrics
+from finetune.tasks.classification.decoding import Outputs
+from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.arrow import read_dataset
 from finetune.tasks.datasets.table import TableFormat
 from finetune.tasks.datasets.tables import read_table
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.datasets.windows import cut_pairs
-from finetune.tasks.entities import EntitiesSettings
+from finetune.tasks.entities import Entities, EntitiesSettings
 from finetune.tasks.questions import QuestionsSettings
 from finetune.training.config import FinetuneConfig, load_config
+from finetune.training.model.batches import Batches
+from finetune.training.model.task_model import LOSSES
+from finetune.training.saved import result_lines
 from pretrain.common.settings import load
 from tests.tasks.refusals import refused
 
@@ -478,11 +485,17 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings("a", "a"), None, {}, "train.jsonl: every example has the label 'a'"),
         (sayings("a", "a"), None, AB, "train.jsonl: every example has the label 'a'"),
         (sayings("a", "b", "d"), None, AB, "train.jsonl:3: label 'd' is not in"),
-        (sayings("a", None), None, {}, "train.jsonl:2: label is empty"),
-        (sayings("a", " "), None, {}, "train.jsonl:2: label is ' '"),
-        (sayings("a", ["b"]), None, {}, "train.jsonl:2: label is ['b']"),
+        (sayings(None, " "), None, {}, "train.jsonl: 2 of 2 rows left out: 2 unlabeled. Give a file with labels."),
+        (sayings("a", [3]), None, {}, "train.jsonl:2: label is [3]. Give each example the name of its label"),
         (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is not a label; known: a, b"),
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
+        (
+            sayings("a", "b"),
+            None,
+            {"class_weights": {"c": 2}},
+            "class_weights: 'c' is not a label; known: a, b",
+        ),
+        (sayings("a", "b"), None, {"metric": "f1"}, "train.jsonl has 'a' and 'b'. Set classification.positive"),
         ([{"text": None, "label": "a"}], None, AB, "train.jsonl:1: the text is empty, not text"),
         ([{"text": 7, "label": "a"}], None, AB, "train.jsonl:1: the text is 7, not text"),
         ([{"text": "x\ud83d", "label": "a"}], None, AB, "1: the text has half of a surrogate pair at character 1 ("),
@@ -498,8 +511,9 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings(1, "nan"), None, REGRESSION, "train.jsonl:2: label is 'nan', not a number"),
         (sayings(True), None, REGRESSION, "train.jsonl:1: label is True, not a number"),
         (sayings(2, 2), None, REGRESSION, "every example has the label 2.0. Give"),
-        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty. Raise it"),
-        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves no training examples. Lower it"),
+        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty; a text of each class"),
+        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves the dev set empty; a text of each class"),
+        (sayings(1, 2), None, {"dev_share": 1 - 1e-9, **REGRESSION}, "leaves no training examples. Lower it"),
     ],
 )
 def test_bad_labels_and_sets_are_named(write, train, dev, values, message) -> None:
@@ -537,6 +551,106 @@ def test_train_examples_draws_a_part(write: Callable[..., str]) -> None:
     refused(r"train_examples: 101, but .* has 100 training examples", drawn, train_examples=101)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
+def test_every_class_has_its_part_on_both_sides(write: Callable[..., str], share: float) -> None:
+    counts = {"cat": 200, "dog": 95, "newt": 3, "yak": 1}
+    records = [{"text": f"{label} {n}", "label": label} for label, count in counts.items() for n in range(count)]
+    whole = task(train=write("a.jsonl", records), dev_share=share)
+    train, dev = Counter(one.label for one in whole.read_train()), whole.read_held_out()["dev"]
+    assert set(train) == set(counts)
+    assert all(abs(counts[label] - train[label] - share * counts[label]) <= 2 for label in counts)
+    assert abs(len(dev) - share * len(records)) <= 2
+    drawn = task(train=write("b.jsonl", records), train_examples=30).read_train()
+    assert Counter(one.label for one in drawn) == {"cat": 18, "dog": 9, "newt": 2, "yak": 1}
+    assert len(task(train=write("b.jsonl", records), train_examples=3).read_train()) == 3
+
+
+def test_every_label_of_several_keeps_an_example(write: Callable[..., str]) -> None:
+    sets = [["a"]] * 40 + [["a", "b"]] * 2 + [["c", "b"]] * 2 + [[]] * 10
+    records = [{"text": f"{n}", "label": labels} for n, labels in enumerate(sets)]
+    whole = task(train=write("a.jsonl", records), dev_share=0.8, problem_type="multi_label")
+    assert {name for one in whole.read_train() for name in cast(tuple[str, ...], one.label)} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_calibration_is_that_of_sklearn(classes: int) -> None:
+    draw = np.random.default_rng(0)
+    probabilities, true = draw.dirichlet(np.ones(classes), 300), draw.integers(0, classes, 300)
+    found, numbers = metrics.calibration(probabilities, true), list(range(classes))
+    assert found["nll"] == pytest.approx(sklearn.metrics.log_loss(true, probabilities, labels=numbers))
+    given = probabilities[:, 1] if classes == 2 else probabilities
+    assert found["brier"] == pytest.approx(sklearn.metrics.brier_score_loss(true, given, labels=numbers))
+    sets = draw.random((300, classes)) < 0.3
+    found = metrics.calibration(probabilities, sets)
+    assert found["nll"] == pytest.approx(sklearn.metrics.log_loss(sets.ravel(), probabilities.ravel()))
+    assert found["brier"] == pytest.approx(sklearn.metrics.brier_score_loss(sets.ravel(), probabilities.ravel()))
+
+
+def test_the_calibration_error_is_that_of_the_bins() -> None:
+    # Confidences 0.9, 0.9, 0.7, 0.5, of which the second and the last are wrong: |1.8 - 1|, |0.7 - 1| and 0.5 of 4.
+    probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.3, 0.7], [0.5, 0.5]])
+    assert metrics.calibration(probabilities, np.array([0, 1, 1, 1]))["ece"] == pytest.approx(1.6 / 4)
+    assert metrics.calibration(np.eye(2)[[0, 1]], np.array([0, 1])) == {"nll": 0, "brier": 0, "ece": 0}
+    sets = np.array([[True, False]])
+    assert metrics.calibration(np.array([[0.9, 0.2]]), sets)["ece"] == pytest.approx((0.1 + 0.2) / 2)
+
+
+def test_a_temperature_finds_what_the_logits_were_multiplied_by() -> None:
+    draw = np.random.default_rng(0)
+    logits = draw.normal(0, 2, (2000, 4))
+    true = (logits + draw.gumbel(size=logits.shape)).argmax(1)
+    classes = Outputs("single_label", tuple("abcd"), "", 0.5)
+    assert classes.best_temperature(true, 3 * logits) == pytest.approx(3, rel=0.1)
+    assert classes.best_temperature(true, logits / 4) == pytest.approx(1 / 4, rel=0.1)
+    sets = draw.random(logits.shape) < 1 / (1 + np.exp(-logits))
+    labels = Outputs("multi_label", tuple("abcd"), "", 0.5)
+    assert labels.best_temperature(sets, 3 * logits) == pytest.approx(3, rel=0.1)
+    # Few examples, none of them wrong, leave it near 1.
+    assert 0.4 < classes.best_temperature(np.array([0, 1]), 2 * np.eye(4)[:2]) < 1
+    assert Outputs("regression", (), "", 0.5).best_temperature(np.ones(3), np.ones((3, 1))) == 1
+
+
+def test_an_interval_is_that_of_resampled_examples() -> None:
+    one = task(train="x", labels=["a", "b"])
+    examples = [Example("", None, "ab"[n % 5 == 0], "") for n in range(400)]
+    predictions = [{"label": "a", "scores": {"a": 0.7, "b": 0.3}}] * 400
+    low, high = one.interval(examples, predictions) or (0, 0)
+    half = 1.96 * (0.8 * 0.2 / 400) ** 0.5  # of a share of 0.8
+    assert (low, high) == pytest.approx((0.8 - half, 0.8 + half), abs=0.005)
+    assert one.interval(examples, predictions) == (low, high)
+    assert one.interval(examples[:1], predictions[:1]) is None
+
+
+def test_folds_spread_every_class() -> None:
+    classes = [("a",)] * 20 + [("b",)] * 5 + [("c",)] * 2
+    texts = [f"{n}" for n in range(len(classes))]
+    numbers = splits.folds([*texts, "0"], [*classes, ("a",)], 5)
+    assert numbers[-1] == numbers[0]
+    shares = Counter(zip(numbers, classes, strict=False))
+    assert {shares[fold, ("a",)] for fold in range(5)} == {4}
+    assert {shares[fold, ("b",)] for fold in range(5)} == {1}
+    assert max(shares[fold, ("c",)] for fold in range(5)) == 1
+
+
+def test_a_fold_is_scored_and_not_trained_on(write: Callable[..., str]) -> None:
+    records = [{"text": f"{n % 40}", "label": "ab"[n % 4 == 0]} for n in range(80)]
+    path = write("a.jsonl", records)
+    values = {"name": "x", "classification": {"train": path, "test": write("t.jsonl", records[:3])}}
+    folds: list[str] = []
+    for number in (1, 2, 3):
+        one = FinetuneConfig.model_validate({**values, "fold": f"{number}/3"}).make_task()
+        train, tests = one.training_set(), one.test_sets()
+        assert list(tests) == ["fold", "test"]
+        texts = {example.text for example in tests["fold"]}
+        assert not texts & {example.text for example in train}
+        assert len(train) + len(tests["fold"]) == 80
+        assert Counter(example.label for example in tests["fold"])["b"] in (6, 8)
+        folds += texts
+    assert len(folds) == len(set(folds)) == 40
+    alone = FinetuneConfig.model_validate({**values, "fold": "50/60"}).make_task()
+    refused("fold: 50/60 of 80 training examples is empty", alone.test_sets)
+
+
 def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -> None:
     records = [{"text": f"{n % 50}", "label": "ab"[n % 2]} for n in range(200)]
     whole = task(train=write("a.jsonl", records), dev_share=0.3)
@@ -572,7 +686,14 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{train: x, labels: [a, a]}", "labels: one occurs twice"),
         ("{train: x, labels: [a]}", "labels: one class alone"),
         ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
-        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: only single_label"),
+        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: balanced is for single_l"),
+        ("{train: x, class_weights: {a: 2}, problem_type: regression}", "class_weights: balanced is for single_l"),
+        *(
+            (f"{{train: x, class_weights: {wrong}}}", "expected none, balanced, or weights")
+            for wrong in ("{a: 0}", "3")
+        ),
+        ("{train: x, label_smoothing: 0.1, problem_type: multi_label}", "label_smoothing: is for single_label"),
+        ("{train: x, threshold: 0.1}", "threshold: is for several labels, or for two classes with positive"),
         ("{train: x, metric: pearson}", "metric: 'pearson' is not one of accuracy"),
         ("{train: x, pair_colum: y}", "did you mean pair_column?"),
     ],
@@ -678,6 +799,36 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
     assert set(tokens) == {tokenizer.token_to_id(word) for word in WORDS}
 
 
+@pytest.mark.parametrize(
+    ("problem", "smoothing", "weights"),
+    [
+        ("single_label", 0.1, {"a": 20, "c": 0.5}),
+        ("single_label", 0.3, None),
+        ("single_label", 0.0, {"b": 3}),
+        ("multi_label", 0.0, {"a": 20, "c": 0.5}),
+    ],
+)
+def test_weights_and_smoothing_are_torchs(tokenizer: Tokenizer, problem, smoothing, weights) -> None:
+    labels = ["c", "a", "b", "c", "a"] if problem == "single_label" else [("c",), ("a", "b"), (), ("c", "a"), ("b",)]
+    examples = [Example(WORDS[number], None, label, "") for number, label in enumerate(labels)]
+    given = {"problem_type": problem, "label_smoothing": smoothing, "class_weights": weights or "none"}
+    one = task(train="unread.jsonl", labels=("a", "b", "c"), **given)
+    encoder, logits = TextEncoder(tokenizer, 16), torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    scored = one.windows(examples, encoder, training=False)
+    step = Batches(one.windows(examples, encoder, training=True), seed=0, budget=99, rank=0, world_size=1).step(0, 5)
+    (batch,) = step.micro_batches
+    loss = LOSSES["sequence", one.objective](logits, batch) / step.weight
+    true, weight = torch.from_numpy(scored.labels)[batch.query_rows], torch.ones(3)
+    for name, number in (weights or {}).items():
+        weight["abc".index(name)] = number
+    if problem == "single_label":
+        expected = torch.nn.CrossEntropyLoss(weight, label_smoothing=smoothing)(logits, true)
+    else:
+        expected = torch.nn.BCEWithLogitsLoss(pos_weight=weight)(logits, true)
+    torch.testing.assert_close(loss, expected)
+    assert scored.weights.tolist() == [1] * 5, "the loss on held-out texts has none of them"
+
+
 def test_a_class_without_examples_has_weight_one_and_a_warning(tokenizer, write, caplog) -> None:
     absent = task(train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced")
     (a, _, c) = absent.read_train()
@@ -695,6 +846,7 @@ def test_suspicious_labels_and_empty_texts_are_warned_of(write: Callable[..., st
     one.read_held_out()
     assert [record.getMessage() for record in caplog.records] == [
         f"{bad}: 2 of 8 examples with an empty text: lines 3, 6. Fill them in, or remove them.",
+        f"{bad}: Good, good differ only in case, and are separate labels",
         f"{bad}: 2 labels have only one training example: 'bad', 'notbad'. Add examples, or remove such labels.",
         f"{dev}: 1 of 2 examples with an empty text: line 3. Fill them in, or remove them.",
     ]
@@ -803,21 +955,43 @@ def predicted(*labels: str) -> list[dict[str, Any]]:
 
 
 def test_scores_and_details_of_two_classes(write: Callable[..., str]) -> None:
-    two = two_classes()
+    two = two_classes(positive="b")
     examples = [*some(3, "a"), *some(2, "b")]
     made = predicted("a", "b", "a", "b", "a")
     true, found = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
     scores = two.score(examples, made)
     assert scores["f1"] == pytest.approx(sklearn.metrics.f1_score(true, found, pos_label=1))
     assert two_classes(positive="a").score(examples, made)["f1"] == pytest.approx(2 / 3)
+    assert not {"f1", "accuracy_and_f1"} & two_classes().score(examples, made).keys(), "which class is not said"
+    assert result_lines(two, "dev", scores, {})[0].endswith("f1 (b) 0.5000, accuracy_and_f1 (b) 0.5500")
     assert scores["accuracy"] == 0.6
     assert scores["matthews"] == pytest.approx(sklearn.metrics.matthews_corrcoef(true, found))
     assert two.metric in scores
     details = two.details(examples, made)
+    assert (details["positive"], two_classes().details(examples, made).get("positive")) == ("b", None)
     assert details["confusion"] == {"labels": ["a", "b"], "counts": [[2, 1], [1, 1]]}
     assert details["by_type"]["b"] == {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
     json.dumps(details)
     assert two.score(some(1), made[:1]) == {} == two.details(some(1), made[:1])
+
+
+def test_a_threshold_decides_between_two_classes_and_for_each_label() -> None:
+    logits = np.log([[0.7, 0.3], [0.9, 0.1], [0.2, 0.8]])
+    two = two_classes(positive="b")
+    two.set_threshold(0.3 - 1e-9)
+    made = two.decode(some(3), windowed([1] * 3), logits)
+    assert [(one["label"], round(one["score"], 6)) for one in made] == [("b", 0.3), ("a", 0.9), ("b", 0.8)]
+    assert two.details([*some(1, "a"), *some(2, "b")], made)["threshold"] == pytest.approx(0.3)
+    assert two.score([*some(1, "b"), *some(2, "b")], made)["f1"] == pytest.approx(0.8)
+    multi = two_classes(problem_type="multi_label")
+    multi.set_threshold(0.9)
+    assert [one["labels"] for one in multi.decode(some(2), windowed([1] * 2), np.array([[3.0, 0], [0, 0]]))] == [
+        ["a"],
+        [],
+    ]
+    refused("threshold: 1; expected a probability", multi.set_threshold, 1.0)
+    for other in (two_classes(), task(train="x", problem_type="regression"), Entities(EntitiesSettings(train="x"))):
+        refused("threshold: is for several labels, or for two", other.set_threshold, 0.5)
 
 
 def test_scores_and_details_of_values() -> None:

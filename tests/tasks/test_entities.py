@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from finetune.artifacts.predictor import Predictor
 from finetune.tasks.base import Windows
-from finetune.tasks.datasets.sentences import Sentence
+from finetune.tasks.datasets.conll import read_columns
+from finetune.tasks.datasets.sentences import Remarks, Sentence
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.datasets.word_cuts import WordCuts
 from finetune.tasks.datasets.words import cut_words
@@ -149,6 +150,24 @@ def test_numbers_of_tags_have_names(tmp_path):
         refused(r"a.jsonl:1: tags is .* set `tag_names`", read, path, tag_names=few)
 
 
+def test_an_interval_is_that_of_resampled_sentences(tmp_path: Path) -> None:
+    lines = ["a B-PER\nb I-PER\n", "c O\n", "d B-PER\ne O\nf B-LOC\n"] * 30
+    task = Entities(EntitiesSettings(train=write(tmp_path / "a.txt", "\n".join(lines))))
+    gold = task.read_train()
+    made = [{"tags": list(one.tags or ())} for one in gold]
+    assert task.interval(gold, made) == (1, 1)
+    for one in made[::6]:
+        one["tags"] = ["O", "O"]
+    f1, (low, high) = task.score(gold, made)["f1"], task.interval(gold, made) or (0, 0)
+    scores = []
+    draw = np.random.default_rng(1)
+    for _ in range(200):
+        rows = draw.integers(0, len(gold), len(gold))
+        scores.append(task.score([gold[row] for row in rows], [made[row] for row in rows])["f1"])
+    assert low < f1 < high
+    assert (low, high) == pytest.approx(tuple(np.quantile(scores, [0.025, 0.975])), abs=0.02)
+
+
 def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "\n".join(f"w{n % 150} B-PER\nleft O\n" for n in range(200)))
     one = Entities(EntitiesSettings(train=path, dev_share=0.25))
@@ -156,11 +175,12 @@ def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
     assert len(train) + len(dev) == 200
     assert 20 < len(dev) < 80
     assert not {tuple(each.words) for each in train} & {tuple(each.words) for each in dev}
-    assert one.origin("dev") == "25% of the training set, by a hash of the words"
-    for share, which in ((1e-9, "dev"), (1 - 1e-9, "training")):
-        few = Entities(EntitiesSettings(train=path, dev_share=share))
-        with pytest.raises(InputError, match=f"leaves the {which} set empty"):
-            _ = few.read_train(), few.read_held_out()
+    rare = write(tmp_path / "b.txt", "".join(f"w{n} B-{'PER' if n % 40 else 'LOC'}\n\n" for n in range(80)))
+    kept = Entities(EntitiesSettings(train=rare, dev_share=0.9)).read_train()
+    assert {tag for each in kept for tag in each.tags or ()} == {"B-PER", "B-LOC"}
+    assert one.origin("dev") == "25% of the training set, by type"
+    with pytest.raises(InputError, match=r"leaves the dev set empty\. Raise it"):
+        Entities(EntitiesSettings(train=path, dev_share=1e-9)).read_held_out()
     with pytest.raises(ValueError, match="set one of the two"):
         EntitiesSettings(train=path, dev=path, dev_share=0.1)
 
@@ -300,11 +320,11 @@ def test_json_is_a_list_an_object_or_lines(tmp_path):
 
 
 @pytest.mark.parametrize("labeled", [True, False])
-def test_a_csv_is_no_file_of_words(tmp_path, labeled):
+def test_a_csv_needs_columns_of_words(tmp_path, labeled):
     task = Entities(EntitiesSettings(train=write(tmp_path / "train", GOOD)))
     path = write(tmp_path / "a.csv", "id,text\n1,hello\n2,bye\n")
     refused(
-        r"a.csv: entities are not read from .csv. Give .jsonl, .json or .parquet", task.read_file, path, labeled=labeled
+        r"a.csv: needs the columns Sentence #, Word and Tag, .* or give .jsonl", task.read_file, path, labeled=labeled
     )
 
 
@@ -416,7 +436,7 @@ GOOD = "Ann B-PER\nleft O\n"
         ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
         ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),
         ("Ann O\n", {"labels": ("PER",)}, r"a.txt: no entity in 1 sentence, only O"),
-        ("Ann\nleft\n", {}, r"a.txt:1: no labels\. Give columns"),
+        ("Ann\nleft\n", {}, r"a.txt: 1 of 1 rows left out: 1 unlabeled\. Give columns"),
         ("Ann NNP\n", {}, r"a.txt:1: 'NNP' is not a tag; expected O, or a prefix and a type"),
         ("Ann B-PER\nleft B-\n", {}, r"a.txt:2: 'B-' is not a tag"),
         ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a tag of bioes, but the scheme is iob2"),
@@ -445,7 +465,7 @@ BO = {"text": "Ann B", "tokens": ["Ann", "Bo"]}
         ({"tokens": ["Ann"], "tags": [1]}, r"a.jsonl:2: tags is \[1\]; expected a list of strings such as B-PER"),
         ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 token and 0 tags"),
         ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is not a tag"),
-        ({"tokens": ["Ann"]}, r"a.jsonl:2: has neither tags nor entities, unlike .*a.jsonl:1"),
+        ({"tokens": ["Ann"], "tags": [""]}, r"a.jsonl:2: '' is not a tag"),
         (
             {"tokens": ["Rome"], "entities": [SPAN | {"start": 1}]},
             r"PER from 1 to 3 does not begin and end with a token",
@@ -573,7 +593,6 @@ def test_other_files_are_held_to_the_training_set(tmp_path):
     task = Entities(EntitiesSettings(train=train, dev=dev))
     with pytest.raises(InputError, match=r"dev:2: the type 'LOC' is not in the training set \(PER\)"):
         task.read_held_out()  # reads the training set by itself
-    refused(r"dev:2: the type 'LOC'", task.read_file, dev)
     refused(
         r"dev: no entity in 1 sentence",
         Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", "it O\n"))).read_held_out,
@@ -1073,7 +1092,26 @@ def test_predictions_are_columns_for_conlleval():
     assert task.scorer_files(bare, predictions)[".tags.conll"].splitlines()[2] == "c I-LOC"
     text = task.example("d", "it")
     assert task.scorer_files([text], predictions[2:]) == {}
+    blanks = [Sentence(["a", "b", "c"], ["B-Full Name", "I-Full Name", "O"], "4")]
+    columns = task.scorer_files(blanks, [{"tags": ["B-Full_Name", "B-Full  Name", "B-\u00a0"]}])[".tags.conll"]
+    assert columns == "a B-Full_Name__ B-Full_Name\nb I-Full_Name__ B-Full_Name_\nc O B-_\n\n", (
+        "the types stay distinct"
+    )
+    (again,) = read_columns("c", columns.split("\n"), 0, 1, Remarks(), labeled=True)
+    assert again.tags == ["B-Full_Name__", "I-Full_Name__", "O"]
     assert task.scorer_files([replace(text, tags=["O"])], predictions[2:]) == {".tags.conll": "d O B-PER\n\n"}
+
+
+def test_types_that_the_model_does_not_know_are_kept_and_count_as_not_found(tmp_path, caplog):
+    train, other = write(tmp_path / "train", GOOD), write(tmp_path / "other", "it O\nRome B-LOC\nAnn B-PER\n")
+    task = Entities(EntitiesSettings(train=train, test=other))
+    (one,) = task.read_test()["test"]
+    assert task.read_file(other, labeled=False)[0].tags == task.read_file(other)[0].tags == one.tags
+    assert task.record(one)["gold"] == ["O", "B-LOC", "B-PER"]
+    assert task.windows([one], make_encoder(16), training=False).labels.tolist() == [0, 0, 1]
+    assert "other:2: the model does not know the types LOC; they stay as gold, and scores count" in caplog.text
+    scores = task.score([one], [{"tags": ["O", "O", "B-PER"]}])
+    assert (scores["precision"], scores["recall"]) == (1.0, 0.5)
 
 
 # ---------------------------------------------------------------- words of a text

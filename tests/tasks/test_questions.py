@@ -102,6 +102,21 @@ DOG = ask("The cat sat.", "", text="Who ran?", id="b")
 # ---------------------------------------------------------------- files
 
 
+def test_folds_keep_the_questions_of_a_text_together_and_intervals_are_of_means() -> None:
+    asked = [ask(f"The cat {n // 2} sat.", "cat", id=str(n)) for n in range(60)]
+    one = task(train="x", unanswerable=False)
+    folds = one.folds(asked, 3)
+    assert folds[::2] == folds[1::2]
+    assert sorted(folds) == sorted([0, 1, 2] * 20)
+    made = [
+        {"id": each.id, "no_answer_score": 0.0, "best_non_empty": "cat" if n % 4 else "sat"}
+        for n, each in enumerate(asked)
+    ]
+    low, high = one.interval(asked, made) or (0, 0)
+    half = 1.96 * (0.75 * 0.25 / 60) ** 0.5
+    assert (low, high) == pytest.approx((0.75 - half, 0.75 + half), abs=0.02)
+
+
 def test_forms_read_alike(tmp_path):
     flat = [
         {"id": "a", "question": "Who sat?", "answers": {"text": ["cat"], "answer_start": [4]}},
@@ -157,7 +172,7 @@ LINES = [
     (good(question=3), r"a.jsonl:1 \(id q\): question is 3; expected text"),
     (good(id=["x"]), r"a.jsonl:1: id is a list of 1; expected text"),
     (good(id=True), r"a.jsonl:1: id is true; expected text"),
-    (good(answers="left out"), r"a.jsonl:1 \(id q\): has no answers. .* Write answers: \[\]"),
+    (good(answers="left out"), r"a.jsonl: 1 of 1 rows left out: 1 unlabeled. Give answers to questions."),
     (good(answers="cat"), r"answers is text \('cat'\); expected \[\{"),
     (good(answers=["cat"]), r"an answer is text \('cat'\); expected \{"),
     (good(answers={"text": ["cat"]}), r"answers is an object of text; expected"),

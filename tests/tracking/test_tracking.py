@@ -464,6 +464,8 @@ class TestWandb:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setitem(sys.modules, "wandb", None)
+        assert mirror.wandb_mode("auto") == "off"
+        monkeypatch.setattr(mirror, "is_installed", lambda module: True)
         assert mirror.wandb_mode("auto") == "offline"
 
     def test_online_without_a_key_is_the_users_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What is suspicious in labeled texts without being wrong, as warnings of one line each."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from finetune.tasks.datasets.labels import Label
 from finetune.tasks.datasets.table import Table, listed
@@ -9,6 +9,10 @@ from pretrain.common.wording import counted
 
 _SEVERAL = 5  # examples of a class that is never predicted, for a warning
 _MOST_PLACES = 5  # of empty texts, in a message
+_ADVICE = (
+    "Train longer (training.epochs) or with another training.learning_rate; if one class is frequent, set "
+    "classification.class_weights: balanced."
+)
 
 
 def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: str) -> Iterator[str]:
@@ -45,25 +49,37 @@ def empty_texts(table: Table) -> Iterator[str]:
     )
 
 
-def never_predicted(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[str]:
-    """A warning if the model predicts the same class for every example, or never a class that has several.
+def never_predicted(
+    labels: Sequence[str],
+    counts: Sequence[Sequence[int]],
+    trained: Mapping[str, int],
+    dev: Mapping[str, int],
+) -> Iterator[str]:
+    """A warning if the model predicts one class for every example, or never a class that has several; with the cause.
 
     Args:
         labels: the names of the C classes.
         counts: examples [true][predicted], [C][C].
+        trained, dev: training examples of each class, and examples in the set that chose the checkpoint, if known.
     """
-    predicted = {number for number in range(len(labels)) if any(row[number] for row in counts)}
-    missed = [number for number, row in enumerate(counts) if number not in predicted and sum(row) >= _SEVERAL]
-    if len(predicted) == 1 and sum(any(row) for row in counts) > 1:
-        what = f"predicts {labels[predicted.pop()]!r} for every example"
-    elif missed:
-        names = ", ".join(repr(labels[number]) for number in missed[:_MOST_PLACES]) + ", ..." * (
-            len(missed) > _MOST_PLACES
-        )
-        what = f"never predicts {names}, of which there are {sum(sum(counts[number]) for number in missed):,} examples"
-    else:
-        return
-    yield (
-        f"the model {what}. Train longer (training.epochs) or with another training.learning_rate; if one class is "
-        "frequent, set classification.class_weights: balanced."
-    )
+    totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
+    predicted = [name for name, column in zip(labels, zip(*counts, strict=True), strict=True) if any(column)]
+    causes: dict[str, list[str]] = {}
+    for name in [name for name, total in totals.items() if total and name not in predicted]:
+        if trained and not trained.get(name):
+            causes.setdefault("no training example has it. Add some, or lower dev_share.", []).append(name)
+        elif totals[name] < _SEVERAL:
+            continue
+        elif trained and trained[name] < _SEVERAL:
+            cause = f"only {counted(trained[name], 'training example')} of each. Add some."
+            causes.setdefault(cause, []).append(name)
+        elif dev and not dev.get(name):
+            causes.setdefault("the dev set, which chose the checkpoint, has none. Give it some.", []).append(name)
+        elif len(predicted) > 1:
+            causes.setdefault(_ADVICE, []).append(name)
+    if len(predicted) == 1 and sum(map(bool, totals.values())) > 1:
+        yield f"the model predicts {predicted[0]!r} for every example. {_ADVICE}"
+    for cause, names in causes.items():
+        shown = ", ".join(map(repr, names[:_MOST_PLACES])) + ", ..." * (len(names) > _MOST_PLACES)
+        examples = counted(sum(totals[name] for name in names), "example")
+        yield f"the model never predicts {shown} ({examples}){'.' if cause is _ADVICE else ':'} {cause}"

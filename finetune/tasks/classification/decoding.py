@@ -10,6 +10,7 @@ from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.datasets.labels import Label, Problem
 
 THRESHOLD = 0.5  # least probability of a label, unless another is set or tuned
+_PRIOR = 0.5  # deviation of the logarithm of a temperature
 _CANDIDATES = 100  # thresholds to try on the dev set, besides hundredths
 
 Predictions = Sequence[Mapping[str, Any]]
@@ -24,8 +25,8 @@ class Outputs:
 
     problem: Problem
     names: tuple[str, ...]  # C labels; none for a regression
-    positive: str  # the class for which f1 is computed, if there are two
-    threshold: float  # multi_label: least probability of a label
+    positive: str  # the class for which f1 is computed, if there are two; "" computes none
+    threshold: float  # least probability of a label, or of the positive one of two classes
 
     def true(self, labels: Sequence[Label | None]) -> np.ndarray:
         """True labels as an array, see the class; zeros for missing ones."""
@@ -54,26 +55,28 @@ class Outputs:
             return [self._set(probabilities) for probabilities in probabilities_NC.tolist()]
         probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
         probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
-        best_N = logits_NC.argmax(1).tolist()
+        best_N = logits_NC.argmax(1)
+        if self.has_positive and self.threshold != THRESHOLD:
+            positive = self.names.index(self.positive)
+            best_N = np.where(probabilities_NC[:, positive] >= self.threshold, positive, 1 - positive)
         return [
             {
                 "label": self.names[best],
                 "score": probabilities[best],
                 "scores": dict(zip(self.names, probabilities, strict=True)),
             }
-            for best, probabilities in zip(best_N, probabilities_NC.tolist(), strict=True)
+            for best, probabilities in zip(best_N.tolist(), probabilities_NC.tolist(), strict=True)
         ]
 
-    def scores(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
-        """All scores of the problem. Sets of labels are made from the probabilities with the current threshold."""
-        predicted = self.predicted(predictions)
+    def scores(self, true: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+        """All scores of the problem, from what `predicted` returns."""
         if self.problem == "regression":
             return {name: score(true, predicted) for name, score in metrics.VALUE_SCORES.items()}
         if self.problem == "multi_label":
             return {name: score(true, predicted) for name, score in metrics.LABEL_SCORES.items()}
         matrix = metrics.confusion(true, predicted, len(self.names))
         scores = {name: score(matrix) for name, score in metrics.CLASS_SCORES.items()}
-        if len(self.names) == 2:
+        if self.has_positive:
             scores["f1"] = float(metrics.class_counts(matrix).f1[self.names.index(self.positive)])
             scores["accuracy_and_f1"] = (scores["accuracy"] + scores["f1"]) / 2
         return scores
@@ -93,7 +96,13 @@ class Outputs:
         return {
             "confusion": {"labels": list(self.names), "counts": matrix.tolist()},
             "by_type": self._by_type(metrics.class_counts(matrix)),
+            **({"positive": self.positive, "threshold": float(self.threshold)} if self.has_positive else {}),
         }
+
+    @property
+    def has_positive(self) -> bool:
+        """Whether one of two classes is the positive one."""
+        return len(self.names) == 2 and bool(self.positive)
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
         """multi_label: the threshold, one for all labels, with the best `metric`; ties go to the one nearest to 0.5."""
@@ -108,6 +117,32 @@ class Outputs:
         candidates.sort(key=lambda candidate: abs(candidate - THRESHOLD))
         scores = [metrics.LABEL_SCORES[metric](true, probabilities_NC >= candidate) for candidate in candidates]
         return candidates[int(np.argmax(scores))]
+
+    def calibration(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
+        """`metrics.calibration`; {} for values."""
+        has_none = self.problem == "regression" or not len(true)
+        return {} if has_none else metrics.calibration(self._probabilities(predictions), true)
+
+    def best_temperature(self, true: np.ndarray, logits_NC: np.ndarray) -> float:
+        """The divisor of the logits with the least loss (Guo et al. 2017, section 4.2); 1 for values.
+
+        A normal prior of its logarithm keeps it near 1 where there are few examples, or none is wrong.
+        """
+        if self.problem == "regression" or not len(true):
+            return 1.0
+
+        def loss(logarithm: float) -> float:
+            scaled = logits_NC / np.exp(logarithm)
+            if self.problem == "multi_label":
+                losses = np.logaddexp(0, scaled) - true * scaled
+            else:
+                losses = np.logaddexp.reduce(scaled, axis=1) - scaled[np.arange(len(true)), true]
+            return float(losses.sum()) + (logarithm / _PRIOR) ** 2 / 2
+
+        best = 0.0
+        for width in (3.0, 0.3, 0.03):
+            best = min((best + np.linspace(-width, width, 21)).tolist(), key=loss)
+        return float(np.exp(best))
 
     def _set(self, probabilities: Sequence[float]) -> dict[str, Any]:
         by_name = dict(zip(self.names, probabilities, strict=True))

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_BINS = 15  # of confidences
+
 
 @dataclass(frozen=True)
 class ClassCounts:
@@ -81,6 +83,30 @@ def matthews(matrix: np.ndarray) -> float:
 def subset_accuracy(true: np.ndarray, predicted: np.ndarray) -> float:
     """Fraction of examples whose label set, a row of bool [N, C], is entirely correct."""
     return float((true == predicted).all(1).mean()) if len(true) else 0.0
+
+
+def calibration(probabilities: np.ndarray, true: np.ndarray) -> dict[str, float]:
+    """nll (nats), brier and ece of probabilities [N, C]; lower is better.
+
+    Args:
+        true: class numbers int64 [N], or sets of labels bool [N, C], of which each label is a decision of its own.
+
+    nll and brier are scikit-learn's log_loss and brier_score_loss. ece is the expected calibration error in 15 bins of
+    equal width (Guo et al. 2017, "On Calibration of Modern Neural Networks", equation 3); of a label its probability
+    stands for the confidence.
+    """
+    if true.ndim == 1:
+        given_N = probabilities[np.arange(len(true)), true]
+        brier = ((probabilities**2).sum(1) - 2 * given_N + 1).mean() / (2 if probabilities.shape[1] == 2 else 1)
+        confidences, right = probabilities.max(1), probabilities.argmax(1) == true
+    else:
+        confidences, right = probabilities.ravel(), true.ravel()
+        given_N = np.where(right, confidences, 1 - confidences)
+        brier = ((1 - given_N) ** 2).mean()
+    bins = np.minimum((confidences * _BINS).astype(int), _BINS - 1)
+    gaps = np.bincount(bins, right - confidences, _BINS)
+    nll = -np.log(np.maximum(given_N, np.finfo(np.float64).tiny)).mean()
+    return {"nll": float(nll), "brier": float(brier), "ece": float(np.abs(gaps).sum() / len(right))}
 
 
 def pearson(true: np.ndarray, predicted: np.ndarray) -> float:

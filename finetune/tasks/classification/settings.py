@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from finetune.tasks.classification.metrics import CLASS_SCORES, LABEL_SCORES, VALUE_SCORES
 from finetune.tasks.datasets import glue
@@ -47,12 +49,12 @@ class ClassificationSettings(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Without dev: fraction of the training set to hold out instead, by a hash of the texts.",
+        description="Without dev: fraction of the training set to hold out instead, of every class.",
     )
     train_examples: int = Field(
         default=0,
         ge=0,
-        description="Train on this number of examples only, drawn from the training set by a hash; 0 takes all.",
+        description="Train on this number of examples only, drawn from every class by a hash; 0 takes all.",
     )
     format: Format = Field(
         default="",
@@ -93,9 +95,17 @@ class ClassificationSettings(Section):
         json_schema_extra=SEVERAL_LINES,
         description="multi_label: what separates labels in a cell; empty for cells that are JSON lists.",
     )
-    class_weights: Literal["none", "balanced"] = Field(
+    class_weights: Literal["none", "balanced"] | dict[str, float] = Field(
         default="none",
-        description="single_label: balanced weights each class by examples / (classes x its examples) in training.",
+        description="Weights in the training's loss. single_label: balanced weights each class by examples / (classes "
+        "x its examples). Or the weights themselves, such as {fraud: 20}, 1 for the others; multi_label: of texts that "
+        "have the label (torch's pos_weight).",
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="single_label: this share of each training label is spread evenly over all classes.",
     )
     max_windows: int = Field(
         default=8,
@@ -103,13 +113,14 @@ class ClassificationSettings(Section):
         description="Training sees at most this many windows of a text, spread evenly; predictions see all.",
     )
     positive: str = Field(
-        default="", description="Class for which f1 is computed, if there are two classes. Empty: the last label."
+        default="", description="Of two classes, the one to find: f1 is its f1. Empty: no f1, but for GLUE's tasks."
     )
     threshold: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="multi_label: least probability of a predicted label; 0 chooses it on the dev set.",
+        description="Least probability of a predicted label; 0 chooses it on the dev set. Of two classes, that of "
+        "`positive`; 0 is 0.5.",
     )
     metric: str = Field(
         default="",
@@ -121,6 +132,14 @@ class ClassificationSettings(Section):
     def outputs(self) -> tuple[str, ...]:
         """The labels that the settings name, as in the files; () if they name none."""
         return self.labels or tuple(map(str, self.label_columns))
+
+    @field_validator("class_weights", mode="before")
+    @classmethod
+    def _check_weights(cls, given: Any) -> Any:
+        weights = given.values() if isinstance(given, Mapping) else [1 if given in ("none", "balanced") else 0]
+        if not all(type(weight) in (int, float) and 0 < weight < math.inf for weight in weights):
+            raise ValueError("expected none, balanced, or weights above 0 by label, such as {fraud: 20}")
+        return given
 
     @model_validator(mode="after")
     def _check_sources(self) -> ClassificationSettings:
@@ -166,8 +185,13 @@ class ClassificationSettings(Section):
             raise ValueError("labels: one class alone; a classifier needs two or more")
         if kind == "regression" and self.labels:
             raise ValueError("labels: regression has none")
-        if self.class_weights != "none" and kind != "single_label":
-            raise ValueError("class_weights: only single_label has classes to weigh")
+        by_label = kind == "multi_label" and self.class_weights != "balanced"
+        if self.class_weights != "none" and kind != "single_label" and not by_label:
+            raise ValueError("class_weights: balanced is for single_label, weights by label for multi_label, too")
+        if self.label_smoothing and kind != "single_label":
+            raise ValueError("label_smoothing: is for single_label")
+        if self.threshold and kind != "multi_label" and not self.positive:
+            raise ValueError("threshold: is for several labels, or for two classes with positive")
         if problem := why_no_metric(self.metric, SCORES[kind] if not self.glue else glue.TASKS[self.glue].scores):
             raise ValueError(f"metric: {problem}")
         return self

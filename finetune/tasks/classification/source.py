@@ -1,11 +1,10 @@
 """Where labeled texts come from: GLUE's folders, data sets or files, as tables and as examples."""
 
-import hashlib
 import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,19 @@ import numpy as np
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
-from finetune.tasks.datasets import glue
-from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, shown, without_vectors
+from finetune.tasks.datasets import glue, splits
+from finetune.tasks.datasets.annotations import Missing, left_out
+from finetune.tasks.datasets.labels import (
+    Label,
+    Problem,
+    ordered,
+    parse,
+    renamed,
+    settled,
+    shown,
+    suspicious,
+    without_vectors,
+)
 from finetune.tasks.datasets.surrogates import check_id, check_whole
 from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
@@ -42,7 +52,6 @@ class ExampleSource:
 
     Args:
         problem: which kind of label examples have.
-        metric: the score that chooses the checkpoint, which must fit the labels.
         state: what `state()` of the trained model returned.
     """
 
@@ -50,13 +59,14 @@ class ExampleSource:
         self,
         settings: ClassificationSettings,
         problem: Problem,
-        metric: str,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._settings, self._metric = settings, metric
+        self._settings = settings
         self._problem: Problem = problem
         self._class_weights: np.ndarray | None = None
+        self.examples: dict[str, dict[str, int]] = dict(state.get("examples") or {}) if state else {}
         self.tables = TableSource(settings)
+        self._said: set[str] = set()
         self._names: dict[str, str] | None = None  # label in the files -> its name, in order of the outputs
         if state is not None:
             self._names = dict(zip(state["values"], state["labels"], strict=True))
@@ -77,7 +87,10 @@ class ExampleSource:
 
     @property
     def class_weights(self) -> np.ndarray:
-        """float64 [C]: weights that balance the classes of the training set."""
+        """float64 [C]: weights of the classes or labels in training, given or those that balance the training set."""
+        given = self._settings.class_weights
+        if given != "balanced":
+            return np.array([1.0 if given == "none" else given.get(name, 1.0) for name in self.names.values()])
         if self._class_weights is None:
             self.read_train()
         assert self._class_weights is not None
@@ -85,7 +98,7 @@ class ExampleSource:
 
     def read_train(self) -> list[Example]:
         """The training set without what `dev_share` holds out, or `train_examples` of it."""
-        table = self.tables.read("train")
+        table = self._labeled(self.tables.read("train"))
         raw = self._raw_labels(table)
         if self._names is None:
             # In the data set's own order if it has one.
@@ -93,7 +106,7 @@ class ExampleSource:
         examples = self._examples(table, raw)
         if self._settings.dev_share:
             self.tables.check_no_dev()
-            examples = [example for example in examples if not self._is_held_out(example)]
+            examples = [one for one, out in zip(examples, self._held_out(examples), strict=True) if not out]
         if not examples:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} leaves no training examples. Lower it."
@@ -103,25 +116,38 @@ class ExampleSource:
         self._check_settings(table.source)
         _log(checks.empty_texts(table))
         if self._problem != "regression":
+            _log(f"{table.source}: {remark}" for remark in suspicious(self.names))
             _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
         if self._settings.class_weights == "balanced":
             self._class_weights = self._balanced(examples)
+        self._count("train", examples)
         return examples
 
     def read_held_out(self) -> dict[str, list[Example]]:
         """The dev sets, or what `dev_share` holds out of the training set."""
+        sets = self._held_out_sets()
+        for examples in list(sets.values())[:1]:
+            self._count("dev", examples)
+        return sets
+
+    def _held_out_sets(self) -> dict[str, list[Example]]:
         if not self._settings.dev_share:
-            sets = {part: self.tables.read(part) for part in self.tables.parts("dev")}
+            sets = {part: self._labeled(self.tables.read(part)) for part in self.tables.parts("dev")}
             return {part: self._varied(self._examples(table, warn=True), table) for part, table in sets.items()}
         self.tables.check_no_dev()
-        table = self.tables.read("train")
-        held_out = [example for example in self._examples(table) if self._is_held_out(example)]
+        table = self._labeled(self.tables.read("train"))
+        examples = self._examples(table)
+        held_out = [one for one, out in zip(examples, self._held_out(examples), strict=True) if out]
         if not held_out:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples leaves the "
-                "dev set empty. Raise it."
+                "dev set empty; a text of each class is for training. Raise it, or add examples."
             )
         return {"dev": self._varied(held_out, table)}
+
+    def _count(self, part: str, examples: Sequence[Example]) -> None:
+        """Keep how many examples of each class the training set has, or the set that chooses the checkpoint."""
+        self.examples[part] = dict(Counter(name for one in examples for name in _classes(one)))
 
     def _varied(self, examples: list[Example], table: Table) -> list[Example]:
         """`examples`; `InputError` if no correlation with them can choose a checkpoint."""
@@ -147,7 +173,18 @@ class ExampleSource:
         Without `labeled`, labels that are unknown are left out, with a warning in the log.
         """
         table = self.tables.read_file(path, labeled=labeled)
-        return self._examples(table, None if labeled else self._known_labels(table))
+        if labeled:
+            return self._examples(self._labeled(table))
+        raw, name, cells = self._known_labels(table), self.tables.keys.get("label"), table.columns.get("label", ())
+        pairs = zip(cells, raw, strict=False)
+        if table.others and any(
+            label is None and not isinstance(settled(cell, self._problem), Missing) for cell, label in pairs
+        ):
+            # The column is not the model's labels: it stays as it is.
+            table = replace(
+                table, others=[{**one, str(name): cell} for one, cell in zip(table.others, cells, strict=True)]
+            )
+        return self._examples(table, raw)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         """From plain text, or from a record with `text` and `pair` or with the columns' names."""
@@ -165,11 +202,25 @@ class ExampleSource:
             raise InputError(f"{where}: a pair, but the model was trained on single texts. Leave `pair` out.")
         return Example(text, None, None, where)
 
-    def _is_held_out(self, example: Example) -> bool:
-        # By a hash of the texts alone, so that equal texts are never on both sides.
-        key = f"{example.text}\0{example.pair or ''}".encode()
-        digest = hashlib.blake2b(key, digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self._settings.dev_share * 2.0**64
+    def _held_out(self, examples: Sequence[Example]) -> list[bool]:
+        texts = [f"{one.text}\0{one.pair or ''}" for one in examples]
+        return splits.held_out(texts, [_classes(one) for one in examples], self._settings.dev_share)
+
+    def _labeled(self, table: Table) -> Table:
+        """`table` without the rows that have no label, whose number is logged."""
+        if "label" not in table.columns:
+            return table
+        cells = [settled(cell, self._problem) for cell in table.columns["label"]]
+        missing = [cell for cell in cells if isinstance(cell, Missing)]
+        lines = [f"{table.source}: {remark}" for remark in table.remarks]
+        if missing:
+            lines.append(left_out(table.source, len(table), missing))
+        if missing and len(missing) == len(table):
+            raise InputError(f"{lines[-1]}. Give a file with labels.")
+        _log(line for line in lines if line not in self._said)
+        self._said.update(lines)
+        table = replace(table, columns={**table.columns, "label": cells})
+        return table.only([row for row, cell in enumerate(cells) if not isinstance(cell, Missing)])
 
     def _raw_labels(self, table: Table) -> list[Label | None]:
         """Labels as in the files; all None if the set has none."""
@@ -195,9 +246,12 @@ class ExampleSource:
     def _known_labels(self, table: Table) -> list[Label | None]:
         """Labels as in the files, None for those that are missing or that the model does not know."""
         raw: list[Label | None] = [None] * len(table)
-        wrong: dict[int, str] = {}
-        if all(cell is None or cell == "" for cell in table.columns.get("label", [])):
+        cells = [settled(cell, self._problem) for cell in table.columns.get("label", [])]
+        if all(isinstance(cell, Missing) or cell == "" for cell in cells):
             return raw
+        wrong = {row: f"{table.where(row)}: {cell.why}" for row, cell in enumerate(cells) if isinstance(cell, Missing)}
+        named = [None if row in wrong else cell for row, cell in enumerate(cells)]
+        table = replace(table, columns={**table.columns, "label": named})
         for row, cell in enumerate(self._cells(table, wrong)):
             if row in wrong:
                 continue
@@ -238,7 +292,7 @@ class ExampleSource:
         return examples
 
     def _drawn(self, examples: list[Example], source: str) -> list[Example]:
-        """`train_examples` of them, in their order: those with the lowest hashes of text and place."""
+        """`train_examples` of them, in their order, by class."""
         count = self._settings.train_examples
         if not count:
             return examples
@@ -248,13 +302,9 @@ class ExampleSource:
                 f"classification.train_examples: {count}, but {source} has {found}. Lower it, or set 0 for all."
             )
 
-        def hashed(number: int) -> bytes:
-            example = examples[number]
-            text = json.dumps([0, number, example.text, example.pair])
-            return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-        chosen = sorted(range(len(examples)), key=hashed)[:count]
-        return [examples[number] for number in sorted(chosen)]
+        texts = [json.dumps([0, number, one.text, one.pair]) for number, one in enumerate(examples)]
+        out = splits.left_out(texts, [_classes(one) for one in examples], len(examples) - count)
+        return [one for one, is_out in zip(examples, out, strict=True) if not is_out]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
         """Refuse a training set whose labels are all the same."""
@@ -284,8 +334,16 @@ class ExampleSource:
             raise InputError(
                 f"classification.positive: {self._settings.positive!r} is not a label; known: {listed(labels)}."
             )
-        if self._metric == "f1" and len(labels) != 2:
+        for name in self._settings.class_weights if isinstance(self._settings.class_weights, dict) else ():
+            if name not in labels:
+                raise InputError(f"classification.class_weights: {name!r} is not a label; known: {listed(labels)}.")
+        if self._settings.metric == "f1" and len(labels) != 2:
             raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
+        if self._settings.metric == "f1" and not (self._settings.positive or self._settings.glue):
+            raise InputError(
+                f"classification.metric: f1 is of one class, and {source} has {labels[0]!r} and {labels[1]!r}. Set "
+                "classification.positive to the one to find, or use macro_f1."
+            )
 
     def _balanced(self, examples: Sequence[Example]) -> np.ndarray:
         """float64 [C]: sklearn's compute_class_weight("balanced") over the classes that occur; 1 for the others."""
@@ -293,6 +351,12 @@ class ExampleSource:
         occurrences = Counter(example.label for example in examples)
         counts = np.array([occurrences[label] for label in labels], np.int64)
         return np.where(counts > 0, len(examples) / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
+
+
+def _classes(example: Example) -> tuple[str, ...]:
+    """Its class or labels; none for a value."""
+    label = example.label
+    return label if isinstance(label, tuple) else (label,) if isinstance(label, str) else ()
 
 
 def _log(warnings: Iterable[str]) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.datasets import glue, tables
+from finetune.tasks.datasets.annotations import ClassForms
 from finetune.tasks.datasets.arrow import read_dataset
-from finetune.tasks.datasets.files import plain_suffix
-from finetune.tasks.datasets.table import Key, Table, TableFormat
+from finetune.tasks.datasets.files import plain_suffix, refuse_foreign
+from finetune.tasks.datasets.table import Key, ReadForms, Table, TableFormat
 from pretrain.common.errors import InputError
 
 
@@ -59,7 +60,7 @@ class TableSource:
         the label may be missing, texts may be in columns `text` and `pair`, and `.txt` holds one text per line.
         """
         settings, place = self._settings, Path(path).expanduser()
-        keys = self._keys()
+        keys = self.keys
         if place.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
             table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
@@ -69,6 +70,7 @@ class TableSource:
             quoting = settings.quoting if kind == "tsv" else "auto"
             layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
         if not labeled and not kind and not layout.format:
+            refuse_foreign(place)
             if plain_suffix(place) == ".txt" and "pair" not in keys:
                 return tables.read_texts(place, settings.encoding)
             if not settings.glue:
@@ -91,7 +93,7 @@ class TableSource:
             return f"GLUE {settings.glue} in {settings.glue_dir}"
         named = getattr(settings, name, "")
         if name != "train" and settings.dev_share and not named:
-            return f"{settings.dev_share:.0%} of the training set, by a hash of the texts"
+            return f"{settings.dev_share:.0%} of the training set, by class"
         if settings.dataset:
             where = " ".join(part for part in (settings.dataset, settings.subset) if part)
             return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")
@@ -114,7 +116,7 @@ class TableSource:
         return self._named(
             read_dataset(
                 settings.dataset,
-                [*self._keys().values()],
+                [*self.keys.values()],
                 subset=settings.subset,
                 split=named or "train",
                 revision=settings.revision,
@@ -132,20 +134,31 @@ class TableSource:
         aliases: Mapping[Key, str] = MappingProxyType({}),
         others: bool = False,
     ) -> Table:
-        keys, optional = [*self._keys().values()], self._optional(labeled=labeled)
+        keys, optional = [*self.keys.values()], self._optional(labeled=labeled)
         spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
+        layout = replace(layout, forms=self._forms())
         return tables.read_table(
             path, keys, layout=layout, optional=optional, aliases=aliases, others=others, spare=spare
         )
 
+    def _forms(self) -> ReadForms | None:
+        keys = self.keys
+        text, label = keys["text"], keys.get("label")
+        # A column of the config's that is called "answer" is not Prodigy's.
+        if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
+            return None
+        inputs = [key for name, key in keys.items() if name != "label"]
+        return ClassForms(text, label, inputs, several=self._settings.problem_type == "multi_label").rows
+
     def _optional(self, *, labeled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""
-        keys = self._keys()
+        keys = self.keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
         return [key for name, key in keys.items() if name.partition(":")[0] in optional and key not in required]
 
-    def _keys(self) -> dict[str, Key]:
+    @property
+    def keys(self) -> dict[str, Key]:
         """Our names of the columns -> those in the files. Those of `label_columns` are label:0, label:1, ..."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
@@ -159,7 +172,7 @@ class TableSource:
 
     def _named(self, table: Table) -> Table:
         """`table` with our names of the columns and of GLUE's labels."""
-        keys = self._keys()
+        keys = self.keys
         columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
         if self._glue and "label" in columns:
             columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.decoding import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
@@ -15,6 +15,7 @@ from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.text import Column, FramedWindows, Slices, TextEncoder, frame
 from finetune.tasks.datasets.windows import cut_pairs, slide, spread
+from finetune.tasks.intervals import bootstrap
 from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 
@@ -47,8 +48,13 @@ class Classification(Task[Example]):
             self._glue.metric if self._glue else SCORES[self.problem][0]
         )
         self.most_windows: int = settings.max_windows
+        own = self._glue if self._glue and "f1" in self._glue.scores else None
+        self.positive = settings.positive or (list(own.labels.values())[-1] if own else "")
+        # Least probability of a label, or of the positive one of two classes.
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
-        self._source = ExampleSource(settings, self.problem, self.metric, state)
+        self._source = ExampleSource(settings, self.problem, state)
+        keys = self._source.tables.keys.items()
+        self.columns = {name.replace("label", "gold"): key for name, key in keys if isinstance(key, str)}
 
     # ------------------------------------------------------------ the outputs
 
@@ -66,17 +72,20 @@ class Classification(Task[Example]):
         """Whether an example is a pair of texts."""
         return self._source.tables.pair_column is not None
 
-    @property
-    def positive(self) -> str:
-        """The class for which f1 is computed if there are two classes; "" otherwise."""
-        return self.settings.positive or (self.labels[-1] if self.labels else "")
-
     def state(self) -> dict[str, Any]:
         return {
             "labels": list(self.labels),
             "values": list(self._source.names),
             "threshold": float(self.threshold),
+            "examples": self._source.examples,
         }
+
+    def set_threshold(self, value: float) -> None:
+        if self.problem != "multi_label" and not self._outputs().has_positive:
+            super().set_threshold(value)
+        if not 0 < value < 1:
+            raise InputError(f"threshold: {value:g}; expected a probability above 0 and below 1.")
+        self.threshold = value
 
     # ------------------------------------------------------------ for people
 
@@ -112,13 +121,13 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known.
-
-        In front are the other columns of a file to predict.
-        """
+        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known."""
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
-        return {**(example.others or {}), **{key: value for key, value in record.items() if value is not None}}
+        return {key: value for key, value in record.items() if value is not None}
+
+    def others(self, example: Example) -> Mapping[str, Any]:
+        return example.others or {}
 
     def first_value(self, examples: Sequence[Example]) -> float:
         return float(self._true(examples).mean())
@@ -127,12 +136,7 @@ class Classification(Task[Example]):
 
     def decode(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """One prediction per example (Outputs.predictions), from the mean of its windows' logits, float32 [F, C]."""
-        if not len(windows):
-            return []
-        starts = np.flatnonzero(np.diff(windows.examples, prepend=-1))
-        counts = np.diff(starts, append=len(windows))
-        means_NC = np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
-        return self._outputs().predictions(means_NC)
+        return self._outputs().predictions(_means(windows, logits)) if len(windows) else []
 
     @property
     def tunes(self) -> bool:
@@ -158,9 +162,23 @@ class Classification(Task[Example]):
         if not self.is_labeled(examples):
             return {}
         true, made = self._labeled(examples, predictions)
-        scores = self._outputs().scores(true, made)
+        predicted = self._outputs().predicted(made)
+        scores = self._outputs().scores(true, predicted)
         scores = {name: scores[name] for name in self._glue.scores} if self._glue else scores
-        return scores | own_score(self.settings.metric, true, self._outputs().predicted(made))
+        return scores | own_score(self.settings.metric, true, predicted)
+
+    def calibration(self, examples: Sequence[Example], predictions: Predictions) -> dict[str, float]:
+        return self._outputs().calibration(*self._labeled(examples, predictions))
+
+    def temperature(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> float:
+        return self._outputs().best_temperature(self._true(examples), _means(windows, logits)) if examples else 1.0
+
+    def interval(self, examples: Sequence[Example], predictions: Predictions) -> tuple[float, float] | None:
+        if ":" in self.settings.metric:  # a function of the user's own may be slow
+            return None
+        outputs, (true, made) = self._outputs(), self._labeled(examples, predictions)
+        predicted = outputs.predicted(made)
+        return bootstrap(lambda rows: outputs.scores(true[rows], predicted[rows])[self.metric], len(true))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""
@@ -171,7 +189,9 @@ class Classification(Task[Example]):
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
             return []
-        return list(checks.never_predicted(details["confusion"]["labels"], details["confusion"]["counts"]))
+        labels, counts = details["confusion"]["labels"], details["confusion"]["counts"]
+        sets = (self._source.examples.get(part, {}) for part in ("train", "dev"))
+        return list(checks.never_predicted(labels, counts, *sets))
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)
@@ -191,12 +211,11 @@ class Classification(Task[Example]):
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
         example, framed = self._cut(examples, encoder, thin=training)
-        labels = self._true(examples)
-        weights = 1 / np.bincount(example, minlength=len(examples))[example]
-        if training and self.settings.class_weights == "balanced":
-            weights *= self._source.class_weights[labels[example]]
-        if self.problem != "single_label":
-            labels = labels.astype(np.float32)
+        labels, weights = self._true(examples), 1 / np.bincount(example, minlength=len(examples))[example]
+        weights_C = self._source.class_weights if training else np.ones(self.outputs)
+        if self.problem == "single_label":
+            weights *= weights_C[labels[example]]
+        labels = self._targets(labels, weights_C, self.settings.label_smoothing if training else 0.0)
         return Windows(
             ids=framed.ids,
             types=framed.types,
@@ -207,6 +226,16 @@ class Classification(Task[Example]):
             weights=weights.astype(np.float32),
             extra={},
         )
+
+    def _targets(self, labels: np.ndarray, weights_C: np.ndarray, smoothing: float) -> np.ndarray:
+        """True labels as `Objective` has them, with the weights of torch's CrossEntropyLoss and BCEWithLogitsLoss."""
+        if self.problem == "multi_label":
+            return (labels * weights_C).astype(np.float32)
+        if self.problem == "regression" or not smoothing:
+            return labels.astype(np.float32 if self.problem == "regression" else np.int64)
+        # The weight of an example has that of its class already.
+        others_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
+        return ((1 - smoothing) * np.eye(self.outputs)[labels] + others_NC).astype(np.float32)
 
     def _cut(
         self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool
@@ -242,6 +271,13 @@ class Classification(Task[Example]):
         )
         rows = spread(cut[0], examples, most)
         return tuple(column[rows] for column in cut)
+
+
+def _means(windows: Windows, logits: np.ndarray) -> np.ndarray:
+    """float64 [N, C]: the mean logits of each example's windows."""
+    starts = np.flatnonzero(np.diff(windows.examples, prepend=-1))
+    counts = np.diff(starts, append=len(windows))
+    return np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
 
 
 def _slices(column: Column, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:

@@ -9,6 +9,7 @@ from typing import Any
 from finetune.tasks.datasets.table import Key, RequestedColumns, Table
 from pretrain.common.errors import InputError
 from pretrain.common.files import refuse_pointer
+from pretrain.common.packages import expect
 
 
 def read_dataset(
@@ -53,6 +54,7 @@ def read_dataset(
 
 def read_parquet(path: Path, wanted: RequestedColumns) -> Table:
     """The columns `wanted` of a Parquet file."""
+    expect(str(path), "pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, 
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted
 from pretrain.common.wording import counted
+
+_DECLARED = re.compile('"?sep=(.)"?\r?\n(?=\\s*\\S)')
 
 
 def read_delimited(
@@ -20,7 +23,8 @@ def read_delimited(
     skipped: Callable[[str], None] | None,
 ) -> Table:
     """The columns `wanted` of the text of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
-    delimiter = layout.delimiter or ("\t" if kind == "tsv" else ",")
+    text, declared = _declared(text, guess=kind == "csv" and layout.header)
+    delimiter = layout.delimiter or declared or ("\t" if kind == "tsv" else ",")
     quoting = _quoting(path, text, kind, layout, delimiter)
     # Blank rows are left out; in files of one column, those between others are cells.
     rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(opened(text), delimiter)
@@ -31,7 +35,10 @@ def read_delimited(
     width = len(first)
     positions = _positions(path, wanted, names, width)
     cells: list[list[str]] = [[] for _ in positions]
-    rest = {str(name): at for at, name in enumerate(names or range(width)) if at not in positions.values()}
+    rest: dict[str, int] = {}
+    for at, name in enumerate(names or range(width)):
+        if at not in positions.values():
+            rest[f"{name}.{at}" if str(name) in rest else str(name)] = at  # none of equal names is lost
     others: list[dict[str, str]] = []
     lines = []
     filled = list(zip(cells, positions.values(), strict=True))
@@ -47,6 +54,17 @@ def read_delimited(
         if wanted.others:
             others.append({name: fields[position] for name, position in rest.items()})
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
+
+
+def _declared(text: str, *, guess: bool) -> tuple[str, str]:
+    """(the text, the delimiter that Excel declares in its first line; with `guess`, that of a header without commas).
+
+    A blank line stands in place of Excel's, so that lines keep their numbers.
+    """
+    if found := _DECLARED.match(text):
+        return text[found.end() - 1 :], found[1]
+    header = text.partition("\n")[0]
+    return text, next((mark for mark in ";\t" if guess and mark in header and "," not in header), "")
 
 
 def _quoting(path: Path, text: str, kind: Format, layout: TableFormat, delimiter: str) -> Quoting:

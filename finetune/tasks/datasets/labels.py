@@ -1,14 +1,16 @@
 """Labels in files: a class name, a set of label names, or a value."""
 
-import difflib
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from finetune.tasks.datasets.annotations import UNLABELED, Missing
 from finetune.tasks.datasets.surrogates import check_whole
 from finetune.tasks.datasets.table import listed
 from pretrain.common.errors import InputError
+from pretrain.common.wording import nearest
 
 Problem = Literal["single_label", "multi_label", "regression"]
 
@@ -31,6 +33,16 @@ def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
     return _value(cell, where) if problem == "regression" else _set(cell, separator, where)
 
 
+def settled(cell: Any, problem: Problem) -> Any:
+    """`cell`, or the only label of a list where texts have one; `Missing` if there is none."""
+    if isinstance(cell, list) and problem != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
+        if len(cell) > 1:
+            return Missing("with several labels")
+        cell = cell[0] if cell else None
+    blank = isinstance(cell, str) and problem != "multi_label" and not cell.strip()
+    return UNLABELED if blank or cell is None or cell != cell else cell  # NaN differs from itself
+
+
 def ordered(labels: Iterable[Label | None]) -> list[str]:
     """The distinct names in `labels`, sorted, numerically if all are numbers."""
     names = {str(name) for label in labels for name in (label if isinstance(label, tuple) else (label,))}
@@ -41,6 +53,15 @@ def ordered(labels: Iterable[Label | None]) -> list[str]:
     if not all(map(math.isfinite, numbers.values())):  # a label called "nan" cannot be sorted
         return sorted(names)
     return sorted(names, key=lambda name: (numbers[name], name))
+
+
+def suspicious(names: Iterable[str]) -> Iterator[str]:
+    """Remarks on names that differ only in case, or that pandas writes for a missing cell."""
+    for folded, group in itertools.groupby(sorted(names, key=str.casefold), str.casefold):
+        if len(same := list(group)) > 1:
+            yield f"{listed(same)} differ only in case, and are separate labels"
+        if folded == "nan":
+            yield f"{listed(same)} is read as a label, but may stand for a missing one"
 
 
 def renamed(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:
@@ -108,7 +129,7 @@ def _name(cell: Any, where: str) -> str:
     if isinstance(cell, bool | int) or (isinstance(cell, float) and math.isfinite(cell)):
         return json.dumps(cell)
     if not isinstance(cell, str) or not (name := cell.strip()):
-        raise InputError(f"{where}: label is {shown(cell)}. Give each example one, or remove it.")
+        raise InputError(f"{where}: label is {shown(cell)}. Give each example the name of its label, or remove it.")
     check_whole(name, "the label", where)
     return name
 
@@ -152,13 +173,13 @@ def _value(cell: Any, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value) or isinstance(cell, bool):
-        raise InputError(f"{where}: label is {shown(cell)}, not a number. Correct or remove it.")
+        raise InputError(f"{where}: label is {shown(cell)}, not a number with a decimal point. Correct or remove it.")
     return value
 
 
 def _renamed(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
-    near = difflib.get_close_matches(value, names, n=1)
+    near = nearest(value, names)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(names)}."
     raise InputError(f"{where}: label {shown(value)} is not in the training set or `labels`; {hint}")

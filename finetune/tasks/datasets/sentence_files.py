@@ -1,5 +1,6 @@
 """Files of sentences with or without entities: CoNLL columns, JSON, Parquet, or plain texts."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,9 +8,16 @@ from finetune.tasks.datasets.conll import are_tagged, read_columns
 from finetune.tasks.datasets.files import plain_suffix, read_text
 from finetune.tasks.datasets.sentence_records import json_records, of_records, of_texts, parquet_records
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
-from finetune.tasks.datasets.tables import format_of
+from finetune.tasks.datasets.table import TableFormat
+from finetune.tasks.datasets.tables import format_of, read_table
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
+
+_ROW_COLUMNS = (
+    ("Sentence #", "sentence #", "Sentence", "sentence", "sentence_id", "sentence_idx"),
+    ("Word", "word", "Token", "token"),
+    ("Tag", "tag", "Label", "label", "NER", "ner", "ner_tag"),
+)
 
 
 def read_sentences(
@@ -24,11 +32,10 @@ def read_sentences(
     cut: Cut = cut_words,
     tag_names: Sequence[str] = (),
 ) -> list[Sentence]:
-    """The sentences of a file: .jsonl, .json and .parquet as records, anything else but .csv as columns.
+    """The sentences of a file: .jsonl, .json and .parquet as records, .csv as a table, anything else as columns.
 
-    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are as the file has them. Either all sentences have some
-    or none has. Where they need none (`labeled` False), a single column holds the words, whatever the columns are
-    called in other files.
+    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are as the file has them. Where they need none (`labeled`
+    False), a single column holds the words, whatever the columns are called in other files.
 
     Args:
         texts: whether a .txt without a tag on every line holds a text on each, not columns.
@@ -36,7 +43,7 @@ def read_sentences(
         tag_names: names of tags that are numbers, in records.
 
     Raises:
-        InputError: no such file, a .csv, other bytes than `encoding` has, ragged columns, a record of another form,
+        InputError: no such file, other bytes than `encoding` has, ragged columns, a record of another form,
             spans that do not fit their text, no sentence at all.
     """
     path = Path(path).expanduser()
@@ -45,11 +52,12 @@ def read_sentences(
         sentences = of_records(parquet_records(path), remarks, cut, tag_names)
         return _some(sentences, path)
     if kind == "csv":
-        raise InputError(
-            f"{path}: entities are not read from .csv. Give .jsonl, .json or .parquet with text or tokens, or one word "
-            "on each line of a .txt, .tsv or .conll."
-        )
+        return _some(_word_rows(path, encoding, labeled=labeled), path)
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
+    if text.startswith("#FORMAT=WebAnno"):
+        raise InputError(
+            f"{path}: WebAnno TSV, which is not read. Export the annotations as CoNLL 2003 from INCEpTION."
+        )
     if kind in ("jsonl", "json"):
         sentences = of_records(json_records(path, text, kind), remarks, cut, tag_names)
         return _some(sentences, path)
@@ -59,6 +67,26 @@ def read_sentences(
     else:
         sentences = read_columns(str(path), lines, token_column, label_column, remarks, labeled=labeled)
     return _some(sentences, path)
+
+
+def _word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
+    """The sentences of a table with a word in each row, whose sentence may be named in its first row alone."""
+    names = list(itertools.chain.from_iterable(_ROW_COLUMNS))
+    table = read_table(path, names, layout=TableFormat(encoding=encoding), optional=names)
+    found = [next((table.columns[name] for name in every if name in table.columns), None) for every in _ROW_COLUMNS]
+    marks, words, tags = found
+    if marks is None or words is None or (labeled and tags is None):
+        raise InputError(
+            f"{path}: needs the columns Sentence #, Word and Tag, with a word in each row. Rename them, or give .jsonl "
+            "with text and entities."
+        )
+    numbers = list(itertools.accumulate(marks, lambda last, mark: mark.strip() or last))
+    sentences = []
+    for _, group in itertools.groupby(range(len(table)), numbers.__getitem__):
+        rows = list(group)
+        mine = None if tags is None else [tags[row].strip() for row in rows]
+        sentences.append(Sentence([words[row] for row in rows], mine, str(path), table.places[rows[0]], lined=True))
+    return sentences
 
 
 def _lines(path: Path, text: str) -> list[str]:

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from finetune.tasks.datasets.annotations import Missing, refuse_ids, settle, subject
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence, in_documents
-from finetune.tasks.datasets.span_forms import named_tags, usual_form
+from finetune.tasks.datasets.span_forms import in_characters, named_tags, usual_form
 from finetune.tasks.datasets.surrogates import check_id, replaced
 from finetune.tasks.datasets.table import Format, shown
 from finetune.tasks.datasets.tables import json_values, read_table
@@ -43,9 +44,16 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         InputError: there is neither text nor tokens; the number of tags differs from that of the tokens; an entity
             is outside the text or overlaps another.
     """
-    record = {"text": record} if isinstance(record, str) else usual_form(record)
+    return _sentence({"text": record} if isinstance(record, str) else usual_form(record), where, remarks, cut)
+
+
+def _sentence(record: Any, where: str, remarks: Remarks, cut: Cut) -> Sentence:
     if not isinstance(record, Mapping):
         raise InputError(f'{where}: {shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
+    if isinstance(missing := record.get("entities"), Missing):
+        bare = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
+        return replace(_sentence(bare, where, remarks, cut), missing=missing)
+    refuse_ids(record, where)
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
     # A record without words may have its empty list of tags.
@@ -87,18 +95,21 @@ def of_records(
     records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
     """Sentences from (source, line or 0, record); `tag_names`: of tags that are numbers."""
+    listed = [(source, line, usual_form(named_tags(record, tag_names, _TAGS))) for source, line, record in records]
+    usual = [record for _, _, record in listed]
+    made = in_characters(usual, cut)
     sentences: list[Sentence] = []
-    for source, line, record in records:
-        record = named_tags(record, tag_names, _TAGS)
-        one = sentence(record, f"{source}:{line}" if line else source, remarks, cut)
-        sentences.append(replace(one, source=source, line=line))
-    labeled = [one.tags is not None for one in sentences]
-    if any(labeled) and not all(labeled):
-        raise InputError(
-            f"{sentences[labeled.index(False)].where()}: has neither tags nor entities, unlike "
-            f'{sentences[labeled.index(True)].where()}. Write "entities": [] for sentences without entities.'
-        )
-    return in_documents(sentences)
+    for (source, line, record), converted in zip(listed, made, strict=True):
+        where = f"{source}:{line}" if line else source
+        if converted is not record:
+            remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
+        sentences.append(replace(_sentence(converted, where, remarks, cut), source=source, line=line))
+    values = [one.missing if one.tags is None else one.tags for one in sentences]
+    settle(values, [subject(record, "text") for record in usual])
+    settled = zip(sentences, values, strict=True)
+    return in_documents(
+        replace(one, tags=None, missing=value) if isinstance(value, Missing) else one for one, value in settled
+    )
 
 
 def of_texts(path: str, lines: list[str], cut: Cut) -> list[Sentence]:
@@ -186,6 +197,9 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
         if not isinstance(entity, Mapping):
             raise InputError(f"{name} is {shown(entity)}; expected {form}.")
         kind = entity.get("type", entity.get("label"))
+        kind = kind.strip() if isinstance(kind, str) else kind
+        if type(kind) is int:
+            raise InputError(f"{name} has the type {kind}, an id. Export types by their names.")
         begin, end = entity.get("start"), entity.get("end")
         if not isinstance(kind, str) or not kind or type(begin) is not int or type(end) is not int:
             raise InputError(f"{name} is {shown(entity)}; expected {form}.")

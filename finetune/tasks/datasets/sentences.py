@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.tasks.datasets.annotations import UNLABELED, Missing
 from finetune.tasks.datasets.words import joined
 
 Cut = Callable[[str], np.ndarray]
@@ -29,6 +30,7 @@ class Sentence:
     name: str | None = None  # of its document, if the record has one
     id: Any = None  # of the record
     from_spans: bool = False  # tags were made from character spans: IOB2 for every scheme of the file
+    missing: Missing = UNLABELED  # why it has no tags, if it has none
     from_text: bool = False  # the words were segmented from the text, not given
 
     def __post_init__(self) -> None:

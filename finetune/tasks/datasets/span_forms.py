@@ -6,9 +6,16 @@ Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"value": {"sta
 spaCy         ["", {"entities": [[0, 3, "PER"]]}], and {"text": "", "ents": [{"start": 0, "end": 3, "label": "PER"}]}
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune.tasks.datasets.annotations import Missing, is_answered, is_task, of_task, state
+from finetune.tasks.datasets.sentences import Cut
+from finetune.tasks.datasets.surrogates import replaced, utf16_places
+
+_ONE_SPAN = Missing("with an answer about one span alone")
+_TAGS = ("tags", "labels", "ner_tags")
 _SPANS = ("entities", "spans", "ents", "label", "labels")
 _NAMES = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}
 
@@ -19,15 +26,50 @@ def usual_form(record: Any) -> Any:
         record = {"text": record[0], **record[1]}
     if not isinstance(record, Mapping):
         return record
-    if isinstance(record.get("data"), Mapping) and isinstance(record.get("annotations"), list):
+    if is_task(record):
         record = _of_label_studio(record)
-    name = next((name for name in _SPANS if _are_spans(record, name)), None)
+    missing = state(record)
+    if missing is None and is_answered(record):
+        missing = _ONE_SPAN if record.get("_view_id") == "ner" else None
+        record = record if record.keys() & {*_SPANS, *_TAGS} else {**record, "entities": []}
+    if missing is not None:
+        return {**record, "entities": missing}
+    names = (*_SPANS, *record) if "annotation_id" in record else _SPANS
+    name = next((name for name in names if _are_spans(record, name)), None)
     if name is None:
         return record
     return {
         **{key: value for key, value in record.items() if key != name},
         "entities": [_span(one) for one in record[name]],
     }
+
+
+def in_characters(records: list[Any], cut: Cut) -> list[Any]:
+    """`records` with offsets of code points, if those of spans behind emoji are units of UTF-16, as in JavaScript.
+
+    Such spans have their own text, or begin and end with words, more often if they are read as units.
+    """
+    made, fits = list(records), Counter[bool]()
+    for number, record in enumerate(records):
+        text, spans = (record.get("text"), record.get("entities")) if isinstance(record, Mapping) else (None, None)
+        if not isinstance(text, str) or not isinstance(spans, list) or max(text, default="") <= "\uffff":
+            continue
+        places = utf16_places(text)
+        converted = [_moved(span, places) for span in spans]
+        begins, ends = (set(edges) for edges in cut(replaced(text)).T.tolist())
+        for units, every in ((False, spans), (True, converted)):
+            for span in (one for one in every if isinstance(one, Mapping)):
+                begin, end, own = span.get("start"), span.get("end"), span.get("text")
+                fits[units] += text[begin:end] == own if isinstance(own, str) else begin in begins and end in ends
+        made[number] = {**record, "entities": converted}
+    return made if fits[True] > fits[False] else records
+
+
+def _moved(span: Any, places: Sequence[int]) -> Any:
+    if not isinstance(span, Mapping):
+        return span
+    ends = {key: span.get(key) for key in ("start", "end")}
+    return {**span, **{key: places[at] for key, at in ends.items() if type(at) is int and 0 <= at < len(places)}}
 
 
 def named_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
@@ -43,16 +85,15 @@ def named_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
 
 
 def _of_label_studio(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The first annotation that was not canceled; without any, the text alone."""
+    """The text, and the spans in which all annotations agree."""
     data = record["data"]
     text = data.get("text", next((value for value in data.values() if isinstance(value, str)), None))
-    made = {"id": record.get("id"), "text": text}
-    done = (one for one in record["annotations"] if isinstance(one, Mapping) and not one.get("was_cancelled"))
-    results = next((one["result"] for one in done if isinstance(one.get("result"), list)), None)
-    if results is None:
-        return made
-    values = [one.get("value") for one in results if isinstance(one, Mapping) and one.get("type", "labels") == "labels"]
-    return {**made, "entities": values}
+    return {"id": record.get("id"), "text": text, "entities": of_task(record, _labels)}
+
+
+def _labels(result: list[Any]) -> list[Any]:
+    values = [one.get("value") for one in result if isinstance(one, Mapping) and one.get("type", "labels") == "labels"]
+    return sorted(values, key=repr)
 
 
 def _are_spans(record: Mapping[str, Any], name: str) -> bool:

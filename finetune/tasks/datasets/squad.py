@@ -9,6 +9,8 @@ Flat, one object per line (.jsonl), or a list of them, optionally under "data" (
 
     {"id": "", "question": "", "context": "", "answers": {"text": [""], "answer_start": [0]}}
     {"id": "", "question": "", "context": "", "answers": [{"text": "", "answer_start": 0}]}
+    {"id": "", "question": "", "context": "", "answer_text": "", "answer_start": 0}
+    {"context": "", "qas": []}, with questions as above
 
 Tables (.parquet, .csv, .tsv) with columns of these names; in .csv and .tsv, `answers` is JSON.
 
@@ -24,14 +26,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.tasks.datasets.annotations import UNLABELED, Missing, left_out, state
 from finetune.tasks.datasets.files import plain_suffix, read_text
-from finetune.tasks.datasets.surrogates import check_whole
+from finetune.tasks.datasets.surrogates import check_whole, utf16_places
 from finetune.tasks.datasets.tables import json_values, read_table
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = ("question", "context", "id", "answers")
+_COLUMNS = ("question", "context", "id", "answers", "answer_text", "answer", "answer_start", "is_impossible")
 _SHOWN = 3  # bad answers that a message quotes
 _FORMS = (
     'a SQuAD file ({"data": [{"paragraphs": [{"context", "qas"}]}]}) or flat records '
@@ -66,18 +69,22 @@ def read(path: str, *, labeled: bool) -> list[Question]:
 
     Args:
         path: the file.
-        labeled: whether every question must have answers.
+        labeled: whether to leave out questions that say nothing about their answers; their number is logged.
 
     Raises:
         InputError: the file cannot be read, is not UTF-8, not JSON, has another format or is empty; two questions have
-            the same id; `labeled`, and a question has no answers.
+            the same id; `labeled`, and no question says anything about its answers.
     """
     records = _READERS.get(plain_suffix(Path(path)), _document)(path)
     questions: list[Question] = []
     places: dict[str, str] = {}
     contexts: dict[str, str] = {}
+    missing: list[Missing] = []
     for place, record, context in records:
         question = _question(record, context, place, labeled=labeled)
+        if labeled and question.answers is None:
+            missing.append(state(record) or UNLABELED)
+            continue
         if question.id in places:
             raise InputError(
                 f"{place}: id {question.id!r} is already used in {places[question.id]}. Predictions are "
@@ -86,9 +93,12 @@ def read(path: str, *, labeled: bool) -> list[Question]:
         places[question.id] = place
         shared = contexts.setdefault(question.context, question.context)
         questions.append(replace(question, context=shared))
+    line = left_out(path, len(questions) + len(missing), missing) if missing else ""
     if not questions:
-        raise InputError(f"{path}: has no questions. Give {_FORMS}.")
-    return questions
+        raise InputError(f"{line}. Give answers to questions." if line else f"{path}: has no questions. Give {_FORMS}.")
+    if line:
+        logger.warning("%s", line)
+    return _in_characters(questions, path)
 
 
 def from_record(record: Any, place: str) -> Question:
@@ -175,6 +185,21 @@ def _fault(context: str, answer: Answer, *, training: bool) -> str:
     return f"{fault}; the context does not contain it"
 
 
+def _in_characters(questions: list[Question], path: str) -> list[Question]:
+    """`questions` with answer_start in characters, if UTF-16 units, as in JavaScript, fit more answers behind emoji."""
+    places = {one: utf16_places(one) for one in {one.context for one in questions} if max(one, default="") > "\uffff"}
+    made, gain = list(questions), 0
+    for number, one in enumerate(questions):
+        if one.answers and (at := places.get(one.context)):
+            moved = tuple(replace(each, start=at[min(max(each.start, 0), len(at) - 1)]) for each in one.answers)
+            made[number] = replace(one, answers=moved)
+            gain += sum(_fault(one.context, each, training=False) == "" for each in moved)
+            gain -= sum(_fault(one.context, each, training=False) == "" for each in one.answers)
+    if gain > 0:
+        logger.warning("%s: answer_start counts UTF-16 units, as in JavaScript; it is converted to characters", path)
+    return made if gain > 0 else questions
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -186,7 +211,8 @@ def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
     except (ValueError, RecursionError) as error:
         hint = ' A file with one object per line must be named ".jsonl".' if "Extra data" in str(error) else ""
         raise InputError(f"{path}: not JSON ({error}).{hint}") from None
-    items = document.get("data") if isinstance(document, dict) else document
+    alone = isinstance(document, dict) and "data" not in document and document.keys() & {"paragraphs", "qas"}
+    items = [document] if alone else document.get("data") if isinstance(document, dict) else document
     if not isinstance(items, list):
         kind = f"an object of {_keys(document)}" if isinstance(document, dict) else _kind(document)
         raise InputError(f"{path}: is {kind}; expected {_FORMS}.")
@@ -195,40 +221,50 @@ def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
         place = f"{path}: {name}[{number}]"
         if not isinstance(item, dict):
             raise InputError(f"{place}: is {_kind(item)}; expected {_FORMS}.")
-        if "paragraphs" in item:
-            yield from _article(item, place)
-        elif "question" in item and "context" in item:
-            yield place, {"id": str(number + 1), **item}, item["context"]
-        else:
+        if not (found := list(_item(item, place, str(number + 1)))) and not item.keys() & {"paragraphs", "qas"}:
             raise InputError(f"{place}: is an object of {_keys(item)}; expected {_FORMS}.")
+        yield from found
 
 
-def _article(article: dict[str, Any], place: str) -> Iterator[tuple[str, Any, Any]]:
-    for number, paragraph in enumerate(_list(article, "paragraphs", place)):
-        inner = f"{place}.paragraphs[{number}]"
-        if not isinstance(paragraph, dict):
-            raise InputError(f"{inner}: is {_kind(paragraph)}; expected an object of context and qas.")
-        for count, record in enumerate(_list(paragraph, "qas", inner)):
-            yield f"{inner}.qas[{count}]", record, paragraph.get("context")
+def _item(item: dict[str, Any], place: str, identity: str) -> Iterator[tuple[str, Any, Any]]:
+    """(place, record, context) for every question of an article, of a paragraph, or of a flat record; else nothing."""
+    if "paragraphs" in item:
+        for number, paragraph in enumerate(_list(item, "paragraphs", place)):
+            inner = f"{place}.paragraphs[{number}]"
+            if not isinstance(paragraph, dict):
+                raise InputError(f"{inner}: is {_kind(paragraph)}; expected an object of context and qas.")
+            yield from _paragraph(paragraph, inner)
+    elif "qas" in item:
+        yield from _paragraph(item, place, identity)
+    elif "question" in item and "context" in item:
+        yield place, {"id": identity, **item}, item["context"]
+
+
+def _paragraph(paragraph: dict[str, Any], place: str, identity: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for count, record in enumerate(_list(paragraph, "qas", place)):
+        if identity and isinstance(record, dict):
+            record = {"id": f"{identity}.{count + 1}", **record}
+        yield f"{place}.qas[{count}]", record, paragraph.get("context")
 
 
 def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
     """(place, record, context) for every non-blank line of a .jsonl file."""
     for number, record in json_values(Path(path), _text(path), "jsonl")[1]:
         place = f"{path}:{number}"
-        if not isinstance(record, dict) or "question" not in record or "context" not in record:
+        found = list(_item(record, place, str(number))) if isinstance(record, dict) else []
+        if not found:
             kind = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
             is_nested = isinstance(record, dict) and "data" in record
             hint = ' A nested SQuAD file must be named ".json".' if is_nested else ""
             raise InputError(
                 f"{place}: is {kind}; expected a flat record with id, question, context and answers.{hint}"
             )
-        yield place, {"id": str(number), **record}, record["context"]
+        yield from found
 
 
 def _table(path: str) -> Iterator[tuple[str, Any, Any]]:
     """(place, record, context) for every row."""
-    table = read_table(path, _COLUMNS, optional=("id", "answers"))
+    table = read_table(path, _COLUMNS, optional=_COLUMNS[2:])
     for row, cells in enumerate(zip(*table.columns.values(), strict=True)):
         record = {
             "id": str(table.places[row]),
@@ -284,13 +320,14 @@ def _question(record: Any, context: Any, place: str, *, labeled: bool) -> Questi
 
 
 def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[Answer, ...] | None:
-    listed = record.get("answers")
+    listed, impossible = record.get("answers"), record.get("is_impossible")
+    if isinstance(impossible, str):  # of a table
+        impossible = {"true": True, "1": True, "false": False, "0": False}.get(impossible.strip().lower())
     if listed is None:
-        if not labeled:
-            return None
-        raise InputError(
-            f"{place}: has no answers. Training and evaluation need them. Write answers: [] for unanswerable questions."
-        )
+        listed = _single_answer(record, place, impossible=impossible is True)
+    # Beside a start, "answer" is the text.
+    if listed is None or (("answer_text" in record or "answer_start" not in record) and state(record) is not None):
+        return None
     if isinstance(listed, dict):
         listed = _rows(listed, place)
     if not isinstance(listed, list):
@@ -298,7 +335,6 @@ def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[A
     found = [_answer(item, place) for item in listed]
     # Converters write a blank answer at -1 for questions without an answer.
     answers = tuple(answer for answer in found if answer.text.strip() or answer.start != -1)
-    impossible = record.get("is_impossible")
     if not (answers or labeled or impossible in (None, True)):
         return None
     if impossible is not None and bool(impossible) == bool(answers):
@@ -307,6 +343,18 @@ def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[A
             f"Correct one of them."
         )
     return answers
+
+
+def _single_answer(record: Mapping[str, Any], place: str, *, impossible: bool) -> Any:
+    """The answers of a record with one text and start; None if it has neither."""
+    text, start = record.get("answer_text", record.get("answer")), record.get("answer_start")
+    if start is None or (isinstance(start, str) and not start.strip()) or start != start:
+        return [] if impossible else None
+    try:
+        start = start if isinstance(start, bool) else int(float(start))
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{place}: answer_start is {_shown(str(start))}; expected a character index.") from None
+    return [{"text": "" if text is None else text, "answer_start": start}]
 
 
 def _rows(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:

@@ -14,6 +14,12 @@ def replaced(text: str) -> str:
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def utf16_places(text: str) -> list[int]:
+    """The index in `text` of each of its UTF-16 units, and its length."""
+    places = [place for place, one in enumerate(text) for _ in range(1 + (one > "\uffff"))]
+    return [*places, len(text)]
+
+
 def check_whole(text: str, what: str, where: str) -> None:
     """Raise `InputError` if `text` has half of a surrogate pair."""
     if text.isascii():

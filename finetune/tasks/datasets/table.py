@@ -1,8 +1,10 @@
 """Labeled rows as columns: the table, and how it is requested."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pretrain.common.errors import InputError
@@ -10,6 +12,9 @@ from pretrain.common.quoting import Quoting
 
 Key = str | int
 """A column's name, or its number from 0."""
+
+ReadForms = Callable[[list[Any], Callable[[int], str]], tuple[list[Any], list[str]]]
+"""Makes rows and remarks of records; the second argument gives the place of each record."""
 
 Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
@@ -23,6 +28,7 @@ class TableFormat:
     delimiter: str = ""  # one character; "" is a comma, in .tsv a tab
     quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; in .tsv none, and cells begin with no quote
     header: bool = True
+    forms: ReadForms | None = None  # of annotation tools, in JSON
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,16 @@ class Table:
     place: str  # separator of source and place: ":" before a line
     classes: dict[Key, list[str]] = field(default_factory=dict)  # names of the classes that a data set defines
     others: Sequence[Mapping[str, Any]] = ()  # [N], the cells of all other columns, if they were requested
+    remarks: Sequence[str] = ()  # on how labels were read
 
     def __len__(self) -> int:
         return len(self.places)
+
+    def only(self, rows: Sequence[int]) -> Table:
+        """The table of these rows."""
+        columns = {name: [cells[row] for row in rows] for name, cells in self.columns.items()}
+        others = [self.others[row] for row in rows] if self.others else ()
+        return replace(self, columns=columns, places=[self.places[row] for row in rows], others=others)
 
     def where(self, row: int) -> str:
         """File and line (or row) of a row, for messages."""

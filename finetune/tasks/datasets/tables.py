@@ -11,8 +11,9 @@ from typing import Any
 
 from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import opened, read_delimited
-from finetune.tasks.datasets.files import plain_suffix, read_text
-from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed, shown
+from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_foreign
+from finetune.tasks.datasets.surrogates import replaced
+from finetune.tasks.datasets.table import Format, Key, ReadForms, RequestedColumns, Table, TableFormat, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
 
@@ -63,7 +64,7 @@ def read_table(
     if not text.strip():
         raise InputError(f"{path}: empty file. Give a file with at least one row.")
     if kind in ("jsonl", "json"):
-        return _read_json(path, text, kind, wanted)
+        return _read_json(path, text, kind, wanted, layout.forms)
     return read_delimited(path, text, kind, layout, wanted, skipped)
 
 
@@ -81,6 +82,7 @@ def format_of(path: Path | str) -> Format:
 
 def _known_format(path: Path) -> Format:
     known = format_of(path)
+    refuse_foreign(path)
     if not known:
         raise InputError(
             f"{path}: unknown suffix {plain_suffix(path)!r}. Set `format`, or rename it to one of "
@@ -100,18 +102,20 @@ def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tupl
     return ":", _line_records(path, text, whole)
 
 
-def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns) -> Table:
+def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, forms: ReadForms | None) -> Table:
     before, numbered = json_values(path, text, kind)
-    places, records = [], []
-    for place, record in numbered:
+    values = list(numbered)
+    places, records, remarks = [place for place, _ in values], [record for _, record in values], []
+    if forms:
+        records, remarks = forms(records, lambda row: f"{path}{before}{places[row]}")
+    for place, record in zip(places, records, strict=True):
         if not isinstance(record, dict):
             raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(wanted.columns)}.")
-        places.append(place)
-        records.append(record)
     cells: dict[Key, list[Any]] = {}
     used = {name for record in records for column in wanted.columns if (name := wanted.name(column, record))}
     rest = [{key: value for key, value in one.items() if key not in used} for one in records if wanted.others]
-    table = Table(cells, str(path), places, before, others=rest)
+    whole = json.loads(replaced(json.dumps(rest, ensure_ascii=False)))
+    table = Table(cells, str(path), places, before, others=whole, remarks=remarks)
     for column in wanted.columns:
         names = [wanted.name(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]

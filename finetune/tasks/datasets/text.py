@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -14,9 +13,6 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from finetune.tasks.datasets.arrays import distinct, ragged
 from pretrain.common.errors import InputError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _CHUNK = 4096  # texts per tokenizer call: encodings take 100 times the memory of their ids
 _WORDS_A_LINE = 64  # distinct words per text: one call and encoding per word would dominate the time
@@ -87,14 +83,11 @@ class TextEncoder:
 
     def _encode_by_word(self, texts: Sequence[str]) -> Column:
         """Tokenize each distinct string between spaces once, then gather its tokens for every occurrence."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        words = pc.split_pattern(pa.array(texts, pa.large_string()), " ")  # pyright: ignore[reportAttributeAccessIssue]
-        first_word_N = words.offsets.to_numpy()
-        coded = words.flatten().dictionary_encode()
-        word_W = coded.indices.to_numpy()
-        distinct, characters = self._encode_distinct(coded.dictionary)
+        first_word_N = np.concatenate([[0], np.cumsum([text.count(" ") + 1 for text in texts], dtype=np.int64)])
+        known: dict[str, int] = {}
+        numbers = (known.setdefault(word, len(known)) for text in texts for word in text.split(" "))
+        word_W = np.fromiter(numbers, np.int32, first_word_N[-1])
+        distinct, characters = self._encode_distinct(list(known))
         place_W = np.concatenate([[0], np.cumsum(characters[word_W] + 1)])  # with the space after each word
         place_W = place_W[:-1] - np.repeat(place_W[first_word_N[:-1]], np.diff(first_word_N))
         count_W = np.diff(distinct.starts)[word_W]
@@ -105,21 +98,18 @@ class TextEncoder:
             offsets=distinct.offsets[rows] + np.repeat(place_W, count_W).astype(np.int32)[:, None],
         )
 
-    def _encode_distinct(self, words: pa.Array) -> tuple[Column, np.ndarray]:
+    def _encode_distinct(self, words: list[str]) -> tuple[Column, np.ndarray]:
         """Tokens of each word, and its length in characters, int64 [words]. The tokenizer gets them as long lines."""
-        import pyarrow.compute as pc
-
-        spelled = words.to_pylist()
-        lines = [" ".join(spelled[n : n + _WORDS_A_LINE]) for n in range(0, len(spelled), _WORDS_A_LINE)]
+        lines = [" ".join(words[n : n + _WORDS_A_LINE]) for n in range(0, len(words), _WORDS_A_LINE)]
         column = self.encode_whole(lines)
-        characters = pc.utf8_length(words).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+        characters = np.fromiter(map(len, words), np.int64, len(words))
         ends = np.cumsum(characters + 1)
         begins = ends - characters - 1  # of each word, in all lines joined with spaces
         line_T = np.repeat(np.arange(len(lines)), np.diff(column.starts))
         place_T = column.offsets[:, 0] + begins[line_T * _WORDS_A_LINE]
         word_T = np.searchsorted(ends, place_T, side="right")
         within = (begins[word_T] - begins[line_T * _WORDS_A_LINE]).astype(np.int32)
-        starts = np.searchsorted(word_T, np.arange(len(spelled) + 1))
+        starts = np.searchsorted(word_T, np.arange(len(words) + 1))
         return Column(column.ids, starts, column.offsets - within[:, None]), characters
 
     def encode_whole(self, texts: list[str]) -> Column:

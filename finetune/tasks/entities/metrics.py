@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.intervals import bootstrap
 
 Rule = Literal["conlleval", "iob2"]
 """How tags are decoded to entities.
@@ -170,10 +171,7 @@ class EntityCounts:
 
 def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval") -> EntityCounts:
     """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
-    theirs, ours = find(gold, rule), find(predicted, rule)
-    end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
-    end[theirs.first], types[theirs.first] = theirs.end, theirs.types
-    right = (end[ours.first] == ours.end) & (types[ours.first] == ours.types)
+    theirs, ours, right = _matched(gold, predicted, rule)
     size = len(predicted.names)
     return EntityCounts(
         predicted.names,
@@ -181,6 +179,34 @@ def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conll
         predicted=np.bincount(ours.types, minlength=size),
         correct=np.bincount(ours.types[right], minlength=size),
     )
+
+
+def f1_interval(
+    gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval"
+) -> tuple[float, float] | None:
+    """The bootstrap interval of f1 over all entities, from resampled sentences."""
+    theirs, ours, right = _matched(gold, predicted, rule)
+    sentences = len(gold.starts) - 1
+    # Word i is in the sentence with the last start at or before it; empty sentences have none.
+    found = (
+        np.searchsorted(gold.starts, first, "right") - 1 for first in (theirs.first, ours.first, ours.first[right])
+    )
+    total, predictions, correct = (np.bincount(one, minlength=sentences) for one in found)
+
+    def f1(rows: np.ndarray) -> float:
+        return shares(int(correct[rows].sum()), int(predictions[rows].sum()), int(total[rows].sum()))["f1"]
+
+    return bootstrap(f1, sentences)
+
+
+def _matched(
+    gold: TaggedSentences, predicted: TaggedSentences, rule: Rule
+) -> tuple[EntitySpans, EntitySpans, np.ndarray]:
+    """(true entities, predicted ones, whether each of these is correct)."""
+    theirs, ours = find(gold, rule), find(predicted, rule)
+    end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
+    end[theirs.first], types[theirs.first] = theirs.end, theirs.types
+    return theirs, ours, (end[ours.first] == ours.end) & (types[ours.first] == ours.types)
 
 
 def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:

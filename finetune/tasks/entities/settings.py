@@ -11,8 +11,8 @@ from finetune.tasks.own_metric import why_no_metric
 from pretrain.common.sections import LocalPath, Section
 
 _FORM = (
-    ".jsonl, .json and .parquet hold records (tokens and tags, or text and entities); any other file but .csv, which "
-    "is refused, holds CoNLL columns. May be compressed (.gz, .bz2, .xz)."
+    ".jsonl, .json and .parquet hold records (tokens and tags, or text and entities); .csv a word in each row; any "
+    "other file CoNLL columns. May be compressed (.gz, .bz2, .xz)."
 )
 
 
@@ -38,7 +38,7 @@ class EntitiesSettings(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Without dev: fraction of the training sentences to hold out instead, by a hash of the words.",
+        description="Without dev: fraction of the training sentences to hold out instead, of every type.",
     )
     tag_names: tuple[str, ...] = Field(
         default=(), description="Names of tags that are numbers in records, in order, such as [O, B-PER, I-PER]."

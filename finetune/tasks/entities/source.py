@@ -1,14 +1,16 @@
 """Where sentences come from: files in any tagging scheme, converted to IOB2 with the known types."""
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
+from finetune.tasks.datasets import splits
+from finetune.tasks.datasets.annotations import left_out
+from finetune.tasks.datasets.labels import suspicious
 from finetune.tasks.datasets.sentence_files import read_sentences
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
 from finetune.tasks.datasets.surrogates import check_whole, replaced
@@ -22,6 +24,9 @@ from pretrain.common.wording import counted
 logger = logging.getLogger(__name__)
 
 _BILOU = str.maketrans("LU", "ES")
+
+Part = Literal["train", "dev", "other"]
+"""What a file is for. Types that the model does not know are refused in a dev set, and said of others."""
 
 
 class SentenceSource:
@@ -61,38 +66,37 @@ class SentenceSource:
         """The training set without what `dev_share` holds out; types, scheme and cuts are known from now on."""
         if not self._settings.train:
             raise InputError("train: empty. Give the file of labeled training sentences.")
-        sentences = self._read(self._settings.train, labeled=True, is_train=True)
+        sentences = self._read(self._settings.train, labeled=True, part="train")
         self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
         self._is_trained = True
-        return self._part(sentences, held_out=False)
+        return self._part(sentences, held_out=False) if self._settings.dev_share else sentences
 
     def read_held_out(self) -> list[Sentence]:
         """The dev set, or what `dev_share` holds out of the training set; [] without both."""
         if self._settings.dev_share:
-            return self._part(self.read(self._settings.train, labeled=True), held_out=True)
-        return self.read(self._settings.dev, labeled=True) if self._settings.dev else []
+            return self._part(self.read(self._settings.train, labeled=True, part="dev"), held_out=True)
+        return self.read(self._settings.dev, labeled=True, part="dev") if self._settings.dev else []
 
     def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
-        """Those that `dev_share` holds out, by a hash of their words, or the others."""
+        """Those that `dev_share` holds out, by the types of their entities, or the others."""
         share = self._settings.dev_share
-        digests = (hashlib.blake2b("\0".join(one.words).encode(), digest_size=8).digest() for one in sentences)
-        is_out = [int.from_bytes(digest, "little") < share * 2.0**64 for digest in digests]
+        types = [{metrics.split(tag)[1] for tag in cast(Sequence[str], one.tags) if tag != "O"} for one in sentences]
+        is_out = splits.held_out(["\0".join(one.words) for one in sentences], types, share)
         part = [one for one, out in zip(sentences, is_out, strict=True) if out == held_out]
-        if not part:
-            which, advice = ("dev", "Raise") if held_out else ("training", "Lower")
+        if not part:  # a sentence of each type stays in the training set
             found = counted(len(sentences), "sentence")
             raise InputError(
-                f"{self._settings.train}: dev_share {share} of {found} leaves the {which} set empty. {advice} it."
+                f"{self._settings.train}: dev_share {share} of {found} leaves the dev set empty. Raise it."
             )
         return part
 
-    def read(self, path: str, *, labeled: bool, texts: bool = False) -> list[Sentence]:
+    def read(self, path: str, *, labeled: bool, texts: bool = False, part: Part = "other") -> list[Sentence]:
         """Another file; `texts`: a .txt may hold one text per line."""
         if not self._is_trained:
             self.read_train()
-        return self._read(path, labeled=labeled, texts=texts)
+        return self._read(path, labeled=labeled, texts=texts, part=part)
 
-    def _read(self, path: str, *, labeled: bool, is_train: bool = False, texts: bool = False) -> list[Sentence]:
+    def _read(self, path: str, *, labeled: bool, part: Part, texts: bool = False) -> list[Sentence]:
         remarks, settings = Remarks(), self._settings
         sentences = read_sentences(
             path,
@@ -102,30 +106,34 @@ class SentenceSource:
             encoding=settings.encoding,
             labeled=labeled,
             texts=texts,
-            cut=cut_words if is_train else self.cut,
+            cut=cut_words if part == "train" else self.cut,
             tag_names=settings.tag_names,
         )
         if settings.document_context:
             _check_documents(sentences, remarks)
-        if sentences[0].tags is not None:
-            sentences = self._with_iob2(sentences, remarks, is_train=is_train)
-        elif labeled:
-            raise InputError(
-                f'{sentences[0].where()}: no labels. Give columns of words and tags, or records with "tags" or '
-                f'"entities" ([] if there are none).'
-            )
-        for line in remarks.lines():
+        tagged = [one for one in sentences if one.tags is not None]
+        lines = []
+        if labeled and len(tagged) < len(sentences):
+            lines.append(left_out(path, len(sentences), (one.missing for one in sentences if one.tags is None)))
+            if not tagged:
+                raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
+        if tagged:
+            made = iter(self._with_iob2(tagged, remarks, part))
+            sentences = [next(made) if one.tags is not None else one for one in (tagged if labeled else sentences)]
+        for line in (one for one in (*lines, *remarks.lines()) if one not in self.remarks):
             self.remarks.append(line)
-            logger.warning(line)
+            logger.warning("%s", line)
         return sentences
 
-    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, *, is_train: bool) -> list[Sentence]:
+    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, part: Part) -> list[Sentence]:
         """`sentences` with IOB2 tags in place of those of the files' scheme."""
         tags = _read_tags(sentences)
-        scheme = self._scheme_of(sentences, tags, is_train=is_train)
-        if is_train:
+        scheme = self._scheme_of(sentences, tags, is_train=part == "train")
+        if part == "train":
             self._learn_types(sentences, tags)
-        self._check_types(sentences, tags)
+            for remark in suspicious(tags.names):
+                remarks.add(remark, sentences[0].source)
+        self._check_types(sentences, tags, remarks if part == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")
         names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
@@ -153,11 +161,16 @@ class SentenceSource:
         if not self.types:
             self.types = tuple(sorted(tags.names))
 
-    def _check_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
+    def _check_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences, remarks: Remarks | None) -> None:
+        """Refuse types that the model does not know, or add them to the `remarks`."""
         unknown = np.array([name not in self.types for name in tags.names] + [False])
         if not unknown.any():
             return
         word = int(np.flatnonzero(unknown[tags.types])[0])
+        if remarks is not None:
+            names = ", ".join(name for name in tags.names if name not in self.types)
+            what = f"the model does not know the types {names}; they stay as gold, and scores count them as not found"
+            return remarks.add(what, _place(sentences, tags, word))
         raise InputError(
             f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
             f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "
@@ -167,8 +180,9 @@ class SentenceSource:
 
 def _read_tags(sentences: list[Sentence]) -> metrics.TaggedSentences:
     """The tags of all sentences; BILOU's L and U become E and S."""
-    known = {tag: tag[:1].translate(_BILOU) + tag[1:] for one in sentences for tag in cast(Sequence[str], one.tags)}
-    _check_tags(sentences, set(known))
+    distinct = {tag for one in sentences for tag in cast(Sequence[str], one.tags)}
+    known = {tag: tag[:1].upper().translate(_BILOU) + tag[1:] for tag in distinct}
+    _check_tags(sentences, distinct)
     return metrics.tagged([[known[tag] for tag in cast(Sequence[str], one.tags)] for one in sentences])
 
 
@@ -189,7 +203,7 @@ def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
 
 def _is_tag(tag: str) -> bool:
     typed = tag[1:2] == "-" and tag[2:] != "" and tag == replaced(tag)
-    return tag == "O" or (tag[:1] in "BIESLU" and (tag[1:] == "" or typed))
+    return tag in ("O", "o") or (tag[:1].upper() in set("BIESLU") and (tag[1:] == "" or typed))
 
 
 def _check_scheme(

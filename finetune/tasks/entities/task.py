@@ -13,13 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.sentence_records import sentence
 from finetune.tasks.datasets.sentences import Remarks, Sentence, in_documents
 from finetune.tasks.datasets.text import Column, TextEncoder, frame
 from finetune.tasks.datasets.windows import slide
 from finetune.tasks.entities import decoding
+from finetune.tasks.entities import metrics as metrics
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource
 from finetune.tasks.own_metric import metric_name, own_score
@@ -81,11 +82,7 @@ class Entities(Task[Sentence]):
 
     def origin(self, name: str) -> str:
         share = self.settings.dev_share
-        return (
-            f"{share:.0%} of the training set, by a hash of the words"
-            if name == "dev" and share
-            else super().origin(name)
-        )
+        return f"{share:.0%} of the training set, by type" if name == "dev" and share else super().origin(name)
 
     # ------------------------------------------------------------ files in
 
@@ -129,7 +126,7 @@ class Entities(Task[Sentence]):
         return in_documents(examples[:ready]), list(examples[ready:])
 
     def is_labeled(self, examples: Sequence[Sentence]) -> bool:
-        return bool(examples) and all(one.tags is not None for one in examples)
+        return any(one.tags is not None for one in examples)
 
     def record(self, example: Sentence) -> dict[str, Any]:
         """{"id", "text", "gold": its tags}, as far as they are known."""
@@ -159,17 +156,22 @@ class Entities(Task[Sentence]):
         """Columns for conlleval; none for unlabeled texts, whose words are of our own cutting."""
         if all(one.from_text and one.tags is None for one in examples):
             return {}
-        return {".tags.conll": decoding.conll_columns(examples, predictions)}
+        return {".tags.conll": decoding.conll_columns(*_labeled(examples, predictions))}
 
     def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
+        examples, predictions = _labeled(examples, predictions)
         scores = decoding.score(self._source.types, examples, predictions)
         tags = [one.tags for one in examples], [one["tags"] for one in predictions]
         return scores | own_score(self.settings.metric, *tags)
 
+    def interval(self, examples: Sequence[Sentence], predictions: Predictions) -> tuple[float, float] | None:
+        tags = decoding.both(self._source.types, examples, predictions)
+        return metrics.f1_interval(*tags) if self.metric == "f1" else None
+
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
-        return decoding.details(self._source.types, examples, predictions)
+        return decoding.details(self._source.types, *_labeled(examples, predictions))
 
     # ------------------------------------------------------------ windows
 
@@ -224,12 +226,20 @@ class Entities(Task[Sentence]):
         return example, start, length
 
     def _numbers(self, examples: Sequence[Sentence], example: np.ndarray, word: np.ndarray) -> np.ndarray:
-        """int64 [R]: label of each row, from its example and the word's number in it; 0 if unlabeled."""
+        """int64 [R]: label of each row, from its example and the word's number in it; 0 if unlabeled or unknown."""
         numbers = {tag: number for number, tag in enumerate(self.labels)}
         counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
         tags = chain.from_iterable(one.tags if one.tags is not None else ["O"] * len(one.words) for one in examples)
-        gold = np.fromiter(map(numbers.__getitem__, tags), np.int64, int(counts.sum()))
+        gold = np.fromiter((numbers.get(tag, 0) for tag in tags), np.int64, int(counts.sum()))
         return gold[(np.cumsum(counts) - counts)[example] + word]
+
+
+def _labeled(
+    examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
+) -> tuple[list[Sentence], list[Mapping[str, Any]]]:
+    """The examples that have tags, if any has, and their predictions."""
+    both = [(one, made) for one, made in zip(examples, predictions, strict=True) if one.tags is not None]
+    return ([one for one, _ in both], [made for _, made in both]) if both else (list(examples), list(predictions))
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,13 @@ class AnswerDecoder:
         thresholds = squad_v2(golds, best, no_answer)
         return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
 
+    def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
+        """float64 [N]: f1 or exact match of each question; `score` has their mean."""
+        one = score_v2 if self.unanswerable else score_v1
+        golds, answers = self.compared(examples, predictions)
+        scores = [one(texts, answer) for texts, answer in zip(golds, answers, strict=True)]
+        return np.array(scores, np.float64).reshape(-1, 2)[:, int(metric == "f1")]
+
     def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
         """The right answers of each question that has a prediction, and the predicted one."""
         golds, answers = _golds(examples), self._answers(predictions)

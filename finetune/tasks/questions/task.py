@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.datasets import squad
 from finetune.tasks.datasets.arrays import distinct
 from finetune.tasks.datasets.squad import Question
 from finetune.tasks.datasets.text import Column, FramedWindows, TextEncoder, frame
 from finetune.tasks.datasets.windows import slide
+from finetune.tasks.intervals import bootstrap
 from finetune.tasks.own_metric import metric_name, own_score
 from finetune.tasks.questions.decoding import AnswerDecoder
 from finetune.tasks.questions.settings import QuestionsSettings
@@ -79,7 +80,7 @@ class Questions(Task[Question]):
         return squad.from_record(record, where)
 
     def is_labeled(self, examples: Sequence[Question]) -> bool:
-        return bool(examples) and all(one.answers is not None for one in examples)
+        return any(one.answers is not None for one in examples)
 
     def record(self, example: Question) -> dict[str, Any]:
         """{"id", "question", "context", "gold": the texts of its answers, [] if it has none}."""
@@ -137,6 +138,12 @@ class Questions(Task[Question]):
         """
         scores = self._decoder().score(examples, predictions)
         return scores | own_score(self.settings.metric, *self._decoder().compared(examples, predictions))
+
+    def interval(self, examples: Sequence[Question], predictions: Predictions) -> tuple[float, float] | None:
+        if self.metric not in ("exact_match", "exact", "f1"):
+            return None
+        means = self._decoder().score_each(examples, predictions, self.metric)
+        return bootstrap(lambda rows: float(means[rows].mean()), len(means))
 
     def details(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""

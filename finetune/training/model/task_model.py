@@ -190,13 +190,16 @@ def class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
 def pooled_class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """As `class_loss`, of the mean logits of each example's windows."""
     logits_EC, labels_E, weights_E = pool(logits_RC, batch)
-    return (F.cross_entropy(logits_EC, labels_E.long(), reduction="none") * weights_E).sum()
+    targets = labels_E if labels_E.is_floating_point() else labels_E.long()
+    return (F.cross_entropy(logits_EC, targets, reduction="none") * weights_E).sum()
 
 
 def labels_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """Sum over examples of the weighted mean binary cross-entropy of their C labels, in nats, fp32 scalar."""
     logits_EC, labels_EC, weights_E = pool(logits_RC, batch)
-    losses_EC = F.binary_cross_entropy_with_logits(logits_EC, labels_EC.float(), reduction="none")
+    true_EC = labels_EC > 0
+    weight_EC = torch.where(true_EC, labels_EC, 1.0)
+    losses_EC = F.binary_cross_entropy_with_logits(logits_EC, true_EC.float(), pos_weight=weight_EC, reduction="none")
     return (losses_EC.mean(1) * weights_E).sum()
 
 

@@ -9,11 +9,13 @@ from pretrain.common.commands import (
     add_set,
     add_start,
     add_workers,
+    check_effects,
     local_path,
     positive_int,
 )
 from pretrain.run.arguments import run_path
 
+_REPLAY = 0.2
 _EXAMPLES = """
   ./launch.sh adapt novels/ --from bert-base-uncased/ --out adapted/
   ./launch.sh adapt notes.txt papers.jsonl --from runs/bert-mini --out adapted/ --minutes 30
@@ -22,7 +24,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `adapt` to the subcommands of a parser."""
-    purpose = "continue a checkpoint on your own text, and show what it gained and lost"
+    purpose = "continue a checkpoint on your text; show gain and loss"
     parser = add_command(commands, "adapt", _run, purpose, _EXAMPLES)
     parser.add_argument(
         "texts",
@@ -53,7 +55,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--replay",
         type=float,
-        default=0.2,
+        default=_REPLAY,
         metavar="SHARE",
         help="share of the training sequences that come from --general (default: 0.2)",
     )
@@ -71,4 +73,5 @@ def add_to(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from finetune.workflows.adaptation import stages
 
+    check_effects({"--replay": (arguments.replay != _REPLAY, arguments.general, "without --general")})
     stages.run(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pretrain.common.commands import USUAL_WORKERS, add_command, add_set, add_workers, local_path
+from pretrain.common.commands import USUAL_WORKERS, add_command, add_set, add_workers, check_effects, local_path
 
 _EXAMPLES = """
   ./launch.sh demo
@@ -16,7 +16,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `demo` to the subcommands of a parser."""
-    purpose = "prepare, pretrain, fine-tune and report on the docstrings of this Python"
+    purpose = "run every stage on the docstrings of this Python"
     parser = add_command(commands, "demo", _run, purpose, _EXAMPLES)
     add_workers(parser, USUAL_WORKERS)
     parser.add_argument(
@@ -51,4 +51,6 @@ def add_to(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from finetune.workflows.demo import stages
 
+    own_steps = any(setting.startswith("phases.0.steps=") for setting in arguments.set)
+    check_effects({"--minutes": (arguments.minutes, not own_steps, "with --set phases.0.steps")})
     stages.run(arguments)

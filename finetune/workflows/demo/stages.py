@@ -22,6 +22,7 @@ from finetune.workflows.demo.data import write_sets
 from pretrain.common.commands import usual_workers
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
+from pretrain.common.packages import expect
 from pretrain.common.run_files import ENVIRONMENT_FILE, SCORES
 from pretrain.common.settings import as_overrides
 from pretrain.reporting.report import FINETUNED
@@ -62,6 +63,7 @@ TASKS = (
 def run(arguments: argparse.Namespace) -> None:
     """Run the demo with its options and write its report; raises the error of the first stage that fails."""
     _fill_in(arguments)
+    expect("demo", "deepspeed", "pyarrow", *(["ray"] if arguments.workers > 1 else []))
     started = time.monotonic()
     try:
         _pretrain(arguments)

@@ -2,7 +2,7 @@
 
 Models trained by sentence-transformers are such: their first token was never trained to stand for the text. A
 fine-tuned one is written under a model type of its own with a modeling file, so that transformers asks for
-`trust_remote_code` and does not load it as a classifier of [CLS].
+`trust_remote_code` and does not load it as a classifier of [CLS]. Beside it lies its encoder in the family's layout.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from typing import Any
 POOLING = "classifier_pooling"  # ModernBERT's key
 MODEL_TYPE = "pooled_encoder"
 MODELING_FILE = "modeling_pooled.py"
+ENCODER = "encoder"  # the folder of the encoder alone
 _CLASS = "PooledForSequenceClassification"
 _ENCODER, _OUTPUT = "encoder_model_type", "output_layer"
 _OWN = (_ENCODER, _OUTPUT, "auto_map")

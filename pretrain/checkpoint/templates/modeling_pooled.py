@@ -6,6 +6,7 @@ Shape letters: B sequences padded to L tokens, H hidden width, C labels.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -31,40 +32,60 @@ class PooledForSequenceClassification(PreTrainedModel):
     """Logits [B, C] of the last hidden states' mean (or maximum) over the tokens that are no padding."""
 
     config_class = PooledConfig
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False  # transformers' Trainer: the loss is a mean
 
     def __init__(self, config: PooledConfig) -> None:
         super().__init__(config)
         own = config.encoder
         kind: Any = MODEL_MAPPING[type(own)]
         without = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind).parameters else {}
-        self._encoder_name = kind.base_model_prefix
-        setattr(self, self._encoder_name, kind(own, **without))
+        self.base_model_prefix = kind.base_model_prefix
+        setattr(self, self.base_model_prefix, kind(own, **without))
         share = getattr(config, "classifier_dropout", None)
         self.dropout = nn.Dropout(getattr(own, "hidden_dropout_prob", 0.1) if share is None else share)
         output = nn.Linear(own.hidden_size, int(config.num_labels or 2))
-        first, _, rest = config.output_layer.partition(".")
-        setattr(self, first, nn.ModuleDict({rest: output}) if rest else output)
+        self._output, _, inner = config.output_layer.partition(".")
+        setattr(self, self._output, nn.Sequential(OrderedDict({inner: output})) if inner else output)
         self.post_init()
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-    ) -> SequenceClassifierOutput:
-        """Logits of int64 [B, L] each, and the loss if there are labels ([B], or fp32 [B, C])."""
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """Logits of int64 [B, L] each, and the loss if there are labels ([B], or fp32 [B, C]).
+
+        `kwargs` and `inputs_embeds` [B, L, E], which may stand for `input_ids`, go to the encoder.
+        """
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None:
+            raise ValueError("give input_ids or inputs_embeds")
         if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        hidden_BLH = getattr(self, self._encoder_name)(input_ids, attention_mask=attention_mask, **types)[0]
-        real_BL1 = attention_mask[..., None].bool()
+            attention_mask = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
+        if token_type_ids is not None:  # some encoders have none
+            kwargs["token_type_ids"] = token_type_ids
+        outputs = self.base_model(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
+        )
+        hidden_BLH, real_BL1 = outputs[0], attention_mask[..., None].bool()
         if self.config.classifier_pooling == "max":
             pooled_BH = hidden_BLH.masked_fill(~real_BL1, torch.finfo(hidden_BLH.dtype).min).amax(1)
         else:
             pooled_BH = (hidden_BLH * real_BL1).sum(1) / real_BL1.sum(1)
-        logits_BC = self.get_submodule(self.config.output_layer)(self.dropout(pooled_BH))
-        return SequenceClassifierOutput(loss=self._loss(logits_BC, labels), logits=logits_BC)
+        logits_BC = getattr(self, self._output)(self.dropout(pooled_BH))
+        made = SequenceClassifierOutput(
+            loss=self._loss(logits_BC, labels),
+            logits=logits_BC,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return made.to_tuple() if return_dict is False else made
 
     def _loss(self, logits_BC: Tensor, labels: Tensor | None) -> Tensor | None:
         if labels is None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError, MachineError, RunError
+from pretrain.common.packages import expect
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs
 from pretrain.corpus.inputs import Chunk, Input, Span
@@ -55,6 +56,7 @@ class Reader(ColumnReader):
 
 def saved_dataset(folder: str, split: str) -> Any:
     """The `datasets.Dataset` of the split in a folder written by save_to_disk; `InputError` if it is none."""
+    expect(folder, "datasets")
     import datasets
 
     try:
@@ -72,6 +74,7 @@ def saved_dataset(folder: str, split: str) -> Any:
 
 def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -> Any:
     """The `datasets.IterableDataset` of the split on the hub, streamed. `where` is the config's place, for errors."""
+    expect(f"{where}.dataset", "datasets")
     from huggingface_hub import constants
 
     try:

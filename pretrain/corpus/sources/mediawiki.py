@@ -4,18 +4,22 @@ Templates, tables, references and comments, about half of an article and two thi
 beforehand by patterns that only ever remove balanced, innermost pairs.
 """
 
+from __future__ import annotations
+
 import functools
 import html
 import re
 from collections.abc import Iterator, Set
 from pathlib import Path
-
-import mwparserfromhell
-from mwparserfromhell.nodes import Heading, Tag, Wikilink
+from typing import TYPE_CHECKING
 
 from pretrain.corpus.inputs import Chunk, Problems, decode
 from pretrain.corpus.records import RecordReader
 from pretrain.corpus.streams import open_text
+
+if TYPE_CHECKING:
+    from mwparserfromhell.nodes import Tag, Wikilink
+    from mwparserfromhell.wikicode import Wikicode
 
 _HEAD_BYTES = 1 << 16  # of a file; before the first page
 _LANGUAGE = re.compile(rb'<mediawiki\b[^>]*?\bxml:lang="([^"]+)"')
@@ -96,6 +100,9 @@ def _folded(name: str) -> str:
 
 def plain_text(markup: str, dropped: Set[str]) -> str:
     """The running text of an article's markup: paragraphs and list items, one per line, without `dropped` links."""
+    import mwparserfromhell
+    from mwparserfromhell.nodes import Heading, Wikilink
+
     code = mwparserfromhell.parse(_without_blocks(markup), skip_style_tags=False)
     for node in code.ifilter(recursive=False):
         if isinstance(node, Heading):
@@ -123,7 +130,7 @@ def _without_blocks(markup: str) -> str:
     return _VARIANTS.sub(r"\1\2", _MAGIC_WORD.sub("", markup))
 
 
-def _strip_link(code: mwparserfromhell.wikicode.Wikicode, link: Wikilink, dropped: Set[str]) -> None:
+def _strip_link(code: Wikicode, link: Wikilink, dropped: Set[str]) -> None:
     """Remove the link of a picture, a category, or an article in another language; a colon before it makes it text."""
     if ":" not in (title := str(link.title)):
         return
@@ -137,7 +144,7 @@ def _strip_link(code: mwparserfromhell.wikicode.Wikicode, link: Wikilink, droppe
         _replace(code, link, page if is_dropped else title[1:])
 
 
-def _replace(code: mwparserfromhell.wikicode.Wikicode, node: Tag | Wikilink, text: str) -> None:
+def _replace(code: Wikicode, node: Tag | Wikilink, text: str) -> None:
     try:
         code.replace(node, text)
     except ValueError:  # it was inside something that has been removed

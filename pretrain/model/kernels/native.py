@@ -31,7 +31,7 @@ _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Batched matmuls of longer sequences are faster (docs/benchmarks/lab-notes.md).
-_LONGEST = 128
+_MAX_LENGTH, _MAX_LENGTH_WITHOUT_GRADIENTS = 128, 256
 
 
 @functools.cache
@@ -68,7 +68,8 @@ def attends_natively(qkv: Tensor, layout: TokenLayout, options: AttentionOptions
     longest = layout.max_seqlen
     whole = not options.window or longest <= options.window + 1
     width = qkv.shape[1] // 3 // options.heads
-    short = not options.fused and longest <= _LONGEST and width % 16 == 0
+    max_length = _MAX_LENGTH if torch.is_grad_enabled() else _MAX_LENGTH_WITHOUT_GRADIENTS
+    short = not options.fused and longest <= max_length and width % 16 == 0
     return short and whole and all(term is None for term in terms) and runs_natively(qkv)
 
 

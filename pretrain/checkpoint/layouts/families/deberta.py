@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.checkpoint.layouts.families import bert
 from pretrain.checkpoint.layouts.layout import KeyMapping, activation_name
-from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
+from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead, pooled_head
 from pretrain.config import ModelConfig
 
 _TERMS = {"both": ["p2c", "c2p"], "c2p": ["c2p"], "p2c": ["p2c"]}
@@ -86,7 +86,10 @@ def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHe
     if purpose == "tokens":
         return TaskHead(dropout=HeadDropout(0.0, model.hidden_dropout))
     share = config.get("cls_dropout")
-    dropout = HeadDropout(config.get("pooler_dropout") or 0.0, model.hidden_dropout if share is None else share)
+    share = model.hidden_dropout if share is None else share
+    if pooled := pooled_head(config, share):
+        return pooled
+    dropout = HeadDropout(config.get("pooler_dropout") or 0.0, share)
     return TaskHead(_pooler_activation(config), dropout=dropout)
 
 

@@ -11,7 +11,7 @@ from pretrain.checkpoint.layouts.rotary import read_single, write_single
 from pretrain.checkpoint.layouts.task_heads import TaskHead
 from pretrain.config import ModelConfig
 
-_POOLINGS = {"bos": "cls", "mean": "mean", "late": "mean"}
+_POOLINGS = {"bos": "cls", "cls": "cls", "mean": "mean", "late": "mean"}  # cls: of sentence-transformers
 
 
 def _today(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,53 @@
+"""Scripts that make bash and zsh complete `bertrain` and ./launch.sh: shtab's, told of the values of our arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.commands import Parser
+from pretrain.common.examples import CONFIGS, KINDS, examples
+
+# The function that completes an argument, by its attribute or the first word of its metavar. Others complete their
+# choices, or nothing. shtab reads what a function with `_file` or `_dir` in its name offers as paths.
+_KINDS = {
+    **dict.fromkeys(("start_from", "RUN", "MODEL", "JOB", "RUN@STEP"), "dir_of_run"),
+    **dict.fromkeys(("texts", "general", "FILE", "PATH"), "file"),
+    "DIR": "dir",
+    "CONFIG": "file_of_any",
+    "--": "file_of_job",
+    "example": "example",
+}
+_CONFIGS_OF = {"prepare": "pretrain", "pretrain": "pretrain", "finetune": "finetune", "sweep": "finetune"}
+
+
+class MarkedParser(Parser):
+    """A parser whose arguments name the functions that complete them, as shtab reads it."""
+
+    def add_argument(self, *names: Any, **given: Any) -> argparse.Action:
+        action = super().add_argument(*names, **given)
+        kind = _KINDS.get(action.dest) or _KINDS.get(str(action.metavar).split(" ")[0])
+        if kind == "file_of_any":
+            kind = f"file_of_{_CONFIGS_OF.get(self.prog.split(' ')[-1], 'any')}"
+        if kind:
+            action.complete = dict.fromkeys(("bash", "zsh"), f"_bertrain_{kind}")  # type: ignore[attr-defined]
+        return action
+
+
+def script(parser: MarkedParser, shell: str) -> str:
+    """The script for a shell, bash or zsh."""
+    import shtab
+
+    parser.prog = "bertrain"
+    # The last lines of shtab's zsh script complete one command, and nothing where the script is read by another.
+    theirs = shtab.complete(parser, shell).partition("\ntypeset -A opt_args\n")[0]
+    if shell == "zsh":
+        theirs = theirs.replace("#compdef bertrain", "#compdef bertrain launch.sh").replace('"(*):', '"*:')
+        theirs = re.sub(r'^(  "\*?--[\w-]+)(\[.*\]:)', r"\1=\2", theirs, flags=re.MULTILINE)  # take --keep=all, too
+    ours = Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
+    for kind in KINDS:
+        names = [name for name, path in examples().items() if path.is_relative_to(CONFIGS / kind)]
+        ours = ours.replace(kind.upper(), " ".join(names))
+    return f"{theirs}\n{ours}".rstrip()

@@ -1,0 +1,69 @@
+"""Parts of a training set by class: what is held out of it or left out, and the folds of a cross-validation.
+
+They follow from hashes of the texts, so they are the same in every run, in whatever order the examples are. Examples
+with equal texts stay together. An example has one class, several (its labels, the types of its entities) or none.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+Classes = Sequence[Collection[str]]
+
+
+def held_out(texts: Sequence[str], classes: Classes, share: float) -> list[bool]:
+    """Whether each example is in the `share` to hold out, of which every class has its part.
+
+    At least one text of each class is not.
+    """
+    kept, others = _parted(texts, classes)
+    taken = _evenly(others, round(share * (len(kept) + len(others))))
+    return [text in taken for text in texts]
+
+
+def left_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
+    """Whether each example is one of `count` to leave out, as `held_out`; the texts are distinct.
+
+    If there are more classes than examples to keep, some keep none.
+    """
+    kept, others = _parted(texts, classes)
+    taken = _evenly(others, count) | set(kept[: max(0, count - len(others))])
+    return [text in taken for text in texts]
+
+
+def folds(texts: Sequence[str], classes: Classes, count: int) -> list[int]:
+    """The fold of each example, from 0 to `count` - 1: every class is spread over all of them."""
+    fold = {text: number % count for number, text in enumerate(_by_class(texts, classes))}
+    return [fold[text] for text in texts]
+
+
+def _parted(texts: Sequence[str], classes: Classes) -> tuple[list[str], list[str]]:
+    """(a text of each class, the others), both class by class."""
+    kept: list[str] = []
+    others: list[str] = []
+    seen: set[str] = set()
+    for text, names in _by_class(texts, classes).items():
+        (kept if names - seen else others).append(text)
+        seen |= names
+    return kept, others
+
+
+def _by_class(texts: Sequence[str], classes: Classes) -> dict[str, set[str]]:
+    """Each distinct text and its classes: by its rarest class, rare ones first, then by a hash."""
+    groups: dict[str, set[str]] = {}
+    for text, names in zip(texts, classes, strict=True):
+        groups.setdefault(text, set()).update(names)
+    counts = Counter(name for names in groups.values() for name in names)
+
+    def place(text: str) -> tuple[tuple[int, str], bytes]:
+        rarest = min(((counts[name], name) for name in groups[text]), default=(0, ""))
+        return rarest, hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+    return {text: groups[text] for text in sorted(groups, key=place)}
+
+
+def _evenly(texts: Sequence[str], count: int) -> set[str]:
+    """`count` of the texts at equal distances, at most all."""
+    count = min(count, len(texts))
+    bounds = [number * count // max(1, len(texts)) for number in range(len(texts) + 1)]
+    return {text for text, low, high in zip(texts, bounds[:-1], bounds[1:], strict=True) if high > low}

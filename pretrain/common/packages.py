@@ -1,0 +1,69 @@
+"""Packages that only some commands need, and the extras of the distribution that install them."""
+
+import contextlib
+import importlib.util
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from pretrain.common.errors import InputError, MachineError
+
+# As in pyproject.toml: extra -> modules of its packages that are imported here.
+EXTRAS = {
+    "abfs": ("adlfs",),
+    "cluster": ("ray",),
+    "data": ("datasets", "mwparserfromhell", "pandas", "pyarrow", "rensa", "sentencex"),
+    "gs": ("gcsfs",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "s3": ("s3fs",),
+    "train": ("deepspeed",),
+    "wandb": ("wandb", "wandb_workspaces"),
+}
+
+OURS = {"cluster": "workers", "finetune": "training", "pretrain": "common"}  # package -> a folder in it
+
+
+def is_installed(module: str) -> bool:
+    """Whether `module` can be imported; it is not imported."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    with contextlib.suppress(ImportError):
+        found = importlib.util.find_spec(module)
+        return found is not None and found.origin is not None  # a folder wandb/ of runs has no origin
+    return False
+
+
+def install_command(*modules: str) -> str:
+    """The command that installs the packages of `modules`: the extras that bring them, else by their names."""
+    extras = ",".join(extra for extra, names in EXTRAS.items() if set(names) & set(modules))
+    wanted = f"'bertrain[{extras}]'" if extras else " ".join(modules)
+    return f"{shlex.quote(sys.executable)} -m pip install {wanted}"
+
+
+def expect(purpose: str, *modules: str) -> None:
+    """Raise `MachineError`, with the command that installs what is missing, unless all `modules` are installed."""
+    if missing := [module for module in modules if not is_installed(module)]:
+        raise MachineError(f"{purpose}: {', '.join(missing)} not installed. Run: {install_command(*missing)}")
+
+
+@contextlib.contextmanager
+def expected(purpose: str) -> Iterator[None]:
+    """Turn the error of importing a module of an extra into that of `expect`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if any(name in modules for modules in EXTRAS.values()):
+            expect(purpose, name)
+        raise
+
+
+def expect_ours(*names: str, path: Sequence[str] | None = None) -> None:
+    """Raise `InputError` if a module of the user's own that lies in `path` (None: sys.path) hides our packages."""
+    for name in names:
+        if (found := PathFinder.find_spec(name, path)) is not None:
+            places = list(found.submodule_search_locations or ())
+            if not any(Path(place, OURS[name]).is_dir() for place in places):
+                raise InputError(f"{found.origin or places[0]} hides bertrain's package {name}. Rename it.")
