@@ -19,7 +19,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.chaos import ROOT, events, last_step, losses, newest_checkpoint, settings, wait_for
+from cluster.workers.actors import PROCESS_TITLE
+from tests.chaos import ROOT, events, last_step, losses, newest_checkpoint, recovery_seconds, settings, wait_for
 from tests.corpora import make_corpus
 
 pytestmark = [
@@ -155,6 +156,19 @@ def test_a_lost_worker_node_comes_back(machines: Machines, undisturbed: dict[int
     assert losses(run) == undisturbed
 
 
+def test_a_killed_worker_costs_a_few_seconds(machines: Machines, undisturbed: dict[int, str]) -> None:
+    run = machines.submit("killed", every=100)
+    wait_for(lambda: newest_checkpoint(run) >= 200, 120)
+    began = time.time()
+    workers = [one for one in psutil.process_iter() if one.name() == PROCESS_TITLE and is_ours(one, machines)]
+    workers[-1].kill()
+    seconds = recovery_seconds(run, began)
+    log = (run / "logs/ray.log").read_text().splitlines()
+    print(f"{seconds:.1f} s to the next step:", *log[-6:], sep="\n")
+    assert machines.wait_end("killed") == "succeeded"
+    assert losses(run) == undisturbed
+
+
 def test_a_lost_head_takes_the_job_and_the_same_submit_resumes(machines: Machines, undisturbed: dict[int, str]) -> None:
     run = machines.submit("headless", every=100)
     wait_for(lambda: newest_checkpoint(run) >= 200, 120)
@@ -224,6 +238,10 @@ def test_two_jobs_wait_for_each_other(machines: Machines, undisturbed: dict[int,
 
 def is_driver(process: psutil.Process, machines: Machines) -> bool:
     with contextlib.suppress(psutil.Error):
-        ours = process.environ().get("RAY_AUTH_TOKEN_PATH") == machines.environment["RAY_AUTH_TOKEN_PATH"]
-        return ours and process.cmdline()[-1:] == ["job"]
+        return process.cmdline()[-1:] == ["job"] and is_ours(process, machines)
     return False
+
+
+def is_ours(process: psutil.Process, machines: Machines) -> bool:
+    name = "RAY_AUTH_TOKEN_PATH"
+    return process.environ().get(name) == machines.environment[name]
