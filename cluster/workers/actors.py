@@ -7,16 +7,20 @@ Ray Core does all of it: it places the processes, starts them and reports which 
 from __future__ import annotations
 
 import os
+import re
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster.workers.outcomes import CRASH, WorkerError, one_line
 from cluster.workers.request import Attempt
 from cluster.workers.target import RankAssignment, run_worker
+from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
 _LAST_LINES_SECONDS = 2.0  # after the first failure, in which the other workers can report theirs
@@ -149,6 +153,11 @@ class WorkerGroup:
             except GetTimeoutError:
                 check_stop()
             except RayActorError as error:
+                if lacking := re.search(r"No module named '?([\w.]+)", str(error)):
+                    raise MachineError(
+                        f"the Python of the cluster's Ray has no module {lacking[1]}. Start Ray on all nodes with this "
+                        f"project's environment, as {Path(sys.executable).with_name('ray')} is here."
+                    ) from None
                 raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
         _, late = ray.wait(locations, num_returns=len(locations), timeout=0)
         where = self._nodes_of([locations.index(one) for one in late])

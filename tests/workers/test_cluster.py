@@ -519,14 +519,22 @@ def test_a_stop_is_heard_while_workers_start(tmp_path: Path, monkeypatch: pytest
     assert removed == [group]
 
 
-def test_workers_that_start_late_are_named_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("lacks", "kind", "message"),
+    [
+        ("", WorkersNotStartedError, r"2 of 3 workers did not start within 0 s .*, on 10\.0\.0\.1, 10\.0\.0\.2$"),
+        ("torch", MachineError, r"the Python of the cluster's Ray has no module torch\. Start Ray on all nodes with"),
+    ],
+)
+def test_workers_that_do_not_start_have_a_reason(monkeypatch: Any, lacks: str, kind: Any, message: str) -> None:
+    """Late ones are named by their nodes."""
     import ray
-    from ray.exceptions import GetTimeoutError
+    from ray.exceptions import GetTimeoutError, RayActorError
 
     group, actor, calls = SimpleNamespace(wait=lambda _: True), SimpleNamespace(), iter("abc")
 
     def get(*_: Any, **__: Any) -> Any:
-        raise GetTimeoutError
+        raise RayActorError(error_msg=f"ModuleNotFoundError: No module named '{lacks}'") if lacks else GetTimeoutError
 
     actor.options = lambda **_: SimpleNamespace(remote=lambda: actor)
     actor.locate = SimpleNamespace(remote=lambda: next(calls))
@@ -538,8 +546,7 @@ def test_workers_that_start_late_are_named_by_their_nodes(monkeypatch: pytest.Mo
     for name, value in {"remote": lambda _: actor, "get": get, "nodes": lambda: found}.items():
         monkeypatch.setattr(ray, name, value)
     monkeypatch.setattr(ray, "wait", lambda *_, **__: (["a"], ["b", "c"]))
-    late = r"2 of 3 workers did not start within 0 s \(scheduling.start_seconds\), on 10\.0\.0\.1, 10\.0\.0\.2$"
-    with pytest.raises(WorkersNotStartedError, match=late):
+    with pytest.raises(kind, match=message):
         WorkerGroup(3, {"CPU": 1}, 60.0, (), lambda: None, 0.01)
 
 
