@@ -142,10 +142,20 @@ def test_nodes_are_free_soon_after_the_end(slurm: Slurm) -> None:
 
 
 def test_the_time_limit(slurm: Slurm, undisturbed: dict[int, str]) -> None:
-    job = slurm.submit(slurm.write("limit", steps=STEPS), "--time=1")
-    assert slurm.wait_end(job, 900) == "COMPLETED", slurm.log(job)
-    assert int(slurm.shown(job, "Restarts")) >= 1
-    check(slurm, "limit", undisturbed)
+    """The limit is set while the run trains, so that a slow machine trains, too."""
+    run = slurm.folder / "runs/limit"
+    job = slurm.submit(slurm.write("limit", steps=10**6), "--time=10")
+    slurm.wait_step("limit", 200)
+    slurm.sh("scontrol", "update", f"JobId={job}", f"TimeLimit={int(slurm.shown(job, 'RunTime').split(':')[1]) + 2}")
+    wait_for(lambda: slurm.shown(job, "Restarts") == "1", 300)
+    slurm.sh("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    slurm.wait_step("limit", STEPS, 600)
+    (run / "stop").touch()
+    assert slurm.wait_end(job) == "CANCELLED", slurm.log(job)
+    assert slurm.log(job).count("error: stopped at step") == 2
+    found = losses(run)
+    assert list(found) == list(range(1, newest_checkpoint(run) + 1))
+    assert {step: found[step] for step in undisturbed} == undisturbed
 
 
 def test_a_limit_while_it_starts(slurm: Slurm, undisturbed: dict[int, str]) -> None:
