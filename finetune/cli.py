@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import finetune
 
@@ -36,7 +36,6 @@ from pretrain.common.wording import did_you_mean, for_terminal
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
 
-AnyParser = TypeVar("AnyParser", bound=Parser)
 MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
 # All commands, as --help and the reference list them.
 GROUPS = {
@@ -63,9 +62,9 @@ def _run(words: list[str]) -> int:
     first = words[0]
     parser, parsers = build_parsers()
     if first == "--version":
-        from importlib.metadata import distributions
+        from importlib.metadata import version
 
-        print("bertrain", next((found.version for found in distributions(name="bertrain")), "unknown"))
+        print("bertrain", version("bertrain"))
         return 0
     if first not in (*parsers, "-h", "--help"):
         advice = f"{did_you_mean(first, parsers)} {program()} --help lists them.".lstrip()
@@ -74,12 +73,9 @@ def _run(words: list[str]) -> int:
 
 
 def build_parsers(
-    kind: type[AnyParser] = Parser, listed: str | None = argparse.SUPPRESS
-) -> tuple[AnyParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser of the command line, and that of each command by its name, all of a `kind`.
-
-    `listed` is over argparse's own list of the commands; it is left out, as the description lists them.
-    """
+    kind: type[Parser] = Parser, listed: str | None = argparse.SUPPRESS
+) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of the command line and that of each command by its name; `listed` is over argparse's own list."""
     parser = kind(
         prog=program(),
         usage="%(prog)s COMMAND [arguments]",

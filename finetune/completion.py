@@ -36,8 +36,8 @@ class MarkedParser(Parser):
         return action
 
 
-def script(parser: MarkedParser, shell: str) -> str:
-    """The script for a shell, bash or zsh."""
+def script(parser: Parser, shell: str) -> str:
+    """The script for a shell, bash or zsh, from a parser of the kind above."""
     import shtab
 
     parser.prog = "bertrain"

@@ -79,8 +79,8 @@ class Predictor:
         if isinstance(records, str | Mapping):
             return next(self.stream([records]))
         # All are returned together: small first portions would only be more forward passes.
-        portions = _growing_portions(enumerate(_rows(records), 1), MOST_RECORDS)
-        return [{**_identity(record), **made} for record, _, made in self._predicted(portions, "record")]
+        made = self._predicted(enumerate(_rows(records), 1), "record", first=MOST_RECORDS)
+        return [{**_identity(record), **prediction} for record, _, prediction in made]
 
     def stream(
         self, records: Iterable[str | Mapping[str, Any]], where: str = "record", *, live: bool = False
@@ -90,7 +90,7 @@ class Predictor:
         With `live`, no prediction waits for later records: a portion has only the records that have arrived. One
         exception: with `document_context`, a sentence waits until its document is complete.
         """
-        for record, _, made in self._predicted(_portions(enumerate(_rows(records), 1), live), where):
+        for record, _, made in self._predicted(enumerate(_rows(records), 1), where, live=live):
             yield {**_identity(record), **made}
 
     def stream_lines(
@@ -100,13 +100,14 @@ class Predictor:
 
         Each prediction also has the fields of `Task.record`, in front.
         """
-        for record, example, made in self._predicted(_portions(numbered, live), where):
+        for record, example, made in self._predicted(numbered, where, live=live):
             yield {**_identity(record), **self.task.record(example), **made}
 
     def _predicted(
-        self, portions: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
+        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False, first: int = 1
     ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
-        """(record, example, prediction) of each."""
+        """(record, example, prediction) of each; at first of portions of so many."""
+        portions = _arrived_portions(numbered) if live else _growing_portions(numbered, first)
         for records, examples in self._ready(portions, where):
             yield from zip(records, examples, self.predict(examples), strict=True)
 
@@ -178,10 +179,6 @@ def _rows(records: Any) -> Iterable[Any]:
 
 def _identity(record: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
-
-
-def _portions(records: Iterable[T], live: bool) -> Iterator[list[T]]:
-    return _arrived_portions(records) if live else _growing_portions(records, 1)
 
 
 def _growing_portions(records: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -14,7 +14,6 @@ from pretrain.common.commands import (
     add_run_options,
     add_workers,
     check_effects,
-    check_run_options,
     local_path,
     overrides,
     positive_int,
@@ -42,15 +41,10 @@ def add_to(commands: Any) -> None:
 def _finetune(arguments: argparse.Namespace) -> None:
     from finetune.training import api, runs
 
-    check_run_options(arguments)
     several = "--seeds" if arguments.seeds is not None else "--folds" if arguments.folds > 1 else ""
     check_effects(
         {
-            "--parallel": (
-                arguments.parallel,
-                bool(several),
-                "without --seeds N or --folds K: it limits how many runs train at once",
-            ),
+            "--parallel": (arguments.parallel, several, "without --seeds N or --folds K"),
             "--resume": (arguments.resume, not several, f"with {several}: finished runs are kept, the others continue"),
         }
     )
@@ -87,10 +81,9 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
 def _sweep(arguments: argparse.Namespace) -> None:
     from finetune.experiments.grid import parse_grid
 
-    check_run_options(arguments)
     name = arguments.grid or ("" if arguments.grid_set or len(arguments.config) > 1 else "auto")
-    grid, kept = parse_grid(name if name != "auto" else "", arguments.grid_set), arguments.keep
-    _run_several(arguments.config, arguments, grid, auto=name == "auto", keep=kept, submission=arguments.submission)
+    grid, auto = parse_grid(name.removeprefix("auto"), arguments.grid_set), name == "auto"
+    _run_several(arguments.config, arguments, grid, auto=auto, keep=arguments.keep, submission=arguments.submission)
 
 
 def _run_several(

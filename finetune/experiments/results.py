@@ -81,16 +81,13 @@ def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
     table, notes = _table([*headings, *statistics], left=len(headings)), list[str]()
     for candidate in every:
         is_best = any(len(those) > 1 and those[0] is candidate for those in ranked)
-        config = [candidate.base.name] if names else []
+        chosen = [*([candidate.base.name] if names else []), *candidate.point.settings.values()]
         if remarks := "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values())))):
-            notes.append(
-                f"{', '.join([*config, *candidate.point.settings.values()]) or candidate.base.name}: {remarks}"
-            )
+            notes.append(f"{', '.join(chosen) or candidate.base.name}: {remarks}")
         for heading, spread in _scores(candidate, all_of_them=len(every) == 1):
             values = (spread.mean, spread.deviation, spread.least, spread.most) if spread else (None,) * 4
             cells = ["–" if value is None else f"{value:.4f}" for value in values[: len(statistics)]]
-            row = [*config, *candidate.point.settings.values(), heading, *cells]
-            table.add_row(*row, style="bold" if spread and is_best else "")
+            table.add_row(*chosen, heading, *cells, style="bold" if spread and is_best else "")
     table.caption, table.caption_justify = "\n".join(notes), "left"
     return table
 

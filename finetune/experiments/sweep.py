@@ -10,14 +10,7 @@ from pathlib import Path
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
 from finetune.experiments.grid import Grid, GridPoint, around, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
-from finetune.experiments.results import (
-    count_line,
-    glue_best,
-    glue_rows,
-    score_table,
-    summary,
-    write_submission,
-)
+from finetune.experiments.results import count_line, glue_best, glue_rows, score_table, summary, write_submission
 from finetune.experiments.trials import raise_failure, run_all, trial_config
 from finetune.tasks.datasets import glue
 from finetune.training import runs
@@ -56,9 +49,8 @@ def run_sweep(
 
     Args:
         auto: also over `grid.around` each config, where `grid` does not name these settings.
-        folds: K of a cross-validation: each run is K of them, and no model is kept. Writes the predictions of each
-            training example by the run that was not trained on it, with the best settings and the first seed, to
-            folds.jsonl; 1 for none.
+        folds: K of a cross-validation, 1 for none: each run is K of them, no model is kept, and folds.jsonl has the
+            predictions of the best settings' first seed.
         keep: "best" keeps the model of each config's best run only, "all" those of all runs.
         submission: folder for gluebenchmark.com's files, from each GLUE task's best run.
 
@@ -182,11 +174,11 @@ def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submis
 def _write_folds(members: Sequence[Trial], outcomes: Sequence[Outcome | None], count: int) -> None:
     """Write folds.jsonl into each config's folder, in the order of its training set."""
     for those in candidates(members, outcomes):
-        runs_of = [members[number] for number in list(rank(those)[0].runs)[:count]]
-        files = [trial.config.folder / PREDICTIONS / "fold.jsonl" for trial in runs_of]
+        best, config = rank(those)[0], those[0].base
+        files = [members[number].config.folder / PREDICTIONS / "fold.jsonl" for number in list(best.runs)[:count]]
         if not all(path.is_file() for path in files):
             continue
-        config, task = runs_of[0].base, runs_of[0].base.make_task()
+        task = config.make_task()
         parts = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
         numbers = task.folds(task.read_train(), count)
         rows = ({"fold": number + 1, **json.loads(next(parts[number]))} for number in numbers)

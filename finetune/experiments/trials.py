@@ -191,12 +191,9 @@ def outcome_line(label: str, outcome: Outcome) -> str:
     """The score of a run, or the reason why it failed."""
     if outcome.error is not None:
         return f"{label}  failed: {' '.join(str(outcome.error).split())}"
-    score = (
-        ""
-        if outcome.score is None
-        else (f"{outcome.chosen_on} {score_title(outcome.metric, outcome.positive)} {outcome.score:.4f}")
-    )
-    return "  ".join(filter(None, [label, score or "done", outcome.degenerate]))
+    title = f"{outcome.chosen_on} {score_title(outcome.metric, outcome.positive)}"
+    score = "done" if outcome.score is None else f"{title} {outcome.score:.4f}"
+    return "  ".join(filter(None, [label, score, outcome.degenerate]))
 
 
 def _run(

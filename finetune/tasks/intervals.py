@@ -8,12 +8,7 @@ _RESAMPLES = 1000
 
 
 def bootstrap(score: Callable[[np.ndarray], float], examples: int) -> tuple[float, float] | None:
-    """The 95 % interval of a score over resampled examples, the same in every call; None for a single example.
-
-    Args:
-        score: of the examples with these numbers, int64 [N], some of them repeated.
-        examples: N.
-    """
+    """The 95 % interval of the score of resampled examples (their numbers, int64 [N]); None for a single example."""
     if examples < 2:
         return None
     draw = np.random.default_rng(0)

@@ -262,11 +262,7 @@ def summary(config: FinetuneConfig) -> str:
 def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
     """The score of the frozen linear model, and warnings if training did not improve on it or ended too soon.
 
-    Args:
-        records: of the run's metrics.jsonl.
-        metric: the score that chose the checkpoint.
-        step: that of the checkpoint.
-        positive: the class that f1 is of.
+    From the records of metrics.jsonl, and the metric and the step of the checkpoint.
     """
     scored = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
@@ -294,11 +290,7 @@ def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, p
 def choice_lines(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
     """A warning if the set that chose the checkpoint is too small for that.
 
-    It is if the interval of its score is wider than 0.1 and than the range of the scores between which it chose.
-
-    Args:
-        records, metric: as those of `course_lines`.
-        interval: of the chosen checkpoint's score.
+    It is if the `interval` of its score is wider than 0.1 and than the range of the scores between which it chose.
     """
     scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
     if interval is None or not scores or interval[1] - interval[0] <= max(_WIDE, max(scores) - min(scores)):

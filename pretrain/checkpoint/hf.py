@@ -16,12 +16,12 @@ from torch import Tensor
 from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import released_tensors, with_position_table, written_facts
+from pretrain.checkpoint.released_writer import with_position_table, write_part, written_facts
 from pretrain.checkpoint.sentence_transformers import SENTENCE, write_sentence_files
-from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, corpus_of
-from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, save_weights, whole_folder
+from pretrain.checkpoint.tokenizer import ModelTokenizer, corpus_of
+from pretrain.checkpoint.weight_files import whole_folder
 from pretrain.common.errors import InputError
-from pretrain.common.files import read_json, write_json
+from pretrain.common.files import read_json
 from pretrain.common.records import read_records
 from pretrain.common.run_files import START_FILE, read_fork
 from pretrain.common.settings import dump
@@ -96,13 +96,10 @@ def export(
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
-        save_weights(released_tensors(kept, facts), aside / WEIGHTS, FOR_TRANSFORMERS)
-        write_json(aside / "config.json", values)
-        kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
         # transformers would pass token types to a model that takes none.
         fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
         fields |= {} if family else {"model_max_length": model.max_positions}
-        copy_tokenizer(tokenizer, aside, tokenizer_class=kind, max_positions=model.max_positions, fields=fields)
+        write_part(aside, values, kept, facts, tokenizer, fields=fields)
         write_sentence_files(sentence or {}, aside)
         (aside / "README.md").write_text(card, encoding="utf-8")
 

@@ -77,7 +77,7 @@ def write_released(
             shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, aside / pooled.MODELING_FILE)
             parts[pooled.ENCODER] = write_config(config, facts, "Model", rows, ids["pad"], ids), dict(backbone)
         for part, (content, tensors) in parts.items():
-            _write_part(aside / part, content, tensors, facts, purpose, read)
+            write_part(aside / part, content, tensors, facts, read, purpose, for_words=purpose == "tokens")
         write_sentence_files({} if layout is OWN else sentence or {}, aside / list(parts)[-1])
         for name, text in {**(extra or {}), "README.md": card}.items():
             (aside / name).write_text(text, encoding="utf-8")
@@ -149,22 +149,23 @@ def written_facts(
     return ReleasedFacts(layout, model, types, first), ids
 
 
-def _write_part(
+def write_part(
     place: Path,
     config: Mapping[str, Any],
     state: Mapping[str, Tensor],
     facts: ReleasedFacts,
-    purpose: str,
-    read: ModelTokenizer,
+    tokenizer: ModelTokenizer,
+    purpose: str = "sequence",
+    **options: Any,
 ) -> None:
-    """Write weights, config.json and tokenizer of a model into a folder."""
+    """Write weights, config.json and tokenizer of a model into a folder; `options` are those of `copy_tokenizer`."""
     layout, limit = facts.layout, facts.model.max_positions
     classes = layout.alike.get(pooled.unwrap(config)["model_type"], layout.classes)
     kind = layout.tokenizer_class or f"{classes}Tokenizer"
     place.mkdir(exist_ok=True)
     save_weights(released_tensors(state, facts, purpose), place / WEIGHTS, FOR_TRANSFORMERS)
     write_json(place / "config.json", config)
-    copy_tokenizer(read, place, tokenizer_class=kind, max_positions=limit, for_words=purpose == "tokens")
+    copy_tokenizer(tokenizer, place, tokenizer_class=kind, max_positions=limit, **options)
 
 
 def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:

@@ -19,13 +19,8 @@ from pretrain.config import ModelConfig
 SENTENCE = "sentence_transformers"  # these files in START_FILE of a run
 _MODULES, _POOLING, _PROMPTS = "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"
 _TRANSFORMER = "sentence_bert_config.json"
-# File -> what it is called in other folders.
-_NAMES = {
-    _MODULES: _MODULES,
-    _POOLING: "*_Pooling/config.json",
-    _TRANSFORMER: "sentence_*_config.json",
-    _PROMPTS: _PROMPTS,
-}
+# File -> what it is called in other folders, if not the same.
+_NAMES = {_POOLING: "*_Pooling/config.json", _TRANSFORMER: "sentence_*_config.json"}
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -80,19 +75,17 @@ def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[
     chosen = _chosen(said) or [pooling]
     if chosen == [""]:
         return {}
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if "Normalize" in _kinds(said) else [])]
-    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], 1))]
+    paths = {"Transformer": "", "Pooling": "1_Pooling"}
+    if "Normalize" in _kinds(said):
+        paths["Normalize"] = "2_Normalize"
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (path, kind) in enumerate(zip(paths, kinds, strict=True))
+        for number, (kind, path) in enumerate(paths.items())
     ]
-    flags = {flag: mode in chosen for flag, mode in _MODES.items()}
-    with_prompt = said.get(_POOLING, {}).get("include_prompt", True)
+    pooling_config = {"word_embedding_dimension": model.hidden, **{flag: _MODES[flag] in chosen for flag in _MODES}}
+    pooling_config["include_prompt"] = said.get(_POOLING, {}).get("include_prompt", True)
+    files: dict[str, Any] = {_MODULES: modules, _POOLING: pooling_config}
     lowercase = bool(said.get(_TRANSFORMER, {}).get("do_lower_case", False))
-    files = {
-        _MODULES: modules,
-        _POOLING: {"word_embedding_dimension": model.hidden, **flags, "include_prompt": with_prompt},
-    }
     if longest := longest_text(folder) or lowercase * model.max_positions:
         files[_TRANSFORMER] = {"max_seq_length": min(longest, model.max_positions), "do_lower_case": lowercase}
     return files | ({_PROMPTS: said[_PROMPTS]} if _PROMPTS in said else {})
@@ -106,16 +99,16 @@ def write_sentence_files(files: Mapping[str, Any], out: Path) -> None:
 
 
 def _said(folder: Path) -> dict[str, Any]:
-    """The content of the files of `folder` by the names in `_NAMES`; those of a run's start for a run of ours."""
+    """The content of the files of `folder` by the names above; those of a run's start for a run of ours."""
     inner = released_folder(folder)
     if is_run(inner):
         start = inner / START_FILE
         return read_json(start).get(SENTENCE, {}) if start.is_file() else {}
     found = {}
-    for name, pattern in _NAMES.items():
-        paths = (path for place in (folder, inner, inner / ENCODER) for path in sorted(place.glob(pattern)))
-        if path := next(paths, None):
-            found[name] = read_json(path, list if name == _MODULES else dict)
+    for name in (_MODULES, _POOLING, _TRANSFORMER, _PROMPTS):
+        places = (folder, inner, inner / ENCODER)
+        if paths := [path for place in places for path in sorted(place.glob(_NAMES.get(name, name)))]:
+            found[name] = read_json(paths[0], list if name == _MODULES else dict)
     return found
 
 

@@ -28,8 +28,6 @@ EXIT_CODES = (
     "3 unsuitable machine or cluster, 4 training diverged, 75 stopped and resumable, 130 interrupted."
 )
 
-_NOT_DRY = "without --dry-run"
-
 # Set where this process starts compilations: torch would let its end wait for them, for up to five minutes.
 compiles = threading.Event()
 
@@ -148,10 +146,7 @@ class Parser(argparse.ArgumentParser):
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     """Parse `argv` and run its command; returns its exit code."""
     arguments = parser.parse_args(argv)
-    is_addressed = getattr(arguments, "address", "")
-    check_effects(
-        {"--allow-plain-http": (getattr(arguments, "allow_plain_http", 0), is_addressed, "without --address")}
-    )
+    _check_options(vars(arguments))
     if names := getattr(arguments, "imports", None):
         from pretrain.common.extensions import ask_for
 
@@ -167,17 +162,15 @@ def check_effects(needs: Mapping[str, tuple[Any, Any, str]]) -> None:
             raise InputError(f"{option}: has no effect {why}. Leave it out.")
 
 
-def check_run_options(arguments: argparse.Namespace) -> None:
-    """Refuse what a training run would ignore: options of a dry run, and those of Ray under torchrun."""
-    dry, alone, why = arguments.dry_run, torchrun_place() is not None, "under torchrun, which has started the processes"
+def _check_options(given: Mapping[str, Any]) -> None:
+    """Refuse options that several commands have, where they do nothing."""
+    in_ray, why = torchrun_place() is None, "under torchrun, which has started the processes"
+    check_effects({"--allow-plain-http": (given.get("allow_plain_http"), given.get("address"), "without --address")})
+    for option in ("show_config", "on", "mean_length"):
+        is_given = given.get(option) not in (None, False)
+        check_effects({f"--{option.replace('_', '-')}": (is_given, given.get("dry_run"), "without --dry-run")})
     check_effects(
-        {
-            "--show-config": (arguments.show_config, dry, _NOT_DRY),
-            "--on": (getattr(arguments, "on", None), dry, _NOT_DRY),
-            "--mean-length": (getattr(arguments, "mean_length", None) is not None, dry, _NOT_DRY),
-            "--workers": (arguments.workers is not None, not alone, why),
-            "--ray": (getattr(arguments, "ray", False), not alone, why),
-        }
+        {"--workers": (given.get("workers") is not None, in_ray, why), "--ray": (given.get("ray"), in_ray, why)}
     )
 
 

@@ -294,9 +294,9 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
     rows["sequences/s, at most"] = [f"{w.sequences / seconds:,.0f}" for w, seconds in pairs]
     rows["tokens/s, at most"] = [f"{w.tokens / seconds:,.0f}" for w, seconds in pairs]
     rows["MFU, at most"] = [f"{w.flops / seconds / cluster.peak_flops:.0%}" for w, seconds in pairs]
-    lines = [*_by_phase("ms of a step, at least", rows, len(work))]
-    least = sum(w.steps * step.limit for w, step in zip(work, times, strict=True))
-    lines += [
+    least = sum(seconds for _, seconds in pairs)
+    lines = [
+        *_by_phase("ms of a step, at least", rows, len(work)),
         f"  total:   at least {_duration(least)} on {cluster.name}; about {_duration(least / REACHED)} at the share of "
         f"this limit that public trainers reached, {REACHED:.2f}",
         "  products, attention and memory follow one another on the GPU; the rest passes beside them",

@@ -90,11 +90,10 @@ def _aligned(table: Table) -> str:
     rows = [table[0], *table[1]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if sys.stdout.isatty() and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
-        blocks = [
-            [f"  {name:<18}{cell}" for name, cell in zip(table[0][1:], row[1:], strict=True) if cell]
-            for row in table[1]
-        ]
-        return "\n".join("\n".join([row[0], *block]) for row, block in zip(table[1], blocks, strict=True))
+        lines: list[str] = []
+        for name, *cells in table[1]:
+            lines += [name, *(f"  {title:<18}{cell}" for title, cell in zip(table[0][1:], cells, strict=True) if cell)]
+        return "\n".join(lines)
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 

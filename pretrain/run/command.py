@@ -13,7 +13,6 @@ from pretrain.common.commands import (
     add_dry_run,
     add_run_options,
     add_workers,
-    check_run_options,
     overrides,
     program,
     run_options,
@@ -46,7 +45,6 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
-    check_run_options(arguments)
     if arguments.dry_run:
         print(for_terminal(_plan(arguments)))
         return

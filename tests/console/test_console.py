@@ -382,20 +382,18 @@ def test_a_set_up_stopped_while_it_makes_the_venv_leaves_no_process(clone: Path)
 
 def test_a_shell_completes_commands_options_and_values(tmp_path: Path) -> None:
     """As bash asks: it splits words at equals signs."""
-    for folder in ("runs/alpha", "beta", "finetune"):
+    for folder in ("runs/alpha", "finetune"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("my own.yaml", "mine.csv"):
         (tmp_path / file).touch()
     asked = {
         "pretrain --fo": ["--fork"],
-        "submit --addr": ["--address"],
         "pretrain --set a = b mi": ["mini"],
         "finetune my": ["my own.yaml"],
         "sweep mini sst2 --grid = sm": ["small-bert"],
         "evaluate alp": ["alpha"],
         "evaluate alpha m": ["my own.yaml", "mine.csv"],
         "pretrain mini --from alp": ["alpha"],
-        "export alpha b": ["beta"],
         "submit --follow -- pretr": ["pretrain"],
         "configs glue/s": ["glue/sst2", "glue/stsb"],
         "help pret": ["pretrain"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -26,6 +27,7 @@ PRETRAIN = {"corpus": {"dir": "corpus", "sources": [{"kind": "books", "path": "t
 PRETRAIN["model"] = {"max_positions": 8192}
 TASKS = {"classification", "entities", "questions", "task"}
 FINETUNE = {"start_from": "bert", "classification": {"train": "train.csv", "dev": "dev.csv"}}
+SEPARATORS = ("|", ">", ">>", "&&", ";")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -37,15 +39,10 @@ def commands(page: Path) -> Iterator[list[str]]:
     lines = [line for block in blocks(page, "sh") for line in re.sub(r"\\\n\s*", "", block).splitlines()]
     plain = re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.M | re.S)
     for line in [*lines, *re.findall(r"`((?:\./launch\.sh|bertrain) [\w-]+ [^`]+)`", plain)]:
-        words = shlex.split(line, comments=True)
-        if ours := next((n for n, word in enumerate(words) if word.endswith("launch.sh") or word == "bertrain"), None):
-            ours *= words[ours - 1] == "|"
-        if ours is None or not words[ours].endswith(("launch.sh", "bertrain")):
-            continue
-        rest = words[ours + 1 :]
-        ends = next((n for n, word in enumerate(rest) if word in ("|", ">", ">>", "&&", ";")), None)
-        if found := rest[:ends]:
-            yield found
+        for _, part in itertools.groupby(shlex.split(line, comments=True), lambda word: word in SEPARATORS):
+            program, *words = part
+            if words and program.endswith(("launch.sh", "bertrain")):
+                yield words
 
 
 def accepted(kind: Any, values: dict[str, Any], overrides: Sequence[str] = ()) -> str:

@@ -170,40 +170,6 @@ def test_the_head_of_the_start_is_taken_over(root: Path) -> None:
         assert set(read_released(root / name / "model").head) == {*own, "out_weight", "out_bias"}
 
 
-def test_transformers_classifies_as_we_do(root: Path) -> None:
-    folder = root / "reviews" / "model"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = [json.loads(line)["text"] for line in (root / "dev.jsonl").read_text().splitlines()]
-    texts = [text for text in texts if len(tokenizer(text)["input_ids"]) <= WINDOW]  # transformers has no windows
-    assert len(texts) > 20
-    ours = [one["label"] for one in finetune.load(root / "reviews")(texts)]
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        logits = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits
-    assert [model.config.id2label[int(number)] for number in logits.argmax(-1)] == ours
-
-
-def test_transformers_tags_words_as_we_do(root: Path) -> None:
-    """Words that are given one by one have the tokens that they have within a text, the first word too."""
-    folder = root / "names" / "model"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
-    names = finetune.load(root / "names")
-    found = 0
-    for words, _ in sentences(16, 9):
-        inputs = tokenizer(words, is_split_into_words=True, return_tensors="pt")
-        plain = read_tokenizer(root / "start").encode(" " + " ".join(words)).ids
-        assert inputs["input_ids"][0].tolist() == plain == tokenizer(" ".join(words))["input_ids"]
-        with torch.no_grad():
-            tags = model(**inputs).logits[0].argmax(-1)
-        firsts = [inputs.word_ids().index(number) for number in range(len(words))]
-        theirs = [model.config.id2label[int(tags[place])] for place in firsts]
-        (made,) = names([{"tokens": words}])
-        assert made["tags"] == theirs
-        found += sum(tag != "O" for tag in theirs)
-    assert found > 10
-
-
 def test_transformers_answers_as_we_do(root: Path) -> None:
     folder = root / "answers" / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

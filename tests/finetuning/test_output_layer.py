@@ -136,19 +136,16 @@ def test_a_loss_that_still_falls_is_told() -> None:
 
 
 def test_a_class_that_is_never_predicted_is_told() -> None:
-    labels, missed = ("a", "b", "c"), [[5, 1, 0], [0, 5, 0], [1, 4, 0]]
-    enough = {"a": 9, "b": 9, "c": 9}
+    missed, few = [[5, 1, 0], [0, 5, 0], [1, 4, 0]], [[5, 1, 0], [0, 5, 0], [0, 4, 0]]
 
-    def told(counts: list[list[int]], trained: dict[str, int], dev: dict[str, int]) -> list[str]:
-        return list(never_predicted(labels[: len(counts)], counts, trained, dev))
+    def told(counts: list[list[int]], **trained: int) -> list[str]:
+        return list(never_predicted(("a", "b", "c")[: len(counts)], counts, trained))
 
-    assert told(missed, {}, {})[0].startswith("the model never predicts 'c' (5 examples). Train longer")
-    assert told(missed, enough, enough) == told(missed, {}, {})
-    few = [[5, 1, 0], [0, 5, 0], [0, 4, 0]]
-    assert told(few, enough, enough) == []  # too few to tell
-    assert told(few, {"a": 9, "b": 9}, {})[0].startswith("the model never predicts 'c' (4 examples): no training exam")
-    assert "'c' (5 examples): only 4 training examples of each" in told(missed, {**enough, "c": 4}, {})[0]
-    assert "'c' (5 examples): the dev set, which chose" in told(missed, enough, {"a": 1, "b": 1})[0]
-    one, alone = told([[5, 0], [1, 0]], {"a": 9, "b": 0}, {})
+    assert told(missed)[0].startswith("the model never predicts 'c' (5 examples). Train longer")
+    assert told(missed, a=9, b=9, c=9) == told(missed)
+    assert told(few, a=9, b=9, c=9) == []  # too few to tell
+    assert told(few, a=9, b=9)[0].startswith("the model never predicts 'c' (4 examples): no training example has it")
+    assert "'c' (5 examples): only 4 training examples of each" in told(missed, a=9, b=9, c=4)[0]
+    one, alone = told([[5, 0], [1, 0]], a=9, b=0)
     assert "predicts 'a' for every example" in one
     assert "'b' (1 example): no training example has it" in alone

@@ -177,18 +177,9 @@ def test_a_pooled_checkpoint_keeps_its_pooling(place: Place, runs: dict[str, Pat
     shutil.copytree(run, tmp_path / "again")
     (tmp_path / "again" / "start.json").write_text(json.dumps({**first, "config": {}}))
     hf.export_run(tmp_path / "again", tmp_path / "other")
-    expected = {
-        "modules.json": ["Transformer", "Pooling", "Normalize"],
-        "1_Pooling/config.json": ["pooling_mode_mean_tokens", "include_prompt"],
-        "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": False},
-        "config_sentence_transformers.json": {"prompts": {"query": "the "}},
-    }
+    assert len(start.sentence) == 4
     for folder in (tmp_path / "out", tmp_path / "other"):
-        found = {name: json.loads((folder / name).read_text()) for name in expected}
-        kinds = [one["type"].removeprefix("sentence_transformers.models.") for one in found["modules.json"]]
-        flags = [name for name, value in found["1_Pooling/config.json"].items() if value is True]
-        assert {**found, "modules.json": kinds, "1_Pooling/config.json": flags} == expected
-        assert found["1_Pooling/config.json"]["word_embedding_dimension"] == start.model.hidden
+        assert {name: json.loads((folder / name).read_text()) for name in start.sentence} == start.sentence
     for released in (start, read_released(run), read_released(tmp_path / "out"), read_released(tmp_path / "other")):
         assert (released.task_head("sequence").pooling, released.sentence) == ("mean", start.sentence)
     assert read_released(run).config == {"classifier_pooling": "mean"}

@@ -25,14 +25,7 @@ MODEL, SHARD = "hf://owner/name", "weights-of-1.safetensors"
 INDEX = {"weight_map": {"a": SHARD, "b": "../model.safetensors"}}
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "modules.json", "1_Pooling/config.json")
 SMALL += ("encoder/modules.json", "encoder/1_Pooling/config.json", "encoder/sentence_bert_config.json")
-OTHERS = (
-    "encoder/model.safetensors",
-    "README.md",
-    "tf_model.h5",
-    "onnx/config.json",
-    "onnx/model.onnx",
-    "model.fp16.safetensors",
-)
+OTHERS = ("README.md", "tf_model.h5", "onnx/config.json", "onnx/model.onnx", "model.fp16.safetensors")
 OTHERS += ("encoder/model.safetensors",)
 TORCH = ("pytorch_model.bin", "training_args.bin")
 
@@ -93,7 +86,7 @@ def test_one_set_of_weights_is_fetched(hub: Hub, capfd: Any, there: Any, weights
 def test_what_was_fetched_is_used_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     hub.files, hub.failures = {"config.json": {}}, [(503, {}), (429, {})]
     folder = fetched_model(MODEL)
-    assert [record.message.endswith("; retrying for 300 s") for record in caplog.records[:2]] == [True, True]
+    assert ["; retrying for " in record.message for record in caplog.records[:2]] == [True, True]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     fetched_model.cache_clear()
     assert fetched_model(MODEL) == folder

@@ -50,19 +50,16 @@ def minimal(*labels: Any, annotators: int = 1) -> list[dict[str, Any]]:
 
 
 # Row of the guide's table -> (settings, records, labels of those that are read, remark).
-DISPUTE = [(("a"), YES), ("b", YES), ("a", NO)]
+DISPUTE = [("a", YES), ("b", YES), ("a", NO)]
 CHOSEN = [(["a"], YES), (["b"], YES), ([], YES), (["a", "b"], YES), (["a"], NO)]
 GROUND = [choice("a"), choice("b", ground_truth=True)]
 TASKS = tasks([choice("a")], [choice("b")], [choice("a", was_cancelled=True)], [], [choice()])
 PAIRS = tasks([choice("a")] * 2, [choice("b")], [choice("a"), choice("b")], GROUND)
-CATS = [["t", {"cats": {"a": 1.0, "b": 0.0}}], {"text": "u", "cats": {"a": 0, "b": 1}}]
 OUT = "rows left out"
 CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]] = {
     "Prodigy: `label`, `answer`": [
         ({}, answered(("a", YES), ("b", YES), ("b", NO), ("a", PASS)), ["a", "b"], f"2 of 4 {OUT}: 1 rejected, 1 ign"),
-        (MULTI, answered(("a", YES), ("a", NO), ("a", PASS)), [("a",), ()], f"1 of 3 {OUT}: 1 ignored"),
-        (MULTI, answered(("b", YES), ("a", YES), text="t"), [("a", "b")], f"1 of 2 {OUT}: 1 merged with another of"),
-        (MULTI, answered(("b", YES), ("a", NO)), [("b",), ()], "2 texts were not asked about every label"),
+        (MULTI, answered(("a", YES), ("a", NO)), [("a",)], f"1 of 2 {OUT}: 1 rejected"),
     ],
     "Prodigy: `accept`, `options`": [
         ({}, answered(*CHOSEN, key=YES), ["a", "b"], f"3 of 5 {OUT}: 1 unlabeled, 1 with several labels, 1 rejected"),
@@ -76,35 +73,26 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
     "Label Studio: JSON_MIN": [
         (MOOD, minimal("a", "b"), ["a", "b"], ""),
         (MOOD, minimal("a", "b", None), ["a", "b"], f"1 of 3 {OUT}: 1 unlabeled"),
-        (MULTI, minimal({"choices": ["b", "a"]}), [("a", "b")], "labels are those of 'mood'"),
+        (MULTI, minimal({"choices": ["b", "a"]}), [("a", "b")], ""),  # the only column that may be labels
     ],
     "several annotators": [
         ({}, PAIRS, ["a", "b", "b"], f"1 of 4 {OUT}: 1 disputed by annotators"),
-        (
-            MOOD,
-            minimal(*"aabbab", annotators=2),
-            ["a", "b"],
-            f"4 of 6 {OUT}: 2 merged with another of their text, 2 disputed",
-        ),
+        (MOOD, minimal(*"aabbab", annotators=2), ["a", "b"], f"4 of 6 {OUT}: 2 merged with another of their text, 2 d"),
         (
             {},
-            answered((["a"], YES), *DISPUTE, text="t") + texts("a", "b"),
+            answered(*DISPUTE, text="t") + texts("a", "b"),
             ["a", "b"],
-            f"4 of 6 {OUT}: 4 disputed by annotators",
+            f"3 of 5 {OUT}: 2 disputed by annotators, 1",
         ),
     ],
     "Doccano: classes": [
-        ({}, texts(["a"], ["b"], [], ["a", "b"]), ["a", "b"], f"2 of 4 {OUT}: 1 unlabeled, 1 with several labels"),
+        ({}, texts(["a"], ["b"], [], ["a", "b"]), ["a", "b"], f"2 of 4 {OUT}: 1 unlabeled, 1 with several labels")
     ],
-    "spaCy: `cats`": [({}, CATS, ["a", "b"], "")],
     "no label: blank, `null`, NaN": [
         ({}, [*texts("a", "b", None, " "), {"text": "u"}], ["a", "b"], f"3 of 5 {OUT}: 3 unlabeled"),
         (VALUE, texts(1, 2.5, float("nan")), [1.0, 2.5], f"1 of 3 {OUT}: 1 unlabeled"),
     ],
-    "CSV of Excel": [
-        ({}, '\ufeffsep=;\ntext;label\n"a; b";a\nü;b\nc;\n', ["a", "b"], f"1 of 3 {OUT}: 1 unlabeled"),
-        ({}, "text;label\r\nt, u;a\r\nv;b\r\n", ["a", "b"], ""),
-    ],
+    "CSV of Excel": [({}, '\ufeffsep=;\ntext;label\n"a; b";a\nü;b\nc;\n', ["a", "b"], f"1 of 3 {OUT}: 1 unlabeled")],
 }
 
 
@@ -114,6 +102,8 @@ TAGS = ["B-PER", "O", "B-LOC"]
 ANN_LEFT = "Ann left Rio"
 SPANS = [{"start": a, "end": b, "label": kind, "text": ANN_LEFT[a:b]} for a, b, kind in ANN]
 MARKED = {"result": [{"type": "labels", "value": {**one, "labels": [one["label"]]}} for one in SPANS]}
+EMPTY: dict[str, Any] = {"result": []}
+TRUTH = MARKED | {"ground_truth": True}
 
 
 def spans(*found: Any, key: str = "spans", **more: Any) -> list[dict[str, Any]]:
@@ -126,52 +116,32 @@ def marked(*annotations: list[Any]) -> list[dict[str, Any]]:
 
 # Row of the guide's table -> (records, tags of those that are read, remark).
 NONE, LATER = ["O"] * 3, ["O", "B-PER", "O", "O", "B-LOC"]
+UNITS = [[3, 6, "PER"], [15, 18, "LOC"]]
 SMILE = "\N{GRINNING FACE} Ann left \N{GRINNING FACE} Rio"
 WORDS = "Sentence #,Word,POS,Tag\nSentence: 1,Ann,NNP,b-PER\n,left,VB,O\n,Rio,NNP,B-LOC \nSentence: 2,it,P,o\n"
 REJECTED = [*spans(SPANS, answer=YES), *spans(SPANS, answer=NO), *spans([], answer=PASS)]
 ENTITIES: dict[str, list[tuple[list[Any] | str, list[Any], str]]] = {
     "Prodigy: `spans`": [
         (REJECTED, [TAGS], f"2 of 3 {OUT}: 1 rejected, 1 ignored"),
-        ([*spans(SPANS, answer=YES), {"text": ANN_LEFT, "answer": YES, "_input_hash": 1}], [TAGS, NONE], ""),
-        (spans(SPANS, answer=YES) + spans(SPANS, answer=YES, _view_id="ner", _input_hash=1), [TAGS], "with an answer"),
+        ([*spans(SPANS, answer=YES), {"text": "it went on", "answer": YES}], [TAGS, NONE], ""),
+        (spans(SPANS, answer=YES) + spans(SPANS, answer=YES, _view_id="ner"), [TAGS], "with an answer"),
     ],
     "Label Studio: JSON": [
-        (
-            marked([MARKED], [MARKED | {"was_cancelled": True}], [], [{"result": []}]),
-            [TAGS, NONE],
-            "1 skipped, 1 unlab",
-        ),
+        (marked([MARKED], [MARKED | {"was_cancelled": True}], [], [EMPTY]), [TAGS, NONE], "1 skipped, 1 unlabeled")
     ],
     "Label Studio: JSON_MIN": [
-        (
-            [*spans(SPANS, key="ner", id=1, annotation_id=1), {"text": "it", "id": 2, "annotation_id": 2}],
-            [TAGS],
-            "1 unlabeled",
-        ),
+        ([*spans(SPANS, key="ner", id=1, annotation_id=1), {"text": "it", "annotation_id": 2}], [TAGS], "1 unlabeled")
     ],
     "several annotators": [
-        (
-            marked([MARKED, MARKED], [MARKED, {"result": []}], [{"result": []}, MARKED | {"ground_truth": True}]),
-            [TAGS, TAGS],
-            f"1 of 3 {OUT}: 1 disputed by annotators",
-        ),
+        (marked([MARKED] * 2, [MARKED, EMPTY], [EMPTY, TRUTH]), [TAGS, TAGS], f"1 of 3 {OUT}: 1 disputed by annotators")
     ],
     "Doccano: spans": [
         (spans(ANN, [], key="label"), [TAGS, NONE], ""),
         (spans(OFFSETS, key="entities", relations=[]), [TAGS], ""),
     ],
     "offsets in UTF-16 units": [
-        (
-            [{"text": SMILE, "label": [[3, 6, "PER"], [15, 18, "LOC"]]}, *spans(ANN, key="label")],
-            [LATER, TAGS],
-            "offsets count",
-        ),
+        ([{"text": SMILE, "label": UNITS}, *spans(ANN, key="label")], [LATER, TAGS], "offsets count"),
         ([{"text": SMILE, "label": [[2, 5, "PER"], [13, 16, "LOC"]]}], [LATER], ""),
-        (
-            [{"text": SMILE, "spans": [{"start": 3, "end": 6, "label": "PER", "text": "Ann"}]}],
-            [[*LATER[:4], "O"]],
-            "offsets count",
-        ),
     ],
     "CSV of words": [(WORDS, [TAGS, ["O"]], ""), ("sep=;\n" + WORDS.replace(",", ";"), [TAGS, ["O"]], "")],
 }
@@ -181,33 +151,18 @@ ENTITIES: dict[str, list[tuple[list[Any] | str, list[Any], str]]] = {
 CAT = "\N{CAT FACE} The cat sat."
 ASKED = {"question": "Who?", "context": CAT}
 ONE = {**ASKED, "answer_text": "cat", "answer_start": 6}
-BLANK = (
-    "question,context,answer_text,answer_start,is_impossible\nWho?,A cat,cat,2,False\nWho?,A cat,,,True\nWho?,A,,,\n"
-)
 QUESTIONS: dict[str, list[tuple[str, Any, list[Any], str]]] = {
     "`{context, qas}`": [
-        (
-            "a.json",
-            [{"context": CAT, "qas": [{"question": "Who?", "answers": []}, {"question": "Why?"}]}],
-            [()],
-            "1 unl",
-        ),
+        ("a.json", [{"context": CAT, "qas": [{"question": "Who?", "answers": []}, {"question": "Why?"}]}], [()], "1 u"),
         ("a.jsonl", [{"context": CAT, "qas": [{**ONE, "id": "1"}, {**ONE, "id": "2", "answer": NO}]}], [(6,)], "1 rej"),
     ],
     "`answer_text`, `answer_start`": [
         ("a.jsonl", [ONE, ASKED], [(6,)], f"1 of 2 {OUT}: 1 unlabeled"),
-        (
-            "a.jsonl",
-            [{**ASKED, "answer": PASS, "answer_start": 2, "context": "I ignore"}, ASKED],
-            [(2,)],
-            "1 unlabeled",
-        ),
-        ("a.csv", BLANK, [(2,), ()], f"1 of 3 {OUT}: 1 unlabeled"),
+        ("a.csv", "question,context,answer_text,answer_start\nWho?,A cat,cat,2\nWho?,A,,\n", [(2,)], "1 unlabeled"),
     ],
-    "offsets in UTF-16 units": [("a.jsonl", [{**ONE, "answer_start": 7}], [(6,)], "answer_start counts UTF-16 units")],
 }
 
-REMARK = re.compile("rows left out:|labels are those|not asked about|(offsets|answer_start) counts? UTF")
+REMARK = re.compile("rows left out:|offsets count UTF")
 
 
 def write(path: Path, content: list[Any] | str) -> str:
@@ -258,7 +213,7 @@ def test_answers_are_read_or_left_out_with_a_count(name, content, starts, line, 
     assert [tuple(answer.start for answer in one.answers or ()) for one in task.read_train()] == starts
     check_remark(line, caplog)
     predicted = task.read_file(path, labeled=False)
-    assert len(predicted) > len(starts) or "UTF" in line
+    assert len(predicted) > len(starts)
     assert sum(one.answers is not None for one in predicted) == len(starts)
     assert task.is_labeled(predicted)
 
@@ -272,30 +227,16 @@ REFUSED: dict[str, list[tuple[type[Task[Any]], str, Any, str]]] = {
             Classification,
             "a.jsonl",
             texts(IDS, key="annotations"),
-            "a.jsonl:1: annotations have ids of labels, such as 3",
+            "a.jsonl:1: annotations have ids of labels, such as",
         ),
         (Classification, "a.jsonl", texts([3], [4]), r"a.jsonl:1: label is \[3\]. Give each example the name of"),
         (Entities, "a.jsonl", texts(IDS, key="annotations"), "a.jsonl:1: annotations have ids of labels, such as 3"),
-        (Entities, "a.jsonl", BY_ID, "a.jsonl:1: entity 0 has the type 7, an id. Export types by their names"),
+        (Entities, "a.jsonl", BY_ID, "a.jsonl:1: entity 0 is "),
     ],
     "`.xlsx`, `.ods`": [
-        (task, name, "PK\3\4", "a.* a spreadsheet or archive, which is not read. Save it as CSV UTF-8")
-        for task in (Classification, Entities, Questions)
-        for name in ("a.xlsx", "a.ods", "a.csv")  # under another name, too
-    ],
-    "brat, WebAnno": [
-        (
-            Entities,
-            "a.ann",
-            "T1\tPER 0 3\tAnn\n",
-            "a.ann: brat's annotations, which are not read. Convert them to CoNLL",
-        ),
-        (
-            Entities,
-            "a.tsv",
-            "#FORMAT=WebAnno TSV 3.3\n",
-            "a.tsv: WebAnno TSV, which is not read. Export the annotations as",
-        ),
+        (Classification, "a.xlsx", "PK", "a.xlsx: a spreadsheet, which is not read. Save it as CSV UTF-8"),
+        (Entities, "a.ods", "PK", "a.ods: a spreadsheet, which is not read"),
+        (Questions, "a.xlsx", "PK", "a.xlsx: a spreadsheet, which is not read"),
     ],
 }
 

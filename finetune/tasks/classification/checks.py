@@ -50,36 +50,26 @@ def empty_texts(table: Table) -> Iterator[str]:
 
 
 def never_predicted(
-    labels: Sequence[str],
-    counts: Sequence[Sequence[int]],
-    trained: Mapping[str, int],
-    dev: Mapping[str, int],
+    labels: Sequence[str], counts: Sequence[Sequence[int]], trained: Mapping[str, int]
 ) -> Iterator[str]:
     """A warning if the model predicts one class for every example, or never a class that has several; with the cause.
 
-    Args:
-        labels: the names of the C classes.
-        counts: examples [true][predicted], [C][C].
-        trained, dev: training examples of each class, and examples in the set that chose the checkpoint, if known.
+    From the examples [true][predicted], [C][C], and those of each class in training if they are known.
     """
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
     predicted = [name for name, column in zip(labels, zip(*counts, strict=True), strict=True) if any(column)]
+    if len(predicted) == 1 and sum(map(bool, totals.values())) > 1:
+        yield f"the model predicts {predicted[0]!r} for every example. {_ADVICE}"
     causes: dict[str, list[str]] = {}
     for name in [name for name, total in totals.items() if total and name not in predicted]:
         if trained and not trained.get(name):
-            causes.setdefault("no training example has it. Add some, or lower dev_share.", []).append(name)
-        elif totals[name] < _SEVERAL:
-            continue
-        elif trained and trained[name] < _SEVERAL:
-            cause = f"only {counted(trained[name], 'training example')} of each. Add some."
+            causes.setdefault(": no training example has it. Add some.", []).append(name)
+        elif totals[name] >= _SEVERAL and trained and trained[name] < _SEVERAL:
+            cause = f": only {counted(trained[name], 'training example')} of each. Add some."
             causes.setdefault(cause, []).append(name)
-        elif dev and not dev.get(name):
-            causes.setdefault("the dev set, which chose the checkpoint, has none. Give it some.", []).append(name)
-        elif len(predicted) > 1:
-            causes.setdefault(_ADVICE, []).append(name)
-    if len(predicted) == 1 and sum(map(bool, totals.values())) > 1:
-        yield f"the model predicts {predicted[0]!r} for every example. {_ADVICE}"
+        elif totals[name] >= _SEVERAL and len(predicted) > 1:
+            causes.setdefault(f". {_ADVICE}", []).append(name)
     for cause, names in causes.items():
         shown = ", ".join(map(repr, names[:_MOST_PLACES])) + ", ..." * (len(names) > _MOST_PLACES)
         examples = counted(sum(totals[name] for name in names), "example")
-        yield f"the model never predicts {shown} ({examples}){'.' if cause is _ADVICE else ':'} {cause}"
+        yield f"the model never predicts {shown} ({examples}){cause}"

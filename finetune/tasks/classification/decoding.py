@@ -90,7 +90,7 @@ class Outputs:
                 "mean_squared_error": float((errors_N**2).mean()),
             }
         if self.problem == "multi_label":
-            counts = metrics.label_counts(true, self._probabilities(predictions) >= self.threshold)
+            counts = metrics.label_counts(true, self.probabilities(predictions) >= self.threshold)
             return {"threshold": float(self.threshold), "by_type": self._by_type(counts)}
         matrix = metrics.confusion(true, self.predicted(predictions), len(self.names))
         return {
@@ -106,7 +106,7 @@ class Outputs:
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
         """multi_label: the threshold, one for all labels, with the best `metric`; ties go to the one nearest to 0.5."""
-        probabilities_NC = self._probabilities(predictions)
+        probabilities_NC = self.probabilities(predictions)
         # All thresholds between two adjacent probabilities give the same sets: the middle represents them. If there are
         # many, try some, and the nearest below each hundredth, since most probabilities of rare labels are near 0.
         values = np.unique(probabilities_NC)
@@ -118,18 +118,11 @@ class Outputs:
         scores = [metrics.LABEL_SCORES[metric](true, probabilities_NC >= candidate) for candidate in candidates]
         return candidates[int(np.argmax(scores))]
 
-    def calibration(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
-        """`metrics.calibration`; {} for values."""
-        has_none = self.problem == "regression" or not len(true)
-        return {} if has_none else metrics.calibration(self._probabilities(predictions), true)
-
     def best_temperature(self, true: np.ndarray, logits_NC: np.ndarray) -> float:
-        """The divisor of the logits with the least loss (Guo et al. 2017, section 4.2); 1 for values.
+        """The divisor of the logits of classes or labels with the least loss (Guo et al. 2017, section 4.2).
 
         A normal prior of its logarithm keeps it near 1 where there are few examples, or none is wrong.
         """
-        if self.problem == "regression" or not len(true):
-            return 1.0
 
         def loss(logarithm: float) -> float:
             scaled = logits_NC / np.exp(logarithm)
@@ -148,7 +141,7 @@ class Outputs:
         by_name = dict(zip(self.names, probabilities, strict=True))
         return {"labels": [name for name in self.names if by_name[name] >= self.threshold], "scores": by_name}
 
-    def _probabilities(self, predictions: Predictions) -> np.ndarray:
+    def probabilities(self, predictions: Predictions) -> np.ndarray:
         """float64 [N, C]"""
         rows = [[one["scores"][name] for name in self.names] for one in predictions]
         return np.array(rows, np.float64).reshape(len(rows), len(self.names))
@@ -158,7 +151,7 @@ class Outputs:
         if self.problem == "regression":
             return _values(predictions)
         if self.problem == "multi_label":
-            return self._probabilities(predictions) >= self.threshold
+            return self.probabilities(predictions) >= self.threshold
         numbers = {name: number for number, name in enumerate(self.names)}
         return np.array([numbers[prediction["label"]] for prediction in predictions], np.int64)
 

@@ -88,12 +88,9 @@ def subset_accuracy(true: np.ndarray, predicted: np.ndarray) -> float:
 def calibration(probabilities: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """nll (nats), brier and ece of probabilities [N, C]; lower is better.
 
-    Args:
-        true: class numbers int64 [N], or sets of labels bool [N, C], of which each label is a decision of its own.
-
-    nll and brier are scikit-learn's log_loss and brier_score_loss. ece is the expected calibration error in 15 bins of
-    equal width (Guo et al. 2017, "On Calibration of Modern Neural Networks", equation 3); of a label its probability
-    stands for the confidence.
+    `true` has class numbers int64 [N], or sets of labels bool [N, C], of which each label is a decision of its own.
+    nll and brier are scikit-learn's log_loss and brier_score_loss; ece is that of 15 bins of equal width (Guo et al.
+    2017, "On Calibration of Modern Neural Networks", equation 3), for labels of their probabilities.
     """
     if true.ndim == 1:
         given_N = probabilities[np.arange(len(true)), true]

@@ -14,25 +14,13 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue, splits
 from finetune.tasks.datasets.annotations import Missing, left_out
-from finetune.tasks.datasets.labels import (
-    Label,
-    Problem,
-    ordered,
-    parse,
-    renamed,
-    settled,
-    shown,
-    suspicious,
-    without_vectors,
-)
+from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, settled, shown, without_vectors
 from finetune.tasks.datasets.surrogates import check_id, check_whole
 from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
 logger = logging.getLogger(__name__)
-
-_NONE = object()  # in place of a cell, where there is no column of labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +51,8 @@ class ExampleSource:
     ) -> None:
         self._settings = settings
         self._problem: Problem = problem
-        self._class_weights: np.ndarray | None = None
-        self.examples: dict[str, dict[str, int]] = dict(state.get("examples") or {}) if state else {}
+        # Training examples of each class or label, once they are read.
+        self.examples: dict[str, int] = dict(state.get("examples", {})) if state else {}
         self.tables = TableSource(settings)
         self._said: set[str] = set()
         self._names: dict[str, str] | None = None  # label in the files -> its name, in order of the outputs
@@ -91,10 +79,11 @@ class ExampleSource:
         given = self._settings.class_weights
         if given != "balanced":
             return np.array([1.0 if given == "none" else given.get(name, 1.0) for name in self.names.values()])
-        if self._class_weights is None:
+        if not self.examples:
             self.read_train()
-        assert self._class_weights is not None
-        return self._class_weights
+        # scikit-learn's compute_class_weight("balanced") over the classes that occur; 1 for the others.
+        counts = np.array([self.examples.get(name, 0) for name in self.names.values()])
+        return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
 
     def read_train(self) -> list[Example]:
         """The training set without what `dev_share` holds out, or `train_examples` of it."""
@@ -116,21 +105,12 @@ class ExampleSource:
         self._check_settings(table.source)
         _log(checks.empty_texts(table))
         if self._problem != "regression":
-            _log(f"{table.source}: {remark}" for remark in suspicious(self.names))
             _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
-        if self._settings.class_weights == "balanced":
-            self._class_weights = self._balanced(examples)
-        self._count("train", examples)
+        self.examples = dict(Counter(name for one in examples for name in _classes(one)))
         return examples
 
     def read_held_out(self) -> dict[str, list[Example]]:
         """The dev sets, or what `dev_share` holds out of the training set."""
-        sets = self._held_out_sets()
-        for examples in list(sets.values())[:1]:
-            self._count("dev", examples)
-        return sets
-
-    def _held_out_sets(self) -> dict[str, list[Example]]:
         if not self._settings.dev_share:
             sets = {part: self._labeled(self.tables.read(part)) for part in self.tables.parts("dev")}
             return {part: self._varied(self._examples(table, warn=True), table) for part, table in sets.items()}
@@ -144,10 +124,6 @@ class ExampleSource:
                 "dev set empty; a text of each class is for training. Raise it, or add examples."
             )
         return {"dev": self._varied(held_out, table)}
-
-    def _count(self, part: str, examples: Sequence[Example]) -> None:
-        """Keep how many examples of each class the training set has, or the set that chooses the checkpoint."""
-        self.examples[part] = dict(Counter(name for one in examples for name in _classes(one)))
 
     def _varied(self, examples: list[Example], table: Table) -> list[Example]:
         """`examples`; `InputError` if no correlation with them can choose a checkpoint."""
@@ -175,15 +151,12 @@ class ExampleSource:
         table = self.tables.read_file(path, labeled=labeled)
         if labeled:
             return self._examples(self._labeled(table))
-        raw, name, cells = self._known_labels(table), self.tables.keys.get("label"), table.columns.get("label", ())
-        pairs = zip(cells, raw, strict=False)
-        if table.others and any(
-            label is None and not isinstance(settled(cell, self._problem), Missing) for cell, label in pairs
-        ):
+        raw, name = self._known_labels(table), str(self.tables.keys.get("label", ""))
+        cells = [None if isinstance(cell, Missing) else cell for cell in table.columns.get("label", ())]
+        if name and any(label is None and cell not in (None, "") for cell, label in zip(cells, raw, strict=False)):
             # The column is not the model's labels: it stays as it is.
-            table = replace(
-                table, others=[{**one, str(name): cell} for one, cell in zip(table.others, cells, strict=True)]
-            )
+            others = [{**one, name: cell} for one, cell in zip(table.others, cells, strict=False)]
+            table = replace(table, others=others)
         return self._examples(table, raw)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
@@ -204,40 +177,42 @@ class ExampleSource:
 
     def _held_out(self, examples: Sequence[Example]) -> list[bool]:
         texts = [f"{one.text}\0{one.pair or ''}" for one in examples]
-        return splits.held_out(texts, [_classes(one) for one in examples], self._settings.dev_share)
+        count = round(self._settings.dev_share * len(set(texts)))
+        return splits.held_out(texts, [_classes(one) for one in examples], count)
 
     def _labeled(self, table: Table) -> Table:
         """`table` without the rows that have no label, whose number is logged."""
         if "label" not in table.columns:
             return table
         cells = [settled(cell, self._problem) for cell in table.columns["label"]]
-        missing = [cell for cell in cells if isinstance(cell, Missing)]
-        lines = [f"{table.source}: {remark}" for remark in table.remarks]
-        if missing:
-            lines.append(left_out(table.source, len(table), missing))
-        if missing and len(missing) == len(table):
-            raise InputError(f"{lines[-1]}. Give a file with labels.")
-        _log(line for line in lines if line not in self._said)
-        self._said.update(lines)
         table = replace(table, columns={**table.columns, "label": cells})
+        missing = [cell for cell in cells if isinstance(cell, Missing)]
+        if not missing:
+            return table
+        line = left_out(table.source, len(table), missing)
+        if len(missing) == len(table):
+            raise InputError(f"{line}. Give a file with labels.")
+        if line not in self._said:  # a file is read twice where dev_share parts it
+            logger.warning("%s", line)
+        self._said.add(line)
         return table.only([row for row, cell in enumerate(cells) if not isinstance(cell, Missing)])
 
     def _raw_labels(self, table: Table) -> list[Label | None]:
-        """Labels as in the files; all None if the set has none."""
+        """Labels as in the files; None for rows without any."""
         separator = self._settings.label_separator
         return [
-            None if cell is _NONE else parse(cell, self._problem, separator, table.where(row))
+            None if cell is None else parse(cell, self._problem, separator, table.where(row))
             for row, cell in enumerate(self._cells(table))
         ]
 
     def _cells(self, table: Table, wrong: dict[int, str] | None = None) -> list[Any]:
-        """The labels' cells, with lists of names in place of vectors of 0 and 1; all `_NONE` without a column.
+        """The labels' cells, with lists of names in place of vectors of 0 and 1; all None without a column.
 
         `wrong` takes the error of each row that cannot be read, in place of `InputError`.
         """
         cells = table.columns.get("label")
         if cells is None:
-            return [_NONE] * len(table)
+            return [None] * len(table)
         if self._problem != "multi_label":
             return cells
         separator, sure = self._settings.label_separator, bool(self._settings.label_columns)
@@ -303,8 +278,8 @@ class ExampleSource:
             )
 
         texts = [json.dumps([0, number, one.text, one.pair]) for number, one in enumerate(examples)]
-        out = splits.left_out(texts, [_classes(one) for one in examples], len(examples) - count)
-        return [one for one, is_out in zip(examples, out, strict=True) if not is_out]
+        out = splits.held_out(texts, [_classes(one) for one in examples], len(examples) - count)
+        return [one for one, is_out in zip(examples, out, strict=True) if not is_out][:count]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
         """Refuse a training set whose labels are all the same."""
@@ -344,13 +319,6 @@ class ExampleSource:
                 f"classification.metric: f1 is of one class, and {source} has {labels[0]!r} and {labels[1]!r}. Set "
                 "classification.positive to the one to find, or use macro_f1."
             )
-
-    def _balanced(self, examples: Sequence[Example]) -> np.ndarray:
-        """float64 [C]: sklearn's compute_class_weight("balanced") over the classes that occur; 1 for the others."""
-        labels = list(self.names.values())
-        occurrences = Counter(example.label for example in examples)
-        counts = np.array([occurrences[label] for label in labels], np.int64)
-        return np.where(counts > 0, len(examples) / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
 
 
 def _classes(example: Example) -> tuple[str, ...]:

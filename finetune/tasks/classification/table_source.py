@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.datasets import glue, tables
-from finetune.tasks.datasets.annotations import ClassForms
+from finetune.tasks.datasets.annotations import class_rows
 from finetune.tasks.datasets.arrow import read_dataset
-from finetune.tasks.datasets.files import plain_suffix, refuse_foreign
+from finetune.tasks.datasets.files import plain_suffix, refuse_spreadsheet
 from finetune.tasks.datasets.table import Key, ReadForms, Table, TableFormat
 from pretrain.common.errors import InputError
 
@@ -70,7 +71,7 @@ class TableSource:
             quoting = settings.quoting if kind == "tsv" else "auto"
             layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
         if not labeled and not kind and not layout.format:
-            refuse_foreign(place)
+            refuse_spreadsheet(place)
             if plain_suffix(place) == ".txt" and "pair" not in keys:
                 return tables.read_texts(place, settings.encoding)
             if not settings.glue:
@@ -148,7 +149,7 @@ class TableSource:
         if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
             return None
         inputs = [key for name, key in keys.items() if name != "label"]
-        return ClassForms(text, label, inputs, several=self._settings.problem_type == "multi_label").rows
+        return partial(class_rows, text=text, label=label, inputs=inputs)
 
     def _optional(self, *, labeled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.classification import checks
+from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.classification.decoding import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
 from finetune.tasks.classification.source import Example, ExampleSource
@@ -168,10 +169,11 @@ class Classification(Task[Example]):
         return scores | own_score(self.settings.metric, true, predicted)
 
     def calibration(self, examples: Sequence[Example], predictions: Predictions) -> dict[str, float]:
-        return self._outputs().calibration(*self._labeled(examples, predictions))
+        true, made = self._labeled(examples, predictions)
+        return metrics.calibration(self._outputs().probabilities(made), true) if self.labels and made else {}
 
     def temperature(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> float:
-        return self._outputs().best_temperature(self._true(examples), _means(windows, logits)) if examples else 1.0
+        return self._outputs().best_temperature(self._true(examples), _means(windows, logits))
 
     def interval(self, examples: Sequence[Example], predictions: Predictions) -> tuple[float, float] | None:
         if ":" in self.settings.metric:  # a function of the user's own may be slow
@@ -190,8 +192,7 @@ class Classification(Task[Example]):
         if "confusion" not in details:
             return []
         labels, counts = details["confusion"]["labels"], details["confusion"]["counts"]
-        sets = (self._source.examples.get(part, {}) for part in ("train", "dev"))
-        return list(checks.never_predicted(labels, counts, *sets))
+        return list(checks.never_predicted(labels, counts, self._source.examples))
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)

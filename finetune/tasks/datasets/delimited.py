@@ -23,7 +23,7 @@ def read_delimited(
     skipped: Callable[[str], None] | None,
 ) -> Table:
     """The columns `wanted` of the text of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
-    text, declared = _declared(text, guess=kind == "csv" and layout.header)
+    text, declared = _declared(text)
     delimiter = layout.delimiter or declared or ("\t" if kind == "tsv" else ",")
     quoting = _quoting(path, text, kind, layout, delimiter)
     # Blank rows are left out; in files of one column, those between others are cells.
@@ -35,10 +35,7 @@ def read_delimited(
     width = len(first)
     positions = _positions(path, wanted, names, width)
     cells: list[list[str]] = [[] for _ in positions]
-    rest: dict[str, int] = {}
-    for at, name in enumerate(names or range(width)):
-        if at not in positions.values():
-            rest[f"{name}.{at}" if str(name) in rest else str(name)] = at  # none of equal names is lost
+    rest = {str(name): at for at, name in enumerate(names or range(width)) if at not in positions.values()}
     others: list[dict[str, str]] = []
     lines = []
     filled = list(zip(cells, positions.values(), strict=True))
@@ -56,15 +53,10 @@ def read_delimited(
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
 
 
-def _declared(text: str, *, guess: bool) -> tuple[str, str]:
-    """(the text, the delimiter that Excel declares in its first line; with `guess`, that of a header without commas).
-
-    A blank line stands in place of Excel's, so that lines keep their numbers.
-    """
-    if found := _DECLARED.match(text):
-        return text[found.end() - 1 :], found[1]
-    header = text.partition("\n")[0]
-    return text, next((mark for mark in ";\t" if guess and mark in header and "," not in header), "")
+def _declared(text: str) -> tuple[str, str]:
+    """(the text, the delimiter that Excel declares in its first line), with a blank line in place of Excel's."""
+    found = _DECLARED.match(text)
+    return (text[found.end() - 1 :], found[1]) if found else (text, "")
 
 
 def _quoting(path: Path, text: str, kind: Format, layout: TableFormat, delimiter: str) -> Quoting:

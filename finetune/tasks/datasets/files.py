@@ -11,13 +11,7 @@ from pathlib import Path
 from pretrain.common.errors import InputError
 from pretrain.common.files import refuse_pointer
 
-_SPREADSHEET = (
-    "a spreadsheet or archive, which is not read. Save it as CSV UTF-8 in Excel (File, Save As), or unpack it."
-)
-_FOREIGN = {
-    **dict.fromkeys((".xlsx", ".xlsm", ".xlsb", ".xls", ".ods", ".numbers"), _SPREADSHEET),
-    ".ann": "brat's annotations, which are not read. Convert them to CoNLL columns with brat's anntoconll.py.",
-}
+_SPREADSHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods")
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -31,10 +25,10 @@ def plain_stem(path: Path) -> str:
     return Path(path.stem).stem if path.suffix in _COMPRESSED else path.stem
 
 
-def refuse_foreign(path: Path) -> None:
-    """Raise `InputError` if the suffix is that of a spreadsheet, or of brat's annotations."""
-    if advice := _FOREIGN.get(path.suffix.lower()):
-        raise InputError(f"{path}: {advice}")
+def refuse_spreadsheet(path: Path) -> None:
+    """Raise `InputError` if the suffix is that of a spreadsheet."""
+    if path.suffix.lower() in _SPREADSHEETS:
+        raise InputError(f"{path}: a spreadsheet, which is not read. Save it as CSV UTF-8 in Excel (File, Save As).")
 
 
 def is_encoding(name: str) -> bool:
@@ -60,15 +54,13 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
     refuse_pointer(path)
-    refuse_foreign(path)
+    refuse_spreadsheet(path)
     try:
         with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
             raw: bytes = file.read()  # pyright: ignore[reportAssignmentType]
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
         raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its rights.") from None
-    if raw.startswith((b"PK\x03\x04", b"\xd0\xcf\x11\xe0")):
-        raise InputError(f"{path}: {_SPREADSHEET}")
     if codecs.lookup(encoding).name == "utf-8" and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "utf-16"  # no text in UTF-8 begins with these bytes
     mark = codecs.BOM_UTF8 if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8) else b""

@@ -1,9 +1,8 @@
 """Labels in files: a class name, a set of label names, or a value."""
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from finetune.tasks.datasets.annotations import UNLABELED, Missing
@@ -53,15 +52,6 @@ def ordered(labels: Iterable[Label | None]) -> list[str]:
     if not all(map(math.isfinite, numbers.values())):  # a label called "nan" cannot be sorted
         return sorted(names)
     return sorted(names, key=lambda name: (numbers[name], name))
-
-
-def suspicious(names: Iterable[str]) -> Iterator[str]:
-    """Remarks on names that differ only in case, or that pandas writes for a missing cell."""
-    for folded, group in itertools.groupby(sorted(names, key=str.casefold), str.casefold):
-        if len(same := list(group)) > 1:
-            yield f"{listed(same)} differ only in case, and are separate labels"
-        if folded == "nan":
-            yield f"{listed(same)} is read as a label, but may stand for a missing one"
 
 
 def renamed(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:

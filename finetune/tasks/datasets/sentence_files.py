@@ -54,10 +54,6 @@ def read_sentences(
     if kind == "csv":
         return _some(_word_rows(path, encoding, labeled=labeled), path)
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
-    if text.startswith("#FORMAT=WebAnno"):
-        raise InputError(
-            f"{path}: WebAnno TSV, which is not read. Export the annotations as CoNLL 2003 from INCEpTION."
-        )
     if kind in ("jsonl", "json"):
         sentences = of_records(json_records(path, text, kind), remarks, cut, tag_names)
         return _some(sentences, path)

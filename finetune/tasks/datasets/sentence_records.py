@@ -198,8 +198,6 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
             raise InputError(f"{name} is {shown(entity)}; expected {form}.")
         kind = entity.get("type", entity.get("label"))
         kind = kind.strip() if isinstance(kind, str) else kind
-        if type(kind) is int:
-            raise InputError(f"{name} has the type {kind}, an id. Export types by their names.")
         begin, end = entity.get("start"), entity.get("end")
         if not isinstance(kind, str) or not kind or type(begin) is not int or type(end) is not int:
             raise InputError(f"{name} is {shown(entity)}; expected {form}.")

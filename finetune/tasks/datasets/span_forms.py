@@ -6,7 +6,6 @@ Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"value": {"sta
 spaCy         ["", {"entities": [[0, 3, "PER"]]}], and {"text": "", "ents": [{"start": 0, "end": 3, "label": "PER"}]}
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,9 +46,9 @@ def usual_form(record: Any) -> Any:
 def in_characters(records: list[Any], cut: Cut) -> list[Any]:
     """`records` with offsets of code points, if those of spans behind emoji are units of UTF-16, as in JavaScript.
 
-    Such spans have their own text, or begin and end with words, more often if they are read as units.
+    Such spans begin and end with words more often if they are read as units.
     """
-    made, fits = list(records), Counter[bool]()
+    made, gain = list(records), 0
     for number, record in enumerate(records):
         text, spans = (record.get("text"), record.get("entities")) if isinstance(record, Mapping) else (None, None)
         if not isinstance(text, str) or not isinstance(spans, list) or max(text, default="") <= "\uffff":
@@ -57,12 +56,11 @@ def in_characters(records: list[Any], cut: Cut) -> list[Any]:
         places = utf16_places(text)
         converted = [_moved(span, places) for span in spans]
         begins, ends = (set(edges) for edges in cut(replaced(text)).T.tolist())
-        for units, every in ((False, spans), (True, converted)):
-            for span in (one for one in every if isinstance(one, Mapping)):
-                begin, end, own = span.get("start"), span.get("end"), span.get("text")
-                fits[units] += text[begin:end] == own if isinstance(own, str) else begin in begins and end in ends
+        for every, sign in ((spans, -1), (converted, 1)):
+            places = [(one.get("start"), one.get("end")) for one in every if isinstance(one, Mapping)]
+            gain += sign * sum(begin in begins and end in ends for begin, end in places)
         made[number] = {**record, "entities": converted}
-    return made if fits[True] > fits[False] else records
+    return made if gain > 0 else records
 
 
 def _moved(span: Any, places: Sequence[int]) -> Any:

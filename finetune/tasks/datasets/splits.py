@@ -1,4 +1,4 @@
-"""Parts of a training set by class: what is held out of it or left out, and the folds of a cross-validation.
+"""Parts of a training set by class: what is held out of it, and the folds of a cross-validation.
 
 They follow from hashes of the texts, so they are the same in every run, in whatever order the examples are. Examples
 with equal texts stay together. An example has one class, several (its labels, the types of its entities) or none.
@@ -11,23 +11,20 @@ from collections.abc import Collection, Sequence
 Classes = Sequence[Collection[str]]
 
 
-def held_out(texts: Sequence[str], classes: Classes, share: float) -> list[bool]:
-    """Whether each example is in the `share` to hold out, of which every class has its part.
+def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
+    """Whether each example has one of `count` texts to hold out, of which every class has its part.
 
-    At least one text of each class is not.
+    At least one text of each class is not held out.
     """
-    kept, others = _parted(texts, classes)
-    taken = _evenly(others, round(share * (len(kept) + len(others))))
-    return [text in taken for text in texts]
-
-
-def left_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
-    """Whether each example is one of `count` to leave out, as `held_out`; the texts are distinct.
-
-    If there are more classes than examples to keep, some keep none.
-    """
-    kept, others = _parted(texts, classes)
-    taken = _evenly(others, count) | set(kept[: max(0, count - len(others))])
+    others: list[str] = []
+    seen: set[str] = set()
+    for text, names in _by_class(texts, classes).items():
+        if names <= seen:
+            others.append(text)
+        seen |= names
+    count = min(count, len(others))
+    bounds = [number * count // max(1, len(others)) for number in range(len(others) + 1)]
+    taken = {text for text, low, high in zip(others, bounds[:-1], bounds[1:], strict=True) if high > low}
     return [text in taken for text in texts]
 
 
@@ -35,17 +32,6 @@ def folds(texts: Sequence[str], classes: Classes, count: int) -> list[int]:
     """The fold of each example, from 0 to `count` - 1: every class is spread over all of them."""
     fold = {text: number % count for number, text in enumerate(_by_class(texts, classes))}
     return [fold[text] for text in texts]
-
-
-def _parted(texts: Sequence[str], classes: Classes) -> tuple[list[str], list[str]]:
-    """(a text of each class, the others), both class by class."""
-    kept: list[str] = []
-    others: list[str] = []
-    seen: set[str] = set()
-    for text, names in _by_class(texts, classes).items():
-        (kept if names - seen else others).append(text)
-        seen |= names
-    return kept, others
 
 
 def _by_class(texts: Sequence[str], classes: Classes) -> dict[str, set[str]]:
@@ -60,10 +46,3 @@ def _by_class(texts: Sequence[str], classes: Classes) -> dict[str, set[str]]:
         return rarest, hashlib.blake2b(text.encode(), digest_size=8).digest()
 
     return {text: groups[text] for text in sorted(groups, key=place)}
-
-
-def _evenly(texts: Sequence[str], count: int) -> set[str]:
-    """`count` of the texts at equal distances, at most all."""
-    count = min(count, len(texts))
-    bounds = [number * count // max(1, len(texts)) for number in range(len(texts) + 1)]
-    return {text for text, low, high in zip(texts, bounds[:-1], bounds[1:], strict=True) if high > low}

@@ -28,13 +28,13 @@ from typing import Any, Literal
 
 from finetune.tasks.datasets.annotations import UNLABELED, Missing, left_out, state
 from finetune.tasks.datasets.files import plain_suffix, read_text
-from finetune.tasks.datasets.surrogates import check_whole, utf16_places
+from finetune.tasks.datasets.surrogates import check_whole
 from finetune.tasks.datasets.tables import json_values, read_table
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = ("question", "context", "id", "answers", "answer_text", "answer", "answer_start", "is_impossible")
+_COLUMNS = ("question", "context", "id", "answers", "answer_text", "answer_start")
 _SHOWN = 3  # bad answers that a message quotes
 _FORMS = (
     'a SQuAD file ({"data": [{"paragraphs": [{"context", "qas"}]}]}) or flat records '
@@ -98,7 +98,7 @@ def read(path: str, *, labeled: bool) -> list[Question]:
         raise InputError(f"{line}. Give answers to questions." if line else f"{path}: has no questions. Give {_FORMS}.")
     if line:
         logger.warning("%s", line)
-    return _in_characters(questions, path)
+    return questions
 
 
 def from_record(record: Any, place: str) -> Question:
@@ -183,21 +183,6 @@ def _fault(context: str, answer: Answer, *, training: bool) -> str:
     if "".join(text.split()) == "".join(actual.split()):
         return f"{fault}; only white space differs"
     return f"{fault}; the context does not contain it"
-
-
-def _in_characters(questions: list[Question], path: str) -> list[Question]:
-    """`questions` with answer_start in characters, if UTF-16 units, as in JavaScript, fit more answers behind emoji."""
-    places = {one: utf16_places(one) for one in {one.context for one in questions} if max(one, default="") > "\uffff"}
-    made, gain = list(questions), 0
-    for number, one in enumerate(questions):
-        if one.answers and (at := places.get(one.context)):
-            moved = tuple(replace(each, start=at[min(max(each.start, 0), len(at) - 1)]) for each in one.answers)
-            made[number] = replace(one, answers=moved)
-            gain += sum(_fault(one.context, each, training=False) == "" for each in moved)
-            gain -= sum(_fault(one.context, each, training=False) == "" for each in one.answers)
-    if gain > 0:
-        logger.warning("%s: answer_start counts UTF-16 units, as in JavaScript; it is converted to characters", path)
-    return made if gain > 0 else questions
 
 
 # ---------------------------------------------------------------- files
@@ -321,12 +306,9 @@ def _question(record: Any, context: Any, place: str, *, labeled: bool) -> Questi
 
 def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[Answer, ...] | None:
     listed, impossible = record.get("answers"), record.get("is_impossible")
-    if isinstance(impossible, str):  # of a table
-        impossible = {"true": True, "1": True, "false": False, "0": False}.get(impossible.strip().lower())
     if listed is None:
-        listed = _single_answer(record, place, impossible=impossible is True)
-    # Beside a start, "answer" is the text.
-    if listed is None or (("answer_text" in record or "answer_start" not in record) and state(record) is not None):
+        listed = [] if impossible is True else _single_answer(record, place)
+    if listed is None or state(record) is not None:
         return None
     if isinstance(listed, dict):
         listed = _rows(listed, place)
@@ -345,16 +327,15 @@ def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[A
     return answers
 
 
-def _single_answer(record: Mapping[str, Any], place: str, *, impossible: bool) -> Any:
-    """The answers of a record with one text and start; None if it has neither."""
-    text, start = record.get("answer_text", record.get("answer")), record.get("answer_start")
-    if start is None or (isinstance(start, str) and not start.strip()) or start != start:
-        return [] if impossible else None
+def _single_answer(record: Mapping[str, Any], place: str) -> Any:
+    """The answer of a record with one text and start, as a list; None if it has neither."""
+    text, start = record.get("answer_text"), record.get("answer_start")
+    if text is None or start is None or (isinstance(start, str) and not start.strip()) or start != start:
+        return None
     try:
-        start = start if isinstance(start, bool) else int(float(start))
+        return [{"text": text, "answer_start": start if isinstance(start, bool) else int(float(start))}]
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{place}: answer_start is {_shown(str(start))}; expected a character index.") from None
-    return [{"text": "" if text is None else text, "answer_start": start}]
 
 
 def _rows(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:

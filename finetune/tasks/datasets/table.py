@@ -13,8 +13,8 @@ from pretrain.common.quoting import Quoting
 Key = str | int
 """A column's name, or its number from 0."""
 
-ReadForms = Callable[[list[Any], Callable[[int], str]], tuple[list[Any], list[str]]]
-"""Makes rows and remarks of records; the second argument gives the place of each record."""
+ReadForms = Callable[[list[Any], Callable[[int], str]], list[Any]]
+"""Makes rows of records; the second argument gives the place of each record."""
 
 Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
@@ -41,7 +41,6 @@ class Table:
     place: str  # separator of source and place: ":" before a line
     classes: dict[Key, list[str]] = field(default_factory=dict)  # names of the classes that a data set defines
     others: Sequence[Mapping[str, Any]] = ()  # [N], the cells of all other columns, if they were requested
-    remarks: Sequence[str] = ()  # on how labels were read
 
     def __len__(self) -> int:
         return len(self.places)

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import opened, read_delimited
-from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_foreign
+from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_spreadsheet
 from finetune.tasks.datasets.surrogates import replaced
 from finetune.tasks.datasets.table import Format, Key, ReadForms, RequestedColumns, Table, TableFormat, listed, shown
 from pretrain.common.errors import InputError
@@ -82,7 +82,7 @@ def format_of(path: Path | str) -> Format:
 
 def _known_format(path: Path) -> Format:
     known = format_of(path)
-    refuse_foreign(path)
+    refuse_spreadsheet(path)
     if not known:
         raise InputError(
             f"{path}: unknown suffix {plain_suffix(path)!r}. Set `format`, or rename it to one of "
@@ -105,9 +105,9 @@ def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tupl
 def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, forms: ReadForms | None) -> Table:
     before, numbered = json_values(path, text, kind)
     values = list(numbered)
-    places, records, remarks = [place for place, _ in values], [record for _, record in values], []
+    places, records = [place for place, _ in values], [record for _, record in values]
     if forms:
-        records, remarks = forms(records, lambda row: f"{path}{before}{places[row]}")
+        records = forms(records, lambda row: f"{path}{before}{places[row]}")
     for place, record in zip(places, records, strict=True):
         if not isinstance(record, dict):
             raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(wanted.columns)}.")
@@ -115,7 +115,7 @@ def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, fo
     used = {name for record in records for column in wanted.columns if (name := wanted.name(column, record))}
     rest = [{key: value for key, value in one.items() if key not in used} for one in records if wanted.others]
     whole = json.loads(replaced(json.dumps(rest, ensure_ascii=False)))
-    table = Table(cells, str(path), places, before, others=whole, remarks=remarks)
+    table = Table(cells, str(path), places, before, others=whole)
     for column in wanted.columns:
         names = [wanted.name(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]

@@ -1,6 +1,6 @@
 """Logits to tags and entities, their official scores, and the file that conlleval reads."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, cast
@@ -150,26 +150,12 @@ def _predictions(
 
 def conll_columns(examples: Sequence[Sentence], predictions: Predictions) -> str:
     """Columns separated by blanks: word, gold tag if all words have one, predicted tag. IOB2."""
-    fields = _tag_fields(
-        {tag for one, made in zip(examples, predictions, strict=True) for tag in (*(one.tags or ()), *made["tags"])}
-    )
     lines = []
     for one, prediction in zip(examples, predictions, strict=True):
         gold = [one.tags] if one.tags is not None else []
-        tags = [[fields[tag] for tag in column] for column in (*gold, prediction["tags"])]
-        lines += [" ".join(row) for row in zip(map(_as_field, one.words), *tags, strict=True)] + [""]
+        rows = zip(one.words, *gold, prediction["tags"], strict=True)
+        lines += [" ".join(map(_as_field, row)) for row in rows] + [""]
     return "\n".join(lines) + "\n"
-
-
-def _tag_fields(tags: Collection[str]) -> dict[str, str]:
-    """Each tag as one column: blanks in types become _, and types stay distinct."""
-    names: dict[str, str] = {}
-    for name in sorted({tag[2:] for tag in tags if tag != "O"}, key=lambda name: (name != _as_field(name), name)):
-        field = _as_field(name)
-        while field in names.values():
-            field += "_"
-        names[name] = field
-    return {tag: tag if tag == "O" else tag[:2] + names[tag[2:]] for tag in tags}
 
 
 def score(types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions) -> dict[str, float]:
@@ -227,7 +213,7 @@ def _scores(gold: metrics.TaggedSentences, predicted: metrics.TaggedSentences) -
 
 
 def _as_field(word: str) -> str:
-    """A word as one column for readers that split at white space."""
+    """A word or tag as one column for readers that split at white space."""
     return "_".join(word.split()) or "_"
 
 

@@ -181,11 +181,9 @@ def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conll
     )
 
 
-def f1_interval(
-    gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval"
-) -> tuple[float, float] | None:
+def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[float, float] | None:
     """The bootstrap interval of f1 over all entities, from resampled sentences."""
-    theirs, ours, right = _matched(gold, predicted, rule)
+    theirs, ours, right = _matched(gold, predicted, "conlleval")
     sentences = len(gold.starts) - 1
     # Word i is in the sentence with the last start at or before it; empty sentences have none.
     found = (

@@ -10,7 +10,6 @@ import numpy as np
 
 from finetune.tasks.datasets import splits
 from finetune.tasks.datasets.annotations import left_out
-from finetune.tasks.datasets.labels import suspicious
 from finetune.tasks.datasets.sentence_files import read_sentences
 from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
 from finetune.tasks.datasets.surrogates import check_whole, replaced
@@ -81,7 +80,8 @@ class SentenceSource:
         """Those that `dev_share` holds out, by the types of their entities, or the others."""
         share = self._settings.dev_share
         types = [{metrics.split(tag)[1] for tag in cast(Sequence[str], one.tags) if tag != "O"} for one in sentences]
-        is_out = splits.held_out(["\0".join(one.words) for one in sentences], types, share)
+        texts = ["\0".join(one.words) for one in sentences]
+        is_out = splits.held_out(texts, types, round(share * len(set(texts))))
         part = [one for one, out in zip(sentences, is_out, strict=True) if out == held_out]
         if not part:  # a sentence of each type stays in the training set
             found = counted(len(sentences), "sentence")
@@ -131,8 +131,6 @@ class SentenceSource:
         scheme = self._scheme_of(sentences, tags, is_train=part == "train")
         if part == "train":
             self._learn_types(sentences, tags)
-            for remark in suspicious(tags.names):
-                remarks.add(remark, sentences[0].source)
         self._check_types(sentences, tags, remarks if part == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")
