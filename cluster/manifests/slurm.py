@@ -161,7 +161,8 @@ trap end TERM
 
 # shellcheck disable=SC1091
 {settings.environment}
-export {RUNS_VARIABLE}="$PWD/{STORED_RUNS}" {JOB_VARIABLE}="$job"
+export {RUNS_VARIABLE}="$PWD/{STORED_RUNS}"
+export {JOB_VARIABLE}="$job"
 # A token for this start alone; whoever has it may run code on these nodes.
 (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' >"$job/ray-token")
 export RAY_AUTH_TOKEN_PATH="$job/ray-token" RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONSAFEPATH=1
