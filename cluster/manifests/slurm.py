@@ -90,8 +90,8 @@ def _options(job: ManifestJob, settings: SlurmSettings) -> str:
         "account": settings.account,
         "qos": settings.qos,
         "constraint": settings.constraint,
+        # As many as are free; with --ntasks-per-node it would be the fewest.
         "nodes": f"{job.min_nodes}-{job.nodes}" if _shrinks(job) else job.nodes,
-        "ntasks-per-node": 1,
         "cpus-per-task": job.workers_per_node * job.cpus_per_worker,
         "gpus-per-node": job.gpus_per_node or "",
         "mem": 0,
@@ -186,7 +186,8 @@ def _start(job: ManifestJob, settings: SlurmSettings) -> str:
     return f"""
 # The run's own exit code goes through a file.
 # shellcheck disable=SC2016
-srun --wait=60 {" ".join([options[0], *map(shlex.quote, options[1:])])} \\
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --wait=60 \\
+    {" ".join([options[0], *map(shlex.quote, options[1:])])} \\
     python -m cluster.jobs.slurm_node "$address" {cpus} {job.gpus_per_node} \\
     bash -c 'code=0; ({commands}) || code=$?; echo "$code" >"$0"' \\
     "$job/exit-code" "$job/config.yaml" "$address" "$job/preparing" "${{overrides[@]}}" &

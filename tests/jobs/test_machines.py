@@ -160,7 +160,9 @@ def test_a_killed_worker_costs_a_few_seconds(machines: Machines, undisturbed: di
     run = machines.submit("killed", every=100)
     wait_for(lambda: newest_checkpoint(run) >= 200, 120)
     began = time.time()
-    workers = [one for one in psutil.process_iter() if one.name() == PROCESS_TITLE and is_ours(one, machines)]
+    workers = [
+        one for one in psutil.process_iter() if one.cmdline()[:1] == [f"{PROCESS_TITLE}.run"] and is_ours(one, machines)
+    ]
     workers[-1].kill()
     seconds = recovery_seconds(run, began)
     log = (run / "logs/ray.log").read_text().splitlines()

@@ -414,7 +414,7 @@ def test_scripts_are_clean(config: Path, overrides: list[str]) -> None:
         (["place.time_limit=40"], ["#SBATCH --time=40"]),  # minutes
         # An elastic run takes as many nodes as it gets.
         (["scheduling.min_workers=1", "scheduling.workers=2", "place.workers_per_node=1"], ["#SBATCH --nodes=1-2"]),
-        (["place.srun_options=[--mpi=pmix]"], ["srun --wait=60 --kill-on-bad-exit=1 --mpi=pmix \\"]),
+        (["place.srun_options=[--mpi=pmix]"], ["    --kill-on-bad-exit=1 --mpi=pmix \\"]),
         (['place.environment="module load cuda\\nsource x\\n"'], ["module load cuda", "source x"]),
     ],
 )
@@ -466,7 +466,7 @@ def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[st
     def start(lines: str, node: str = 'exec "${@:6}"\n', preparing: str = "true", **variables: str) -> Any:
         rest = f"[[ $2 != cluster.* ]] || {{ {node} }}\n[[ $3 != prepare ]] || {{ {preparing}; exit; }}\n{lines}"
         program(folder, "python", f'echo "$@" >>{calls}\n{rest}')
-        variables = {"SLURM_JOB_ID": "4711", "SLURM_CPUS_PER_TASK": "24", **variables}
+        variables = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "24", **variables}
         environment = with_programs(folder, **variables)
         return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment, stderr=subprocess.PIPE, text=True)
 
@@ -744,7 +744,7 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
     program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
     node = f'[[ $2 != cluster.* ]] || {{ cp .slurm/1/config.yaml {tmp_path}; exec "${{@:6}}"; }}\n'
     program(folder, "python", record + node)
-    slurm = {"SLURM_JOB_ID": "1", "SLURM_CPUS_PER_TASK": "16"}
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "16"}
     return with_programs(folder, **slurm, HOSTNAME="run-workers-1", RAY_ADDRESS="127.0.0.1:1")
 
 

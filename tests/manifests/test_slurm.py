@@ -253,7 +253,7 @@ def test_the_same_file_twice(slurm: Slurm, undisturbed: dict[int, str]) -> None:
     slurm.sh("scancel", "--signal=TERM", "--batch", second)
     assert slurm.wait_end(second) == "FAILED"
     assert "another process is training in it" in slurm.log(second)
-    next(one for one in psutil.process_iter() if one.name() == PROCESS_TITLE).kill()
+    next(one for one in psutil.process_iter() if one.cmdline()[:1] == [PROCESS_TITLE + ".run"]).kill()
     assert slurm.wait_end(first) == "COMPLETED", slurm.log(first)
     assert events(slurm.folder / "runs/twice", "restart")
     check(slurm, "twice", undisturbed)
@@ -280,4 +280,4 @@ def test_two_jobs_on_different_nodes(slurm: Slurm) -> None:
 
 def test_a_job_that_never_fits(slurm: Slurm) -> None:
     script = slurm.write("big", workers=5)
-    assert "Requested node configuration is not available" in slurm.sh("sbatch", script, check=False)
+    assert "Requested node configuration is not available" in slurm.sh("sbatch", "--test-only", script, check=False)
