@@ -27,6 +27,7 @@ NAVIGATION = {
         "guides/finetuning",
         "guides/use",
         "guides/hand-on",
+        "guides/first-hour",
         "guides/python",
         "guides/monitoring",
         "guides/recovery",

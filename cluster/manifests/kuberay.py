@@ -26,6 +26,13 @@ from pretrain.common.wording import counted
 _FILES = "/etc/bertrain"  # where every container mounts the ConfigMap
 _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
+_SET = (
+    "RAY_gcs_storage",
+    "RAY_gcs_storage_path",
+    "RAY_gcs_rpc_server_reconnect_timeout_s",
+    "RAY_USAGE_STATS_ENABLED",
+    "RAY_JOB_STOP_WAIT_TIME_S",
+)  # or RAY_AUTH_*
 _START_SECONDS = 1800  # within which all pods of a RayJob must start
 _KEEP_SECONDS = 600  # for which the pods of a finished RayJob are kept
 # The regular expression with which pgrep finds the run's processes: of start.sh, or of a job that `submit` started.
@@ -137,8 +144,8 @@ class KubeRaySettings(ManifestSettings):
     @classmethod
     def _check_environment(cls, variables: dict[str, str]) -> dict[str, str]:
         for name in variables:
-            if name.startswith("RAY_"):
-                raise ValueError(f"{name} belongs to Ray and is set by the manifest; remove it here")
+            if name in _SET or name.startswith("RAY_AUTH_"):
+                raise ValueError(f"{name} is set by the manifest; remove it here")
             if name == RUNS_VARIABLE:
                 raise ValueError(f"{name} is set for all pods by place.storage; remove it here")
         return variables

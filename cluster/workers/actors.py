@@ -7,19 +7,25 @@ Ray Core does all of it: it places the processes, starts them and reports which 
 from __future__ import annotations
 
 import os
+import re
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster.workers.outcomes import CRASH, WorkerError, one_line
 from cluster.workers.request import Attempt
 from cluster.workers.target import RankAssignment, run_worker
+from pretrain.common.errors import MachineError
+from pretrain.common.wording import counted
 
 _LAST_LINES_SECONDS = 2.0  # after the first failure, in which the other workers can report theirs
-_START_SECONDS = 120.0  # for a process to start on the node where Ray has placed it
+# For all processes to start where Ray has placed them. A head starts some hundred a minute.
+_START_SECONDS, _START_SECONDS_PER_WORKER = 120.0, 0.5
 _POLL_SECONDS = 1.0  # between two checks for a stop while workers start
 _NODE_LABEL = "ray.io/node-id"
 _MIG = "MIG-"
@@ -41,7 +47,8 @@ class WorkerGroup:
     """`workers` processes with `resources` each, ready to run; use as a context manager, which ends them.
 
     None is placed on the nodes with the ids `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them within
-    `patience` seconds. Until they have started, `check_stop` is called every second and may raise.
+    `patience` seconds, or they need more than `start_seconds` from then on (0: a time that grows with their number).
+    Until they have started, `check_stop` is called every second and may raise.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class WorkerGroup:
         patience: float,
         avoid: Collection[str],
         check_stop: Callable[[], None],
+        start_seconds: float = 0.0,
     ) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -72,7 +80,8 @@ class WorkerGroup:
                 ).remote()
                 for number in range(workers)
             ]
-            locations = self._locate(check_stop)
+            limit = start_seconds or _START_SECONDS + _START_SECONDS_PER_WORKER * workers
+            locations = self._locate(check_stop, limit)
         except BaseException:
             self._remove()
             raise
@@ -132,20 +141,39 @@ class WorkerGroup:
             ray.kill(actor)
         self._remove()
 
-    def _locate(self, check_stop: Callable[[], None]) -> list[WorkerLocation]:
+    def _locate(self, check_stop: Callable[[], None], limit: float) -> list[WorkerLocation]:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
         locations = [actor.locate.remote() for actor in self.actors]
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             try:
                 return ray.get(locations, timeout=_POLL_SECONDS)
             except GetTimeoutError:
                 check_stop()
             except RayActorError as error:
+                if lacking := re.search(r"No module named '?([\w.]+)", str(error)):
+                    raise MachineError(
+                        f"the Python of the cluster's Ray has no module {lacking[1]}. Start Ray on all nodes with this "
+                        f"project's environment, as {Path(sys.executable).with_name('ray')} is here."
+                    ) from None
                 raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
-        raise WorkersNotStartedError(f"a worker did not start within {_START_SECONDS:.0f} s")
+        _, late = ray.wait(locations, num_returns=len(locations), timeout=0)
+        where = self._nodes_of([locations.index(one) for one in late])
+        raise WorkersNotStartedError(
+            f"{len(late)} of {counted(len(locations), 'worker')} did not start within {limit:.0f} s "
+            f"(scheduling.start_seconds), on {', '.join(where) or 'unknown nodes'}"
+        )
+
+    def _nodes_of(self, workers: Sequence[int]) -> list[str]:
+        """Addresses of the nodes on which these were placed."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        placed: dict[int, str] = placement_group_table(self._group).get("bundles_to_node_id", {})
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return sorted({addresses[placed[one]] for one in workers if placed.get(one) in addresses})
 
     def _remove(self) -> None:
         from ray.util.placement_group import remove_placement_group

@@ -34,7 +34,15 @@ from pretrain.common.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
 from pretrain.common.packages import OURS, expect_ours
-from pretrain.common.worker import STOP_SIGNALS, Flag, TrainingRequest, clear_stop, stop_signals
+from pretrain.common.worker import (
+    JOB_VARIABLE,
+    STOP_FILE,
+    STOP_SIGNALS,
+    Flag,
+    TrainingRequest,
+    clear_stop,
+    stop_signals,
+)
 
 LOGS = "logs"
 RAY_LOG = "ray.log"
@@ -62,6 +70,7 @@ def run(
     max_failures: int = 0,
     min_workers: int = 0,
     wait_for_nodes_seconds: float = 0.0,
+    start_seconds: float = 0.0,
 ) -> None:
     """Call `target` ("package.module:function") with (`training`, Worker) in `workers` processes until they finish.
 
@@ -83,6 +92,7 @@ def run(
         min_workers: if not 0, there are as many workers as the cluster holds, between this and `workers`: fewer when
             nodes are lost or drained, more when they return.
         wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if the cluster holds fewer workers.
+        start_seconds: for the processes to start once Ray has placed them; 0 grows with their number.
 
     Raises:
         MachineError: the machine or cluster cannot hold the workers, or is not reached within 10 s.
@@ -102,6 +112,7 @@ def run(
             cpus_per_worker=cpus_per_worker,
             in_ray=in_ray or workers > 1 or bool(address),
             wait_for_nodes_seconds=wait_for_nodes_seconds,
+            start_seconds=start_seconds,
         )
 
     drive(DRIVER, request, address=address, run_dir=run_dir)
@@ -173,13 +184,8 @@ def _wait(child: subprocess.Popen[bytes], poll: Callable[[], None] | None) -> No
 
 
 def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start a driver of Ray as the leader of a session; its output goes to `log`.
-
-    Stopping a job or a service signals all its processes; the launcher decides what follows. So the driver and all that
-    it starts never get these signals. A handler could not do that: `ray.init` sets its own, which ends the process.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
+    """Start a driver of Ray as the leader of a session; its output goes to `log`."""
+    with without_stop_signals():
         return subprocess.Popen(
             command,
             env=environment(),
@@ -189,6 +195,18 @@ def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()
             start_new_session=True,
             pass_fds=pass_fds,
         )
+
+
+@contextlib.contextmanager
+def without_stop_signals() -> Iterator[None]:
+    """A process that is started in this block, and all that it starts, never gets the stop signals.
+
+    Stopping a job or a service signals all its processes; the launcher decides what follows. A handler could not do
+    that: `ray.init` sets its own, which ends the process.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -263,6 +281,8 @@ def environment() -> dict[str, str]:
 class Signals:
     """While entered, the first of the `stop_signals` sets the stop flag; a SIGINT after it ends everything at once.
 
+    So does the stop file of a scheduler's job, which other jobs of this run cannot set.
+
     If the flag cannot be written now, as when storage fails for a while, it is tried again.
     """
 
@@ -278,6 +298,8 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
+        if job := os.environ.get(JOB_VARIABLE):
+            threading.Thread(target=self._set_when, args=[Path(job) / STOP_FILE], daemon=True, name="job-stop").start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -302,10 +324,14 @@ class Signals:
                 "Ctrl-C ends it at once, without a checkpoint.",
                 file=sys.stderr,
             )
+        self._set_when(Path())
+
+    def _set_when(self, requested: Path) -> None:
         while not self._left.wait(_POLL_SECONDS):
             with contextlib.suppress(OSError):
-                self._stop.set()
-                return
+                if requested.exists():
+                    self._stop.set()
+                    return
 
 
 def _raise_outcome(launch: Launch, exit_code: int | None, ended_at_once: bool) -> None:

@@ -22,6 +22,7 @@ from pretrain.common.wording import counted
 
 # How long a stopped job may take for its last checkpoint before Ray kills it (Ray's default: 3 s).
 STOP_SECONDS = 600
+NODE_LOG = "nodes.log"  # of all nodes that are started with the same folder
 
 # `ray start` that ends its session and removes the folder when `up` is gone.
 NODE_PROGRAM = """import pathlib, sys
@@ -68,9 +69,9 @@ def up(nodes: int, cpus_per_node: int) -> None:
         use_token(cluster)  # Ray reads it while it is imported
         head = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
         head.append(f"--temp-dir={folder}/{RAY_FOLDER}")
-        first = start_node(cluster, cpus, head, ends)
+        first = start_node(folder, cpus, head, ends)
         _await_nodes(cluster, 1, [first])
-        others = [start_node(cluster, cpus, [f"--address={cluster.address}"], ends) for _ in range(nodes - 1)]
+        others = [start_node(folder, cpus, [f"--address={cluster.address}"], ends) for _ in range(nodes - 1)]
         _await_nodes(cluster, nodes, [first, *others])
         print(
             f"{counted(nodes, 'node')} with {counted(cpus, 'CPU')} each; jobs at {cluster.dashboard}, workers at "
@@ -98,17 +99,15 @@ def use_token(cluster: LocalCluster) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(cluster.token_file))
 
 
-def start_node(
-    cluster: LocalCluster, cpus: int, arguments: list[str], ends: contextlib.ExitStack
-) -> subprocess.Popen[bytes]:
-    """Start a node as the leader of a new session, which `ends` kills."""
-    python = interpreter(Path(cluster.folder))
+def start_node(folder: Path, cpus: int, arguments: list[str], ends: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    """Start a node as the leader of a new session, which `ends` kills; `folder` gets its log and goes with it."""
+    python = interpreter(folder)
     options = ["--block", f"--num-cpus={cpus}", f"--object-store-memory={100 << 20}", *arguments]
     options.append(f"--dashboard-agent-listen-port={_free_port()}")  # the default is one port for the whole machine
-    with _log(cluster).open("ab") as log:
+    with (folder / NODE_LOG).open("ab") as log:
         process = ends.enter_context(
             subprocess.Popen(
-                [python, "-c", NODE_PROGRAM, str(os.getpid()), cluster.folder, "start", *options],
+                [python, "-c", NODE_PROGRAM, str(os.getpid()), str(folder), "start", *options],
                 env={
                     **environment(),
                     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
@@ -141,12 +140,8 @@ def _await_nodes(cluster: LocalCluster, count: int, processes: list[subprocess.P
 
 
 def _ended(cluster: LocalCluster) -> MachineError:
-    last = last_line(_log(cluster))
+    last = last_line(Path(cluster.folder) / NODE_LOG)
     return MachineError(f"up: a node ended; last line of its log: {last!r}. {program()} doctor checks the machine.")
-
-
-def _log(cluster: LocalCluster) -> Path:
-    return Path(cluster.folder) / "nodes.log"
 
 
 def _free_port() -> int:

@@ -87,6 +87,7 @@ class LaunchRequest(DriverRequest):
         cpus_per_worker: 0 until the nodes are known, if the user left it open.
         in_ray: whether Ray starts the workers; otherwise there is one, a child of the driver.
         wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
+        start_seconds: for the placed workers to start; 0 grows with their number.
     """
 
     training: TrainingRequest
@@ -95,6 +96,7 @@ class LaunchRequest(DriverRequest):
     cpus_per_worker: int
     in_ray: bool
     wait_for_nodes_seconds: float
+    start_seconds: float = 0.0
 
     @property
     def fewest_workers(self) -> int:

@@ -311,7 +311,8 @@ def _group(attempt: Attempt) -> WorkerGroup | SingleWorker:
     if not request.in_ray:
         return SingleWorker()
     resources = resources_of(request.cpus_per_worker, request.use_gpu)
-    return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, request.launch.check_stop)
+    stop, start_seconds = request.launch.check_stop, request.start_seconds
+    return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, stop, start_seconds)
 
 
 def cause_of(failures: dict[int, Exception]) -> Exception:

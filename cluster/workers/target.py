@@ -10,17 +10,23 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.workers.gauges import Gauges
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, one_line
 from cluster.workers.request import Attempt
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
 from pretrain.common.interrupts import Interrupted
-from pretrain.common.worker import STOP_SIGNALS, Worker
+from pretrain.common.worker import STOP_SIGNALS, TrainingRequest, Worker
+
+# Interfaces that no two nodes share, by the beginnings of their names. NCCL by itself takes the first that is not
+# loopback or Docker's, and bridges of containers have the same address on all nodes. Its choice among the others, or of
+# InfiniBand, stays free.
+_NEVER_BETWEEN_NODES = "^lo,docker,br-,veth,virbr,cni,cali,podman"
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             os.environ.update(RANK=str(assignment.rank), WORLD_SIZE=str(assignment.world_size))
             os.environ[RUNS_VARIABLE] = str(launch.runs)
             bind_gloo(assignment.address)
+            if assignment.world_size > assignment.local_world_size:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", _NEVER_BETWEEN_NODES)
             worker = Worker(
                 rank=assignment.rank,
                 world_size=assignment.world_size,
@@ -68,7 +76,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             change_folder(launch.working_dir)
             worker.interrupts.stuck = lambda: os._exit(StoppedError.exit_code)
             with worker.interrupts:
-                resolve(request.target)(attempt.training, worker)
+                resolve(request.target)(_with_gauges(attempt, worker), worker)
         except Interrupted:
             # Seen only by this rank: raised, so that Ray ends the others too.
             raise WorkerError("StoppedError", f"{launch.run_dir}: {StoppedError.BETWEEN}") from None
@@ -77,6 +85,14 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
         except RunError as error:
             raise WorkerError(type(error).__name__, str(error)) from None
     return None
+
+
+def _with_gauges(attempt: Attempt, worker: Worker) -> TrainingRequest:
+    """What the workers of a cluster are asked: the first one of each node also serves the run's state to Prometheus."""
+    request, training = attempt.request, attempt.training
+    if not request.address or worker.local_rank:
+        return training
+    return replace(training, callbacks=(*training.callbacks, Gauges(request.name, attempt.number)))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,9 @@ from pretrain.common.interrupts import Interrupts
 
 # In the run folder: the run saves a checkpoint and finishes.
 STOP_FILE = "stop"
+# The folder of a scheduler's job, if it started this process: `started` is as old as the job, and STOP_FILE there asks
+# whatever the job runs to stop.
+JOB_VARIABLE = "BERTRAIN_JOB"
 # Files in the run's logs. hang.json: a hang that a watchdog detected, read by the driver that restarts the workers.
 HANG_FILE = "hang.json"
 # waiting.json: exists while the run waits for nodes; {"time", "message"}.
@@ -88,14 +91,20 @@ class Flag:
 
 
 def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
-    """Make the run folder and remove an earlier stop file. The time now, in nanoseconds.
+    """Make the run folder and remove an earlier stop file. The time from which a stop file counts, in nanoseconds.
 
-    The clock is the one that stamps the folder's files: a network file system has its own.
+    That is now, or the start of the scheduler's job: a request may come while it starts. The clock is the one that
+    stamps the folder's files: a network file system has its own.
     """
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        if remove:
-            (run_dir / STOP_FILE).unlink(missing_ok=True)
+        stop, since = run_dir / STOP_FILE, None
+        if job := os.environ.get(JOB_VARIABLE):
+            since = (Path(job) / "started").stat().st_mtime_ns
+        if remove and not (since is not None and Flag(stop, since=since).is_set()):
+            stop.unlink(missing_ok=True)
+        if since is not None:
+            return since
         with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".clock-") as file:
             return os.fstat(file.fileno()).st_mtime_ns
 

@@ -114,6 +114,11 @@ class CheckpointConfig(Section):
     """
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between checkpoints.")
+    every_minutes: float = Field(
+        default=0.0,
+        ge=0,
+        description="Minutes after which a checkpoint is saved, too, however long steps take. 0: none.",
+    )
     keep_last: int = Field(
         default=2,
         ge=1,

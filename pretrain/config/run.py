@@ -99,6 +99,12 @@ class SchedulingConfig(Section):
         "is requested to start the missing nodes. Not used by sweep and --seeds, which use the "
         "available nodes.",
     )
+    start_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds for all workers to start once Ray has placed them, such as from a slow shared .venv. 0: "
+        "120, and half a second more for each worker.",
+    )
     max_failures: int = Field(
         default=3,
         ge=0,

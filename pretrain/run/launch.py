@@ -217,4 +217,5 @@ def _train(kind: RunKind[R], config: R, resume: bool, *, alone: bool, ray: bool 
         max_failures=scheduling.max_failures,
         min_workers=scheduling.min_workers,
         wait_for_nodes_seconds=scheduling.wait_for_nodes_seconds,
+        start_seconds=scheduling.start_seconds,
     )

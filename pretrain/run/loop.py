@@ -130,6 +130,7 @@ class Fit(Generic[S]):
         self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # of the last step
         self.validation: dict[str, Any] = {}  # of the last evaluation, what `rank` reads
         self.save_due = False  # a save waits for a good step
+        self.saved_at = time.monotonic()
 
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
         """Train to the end of the plan, or to a failure that a rollback may fix.
@@ -152,7 +153,7 @@ class Fit(Generic[S]):
     def _take_steps(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
         """`train`, which `Interrupted` may end between two steps."""
         progress, plan, stopping = self.progress, self.plan, False
-        for stop, failure in self.outcomes(stop_requested):
+        for stop, failure, timed in self.outcomes(stop_requested):
             progress.step += 1
             if failure is not None:
                 return failure
@@ -165,7 +166,7 @@ class Fit(Generic[S]):
                 last = last or progress.stopped_early
                 best = plan.keep_best and not progress.evaluations_without_gain
             stopping = stopping or stop
-            self.save_due = self.save_due or due.save or stop
+            self.save_due = self.save_due or due.save or stop or timed
             # Bad steps may come from bad weights, to which a rollback or a resume would return for ever.
             if last and progress.bad_in_a_row:
                 return self._bad_steps(progress.step)
@@ -219,7 +220,7 @@ class Fit(Generic[S]):
         a failure is noticed then, and the launched step is dropped by the rollback. Where something is due after a
         step, or a stop was requested, its outcome is read at once. So progress and weights are of the same step.
         """
-        stop, unread = False, None
+        stop, save, unread = False, False, None
         try:
             for number, step in enumerate(self.steps(), self.progress.step):
                 with self.engine.watch.awaiting(_STORAGE):
@@ -227,14 +228,14 @@ class Fit(Generic[S]):
                 launched = self.launch_step(number, step, requested)
                 if unread is not None:
                     earlier = self.read_step(unread)
-                    stop = stop or earlier.stop
+                    stop, save = stop or earlier.stop, earlier.save
                     yield StepOutcome(stop=False, failure=earlier.failure)
                 unread = launched
-                due = self.save_due or any(self.plan.due(number + 1)) or self.plan.averages(number) > 0
+                due = self.save_due or save or any(self.plan.due(number + 1)) or self.plan.averages(number) > 0
                 if stop or due or not reads_late(self.engine):
                     outcome = self.read_step(launched)
-                    yield StepOutcome(stop or outcome.stop, outcome.failure)
-                    unread = None
+                    yield StepOutcome(stop or outcome.stop, outcome.failure, save or outcome.save)
+                    save, unread = False, None
         except Interrupted:
             # The weights of a step that is unread are there already. After one that fails, the last checkpoint counts.
             if unread is not None and self.read_step(unread).failure is None:
@@ -255,7 +256,13 @@ class Fit(Generic[S]):
         rate = self.plan.learning_rate(number)
         stalled = task.stalled_seconds()
         mine = torch.tensor(
-            [float(stop_here), float(self.saver.failed), flops, stalled - self.stalled_before],
+            [
+                float(stop_here),
+                float(self.save_is_due()),
+                float(self.saver.failed),
+                flops,
+                stalled - self.stalled_before,
+            ],
             dtype=torch.float64,
         )
         self.stragglers.waited += stalled - self.stalled_before
@@ -270,7 +277,7 @@ class Fit(Generic[S]):
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
         """Wait for the numbers of a step, and add it to the progress."""
         engine, progress, step = self.engine, self.progress, launched.step
-        *sums, stop, failed, all_flops, all_stalled, norm = launched.numbers.wait().tolist()
+        *sums, stop, save, failed, all_flops, all_stalled, norm = launched.numbers.wait().tolist()
         if failed:
             self.saver.wait()  # raises on every rank
         applied = math.isfinite(norm)
@@ -282,7 +289,7 @@ class Fit(Generic[S]):
         failure = self._count(step, norm if applied else math.inf, sums)
         progress.window.flops += all_flops
         progress.window.stalled += all_stalled / engine.world_size
-        return StepOutcome(stop > 0, failure)
+        return StepOutcome(stop > 0, failure, save > 0)
 
     def _count(self, step: S, norm: float, sums: list[float]) -> TrainingFailure | None:
         """Add a step to the progress; returns the failure that the step is or completes, if any.
@@ -408,7 +415,7 @@ class Fit(Generic[S]):
     def save(self) -> None:
         """Save a checkpoint of this step, in the background."""
         began = time.perf_counter()
-        self.save_due, self.saved_step = False, self.progress.step
+        self.save_due, self.saved_step, self.saved_at = False, self.progress.step, time.monotonic()
         self.progress.window.seconds += self.stopwatch.lap()
         current = self.validation.get("step") == self.progress.step
         extra_state = {
@@ -425,6 +432,11 @@ class Fit(Generic[S]):
             self.saver.save(self.progress.step, self.engine.fragments(), state)
         self.log_storage_trouble()
         self.stopwatch.leave_out("checkpoint", time.perf_counter() - began)
+
+    def save_is_due(self) -> bool:
+        """Whether `checkpoint.every_minutes` have passed, by the clock of rank 0."""
+        minutes = self.plan.config.checkpoint.every_minutes
+        return self.engine.rank == 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_at
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Wraps saves and waits for them: the waits between their retries add up to twice `SAVE_RETRY_SECONDS`."""

@@ -20,6 +20,7 @@ class StepOutcome(NamedTuple):
 
     stop: bool  # training is to stop after this step
     failure: TrainingFailure | None
+    save: bool = False  # `checkpoint.every_minutes` have passed
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class LaunchedStep(Generic[S]):
         step: its batches.
         rate: its learning rate.
         part: the validation set of its phase.
-        numbers: fp64 [n + 5]: the totals; stops, failed saves, FLOPs, seconds waited for data, of all ranks; the
-            gradients' norm.
+        numbers: fp64 [n + 6]: the totals; stops, due saves, failed saves, FLOPs, seconds waited for data, of all ranks;
+            the gradients' norm.
     """
 
     number: int

@@ -96,7 +96,7 @@ def fetch(
             source = hashed_name(name, files[name]) if hashed else name
             objects.download(join(address, source), folder / name, *expected[name])
 
-        _all(download, missing, at_once)
+        for_all(download, missing, at_once)
         if not but:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
@@ -158,14 +158,14 @@ def store(
             with contextlib.suppress(OSError), journal.open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    _all(put, [name for name in names if name not in before or (name in lost and name not in others)])
+    for_all(put, [name for name in names if name not in before or (name in lost and name not in others)])
     if theirs is not None and others:
         if set(others) <= set(replaced):
             rest = {**json.loads(theirs), "files": {n: e for n, e in before.items() if n not in others}}
             objects.write(join(address, MANIFEST), signed(rest))
         else:
             objects.delete(join(address, MANIFEST))
-    _all(put, others)
+    for_all(put, others)
     check()
     if theirs != content:
         objects.write(join(address, MANIFEST), content)
@@ -203,7 +203,7 @@ def fetch_found(
         needed = sum(bytes_to_fetch(local(name), found[name]) for name in missing)
         _check_space(root, needed)
         with _bar(f"fetching {address}", needed if shown else 0) as advance:
-            _all(lambda name: objects.download(name, local(name), found[name], advance=advance), missing)
+            for_all(lambda name: objects.download(name, local(name), found[name], advance=advance), missing)
     return sorted(local(name) for name in found)
 
 
@@ -273,7 +273,7 @@ def files_of(manifest: bytes | None) -> dict[str, Any]:
     return {}
 
 
-def _all(work: Callable[[str], object], names: Iterable[str], at_once: int = 0) -> None:
+def for_all(work: Callable[[str], object], names: Iterable[str], at_once: int = 0) -> None:
     """`work` on all names, a few at once; the first error ends it."""
     with ThreadPoolExecutor(at_once or AT_ONCE, thread_name_prefix="objects") as pool:
         for _ in pool.map(work, names):

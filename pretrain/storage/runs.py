@@ -45,6 +45,7 @@ from pretrain.storage.released import fetch_released, is_offline
 SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
 WRITER = "writer.json"  # in the local folder: what its last start wrote at the address
 _WRITERS, _WRITER = "writers", "writer-{}"
+_DELETED_AT_ONCE = 32  # a checkpoint has a file for each worker
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 
@@ -314,12 +315,18 @@ class StoredRun:
         self._check_claim()  # another start may be storing one of these steps
         kept, newest = set(names), max(self.names(), default="")
         listed = [one.partition("/") for one in self._objects.listing(self._at("checkpoints"))]
-        for name, _, file in sorted(listed, key=lambda one: (one[0], one[2] != MANIFEST)):  # manifests first
-            is_gone = CHECKPOINT_NAME.fullmatch(name) and name <= newest and name not in kept
-            if is_gone or (name in kept and self._is_left(name, file)):
-                self._objects.delete(self._at("checkpoints", name, file))
-                if is_gone:
-                    self._forget(name)
+        gone = {
+            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= newest and name not in kept
+        }
+        files = [
+            (name, file) for name, _, file in listed if name in gone or (name in kept and self._is_left(name, file))
+        ]
+        # Manifests first: without it, what is left of a checkpoint is none.
+        for are_manifests in (True, False):
+            some = [self._at("checkpoints", *one) for one in files if (one[1] == MANIFEST) == are_manifests]
+            folders.for_all(self._objects.delete, some, _DELETED_AT_ONCE)
+        for name in gone:
+            self._forget(name)
 
     def complete(self) -> None:
         """Store what the local folder has and the store lacks: the newest checkpoint, the run's files, the results.

@@ -29,7 +29,6 @@ from cluster.jobs.submission import make_job, read_words
 from cluster.workers import local
 from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
-from cluster.workers.local import LocalCluster
 from finetune.cli import job_functions, main
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import load_config
@@ -465,10 +464,9 @@ def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(subprocess, "Popen", start)
     (tmp_path / "cluster").mkdir()
-    cluster = LocalCluster(str(tmp_path / "cluster"), "127.0.0.1:1", "http://127.0.0.1:1")
     with contextlib.ExitStack() as ends:
         for _ in range(2):
-            local.start_node(cluster, 1, [], ends)
+            local.start_node(tmp_path / "cluster", 1, [], ends)
     for program, folder in started:
         assert " " not in program + folder
         assert Path(program).samefile(python)

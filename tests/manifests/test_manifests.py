@@ -411,9 +411,10 @@ def test_scripts_are_clean(config: Path, overrides: list[str]) -> None:
         (["place.constraint='[rack1|rack2]'"], ["#SBATCH --constraint='[rack1|rack2]'"]),
         (["place.constraint='(h100&nvme)*2'"], ["#SBATCH --constraint='(h100&nvme)*2'"]),
         (["place.constraint=h100"], ["#SBATCH --constraint=h100"]),
-        (["place.time_limit=4"], ["#SBATCH --time=4"]),  # minutes
+        (["place.time_limit=40"], ["#SBATCH --time=40"]),  # minutes
         # An elastic run takes as many nodes as it gets.
         (["scheduling.min_workers=1", "scheduling.workers=2", "place.workers_per_node=1"], ["#SBATCH --nodes=1-2"]),
+        (["place.srun_options=[--mpi=pmix]"], ["    --kill-on-bad-exit=1 --mpi=pmix \\"]),
         (['place.environment="module load cuda\\nsource x\\n"'], ["module load cuda", "source x"]),
     ],
 )
@@ -427,7 +428,7 @@ def test_slurm_gets_what_a_run_needs(config: Path) -> None:
     wanted = {"job-name": "my-run", "nodes": "4", "gpus-per-node": "4", "cpus-per-task": "24", "partition": "gpu"}
     assert options.items() >= {**wanted, "time": "2-00:00:00", "signal": "B:USR1@300"}.items()
     assert "account" not in options
-    assert '--min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus=24 --num-gpus=4' in script
+    assert 'slurm_node "$address" 24 4 ' in script
 
 
 @pytest.mark.skipif(
@@ -462,32 +463,42 @@ def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[st
     for name in ("scontrol", "scancel"):
         program(folder, name, f'echo {name} "$@" >>{calls}\n')
 
-    def start(
-        lines: str, ray: str = 'until [[ $1 == -- ]]; do shift; done\nexec "${@:2}"\n', preparing: str = "true"
-    ) -> Any:
-        program(folder, "ray", f'echo "$@" >>{calls}\n{ray}')
-        secret = f'[[ $1 != -c ]] || exec {sys.executable} "$@"\n'
-        first = f"[[ $3 != prepare ]] || {{ {preparing}; exit; }}\n"
-        program(folder, "python", f'{secret}echo "$@" >>{calls}\n{first}{lines}')
-        environment = with_programs(folder, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="24")
+    def start(lines: str, node: str = 'exec "${@:6}"\n', preparing: str = "true", **variables: str) -> Any:
+        rest = f"[[ $2 != cluster.* ]] || {{ {node} }}\n[[ $3 != prepare ]] || {{ {preparing}; exit; }}\n{lines}"
+        program(folder, "python", f'echo "$@" >>{calls}\n{rest}')
+        variables = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "24", **variables}
+        environment = with_programs(folder, **variables)
         return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment, stderr=subprocess.PIPE, text=True)
 
     return start
 
 
 def test_slurm_runs_and_returns_the_exit_code(slurm_job: Any, tmp_path: Path) -> None:
-    token = "cp -p runs/my-run/ray-token seen\necho $SRUN_CPUS_PER_TASK >cpus\n"
+    token = "cp -p $RAY_AUTH_TOKEN_PATH seen\necho $SRUN_CPUS_PER_TASK >cpus\n"
     assert slurm_job(f"{token}exit 4\n").wait(20) == 4
     calls = (tmp_path / "calls").read_text()
-    assert re.search(r"^symmetric-run --address [\d.]+:24711 --min-nodes 2 ", calls)
+    assert re.search(r"^-m cluster.jobs.slurm_node [\d.]+:24711 48 8 bash ", calls)
     assert re.search(
-        r"-m finetune.cli pretrain runs/my-run/submitted.yaml --set scheduling.address=[\d.]+:24711 --resume", calls
+        r"-m finetune.cli pretrain \S+/.slurm/4711/config.yaml --set scheduling.address=[\d.]+:24711 --resume\n", calls
     )
     assert "scontrol" not in calls
     assert (tmp_path / "cpus").read_text() == "24\n"  # which srun no longer takes from sbatch
     assert (tmp_path / "seen").stat().st_mode & 0o777 == 0o600
     assert re.fullmatch("[0-9a-f]{64}", (tmp_path / "seen").read_text())
-    assert not (tmp_path / "runs/my-run/ray-token").exists()
+    assert not list((tmp_path / ".slurm").iterdir())
+    assert not (tmp_path / "runs").exists()  # the run is its own: this job did not get it
+
+
+def test_a_task_of_a_slurm_array_is_a_run_of_its_own(slurm_job: Any, tmp_path: Path) -> None:
+    """SLURM_JOB_ID of the last task is that of the array, with which scontrol would requeue all tasks."""
+    ids = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
+    job = slurm_job("touch begun\nuntil [[ -e $BERTRAIN_JOB/stop ]]; do sleep 0.05; done\nexit 75\n", **ids)
+    until_it_has_begun(job, tmp_path)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) == 75
+    calls = (tmp_path / "calls").read_text()
+    assert "--resume --set name=my-run-3 --set seed=3\n" in calls
+    assert "scontrol requeue 4711_3\n" in calls
 
 
 def until_it_has_begun(job: Any, folder: Path) -> None:
@@ -502,18 +513,22 @@ def until_it_has_begun(job: Any, folder: Path) -> None:
         ("USR1", 75, ["scontrol requeue 4711"]),  # SLURM's warning before the time limit
         ("USR1", 130, ["scontrol requeue 4711"]),  # before the first step
         ("stop", 75, ["scancel 4711"]),  # else SLURM would say FAILED
+        ("", 75, ["scontrol requeue 4711"]),  # the cluster was too small
         ("TERM", 75, []),  # scancel
         ("USR1 TERM", 75, []),
     ],
 )
-def test_slurm_queues_itself_again_after_a_warning_only(
+def test_slurm_queues_itself_again_unless_it_was_stopped(
     slurm_job: Any, tmp_path: Path, asked: str, code: int, called: list[str]
 ) -> None:
-    wait = f"touch begun\nuntil [[ -e runs/my-run/stop ]]; do sleep 0.05; done\nsleep 0.5\nexit {code}\n"
+    wait = f"touch begun\nuntil [[ -e $BERTRAIN_JOB/stop || -e go ]]; do sleep 0.05; done\nsleep 0.5\nexit {code}\n"
     job = slurm_job(wait)
     until_it_has_begun(job, tmp_path)
     if asked == "stop":
+        (tmp_path / "runs/my-run").mkdir(parents=True)
         (tmp_path / "runs/my-run/stop").touch()
+    if asked in ("stop", ""):
+        (tmp_path / "go").touch()
     else:
         for name in asked.split():
             job.send_signal(signal.Signals[f"SIG{name}"])
@@ -523,9 +538,18 @@ def test_slurm_queues_itself_again_after_a_warning_only(
     assert [line for line in calls if line.startswith("sc")] == called
 
 
+def test_slurm_gives_up_when_starts_save_nothing(slurm_job: Any, tmp_path: Path) -> None:
+    """A new checkpoint begins the count again."""
+    codes = []
+    for step in (0, 0, 1, 1, 1, 1):
+        (tmp_path / f"runs/my-run/checkpoints/step-{step:08d}").mkdir(parents=True, exist_ok=True)
+        codes.append(slurm_job("exit 75\n").wait(60))
+    assert codes == [75, 75, 75, 75, 3, 75]
+
+
 def test_slurm_does_not_call_a_canceled_run_one_that_did_not_start(slurm_job: Any, tmp_path: Path) -> None:
     """SLURM ends Ray together with the run, which leaves no exit code."""
-    job = slurm_job("", ray="touch begun; until [[ -e calls-end ]]; do sleep 0.05; done; exit 143\n")
+    job = slurm_job("", node="touch begun; until [[ -e calls-end ]]; do sleep 0.05; done; exit 143;")
     until_it_has_begun(job, tmp_path)
     job.send_signal(signal.SIGTERM)
     time.sleep(0.1)
@@ -545,10 +569,10 @@ def test_slurm_gives_back_a_job_that_prepares(slurm_job: Any, tmp_path: Path) ->
         time.sleep(0.02)
     job.send_signal(signal.SIGTERM)  # by which SLURM takes it back
     time.sleep(0.1)
-    assert not (tmp_path / "runs/my-run/stop").exists()
+    assert not (tmp_path / ".slurm/4711/stop").exists()
     (tmp_path / "calls-end").touch()
     assert job.wait(60) == 0
-    assert not (tmp_path / "runs/my-run/preparing").exists()
+    assert not list((tmp_path / ".slurm").iterdir())
 
 
 def test_slurm_finds_the_heads_address_without_a_resolver(slurm_job: Any, tmp_path: Path) -> None:
@@ -556,9 +580,10 @@ def test_slurm_finds_the_heads_address_without_a_resolver(slurm_job: Any, tmp_pa
     program(tmp_path / "bin", "getent", "exit 2\n")
     program(tmp_path / "bin", "hostname", '[[ ${1:-} != -I ]] && echo node || echo "10.0.0.7 10.1.0.7"\n')
     assert slurm_job("exit 0\n").wait(20) == 0
-    assert "symmetric-run --address 10.0.0.7:24711" in (tmp_path / "calls").read_text()
-    # `ray symmetric-run` ends with 0 where `ray start` failed.
-    assert slurm_job("exit 0\n", ray="exit 0\n").wait(20) == 3
+    assert "cluster.jobs.slurm_node 10.0.0.7:24711 " in (tmp_path / "calls").read_text()
+    # A job whose Ray did not start is requeued.
+    assert slurm_job("exit 0\n", node="exit 3;").wait(20) == 3
+    assert "scontrol requeue 4711" in (tmp_path / "calls").read_text()
 
 
 # All kinds
@@ -573,7 +598,7 @@ def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> Non
         lines = re.findall(r"python -m finetune.cli ((?:pre|fine)[^&)\n]*)", render(kind, path, given))
         assert len(lines) == count
         for line in lines:
-            arguments = parser.parse_args(shlex.split(line.replace("'", "")))
+            arguments = parser.parse_args(shlex.split(line.replace("'", "").replace('"${@:4}"', "")))
             assert arguments.set[0].startswith("scheduling.address=")
         assert arguments.resume
 
@@ -617,12 +642,14 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("slurm", ['place.storage="a\\nb"'], "place.storage is 'a\\nb', which contains control characters (\\n)"),
         ("slurm", ['run_dir="a\\ntouch canary"'], "run_dir is 'a\\ntouch canary', which contains control characters"),
         ("slurm", ["place.time_limit=4.5"], "place.time_limit is 4.5; expected text"),
+        ("slurm", ["place.time_limit=6"], "place: time_limit (6) is less than 420 s: grace_seconds (300) to save, and"),
         ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
         ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),
         ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
         ("kuberay", ["place.worker_resources={rdma/ib: some}"], "is 'some'; expected text like"),
         ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
-        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE belongs to Ray"),
+        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE is set by the manifest"),
+        ("kuberay", ["place.worker_environment={RAY_gcs_storage: x}"], "RAY_gcs_storage is set by the manifest"),
         ("kuberay", ["place.worker_environment={WANDB_API_KEY: x}"], "looks like a secret"),
         ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
     ],
@@ -710,16 +737,13 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
     """An environment in which the programs that a manifest calls only record their arguments in tmp_path/calls."""
     folder = tmp_path / "bin"
     record = f'printf "%s\\n" "$0 $*" >>{tmp_path}/calls\n'
-    for name in ("docker", "sudo", "mount", "scontrol", "scancel", "python"):
+    for name in ("docker", "sudo", "mount", "scontrol", "scancel", "ray"):
         program(folder, name, record)
     program(folder, "mountpoint", "exit 1\n")
     program(folder, "pgrep", "exit 1\n")
     program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
-    program(
-        folder,
-        "ray",
-        f'{record}until [[ -z $1 || $1 == -- ]]; do shift; done\n[[ -z $1 ]] || exec "${{@:2}}"\nexit 1\n',
-    )
+    node = f'[[ $2 != cluster.* ]] || {{ cp .slurm/1/config.yaml {tmp_path}; exec "${{@:6}}"; }}\n'
+    program(folder, "python", record + node)
     slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "16"}
     return with_programs(folder, **slurm, HOSTNAME="run-workers-1", RAY_ADDRESS="127.0.0.1:1")
 
@@ -764,11 +788,8 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
         subprocess.run(["bash", "-c", script], env=environment, cwd=work, timeout=60, capture_output=True)
     assert not canary.exists()
     assert "-m finetune.cli pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
-    assert written_config(kind, text, Path(settings.storage) / value) == job.config
-
-
-def written_config(kind: str, text: str, run_dir: Path) -> str:
-    """The run's config where its command finds it."""
-    if kind == "kuberay":
-        return next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"]["config.yaml"]
-    return (run_dir / "submitted.yaml").read_text()
+    if kind == "slurm":
+        assert (tmp_path / "config.yaml").read_text() == job.config
+    else:
+        config_map = next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")
+        assert config_map["data"]["config.yaml"] == job.config

@@ -109,6 +109,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[i
     for world in (1, 2):
         through, broken = (found.setdefault((world, name), root / f"{world}-{name}") for name in ("through", "broken"))
         again = settings(corpus, broken)
+        again["checkpoint"] |= {"every_steps": 100, "every_minutes": 1e-9}  # after each step, too
         parts = [Start(again, stop_at=2), Start(again, resume=True, stop_at=3), Start(again, resume=True)]
         plan = [Start(settings(corpus, through)), *parts]
         for outcomes in run_workers(world, starts, plan):

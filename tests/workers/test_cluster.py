@@ -22,7 +22,13 @@ from ray import _raylet  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
 from cluster.workers import actors, capacity, driver, supervisor, target
-from cluster.workers.actors import PROCESS_TITLE, WorkerGroup, WorkerLocation, WorkersFailedError
+from cluster.workers.actors import (
+    PROCESS_TITLE,
+    WorkerGroup,
+    WorkerLocation,
+    WorkersFailedError,
+    WorkersNotStartedError,
+)
 from cluster.workers.launch import Signals, drive, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, error_from, one_line
@@ -511,6 +517,37 @@ def test_a_stop_is_heard_while_workers_start(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(StoppedError):
         WorkerGroup(2, {"CPU": 1}, 60.0, (), launch.check_stop)
     assert removed == [group]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "kind", "message"),
+    [
+        ("", WorkersNotStartedError, r"2 of 3 workers did not start within 0 s .*, on 10\.0\.0\.1, 10\.0\.0\.2$"),
+        ("torch", MachineError, r"the Python of the cluster's Ray has no module torch\. Start Ray on all nodes with"),
+    ],
+)
+def test_workers_that_do_not_start_have_a_reason(monkeypatch: Any, lacks: str, kind: Any, message: str) -> None:
+    """Late ones are named by their nodes."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    group, actor, calls = SimpleNamespace(wait=lambda _: True), SimpleNamespace(), iter("abc")
+
+    def get(*_: Any, **__: Any) -> Any:
+        raise RayActorError(error_msg=f"ModuleNotFoundError: No module named '{lacks}'") if lacks else GetTimeoutError
+
+    actor.options = lambda **_: SimpleNamespace(remote=lambda: actor)
+    actor.locate = SimpleNamespace(remote=lambda: next(calls))
+    placement = sys.modules["ray.util.placement_group"]
+    monkeypatch.setattr(actors, "request_bundles", lambda *_: group)
+    monkeypatch.setattr(placement, "remove_placement_group", lambda _: None)
+    monkeypatch.setattr(placement, "placement_group_table", lambda _: {"bundles_to_node_id": {0: "x", 1: "y", 2: "z"}})
+    found = [{"NodeID": one, "NodeManagerAddress": f"10.0.0.{number}"} for number, one in enumerate("xyz")]
+    for name, value in {"remote": lambda _: actor, "get": get, "nodes": lambda: found}.items():
+        monkeypatch.setattr(ray, name, value)
+    monkeypatch.setattr(ray, "wait", lambda *_, **__: (["a"], ["b", "c"]))
+    with pytest.raises(kind, match=message):
+        WorkerGroup(3, {"CPU": 1}, 60.0, (), lambda: None, 0.01)
 
 
 def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

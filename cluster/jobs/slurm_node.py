@@ -1,0 +1,151 @@
+"""One node of a SLURM job: its part of the job's Ray cluster. The first node also runs the job's command.
+
+srun starts `python -m cluster.jobs.slurm_node ADDRESS CPUS GPUS COMMAND...` on each node (cluster/manifests/slurm.py).
+`ray symmetric-run` would do the same, but its nodes notice the end only after a minute, and `ray stop` ends the Ray of
+other jobs, too. Here each node owns its Ray, which ends with it, and nothing stays in its temporary folder.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from cluster.workers.launch import RAY_FOLDER, end_session, last_line, without_stop_signals
+from cluster.workers.local import NODE_LOG, start_node
+from pretrain.common.errors import MachineError
+
+_POLL_SECONDS = 0.5
+_START_SECONDS = 300.0  # for the head's Ray to accept connections
+_REFUSALS = 3  # in a row: the head's Ray has ended
+# After SIGTERM, for a checkpoint. SLURM kills KillWait (30) seconds after it, and what is killed cannot clean up.
+_SAVE_SECONDS = 20.0
+
+
+def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
+    """Run this node until the command on the first node ends. Returns the exit code of srun's task.
+
+    The command reports its own exit code elsewhere: any code but 0 is that of a node which failed.
+    """
+    # The same path on all nodes, as Ray wants it; a job has its nodes to itself.
+    folder = Path("/tmp") / f"bertrain-{os.environ['SLURM_JOB_ID']}"
+    _end_earlier_start(folder)
+    folder.mkdir(mode=0o700)
+    os.environ["TMPDIR"] = str(folder)  # what libraries leave there goes, too
+    term = _Term()
+    with contextlib.ExitStack() as ends:
+        # Left from the last to the first: the processes end, then their files are removed.
+        ends.callback(_remove, folder)
+        try:
+            if os.environ["SLURM_NODEID"] == "0":
+                _lead(folder, address, cpus, gpus, command, term, ends)
+            else:
+                _follow(folder, address, cpus, gpus, term, ends)
+        except MachineError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+    return 0
+
+
+class _Term:
+    """When SIGTERM came; SLURM sends it to all processes of a job that is canceled, requeued or out of time."""
+
+    def __init__(self) -> None:
+        self._deadline: float | None = None
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def is_over(self) -> bool:
+        """Whether the time to save a checkpoint has passed since."""
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _SAVE_SECONDS
+
+
+def _lead(
+    folder: Path, address: str, cpus: int, gpus: int, command: list[str], term: _Term, ends: contextlib.ExitStack
+) -> None:
+    host, _, port = address.rpartition(":")
+    head = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
+    with without_stop_signals():
+        ray = start_node(folder, cpus, [*head, f"--num-gpus={gpus}", f"--temp-dir={folder}/{RAY_FOLDER}"], ends)
+    _await_head(address, term, ray, folder)
+    # In a session of its own, with all that it starts.
+    run = subprocess.Popen(command, start_new_session=True)
+    ends.callback(end_session, run.pid)
+    while run.poll() is None and not term.is_over():
+        _check(ray, folder)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(_POLL_SECONDS)
+
+
+def _follow(folder: Path, address: str, cpus: int, gpus: int, term: _Term, ends: contextlib.ExitStack) -> None:
+    _await_head(address, term)
+    with without_stop_signals():
+        ray = start_node(folder, cpus, [f"--address={address}", f"--num-gpus={gpus}"], ends)
+    refusals = 0
+    while refusals < _REFUSALS and not term.is_over():
+        refusals = refusals + 1 if _connects(address) is False else 0
+        if refusals == 0:
+            _check(ray, folder)
+        time.sleep(_POLL_SECONDS)
+
+
+def _await_head(address: str, term: _Term, ray: subprocess.Popen[bytes] | None = None, folder: Path = Path()) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not _connects(address):
+        if ray is not None:
+            _check(ray, folder)
+        if time.monotonic() > deadline or term.is_over():
+            raise MachineError(f"{os.uname().nodename}: Ray's head at {address} did not answer. See the first node.")
+        time.sleep(_POLL_SECONDS)
+
+
+def _connects(address: str) -> bool | None:
+    """Whether something listens there; None if the network does not tell."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=3).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _check(ray: subprocess.Popen[bytes], folder: Path) -> None:
+    if ray.poll() is not None:
+        last = last_line(folder / NODE_LOG)
+        raise MachineError(
+            f"{os.uname().nodename}: Ray ended with exit code {ray.returncode}; its last line: {last!r}."
+        )
+
+
+def _end_earlier_start(folder: Path) -> None:
+    """End what an earlier start of this job left on this node: after the loss of another one, SLURM may not have."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(f"{folder}/" in word for word in process.info["cmdline"] or ()):
+            with contextlib.suppress(ProcessLookupError):
+                end_session(os.getsid(process.pid))
+    _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Ray's processes may still write there for a moment after they were killed."""
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

@@ -1,0 +1,36 @@
+"""A run's state as metrics of Ray, which every node of a cluster serves to Prometheus (Ray's guide, "Metrics")."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+GAUGES = {
+    "step": "Optimizer steps that are done.",
+    "loss": "Training loss of the last step.",
+    "tokens_per_second": "Tokens per second since the last record, of all workers.",
+    "data_stall_fraction": "Share of the time since the last record that workers waited for data.",
+    "restarts": "Starts of the workers after the first one of this command.",
+    "checkpoint_timestamp_seconds": "Unix time of the newest checkpoint that this start wrote.",
+}
+
+
+class Gauges:
+    """A callback that sets `ray_bertrain_*{run=NAME}` on the node of this process."""
+
+    every_rank = True  # of those that have it
+
+    def __init__(self, run: str, restarts: int) -> None:
+        from ray.util.metrics import Gauge
+
+        self._gauges = {name: Gauge(f"bertrain_{name}", about, ("run",)) for name, about in GAUGES.items()}
+        for gauge in self._gauges.values():
+            gauge.set_default_tags({"run": run})
+        self._gauges["restarts"].set(restarts)
+
+    def step_end(self, record: Mapping[str, Any]) -> None:
+        for name, value in {**(record["logged"] or {}), **record}.items():
+            if name in GAUGES:
+                self._gauges[name].set(value)
+
+    def checkpoint(self, record: Mapping[str, Any]) -> None:
+        self._gauges["checkpoint_timestamp_seconds"].set(time.time())
