@@ -21,6 +21,7 @@ import psutil
 from cluster.workers.launch import RAY_FOLDER, end_session, last_line, without_stop_signals
 from cluster.workers.local import NODE_LOG, start_node
 from pretrain.common.errors import MachineError
+from pretrain.common.worker import JOB_VARIABLE
 
 _POLL_SECONDS = 0.5
 _START_SECONDS = 300.0  # for the head's Ray to accept connections
@@ -89,10 +90,12 @@ def _lead(
 
 def _follow(folder: Path, address: str, cpus: int, gpus: int, term: _Term, ends: contextlib.ExitStack) -> None:
     _await_head(address, term)
+    if _is_over():
+        return
     with without_stop_signals():
         ray = start_node(folder, cpus, [f"--address={address}", f"--num-gpus={gpus}"], ends)
     refusals = 0
-    while refusals < _REFUSALS and not term.is_over():
+    while refusals < _REFUSALS and not term.is_over() and not _is_over():
         refusals = refusals + 1 if _connects(address) is False else 0
         if refusals == 0:
             _check(ray, folder)
@@ -101,12 +104,17 @@ def _follow(folder: Path, address: str, cpus: int, gpus: int, term: _Term, ends:
 
 def _await_head(address: str, term: _Term, ray: subprocess.Popen[bytes] | None = None, folder: Path = Path()) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while not _connects(address):
+    while not _connects(address) and not _is_over():
         if ray is not None:
             _check(ray, folder)
         if time.monotonic() > deadline or term.is_over():
             raise MachineError(f"{os.uname().nodename}: Ray's head at {address} did not answer. See the first node.")
         time.sleep(_POLL_SECONDS)
+
+
+def _is_over() -> bool:
+    """Whether the command has ended: it may do so before another node sees the head."""
+    return (Path(os.environ[JOB_VARIABLE]) / "exit-code").exists()
 
 
 def _connects(address: str) -> bool | None:

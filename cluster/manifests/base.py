@@ -56,6 +56,7 @@ class ManifestJob:
     workers_per_node: int
     cpus_per_worker: int
     gpus: bool
+    run_dir: str = ""  # as the config has it
 
     @property
     def gpus_per_node(self) -> int:
@@ -109,6 +110,7 @@ def _job(path: Path | str, config: RunConfig, settings: ManifestSettings) -> Man
         workers_per_node=per_node,
         cpus_per_worker=cpus,
         gpus=settings.gpus,
+        run_dir=str(config.run_dir),
     )
 
 

@@ -130,7 +130,7 @@ id=$SLURM_JOB_ID overrides=()
 if [[ -n ${{SLURM_ARRAY_TASK_ID:-}} ]]; then # SLURM_JOB_ID of an array's last task means all of them to scontrol
     id=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID run=$run-$SLURM_ARRAY_TASK_ID
     overrides=(--set "name={job.name}-$SLURM_ARRAY_TASK_ID" --set "seed=$SLURM_ARRAY_TASK_ID")
-fi
+{_task_folder(job)}fi
 # Files of this job alone: another one of the same run is refused, and must not touch this one's.
 job=$PWD/.slurm/$id
 mkdir -p .slurm "$job" && chmod 700 "$job"
@@ -170,10 +170,16 @@ export RAY_AUTH_TOKEN_PATH="$job/ray-token" RAY_AUTH_MODE=token RAY_USAGE_STATS_
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 # This script runs on the first node, which becomes the head. Some machines know their own name as 127.0.1.1.
-head=$({{ getent ahostsv4 "$(hostname)" || true; }} | awk '$1 !~ /^127\./ {{ print $1; exit }}')
+head=$({{ getent ahostsv4 "$(hostname)" || true; }} | awk '$1 !~ /^127\\./ {{ print $1; exit }}')
 [[ -n $head ]] || head=$(hostname -I | awk '{{ print $1 }}')
 address=$head:$((20000 + SLURM_JOB_ID % 10000))
 """
+
+
+def _task_folder(job: ManifestJob) -> str:
+    """A line that gives a task of an array a run folder of its own, if the config names one."""
+    given = shlex.quote(f"run_dir={job.run_dir}-")
+    return f'    overrides+=(--set {given}"$SLURM_ARRAY_TASK_ID")\n' if job.run_dir else ""
 
 
 def _start(job: ManifestJob, settings: SlurmSettings) -> str:

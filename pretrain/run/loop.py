@@ -376,7 +376,7 @@ class Fit(Generic[S]):
         self.stopwatch.leave_out("evaluation", seconds)
         if means:
             if judge:
-                self._judge(means)
+                self.judge(means)
             best = judge and self.progress.evaluations_without_gain == 0
             record = {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
             self.recorder.log(record)
@@ -403,7 +403,8 @@ class Fit(Generic[S]):
         message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
         self.recorder.log(event_of("average", f"{message}{other}", step=step, **means))
 
-    def _judge(self, means: dict[str, float]) -> None:
+    def judge(self, means: dict[str, float]) -> None:
+        """Note whether an evaluation is the best one so far."""
         progress, value = self.progress, self.task.to_minimize(means)
         self.validation = {"step": progress.step, "validation_loss": value, "held_out_loss": means["loss"]}
         place = rank(self.validation)

@@ -230,7 +230,7 @@ def test_loop_patience_and_store_agree_on_ties() -> None:
     evaluations = [(0.8, 0.7), (0.8, 0.5), (0.8, 0.5), (0.7, 0.1), (0.8, 0.6), (0.9, math.nan), (0.8, 0.4)]
     for step, (score, loss) in enumerate(evaluations, 1):
         fit.progress = Progress.from_state(json.loads(json.dumps({**asdict(fit.progress), "step": step})))
-        fit._judge({"f1": score, "loss": loss})
+        fit.judge({"f1": score, "loss": loss})
         gains.append(fit.progress.evaluations_without_gain)
         states[store.name_of(step)] = {**fit.validation, "validation_set": "dev"}
         assert best_of(states) == store.name_of(int((fit.progress.best or [0])[-1]))

@@ -60,7 +60,7 @@ class Machines:
     @property
     def environment(self) -> dict[str, str]:
         return {
-            "KEEP": f"{self.folder} {ROOT}",
+            "KEEP": " ".join(str(one) for one in (self.folder, ROOT) if one.parts[1] == "tmp"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}",
             "RAY_AUTH_MODE": "token",

@@ -45,7 +45,12 @@ class Slurm:
         ours = {name: value for name, value in os.environ.items() if "bertrain-tests" not in value}
         done = subprocess.run(
             ["bash", SCRIPT, command, self.state, *map(str, arguments)],
-            env={**ours, "KEEP": f"{self.folder} {ROOT}", "SLURM_CWD": str(self.folder), **variables},
+            env={
+                **ours,
+                "KEEP": " ".join(str(one) for one in (self.folder, ROOT) if one.parts[1] == "tmp"),
+                "SLURM_CWD": str(self.folder),
+                **variables,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -94,10 +99,10 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, **variables: str) -> Iterator[Slurm]:
+def cluster(folder: Path, tracking: str = "linuxproc") -> Iterator[Slurm]:
     slurm = Slurm(folder)
     try:
-        slurm.script("up", 4, 1, 6000, SLURMD_TIMEOUT="60", **variables)
+        slurm.script("up", 4, 1, 6000, SLURMD_TIMEOUT="60", PROCTRACK=f"proctrack/{tracking}")
         yield slurm
     finally:
         slurm.script("down", check=False)
@@ -212,7 +217,7 @@ def test_a_node_loses_power(tmp_path: Path, slurm: Slurm, undisturbed: dict[int,
         pytest.skip("needs the freezer of cgroup v1")
     slurm.script("down", check=False)
     try:
-        with cluster(slurm.folder, PROCTRACK=f"proctrack/{tracking}"):
+        with cluster(slurm.folder, tracking):
             script = slurm.write(f"power-{tracking}")
             script.write_text(script.read_text().replace("every_steps: 1000000", "every_steps: 100", 1))
             job = slurm.submit(script)
