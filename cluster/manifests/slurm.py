@@ -135,7 +135,8 @@ if [[ -n ${{SLURM_ARRAY_TASK_ID:-}} ]]; then # SLURM_JOB_ID of an array's last t
 job=$PWD/.slurm/$id
 mkdir -p .slurm "$job" && chmod 700 "$job"
 rm -f "$job"/{{exit-code,preparing,ray-token,stop}}
-touch "$job/started"
+# A stop file that is younger counts, also one that came while the requeued job waited.
+[[ -e $job/started ]] || touch "$job/started"
 {here_document('cat >"$job/config.yaml"', job.config)}
 
 # USR1: SLURM's warning of the time limit, to this script alone. The file `stop` asks for a checkpoint.

@@ -545,6 +545,9 @@ def test_slurm_gives_up_when_starts_save_nothing(slurm_job: Any, tmp_path: Path)
         (tmp_path / f"runs/my-run/checkpoints/step-{step:08d}").mkdir(parents=True, exist_ok=True)
         codes.append(slurm_job("exit 75\n").wait(60))
     assert codes == [75, 75, 75, 75, 3, 75]
+    (tmp_path / "runs/my-run/stop").touch()  # while the job waits
+    assert slurm_job("exit 130\n").wait(60) == 130
+    assert (tmp_path / "calls").read_text().endswith("scancel 4711\n")
 
 
 def test_slurm_does_not_call_a_canceled_run_one_that_did_not_start(slurm_job: Any, tmp_path: Path) -> None:
