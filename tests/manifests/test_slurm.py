@@ -26,7 +26,7 @@ from tests.corpora import make_corpus
 MISSING = [name for name in ("sbatch", "munged", "ip", "nsenter") if not shutil.which(name)]
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=f"needs root and {', '.join(MISSING) or 'nothing'}"),
+    pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=f"needs {', '.join(MISSING) or 'root'}"),
 ]
 SCRIPT = Path(__file__).with_name("slurm.sh")
 STEPS = 1500

@@ -50,6 +50,7 @@ def minimal(*labels: Any, annotators: int = 1) -> list[dict[str, Any]]:
 
 
 # Row of the guide's table -> (settings, records, labels of those that are read, remark).
+SAME = [("a", YES), ("b", YES)]
 DISPUTE = [("a", YES), ("b", YES), ("a", NO)]
 CHOSEN = [(["a"], YES), (["b"], YES), ([], YES), (["a", "b"], YES), (["a"], NO)]
 GROUND = [choice("a"), choice("b", ground_truth=True)]
@@ -60,6 +61,12 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
     "Prodigy: `label`, `answer`": [
         ({}, answered(("a", YES), ("b", YES), ("b", NO), ("a", PASS)), ["a", "b"], f"2 of 4 {OUT}: 1 rejected, 1 ign"),
         (MULTI, answered(("a", YES), ("a", NO)), [("a",)], f"1 of 2 {OUT}: 1 rejected"),
+        (
+            {"pair_column": "b"},
+            [{**one, "b": f"{n}"} for n, one in enumerate(answered(*SAME, text="t"))],
+            ["a", "b"],
+            "",
+        ),
     ],
     "Prodigy: `accept`, `options`": [
         ({}, answered(*CHOSEN, key=YES), ["a", "b"], f"3 of 5 {OUT}: 1 unlabeled, 1 with several labels, 1 rejected"),

@@ -149,7 +149,8 @@ class TableSource:
         if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
             return None
         inputs = [key for name, key in keys.items() if name != "label"]
-        return partial(class_rows, text=text, label=label, inputs=inputs)
+        texts = [keys[name] for name in ("text", "pair") if name in keys]
+        return partial(class_rows, texts=texts, label=label, inputs=inputs)
 
     def _optional(self, *, labeled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""

@@ -67,12 +67,12 @@ def refuse_ids(record: Mapping[str, Any], where: str) -> None:
         raise InputError(f"{where}: annotations have ids of labels, such as {ids[0]}. Export labels by their names.")
 
 
-def subject(record: Any, text: str) -> Hashable:
+def subject(record: Any, texts: Sequence[str]) -> Hashable:
     """What several records may be about, one for each annotator or question; None if records are independent."""
     if not isinstance(record, Mapping) or not ("annotation_id" in record or is_answered(record)):
         return None
-    about = record.get("id" if "annotation_id" in record else text)
-    return about if isinstance(about, str | int) else id(record)
+    about = [record.get(name) for name in (["id"] if "annotation_id" in record else texts)]
+    return tuple(about) if all(isinstance(one, str | int) for one in about) else id(record)
 
 
 def settle(values: list[Any], subjects: Sequence[Hashable]) -> None:
@@ -95,9 +95,9 @@ def _agreed(values: Sequence[Any]) -> Any:
 
 
 def class_rows(
-    records: list[Any], where: Callable[[int], str], *, text: str, label: str, inputs: Sequence[Any]
+    records: list[Any], where: Callable[[int], str], *, texts: Sequence[Any], label: str, inputs: Sequence[Any]
 ) -> list[Any]:
-    """`records` with the columns `text` and `label`, which is `Missing` for those without one; `inputs` are no labels.
+    """`records` with the columns `texts` and `label`, which is `Missing` for those without one; `inputs` are no labels.
 
     What is no record stays as it is. `where` gives the place of each, for errors.
     """
@@ -109,7 +109,7 @@ def class_rows(
     rows: list[Any] = []
     for number, record in enumerate(records):
         if isinstance(record, dict) and is_task(record):
-            record = _of_task(record, text, label, where(number))
+            record = _of_task(record, texts[0], label, where(number))
         elif isinstance(record, dict) and (value := _value(record, column, where(number))) is not None:
             record = {**record, label: value}
         rows.append(record)
@@ -117,7 +117,7 @@ def class_rows(
         return rows
     found = [row.get(label) if isinstance(row, dict) else None for row in rows]
     values = [UNLABELED if value is None else value for value in found]
-    settle(values, [subject(record, text) for record in records])
+    settle(values, [subject(record, texts) for record in records])
     return [{**row, label: value} if isinstance(row, dict) else row for row, value in zip(rows, values, strict=True)]
 
 

@@ -105,7 +105,7 @@ def of_records(
             remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
         sentences.append(replace(_sentence(converted, where, remarks, cut), source=source, line=line))
     values = [one.missing if one.tags is None else one.tags for one in sentences]
-    settle(values, [subject(record, "text") for record in usual])
+    settle(values, [subject(record, ["text"]) for record in usual])
     settled = zip(sentences, values, strict=True)
     return in_documents(
         replace(one, tags=None, missing=value) if isinstance(value, Missing) else one for one, value in settled
