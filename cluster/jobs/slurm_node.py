@@ -7,6 +7,7 @@ other jobs, too. Here each node owns its Ray, which ends with it, and nothing st
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,8 +27,7 @@ from pretrain.common.worker import JOB_VARIABLE
 _POLL_SECONDS = 0.5
 _START_SECONDS = 300.0  # for the head's Ray to accept connections
 _REFUSALS = 3  # in a row: the head's Ray has ended
-# After SIGTERM, for a checkpoint. SLURM kills KillWait (30) seconds after it, and what is killed cannot clean up.
-_SAVE_SECONDS = 20.0
+_CLEAN_SECONDS = 10  # of SLURM's KillWait, not for a checkpoint: what is killed cannot clean up
 
 
 def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
@@ -37,14 +37,13 @@ def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
     """
     # The same path on all nodes, as Ray wants it; a job has its nodes to itself.
     folder = Path("/tmp") / f"bertrain-{os.environ['SLURM_JOB_ID']}"
-    _end_earlier_start(folder)
-    folder.mkdir(mode=0o700)
     os.environ["TMPDIR"] = str(folder)  # what libraries leave there goes, too
     term = _Term()
     with contextlib.ExitStack() as ends:
-        # Left from the last to the first: the processes end, then their files are removed.
-        ends.callback(_remove, folder)
         try:
+            _claim(folder)
+            # Left from the last to the first: the processes end, then their files are removed.
+            ends.callback(_remove, folder)
             if os.environ["SLURM_NODEID"] == "0":
                 _lead(folder, address, cpus, gpus, command, term, ends)
             else:
@@ -59,16 +58,26 @@ class _Term:
     """When SIGTERM came; SLURM sends it to all processes of a job that is canceled, requeued or out of time."""
 
     def __init__(self) -> None:
-        self._deadline: float | None = None
+        self._came: float | None = None
         signal.signal(signal.SIGTERM, self._on_signal)
+        self._seconds = max(1, _kill_wait() - _CLEAN_SECONDS)
 
     def is_over(self) -> bool:
         """Whether the time to save a checkpoint has passed since."""
-        return self._deadline is not None and time.monotonic() > self._deadline
+        return self._came is not None and time.monotonic() > self._came + self._seconds
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._deadline is None:
-            self._deadline = time.monotonic() + _SAVE_SECONDS
+        if self._came is None:
+            self._came = time.monotonic()
+
+
+def _kill_wait() -> int:
+    """SLURM's setting, or its default where SLURM's commands are not at hand, as in a container."""
+    if not shutil.which("scontrol"):
+        return 30
+    shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"^KillWait *= *(\d+)", shown, re.MULTILINE)
+    return int(found[1]) if found else 30
 
 
 def _lead(
@@ -137,13 +146,24 @@ def _check(ray: subprocess.Popen[bytes], folder: Path) -> None:
         )
 
 
-def _end_earlier_start(folder: Path) -> None:
-    """End what an earlier start of this job left on this node: after the loss of another one, SLURM may not have."""
-    for process in psutil.process_iter(["cmdline"]):
-        if any(f"{folder}/" in word for word in process.info["cmdline"] or ()):
-            with contextlib.suppress(ProcessLookupError):
-                end_session(os.getsid(process.pid))
-    _remove(folder)
+def _claim(folder: Path) -> None:
+    """Make the folder. What earlier starts of this job left, and jobs of which nothing runs any more, is removed.
+
+    After the loss of another node SLURM may not have ended this one's processes, nor a lost node have cleaned up.
+    """
+    words = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    for one in {folder, *folder.parent.glob("bertrain-[0-9]*")}:
+        users = [process for process, line in words if any(f"{one}/" in word for word in line)]
+        if one == folder:
+            for process in users:
+                with contextlib.suppress(ProcessLookupError):
+                    end_session(os.getsid(process.pid))
+        if (one == folder or not users) and one.exists() and one.stat().st_uid == os.getuid():
+            _remove(one)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        raise MachineError(f"{os.uname().nodename}: {folder} exists and is not yours. Have it deleted.") from None
 
 
 def _remove(folder: Path) -> None:

@@ -25,6 +25,7 @@ from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.kernels.native import or_natively
+from pretrain.model.kernels.rounding import add_rows, missing_rows
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import layer_parameters
 
@@ -53,7 +54,7 @@ class Layer(nn.Module):
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
     def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:
-        """[T, H] -> [T, H], or [R, H] of `layout.rows`."""
+        """[T, H] -> [T, H], or of `layout.rows`: [R, H] and rows that round R up."""
         shape, training, functions = self.shape, self.training, self.functions
         normed_TH = hidden_TH
         if self.norm_first:
@@ -62,7 +63,12 @@ class Layer(nn.Module):
         context_TH = self_attention(normed_TH, ProjectionWeights.of(self, shape), layout, options)
         keys_T = layout.keys
         if layout.rows is not None:  # the context is [R, H] already
-            hidden_TH, keys_T = hidden_TH.index_select(0, layout.rows), keys_T[layout.rows]
+            rows_R = add_rows(layout.rows, more := missing_rows(len(layout.rows), hidden_TH))
+            hidden_TH, keys_T, context_TH = (
+                hidden_TH.index_select(0, rows_R),
+                keys_T[rows_R],
+                add_rows(context_TH, more),
+            )
         dropout = shape.hidden_dropout if training else 0.0
         return self.after_attention(context_TH, hidden_TH, keys_T, LayerWeights.of(self, functions), functions, dropout)
 

@@ -8,7 +8,7 @@ Shape letters: T tokens of the micro-batch, S sequences, R query positions, H hi
 embeddings (H except in some ELECTRA models), V vocabulary, P positions.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,26 +22,10 @@ from pretrain.model.final_norm import FinalNorm
 from pretrain.model.initialization import begin_at_neighbors, create_parameters
 from pretrain.model.kernels.hash_rng import BETWEEN
 from pretrain.model.kernels.layout import TokenLayout
+from pretrain.model.kernels.rounding import UnpaddedBatch, with_round_tokens
 from pretrain.model.parameters import embedding_parameters
 from pretrain.model.positions import rotations, sinusoids
 from pretrain.model.relative_positions import RelativeEmbeddings, RelativePositions
-
-
-class UnpaddedBatch(Protocol):
-    """The fields of a batch that the encoder reads; `pretrain.batches.batch.MicroBatch` is one."""
-
-    @property
-    def input_ids(self) -> Tensor: ...  # int64 [T]
-    @property
-    def token_types(self) -> Tensor: ...  # int64 [T]
-    @property
-    def positions(self) -> Tensor: ...  # int64 [T]
-    @property
-    def cu_seqlens(self) -> Tensor: ...  # int32 [S + 1]
-    @property
-    def token_keys(self) -> Tensor: ...  # int32 [T]
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
 
 
 class Encoder(nn.Module):
@@ -91,6 +75,8 @@ class Encoder(nn.Module):
 
         In the last layer, all other tokens only serve as keys and values.
         """
+        rows = len(batch.input_ids if rows_R is None else rows_R)
+        batch = with_round_tokens(batch, self.embeddings.word)
         # Invariant 1: dropout depends on the sample and the place in the model, never on a generator's state.
         keys_T = batch.token_keys
         layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, keys_T)
@@ -101,8 +87,8 @@ class Encoder(nn.Module):
         applied: list[Any] = [*self.layers] * self.shape.recursions  # BERT applies each layer once
         for number, layer in enumerate(applied, start=1):
             keys_T = keys_T + BETWEEN
-            rows = rows_R if number == len(applied) else None
-            layout = layout._replace(keys=keys_T, rows=rows, rotation=turns.get(layer.rotary_base))
+            queries = rows_R if number == len(applied) else None
+            layout = layout._replace(keys=keys_T, rows=queries, rotation=turns.get(layer.rotary_base))
             if self.activation_checkpointing and self.training:
                 # Only CUDA's attention kernel uses the generator; all other dropout is a hash.
                 hidden_TH = checkpoint(
@@ -114,7 +100,7 @@ class Encoder(nn.Module):
                 )
             else:
                 hidden_TH = layer(hidden_TH, layout)
-        return hidden_TH if self.final is None else self.final(hidden_TH)
+        return (hidden_TH if self.final is None else self.final(hidden_TH))[:rows]
 
 
 class Embeddings(nn.Module):

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, linear, norm_weights
 from pretrain.model.compile import program
-from pretrain.model.encoder import Encoder, UnpaddedBatch
+from pretrain.model.encoder import Encoder
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
+from pretrain.model.kernels.rounding import UnpaddedBatch, add_rows, missing_rows
 from pretrain.model.parameters import head_parameters
+
+_IGNORED = -100  # a label that no loss reads
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
@@ -67,8 +70,10 @@ class PretrainingModel(Encoder):
 
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
         """[K, V] scores of the vocabulary at the masked rows."""
-        transformed_KH = self.heads.transform(self.encode(batch, batch.masked_rows), self.heads.fused)
-        return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)
+        hidden_KH = self.encode(batch, batch.masked_rows)
+        round_KH = add_rows(hidden_KH, missing_rows(len(hidden_KH), hidden_KH))
+        transformed_KH = self.heads.transform(round_KH, self.heads.fused)
+        return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)[: len(hidden_KH)]
 
     def _decoder(self) -> Tensor:
         """[V, H], the word embeddings or a table of its own."""
@@ -109,7 +114,9 @@ class Heads(nn.Module):
     def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
         """`hidden_RH`: the sequences' pooled rows, then the masked tokens'."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
-        transformed_KH = self.transform(hidden_RH[sequences:], self.fused)
+        more = missing_rows(len(masked_labels_K), hidden_RH)
+        transformed_KH = self.transform(add_rows(hidden_RH[sequences:], more), self.fused)
+        masked_labels_K = add_rows(masked_labels_K, more, _IGNORED)
         mlm_loss, mlm_correct = vocabulary_losses(
             transformed_KH, decoder_VH, self.decoder_bias, masked_labels_K, self.fused
         )

@@ -30,6 +30,7 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).with_name("slurm.sh")
 STEPS = 1500
+_CONF = {"SLURMD_TIMEOUT": "60", "KILL_WAIT": "120"}  # for a busy machine
 _ENDED = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"
 
 
@@ -94,7 +95,8 @@ class Slurm:
         return "".join(path.read_text() for path in self.folder.glob(f"*-{job}.log"))
 
     def left_in_temporary_folders(self) -> list[str]:
-        kept = {one.parts[2] for one in (self.folder, ROOT) if one.parts[1] == "tmp"}
+        """Except torch's cache of compiled code, which the next start uses."""
+        kept = {one.parts[2] for one in (self.folder, ROOT) if one.parts[1] == "tmp"} | {"torchinductor_root"}
         return [p.name for p in self.state.glob("nodes/*/tmp/*") if p.name not in kept]
 
 
@@ -102,7 +104,7 @@ class Slurm:
 def cluster(folder: Path, tracking: str = "linuxproc") -> Iterator[Slurm]:
     slurm = Slurm(folder)
     try:
-        slurm.script("up", 4, 1, 6000, SLURMD_TIMEOUT="60", PROCTRACK=f"proctrack/{tracking}")
+        slurm.script("up", 4, 1, 6000, **_CONF, PROCTRACK=f"proctrack/{tracking}")
         yield slurm
     finally:
         slurm.script("down", check=False)
@@ -193,7 +195,7 @@ def test_scancel_saves_and_the_same_file_continues(slurm: Slurm, undisturbed: di
     job = slurm.submit(slurm.write("canceled"))
     slurm.wait_step("canceled", 200)
     slurm.sh("scancel", job)
-    assert slurm.wait_end(job, 45) == "CANCELLED"
+    assert slurm.wait_end(job, 150) == "CANCELLED"
     wait_for(lambda: slurm.sh("sinfo", "-h", "-o", "%t").split() == ["idle"])
     assert newest_checkpoint(slurm.folder / "runs/canceled") >= 200
     assert not slurm.left_in_temporary_folders()
@@ -236,7 +238,7 @@ def test_a_node_loses_power(tmp_path: Path, slurm: Slurm, undisturbed: dict[int,
             assert slurm.wait_end(job) == "COMPLETED", slurm.log(job)
             check(slurm, f"power-{tracking}", undisturbed)
     finally:
-        slurm.script("up", 4, 1, 6000, SLURMD_TIMEOUT="60")
+        slurm.script("up", 4, 1, 6000, **_CONF)
 
 
 def test_a_run_that_can_shrink_does(slurm: Slurm, undisturbed: dict[int, str]) -> None:

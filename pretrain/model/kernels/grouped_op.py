@@ -19,6 +19,7 @@ from pretrain.model.kernels.grouping import SequenceGroup, cut_into_units, group
 from pretrain.model.kernels.hash_rng import HEADS, hash_bits
 from pretrain.model.kernels.kernels import Kernels, heads_first, kernels
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
+from pretrain.model.kernels.rounding import LENGTHS, has_code_for_each_shape
 from pretrain.model.kernels.terms import GroupTerms
 
 # Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache from one step to the next.
@@ -229,7 +230,8 @@ def sequence_groups(given: Arguments) -> tuple[SequenceGroup, ...]:
         begin = cut_into_units(boundaries, given.window)[0].begin if given.window else boundaries[:-1]
         starts = torch.tensor([*begin, boundaries[-1]], device=given.rows.device)
         queries = tuple(query_boundaries(given.rows, starts).tolist())
-    return group_sequences(boundaries, queries, given.heads, given.qkv.device, given.window)
+    multiple = LENGTHS if has_code_for_each_shape(given.qkv) else 1
+    return group_sequences(boundaries, queries, given.heads, given.qkv.device, given.window, multiple)
 
 
 def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:

@@ -81,6 +81,7 @@ def group_sequences(
     heads: int,
     device: torch.device,
     window: int = 0,
+    multiple: int = 1,
 ) -> tuple[SequenceGroup, ...]:
     """Put the units of the sequences between `boundaries` (S + 1 token offsets) into the groups with the lowest cost.
 
@@ -94,6 +95,7 @@ def group_sequences(
         heads: N.
         device: of the tensors.
         window: tokens that a query attends to on each side; 0 if to its whole sequence.
+        multiple: that L and Q are rounded up to.
     """
     units, first = cut_into_units(boundaries, window)
     starts = np.append(units.begin, boundaries[-1]) if queries is None else np.asarray(queries)
@@ -104,11 +106,13 @@ def group_sequences(
         of_queries = starts[own.start : own.stop + 1]
         if of_queries[0] < of_queries[-1]:
             part = AttentionUnits(*(x[own] for x in units))
-            keys = _pad(part.key_begin, part.key_end, device)
+            keys = _pad(part.key_begin, part.key_end, device, multiple)
             chunked = len(part.begin) > end - begin
             if chunked:
                 keys = keys._replace(**_places_of_shared_keys(part, keys.number_GL.shape[1], device))
-            padded = keys if queries is None and not chunked else _pad(of_queries[:-1], of_queries[1:], device)
+            padded = (
+                keys if queries is None and not chunked else _pad(of_queries[:-1], of_queries[1:], device, multiple)
+            )
             groups.append(SequenceGroup(keys, padded, torch.where(keys.real_GL, 0.0, -math.inf), chunked))
     return tuple(groups)
 
@@ -136,10 +140,10 @@ def _cheapest_cuts(units: AttentionUnits, first: np.ndarray, heads: int, per_gro
     return cuts[::-1]
 
 
-def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Padded:
+def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> Padded:
     """The ranges from `begin` to `end` [G], in ascending order."""
     begin_G1, end_G1 = torch.from_numpy(begin.copy())[:, None], torch.from_numpy(end.copy())[:, None]
-    place_L = torch.arange(int((end - begin).max()))
+    place_L = torch.arange(-(-int((end - begin).max()) // multiple) * multiple)
     real_GL = place_L < end_G1 - begin_G1
     # An empty range repeats a neighbor's number: its result is not used.
     last_G1 = (end_G1 - 1).clamp_min(int(begin[0]))
