@@ -50,9 +50,10 @@ def weight() -> dict[str, float]:
     from cluster.manifests.slurm import SlurmSettings
     from finetune.training.config import FinetuneConfig
     from pretrain.config import PretrainConfig
+    from tests.odd_phrases import count
     from tests.test_layers import MAY_IMPORT
 
-    product, tests = _files(PRODUCT), _files(("tests",))
+    product, tests = files_of(PRODUCT), files_of(("tests",))
     lines, tokens = sum(map(line_count, product)), sum(map(code_tokens, product))
     figures = {
         "product_lines": lines + sum(map(line_count, _tracked("pretrain/*.cpp"))),
@@ -79,6 +80,7 @@ def weight() -> dict[str, float]:
         "docs_kilobytes": sum(file.stat().st_size for file in _pages()) // 1000,
         "decisions": len([file for file in _pages() if file.parent.name == "decisions" and file.name[0].isdigit()]),
         "changelog_kilobytes": (ROOT / "CHANGELOG.md").stat().st_size // 1000,
+        **count(product),
     }
     _nodes.cache_clear()  # of 0.4 GB
     return figures
@@ -112,10 +114,10 @@ def private_names_in_tests() -> list[str]:
     Imports, attributes, and texts that name one after a dot, or for `setattr`. A name that stands for another package's
     own, such as `torch._dynamo`, is counted if the product has the same one.
     """
-    names = {name for file in _files(PRODUCT) for name in _defined(file) if re.match(r"_[A-Za-z]", name)}
+    names = {name for file in files_of(PRODUCT) for name in _defined(file) if re.match(r"_[A-Za-z]", name)}
     names -= {"_replace", "_asdict"}  # of every NamedTuple, and public
     found = []
-    for file in _files(("tests",)):
+    for file in files_of(("tests",)):
         used = [(getattr(node, "lineno", 0), name) for node in _nodes(file) for name in _used(node)]
         found += [f"{file.relative_to(ROOT)}:{line}: {name}" for line, name in used if name in names]
     return found
@@ -133,9 +135,9 @@ def private_names() -> list[tuple[str, str]]:
 def unlisted_private_names() -> list[str]:
     """`file:line: name` of every use in the product of another library's private name that the table lacks."""
     listed = re.compile("|".join(name.replace("*", r"\w*") for _, name in private_names()))
-    product = {name for file in _files(PRODUCT) for name in _defined(file)} | DOCUMENTED
+    product = {name for file in files_of(PRODUCT) for name in _defined(file)} | DOCUMENTED
     found = []
-    for file in _files(PRODUCT):
+    for file in files_of(PRODUCT):
         inner: set[int] = set()
         for node in _nodes(file):
             for name in [] if id(node) in inner else _dotted(node):
@@ -195,7 +197,7 @@ def _nodes(file: Path) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
 
 
-def _files(folders: tuple[str, ...]) -> list[Path]:
+def files_of(folders: tuple[str, ...]) -> list[Path]:
     return [file for file in _tracked("*.py") if file.relative_to(ROOT).parts[0] in folders]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests import house
 from tests.house import AT_LEAST, ROOT, branch_coverage, limits, weight
+from tests.odd_phrases import odd_phrases
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,19 @@ def test_a_string_weighs_nothing_whatever_is_in_it(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text('a = 1  # one\nb = f"{a + 1} {len([])} is long" "y"\n')
     assert house.code_tokens(file) == 5  # a = 1 b =
+
+
+def test_odd_phrases_are_found_where_they_stand(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        '"""What it is."""\n\n_MOST_ROWS = 1  # There is no limit, but this is no\n# table of its own: those\n'
+        'own = f"the newest of {texts} texts begins"\n'
+    )
+    found = sorted((name, line) for name, line, _ in odd_phrases(file))
+    assert found == [
+        *(("begins", 5), ("docstrings", 1), ("is_no", 3), ("names", 3), ("newest", 5), ("own", 3)),
+        *(("texts", 5), ("those", 3)),
+    ]
 
 
 def test_branches_are_counted_by_component() -> None:
