@@ -1,0 +1,127 @@
+"""`bench amx`: what products in bf16 cost on this CPU, made for those whose kernels are slow to generate (AMX).
+
+`products`: rates of the forward, input gradient and weight gradient of BERT's matrices, the last one also with its
+narrower operand transposed before. A round counts only if a square product beside it reaches 0.8 of the fastest one,
+because virtual machines share AMX. `kernels`: milliseconds of a step in which oneDNN generated kernels, beside those of
+its products, by oneDNN's own log. Each takes at most ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from pretrain.common.children import run_program
+from pretrain.common.commands import positive_int, program
+from pretrain.common.errors import InputError, MachineError
+
+SHAPES = (8192, 256, 1024), (8192, 256, 768), (2048, 768, 3072), (2048, 768, 768), (600, 256, 8000)
+_SQUARE, _COUNTS, _TILE = 2048, 0.8, 64
+
+
+def main(argv: list[str]) -> int:
+    """Run one part and print its table."""
+    parser = argparse.ArgumentParser(prog=f"{program()} bench amx", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("part", choices=("products", "kernels"), help="what to measure")
+    parser.add_argument("--threads", type=positive_int, default=1, help="threads (default: 1)")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="rounds of products; the median is printed")
+    parser.add_argument("--config", help="kernels: config of a run, whose corpus is prepared")
+    parser.add_argument("--windows", nargs="+", default=["100-120", "1000-1020"], help="kernels: steps to look at")
+    options = parser.parse_args(argv)
+    if options.part == "kernels" and not options.config:
+        raise InputError("bench amx kernels: --config is missing. Give the config of a run whose corpus is prepared.")
+    torch.set_num_threads(options.threads)
+    rows = products(options.rounds) if options.part == "products" else kernels(options.config, options.windows)
+    for row in rows:
+        print(row, flush=True)
+    return 0
+
+
+def products(rounds: int) -> Iterator[str]:
+    """A row for each shape: GFLOP/s of its products."""
+    square = torch.randn(_SQUARE, _SQUARE).bfloat16()
+    for rows, width, inner in SHAPES:
+        x, g, w = (torch.randn(*size).bfloat16() for size in ((rows, width), (rows, inner), (inner, width)))
+        kinds: dict[str, Callable[[], Tensor]] = {
+            "forward": lambda x=x, w=w: x @ w.T,
+            "input gradient": lambda g=g, w=w: g @ w,
+            "weight gradient": lambda g=g, x=x: g.T @ x,
+            "weight gradient, transposed before": lambda g=g, x=x: _weight_gradient(g, x),
+        }
+        found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        for _ in range(rounds + 1):  # the first one generates the kernels
+            for kind, product in kinds.items():
+                found[kind].append((_seconds(product), _seconds(lambda: square @ square)))
+        fastest = min(beside for pairs in found.values() for _, beside in pairs)
+        work = 2e-9 * rows * width * inner
+        for kind, pairs in found.items():
+            kept = [took for took, beside in pairs[1:] if fastest >= _COUNTS * beside]
+            rate = f"{work / statistics.median(kept):,.0f}" if kept else "no round counts"
+            yield f"{rows} x {width} x {inner}  {kind:36} {rate:>8} GFLOP/s  {len(kept)} of {rounds} rounds"
+        yield f"{'':22}square beside it {2e-9 * _SQUARE**3 / fastest:>23,.0f} GFLOP/s"
+
+
+def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """g.T @ x with the narrower operand laid out transposed, by tiles that fit into the cache."""
+    if x.shape[1] <= g.shape[1]:
+        return (_transposed(x) @ g).T
+    return _transposed(g) @ x
+
+
+def _transposed(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[1], x.shape[0])
+    for first in range(0, x.shape[0], _TILE):
+        out[:, first : first + _TILE] = x[first : first + _TILE].T
+    return out
+
+
+def _seconds(function: Callable[[], Tensor]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def kernels(config: str, windows: Iterable[str]) -> Iterator[str]:
+    """A row for each window of steps: milliseconds of oneDNN's log in a step."""
+    ranges = [tuple(map(int, window.split("-"))) for window in windows]
+    code = f"from tests.bench.amx import train; train({config!r}, {max(last for _, last in ranges)})"
+    done = run_program([sys.executable, "-c", code], {**os.environ, "ONEDNN_VERBOSE": "profile"})
+    if done.returncode:
+        raise MachineError(f"bench amx: training ended with exit code {done.returncode}: {done.stderr[-300:]}")
+    step, spent = 0, {window: {"create": 0.0, "exec": 0.0} for window in ranges}
+    for line in done.stdout.splitlines():
+        if line.startswith("step "):
+            step = int(line.split()[1])
+        fields = line.split(",")
+        if fields[0] == "onednn_verbose" and len(fields) > 5:
+            kind = fields[3].partition(":")[0]
+            for window in (one for one in ranges if one[0] <= step < one[1] and kind in spent[one]):
+                spent[window][kind] += float(fields[-1])
+    for (first, last), both in spent.items():
+        each = {kind: total / (last - first) for kind, total in both.items()}
+        yield f"steps {first} to {last}: {each['create']:.2f} ms a step for kernels, {each['exec']:.1f} for products"
+
+
+def train(config: str, steps: int) -> None:
+    """Train in this process, with a line before each step."""
+    from pretrain.batches.loader import Loader
+    from pretrain.common import settings
+    from pretrain.config import PretrainConfig
+    from pretrain.corpus.shards import open_shards
+    from pretrain.model.precision import resolve_here
+    from tests.bench.baselines import EngineTrainer, join_single_process_group
+
+    given = resolve_here(settings.load(config, PretrainConfig))[0]
+    join_single_process_group(torch.device("cpu"))
+    shards = open_shards(given.corpus.folder, "train")
+    trainer = EngineTrainer(given, shards.vocabulary_size)
+    for number, batch in zip(range(steps), Loader(shards, given, 0, rank=0, world_size=1), strict=False):
+        print(f"step {number}", flush=True)
+        trainer.train(batch, 1e-4)
