@@ -260,8 +260,9 @@ def _worker_pod(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
     container = _container("ray-worker", job, settings, cpus=cpus, memory_gib=memory)
     container["resources"] = _resources(cpus, memory, job.gpus_per_node, settings.worker_resources)
     container["env"] += [{"name": name, "value": value} for name, value in settings.worker_environment.items()]
-    # As long as a head may need to return; Ray's default of a minute is short for a pod that moves.
-    container["env"].append({"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"})
+    # How long a head may be lost. After as long, KubeRay gives the RayJob up; Ray's default of 60 is short for a pod
+    # that moves.
+    container["env"].append({"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "300"})
     pod = _pod(job, settings, container, [], memory_gib=memory)
     if job.gpus:
         pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
@@ -433,7 +434,8 @@ def _network_policy(job: ManifestJob, settings: KubeRaySettings) -> dict[str, An
     """Opens Ray's ports to the pods of this run and, for the dashboard's API, to the operator; to nobody else."""
     operator = {
         "namespaceSelector": {},  # any
-        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}},
+        # Helm and kustomize give the operator different names, but the same component.
+        "podSelector": {"matchLabels": {"app.kubernetes.io/component": "kuberay-operator"}},
     }
     mine = {"matchLabels": {_INSTANCE: job.name}}
     return {

@@ -37,6 +37,7 @@ from pretrain.config import load_config
 
 ROOT = Path(__file__).parents[2]
 KUBERAY = json.loads((Path(__file__).parents[1] / "schemas" / "kuberay.json").read_text())
+_K8S = "app.kubernetes.io"
 LOCK = (ROOT / "requirements.lock").read_text()
 
 PRETRAINING = """
@@ -249,6 +250,12 @@ def test_pods_are_contained(config: Path) -> None:
         policy = documents["NetworkPolicy"]["spec"]
         assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         assert policy["ingress"][0]["from"] == [{"podSelector": policy["podSelector"]}]
+    # The labels of the operator, by Helm and by kustomize; decision 49 has the source.
+    [wanted] = [one["podSelector"]["matchLabels"] for one in policy["ingress"][1]["from"]]
+    for name in ("kuberay-operator", "kuberay"):
+        assert wanted.items() <= {f"{_K8S}/name": name, f"{_K8S}/component": "kuberay-operator"}.items()
+    worker = get_at(documents, f"{WORKER}/containers/0/env")
+    assert {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "300"} in worker  # when KubeRay gives up
 
 
 @pytest.mark.parametrize("command", [DRIVER, *RUN_COMMANDS])
