@@ -188,17 +188,14 @@ def _help(action: argparse.Action) -> str:
 
 def place_page() -> str:
     """Settings of `place.` for each kind of manifest."""
-    from cluster.manifests import kuberay, slurm
+    from cluster.manifests.settings import KubeRaySettings, SlurmSettings
 
     lines = [
         _title("Cluster settings (`place`)"),
         "What `./launch.sh manifest KIND CONFIG` is told about the cluster: `--set place.KEY=VALUE`.",
         "",
     ]
-    for kind, settings in (
-        ("kuberay", kuberay.KubeRaySettings),
-        ("slurm", slurm.SlurmSettings),
-    ):
+    for kind, settings in (("kuberay", KubeRaySettings), ("slurm", SlurmSettings)):
         lines += [f"## {kind}", "", _one_line(settings.__doc__ or ""), "", *_fields(settings, "place."), ""]
     return _joined(lines)
 

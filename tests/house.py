@@ -46,8 +46,7 @@ def limits() -> dict[str, float]:
 
 def weight() -> dict[str, float]:
     """Today's figures, under the names of the limits."""
-    from cluster.manifests.kuberay import KubeRaySettings
-    from cluster.manifests.slurm import SlurmSettings
+    from cluster.manifests.settings import KubeRaySettings, SlurmSettings
     from finetune.training.config import FinetuneConfig
     from pretrain.config import PretrainConfig
     from tests.odd_phrases import count

@@ -1,6 +1,6 @@
 """One node of a SLURM job: its part of the job's Ray cluster. The first node also runs the job's command.
 
-srun starts `python -m cluster.jobs.slurm_node ADDRESS CPUS GPUS COMMAND...` on each node (cluster/manifests/slurm.py).
+srun starts `python -m cluster.jobs.slurm_node ADDRESS CPUS GPUS COMMAND...` on each node (manifest slurm).
 `ray symmetric-run` would do the same, but its nodes notice the end only after a minute, and `ray stop` ends the Ray of
 other jobs, too. Here each node owns its Ray, which ends with it, and nothing stays in its temporary folder.
 """

@@ -75,9 +75,6 @@ WritableLocation = Annotated[str, AfterValidator(lambda text: check_location(tex
 SEVERAL_LINES: dict[str, JsonValue] = {"several_lines": True}
 """`Field(json_schema_extra=SEVERAL_LINES)`: the text may contain tabs and line breaks; other text may not."""
 
-NO_SECRETS: dict[str, JsonValue] = {"no_secrets": True}
-"""`Field(json_schema_extra=NO_SECRETS)`: names chosen by others, such as labels, whose values are public."""
-
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     """Whether a type annotation is a config section."""

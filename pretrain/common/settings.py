@@ -18,13 +18,7 @@ from pretrain.common.commands import run_argument
 from pretrain.common.errors import InputError, is_control, of_another_version, printable
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import ask_for_kind
-from pretrain.common.sections import (
-    NO_SECRETS,
-    SEVERAL_LINES,
-    Keys,
-    Section,
-    field_at,
-)
+from pretrain.common.sections import SEVERAL_LINES, Keys, Section, field_at
 from pretrain.common.setting_errors import expected, shortened, shown, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
@@ -268,8 +262,7 @@ class _Document(Generic[S]):
         for path, value in _leaves(self.values):
             names = [key for key in path if isinstance(key, str)]
             ours = [field for n in range(len(path)) if (field := field_at(self.kind, path[: n + 1]))]
-            public = ours and ours[-1].json_schema_extra == NO_SECRETS
-            if isinstance(value, str) and value and not public and any(map(_SECRET.search, names[len(ours) :])):
+            if isinstance(value, str) and value and any(map(_SECRET.search, names[len(ours) :])):
                 where = self.where(path)
                 where = where.partition("=")[0] if where.startswith("--set ") else where  # without the value
                 raise InputError(

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import json
+import lzma
 import os
 import re
 import shlex
@@ -22,11 +24,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.manifests import kuberay as kuberay_manifest
-from cluster.manifests.base import RUN_COMMANDS, ManifestJob, ManifestSettings
 from cluster.manifests.command import KINDS
-from cluster.manifests.render import KIND_SETTINGS
+from cluster.manifests.render import KIND_SETTINGS, fill
 from cluster.manifests.render import render as render_manifest
+from cluster.manifests.run import COMMAND, RUN_COMMANDS
+from cluster.manifests.settings import ManifestSettings
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_COMMAND
 from finetune.cli import build_parsers, main
@@ -36,7 +38,8 @@ from pretrain.common.errors import InputError
 from pretrain.config import load_config
 
 ROOT = Path(__file__).parents[2]
-KUBERAY = json.loads((Path(__file__).parents[1] / "schemas" / "kuberay.json").read_text())
+TEMPLATES = ROOT / "cluster/manifests/templates"
+_K8S = "app.kubernetes.io"
 LOCK = (ROOT / "requirements.lock").read_text()
 
 PRETRAINING = """
@@ -53,9 +56,9 @@ scheduling: {workers: 4}
 """
 
 
-def render(kind: str, config: Path | str, overrides: Sequence[str] = ()) -> str:
+def render(kind: str, config: Path | str, overrides: Sequence[str] = (), copy: Path | None = None) -> str:
     """The manifest of a run, as the command line makes it."""
-    return render_manifest(kind, config_type(Path(config)), config, overrides)
+    return render_manifest(kind, config_type(Path(config)), config, overrides, copy)
 
 
 @pytest.fixture
@@ -72,9 +75,9 @@ def finetuning(config: Path) -> Path:
     return path
 
 
-def kuberay(config: Path, *overrides: str) -> dict[str, dict[str, Any]]:
+def kuberay(config: Path, *overrides: str, copy: Path | None = None) -> dict[str, dict[str, Any]]:
     """The documents of a KubeRay manifest by kind."""
-    return {one["kind"]: one for one in yaml.safe_load_all(render("kuberay", config, overrides))}
+    return {one["kind"]: one for one in yaml.safe_load_all(render("kuberay", config, overrides, copy))}
 
 
 # KubeRay
@@ -89,6 +92,29 @@ def pod_templates(value: Any) -> Iterator[dict[str, Any]]:
             yield from pod_templates(item)
 
 
+@functools.cache
+def kuberay_schemas() -> dict[str, list[Any]]:
+    """Checks of RayJob and RayCluster by the CRDs of KubeRay's tags v1.6.2 and v1.7.0, unknown fields refused.
+
+    The file has `openAPIV3Schema` of ray-operator/config/crd/bases/ray.io_{rayjobs,rayclusters}.yaml in the
+    repository ray-project/kuberay, version v1, without descriptions.
+    """
+    packed = (Path(__file__).parents[1] / "schemas" / "kuberay.json.xz").read_bytes()
+    releases = json.loads(lzma.decompress(packed), object_hook=strict)
+    assert list(releases) == ["v1.6.2", "v1.7.0"]
+    kinds = ("RayJob", "RayCluster")
+    return {kind: [jsonschema.Draft202012Validator(one[kind]) for one in releases.values()] for kind in kinds}
+
+
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """A part of a CRD's schema, as the API server's strict validation takes it."""
+    if schema.get("x-kubernetes-int-or-string"):
+        schema = {"type": ["integer", "string"]}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        schema.setdefault("additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields")))
+    return schema
+
+
 def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
     """Raise where the API server would refuse a document, or drop a field of it."""
     version = kubernetes_validate.latest_version()
@@ -96,7 +122,11 @@ def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
         if not kind.startswith("Ray"):
             kubernetes_validate.validate(document, version, strict=True)
             continue
-        jsonschema.validate(document, KUBERAY)
+        whole = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]}
+        kubernetes_validate.validate(whole, version, strict=True)
+        bare = {**document, "metadata": {}}
+        for schema in kuberay_schemas()[kind]:
+            schema.validate(bare)
         for template in pod_templates(document["spec"]):
             pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "any"}, "template": template}
             if "containers" not in template["spec"]:
@@ -104,19 +134,11 @@ def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
             kubernetes_validate.validate(pod, version, strict=True)
 
 
-RICH = [
-    "place.service_account=trainer",
-    "place.priority_class=high",
-    "place.image_pull_secrets=[registry, mirror]",
-    "place.annotations={karpenter.sh/do-not-disrupt: 'true'}",
-    "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
-    "place.worker_resources={rdma/ib: 2, hugepages-2Mi: 5120Mi}",
-    "place.worker_environment={NCCL_IB_HCA: '1e3', NCCL_DEBUG_FILE: /tmp/1e3}",
-]
 CLUSTER = "RayJob/spec/rayClusterSpec"
 GROUP = f"{CLUSTER}/workerGroupSpecs/0"
 WORKER = f"{GROUP}/template/spec"
-LIMITS = f"{WORKER}/containers/0/resources/limits"
+_SECURITY, _LIMITS = "spec/containers/0/securityContext", "spec/containers/0/resources/limits"
+LIMITS = f"{GROUP}/template/{_LIMITS}"
 SUSPEND, QUEUED = "RayJob/spec/suspend", {"RayJob/metadata/labels/kueue.x-k8s.io~queue-name": "training"}
 
 
@@ -137,13 +159,8 @@ SUSPEND, QUEUED = "RayJob/spec/suspend", {"RayJob/metadata/labels/kueue.x-k8s.io
         ),
         (["place.kind=RayCluster"], {"RayCluster/spec/suspend": False}),
         (["place.kind=RayCluster", "place.queue=training"], {"RayCluster/spec/suspend": True}),
-        (["place.queue=training", "place.prepare=true"], {SUSPEND: True} | QUEUED),
-        # Labels of nodes are not secrets.
-        (
-            ["place.gpus=false", "place.node_selector={pool/key: gpu, node-token: a}"],
-            {f"{WORKER}/nodeSelector": {"pool/key": "gpu", "node-token": "a"}},
-        ),
-        (RICH, {}),
+        (["place.queue=training", "place.prepare=true"], {SUSPEND: True} | QUEUED),  # Kueue's
+        (["place.gpus=false"], {f"{LIMITS}/nvidia.com~gpu": None, f"{WORKER}/tolerations": None}),
         # Kubernetes has its own form of a name.
         (["name=Mini_v1.2-"], {"RayJob/metadata/name": "mini-v1-2", "ConfigMap/metadata/name": "mini-v1-2-files"}),
         # A run that may shrink needs fewer pods, a small one a part of a node.
@@ -188,29 +205,91 @@ def test_a_wrong_field_fails(config: Path, path: str, value: Any) -> None:
         check_kuberay(documents)
 
 
-def test_what_a_cluster_asks_of_pods(config: Path) -> None:
-    """All pods have account, priority, pull secrets and annotations. Only workers have RDMA and NCCL settings."""
-    templates = list(pod_templates(kuberay(config, *RICH)["RayJob"]["spec"]))
-    for template in templates:
-        pod = template["spec"]
-        assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("trainer", "high")
-        assert pod["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
-        assert template["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
-    [worker] = [one for one in templates if one["spec"]["containers"][0]["name"] == "ray-worker"]
-    container = worker["spec"]["containers"][0]
-    assert worker["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
-    assert container["resources"]["requests"] == container["resources"]["limits"]
-    expected = {"rdma/ib": "2", "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": "8"}
-    assert container["resources"]["limits"].items() >= expected.items()
-    assert {"name": "NCCL_IB_HCA", "value": "1e3"} in container["env"]
-    others = json.dumps([one for one in templates if one is not worker])
-    assert not re.search("rdma|NCCL|hugepages", others)
-    # PyYAML leaves 1e3 plain, which is a number for those who read YAML 1.2.
-    text = render("kuberay", config, ["place.worker_environment={NCCL_A: '1e3', NCCL_B: '0o17', NCCL_C: '-.5e1'}"])
-    assert {"'1e3'", "'0o17'", "'-.5e1'"} <= set(re.findall(r"value: (.*)$", text, re.MULTILINE))
-    for template in pod_templates(kuberay(config)["RayJob"]["spec"]):  # nothing is asked of them
-        assert "annotations" not in template["metadata"]
-        assert not {"serviceAccountName", "priorityClassName", "imagePullSecrets"} & template["spec"].keys()
+# Where lines of YAML are inserted: before which line of the template, at what depth, to be found where.
+HEAD_AND_WORKERS = [f"{CLUSTER}/headGroupSpec/template/spec", WORKER]
+PODS = [*HEAD_AND_WORKERS, "RayJob/spec/submitterPodTemplate/spec"]
+SPOTS: dict[str, tuple[str, int, list[str]]] = {
+    "pod": ("automountServiceAccountToken: false", 0, PODS),
+    "worker": ('  {{ "tolerations:', 2, [WORKER]),
+    "head": ("  {% if not head %}", 2, PODS[:1]),
+    "submitter": ("      restartPolicy: Never", 6, PODS[2:]),
+    "container": ("    image: {{ place.image | tojson }}\n    working", 4, [f"{one}/containers/0" for one in PODS[:2]]),
+    "env": ("    - {name: WANDB_API_KEY", 4, [f"{one}/containers/0/env" for one in HEAD_AND_WORKERS]),
+    "mounts": ("    - {name: storage, mountPath", 4, [f"{one}/containers/0/volumeMounts" for one in HEAD_AND_WORKERS]),
+    "volumes": ("  - {name: storage, persistent", 2, [f"{one}/volumes" for one in HEAD_AND_WORKERS]),
+    "containers": ("  volumes:", 2, [f"{one}/containers" for one in HEAD_AND_WORKERS]),
+    "resources": ("        memory: {{", 8, [LIMITS, LIMITS.replace("limits", "requests")]),
+}
+_CLAIM = "{accessModes: [ReadWriteOnce], storageClassName: nvme, resources: {requests: {storage: 1Ti}}}"
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_AWAY = "{labelSelector: {matchLabels: {team: other}}, topologyKey: kubernetes.io/hostname}"
+INSERTED = [  # what sites need and no setting has
+    ("scheduler", "pod", "schedulerName: volcano"),
+    ("priority", "pod", "priorityClassName: high"),
+    ("runtime class", "worker", "runtimeClassName: nvidia"),
+    ("service account", "pod", "serviceAccountName: irsa"),
+    ("pull secrets", "pod", "imagePullSecrets: [{name: registry}, {name: mirror}]"),
+    ("envFrom", "container", "envFrom: [{secretRef: {name: keys}}, {configMapRef: {name: nccl}}]"),
+    ("S3 keys", "env", "- {name: AWS_SECRET_ACCESS_KEY, valueFrom: {secretKeyRef: {name: s3, key: secret}}}"),
+    ("NCCL", "env", "- {name: NCCL_IB_HCA, value: '1e3'}"),
+    ("further volumes", "volumes", "- {name: data, nfs: {server: nas, path: /data, readOnly: true}}"),
+    ("their mounts", "mounts", "- {name: data, mountPath: /data, readOnly: true}"),
+    ("NVMe of the node", "volumes", "- {name: nvme, hostPath: {path: /mnt/nvme, type: Directory}}"),
+    ("NVMe by a claim", "volumes", f"- {{name: nvme, ephemeral: {{volumeClaimTemplate: {{spec: {_CLAIM}}}}}}}"),
+    ("nodes of workers", "worker", "nodeSelector: {nvidia.com/gpu.product: H100}"),
+    ("nodes of the head", "head", "{{ 'nodeSelector: {pool: cpu}' if head }}"),
+    ("nodes of the submitter", "submitter", "nodeSelector: {pool: cpu}"),
+    (
+        "affinity",
+        "worker",
+        f"affinity: {{podAntiAffinity: {{{_REQUIRED}: [{_AWAY}]}}}}",
+    ),
+    ("spread", "worker", "topologySpreadConstraints: [{maxSkew: 1, topologyKey: z, whenUnsatisfiable: DoNotSchedule}]"),
+    ("RDMA", "resources", "rdma/ib: 1"),
+    ("sidecar", "containers", "- {name: exporter, image: exporter:1, ports: [{containerPort: 9400}]}"),
+    ("native sidecar", "pod", "initContainers: [{name: logs, image: fluent-bit, restartPolicy: Always}]"),
+]
+# Lines of the template, the beginning of one and what is put in its place; what the workers' pod then has, and where.
+_LABEL, _TOKEN = '"app.kubernetes.io/instance": name', "automountServiceAccountToken: "
+REPLACED = [
+    ("tolerations", "[{key: nvidia", "[{key: a, operator: Exists}, {key: nvidia", "spec/tolerations/0/key", "a"),
+    ("Volcano", _LABEL, f'{_LABEL}, "volcano.sh/queue-name": "q"', "metadata/labels/volcano.sh~queue-name", "q"),
+    ("its group", '"annotations": {', '"annotations": {"volcano.sh/x": "g"', "metadata/annotations/volcano.sh~x", "g"),
+    ("YuniKorn", _LABEL, f'{_LABEL}, "queue": name', "metadata/labels/queue", "my-run"),
+    ("its token", f"{_TOKEN}false", f"{_TOKEN}true", "spec/automountServiceAccountToken", True),
+    ("IPC_LOCK", '["ALL"]}', '["ALL"], "add": ["IPC_LOCK"]}', f"{_SECURITY}/capabilities/add", ["IPC_LOCK"]),
+    ("MIG", "nvidia.com/gpu: {{", "nvidia.com/mig-3g.40gb: {{", f"{_LIMITS}/nvidia.com~mig-3g.40gb", "8"),
+    ("AMD", "nvidia.com/gpu: {{", "amd.com/gpu: {{", f"{_LIMITS}/amd.com~gpu", "8"),
+    ("user", "runAsUser: 1000", "runAsUser: 2000", "spec/securityContext/runAsUser", 2000),
+    ("groups", "fsGroup: 1000", "fsGroup: 7, supplementalGroups: [8]", "spec/securityContext/supplementalGroups", [8]),
+]
+
+
+def edited(folder: Path, kind: str, before: str, after: str) -> Path:
+    """A copy of the template of a kind, with a text that occurs once replaced."""
+    text, copy = (TEMPLATES / KIND_SETTINGS[kind][1]).read_text(), folder / "my.j2"
+    assert text.count(before) == 1
+    copy.write_text(text.replace(before, after))
+    return copy
+
+
+@pytest.mark.parametrize("wish", INSERTED, ids=lambda wish: wish[0])
+def test_a_copy_of_the_template_has_further_lines(config: Path, tmp_path: Path, wish: tuple[str, str, str]) -> None:
+    _, spot, lines = wish
+    before, depth, places = SPOTS[spot]
+    copy = edited(tmp_path, "kuberay", before, f"{' ' * depth}{lines}\n{before}")
+    check_kuberay(documents := kuberay(config, copy=copy))
+    wanted = yaml.safe_load(lines.removeprefix("{{ '").removesuffix("' if head }}"))
+    for place in places:
+        found = get_at(documents, place)
+        assert found.items() >= wanted.items() if isinstance(wanted, dict) else wanted[0] in found
+
+
+@pytest.mark.parametrize("wish", REPLACED, ids=lambda wish: wish[0])
+def test_a_copy_of_the_template_has_other_values(config: Path, tmp_path: Path, wish: tuple[Any, ...]) -> None:
+    _, before, after, path, value = wish
+    check_kuberay(documents := kuberay(config, copy=edited(tmp_path, "kuberay", before, after)))
+    assert get_at(documents, f"{GROUP}/template/{path}") == value
 
 
 def test_the_config_map_holds_the_run(config: Path, finetuning: Path) -> None:
@@ -249,14 +328,20 @@ def test_pods_are_contained(config: Path) -> None:
         policy = documents["NetworkPolicy"]["spec"]
         assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         assert policy["ingress"][0]["from"] == [{"podSelector": policy["podSelector"]}]
+    # The labels of the operator, by Helm and by kustomize; decision 49 has the source.
+    [wanted] = [one["podSelector"]["matchLabels"] for one in policy["ingress"][1]["from"]]
+    for name in ("kuberay-operator", "kuberay"):
+        assert wanted.items() <= {f"{_K8S}/name": name, f"{_K8S}/component": "kuberay-operator"}.items()
+    worker = get_at(documents, f"{WORKER}/containers/0/env")
+    assert {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "300"} in worker  # when KubeRay gives up
 
 
 @pytest.mark.parametrize("command", [DRIVER, *RUN_COMMANDS])
 def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
     """A renamed module would go unnoticed until a pod ends without waiting for its checkpoint."""
     module, *_ = command.split()
-    assert re.search(kuberay_manifest.COMMAND, f"python -m {command}")
-    assert not re.search(kuberay_manifest.COMMAND, f"python -m {command.replace('.', '-')[1:]}")
+    assert re.search(COMMAND, f"python -m {command}")
+    assert not re.search(COMMAND, f"python -m {command.replace('.', '-')[1:]}")
     path = (ROOT / module.replace(".", "/")).with_suffix(".py")
     assert 'if __name__ == "__main__":' in path.read_text()
 
@@ -378,8 +463,6 @@ def test_a_run_at_an_address_trains_in_storage_that_all_nodes_share(
         variables = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
         monkeypatch.setenv("BERTRAIN_RUNS", variables["BERTRAIN_RUNS"])
         assert load_config(config, [address]).folder == Path("/shared", folder)
-    with pytest.raises(InputError, match="BERTRAIN_RUNS is set for all pods"):
-        kuberay(config, "place.worker_environment={BERTRAIN_RUNS: /tmp}")
 
     script = render("slurm", config, [address])
     assert f"run={folder}\n" in script
@@ -648,13 +731,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("slurm", ["place.time_limit=6"], "place: time_limit (6) is less than 420 s: grace_seconds (300) to save, and"),
         ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
         ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),
-        ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
-        ("kuberay", ["place.worker_resources={rdma/ib: some}"], "is 'some'; expected text like"),
-        ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
-        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE is set by the manifest"),
-        ("kuberay", ["place.worker_environment={RAY_gcs_storage: x}"], "RAY_gcs_storage is set by the manifest"),
-        ("kuberay", ["place.worker_environment={WANDB_API_KEY: x}"], "looks like a secret"),
-        ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
+        ("kuberay", ["place.queue=Me"], "place.queue is 'Me'; expected text like"),
     ],
 )
 def test_bad_input_is_one_line(config: Path, monkeypatch, capsys, kind: str, overrides: list[str], error: str) -> None:
@@ -719,6 +796,18 @@ HOSTILE = [
     f"!!python/object/apply:os.system ['touch {_CANARY}']",
     f"{{a: *b}} # - &b {_CANARY}",
     "\x1b]0;x\x07 %s %n * ? [a] ~ {a,b}",
+    f"{{{{ 7 * 7 }}}} {{% raw %}} {{# {_CANARY} #}} {{{{ place.image }}}}",
+    f"x{{% endfilter %}}{{% set command = '$(touch {_CANARY})' %}}",
+    f"---\nkind: Secret\ndata: {{a: {_CANARY}}}\n...\n",
+    f"x\n    command: [touch, {_CANARY}]\n",
+    f"x #\ttouch {_CANARY}",
+    f"\ufeff&a *a ? [{_CANARY}",
+    f"%TAG ! tag:x\n|2\n >- {_CANARY}",
+    f"😀\u200b\u202e{_CANARY}\ud7ff\x7f",
+    "1e3",
+    "~",
+    " \n",
+    f"\\u0022 \\x22, a: {_CANARY}\\",
 ]
 # Executed as it stands, and so described.
 SHELL_LINES = {"environment"}
@@ -759,32 +848,29 @@ def scripts_of(kind: str, text: str) -> list[str]:
     return [data["start.sh"], data["stop.sh"]]
 
 
+def values_with(value: str, canary: object, place: ManifestSettings) -> dict[str, Any]:
+    """What a template gets; all texts that a config may choose are `value`."""
+    config = f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n"
+    numbers = {"nodes": 2, "min_nodes": 1, "workers_per_node": 8, "gpus_per_node": 8, "cpus_per_node": 16}
+    texts = {"name": "my-run", "folder": value, "run_dir": value, "command": "pretrain", "ray_version": "2"}
+    processes = {"command_processes": COMMAND, "run_processes": COMMAND}
+    return {**numbers, **texts, **processes, "config": config, "place": {**place.model_dump(), "prepare": True}}
+
+
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: dict[str, str]) -> None:
     """Whatever a text contains, the scripts of a manifest parse, run, and execute nothing of it."""
     canary, work = tmp_path / "canary", tmp_path / "work"
     value = value.replace(_CANARY, str(canary))
-    settings_type, render_job = KIND_SETTINGS[kind]
-    settings = accepted(settings_type, value, work)
+    settings = accepted(KIND_SETTINGS[kind][0], value, work)
     if kind == "slurm":
         settings = settings.model_copy(update={"environment": "cd ."})
-    Path(settings.storage if settings.storage.startswith(str(tmp_path)) else work).mkdir(parents=True, exist_ok=True)
     if not settings.storage.startswith(str(tmp_path)):
         settings = settings.model_copy(update={"storage": str(work)})
-    job = ManifestJob(
-        name="my-run",
-        folder=value,
-        config=f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n",
-        subcommands=("prepare", "pretrain"),
-        nodes=2,
-        min_nodes=1,
-        workers_per_node=8,
-        cpus_per_worker=2,
-        gpus=True,
-    )
-    text = render_job(job, settings)
-    (tmp_path / "home").mkdir()
+    for folder in (Path(settings.storage), work, tmp_path / "home"):
+        folder.mkdir(parents=True, exist_ok=True)
+    text = fill(kind, values := values_with(value, canary, settings))
     for script in scripts_of(kind, text):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
         environment = {**stand_ins, "HOME": str(tmp_path / "home")}
@@ -792,7 +878,57 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     assert not canary.exists()
     assert "-m finetune.cli pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
     if kind == "slurm":
-        assert (tmp_path / "config.yaml").read_text() == job.config
-    else:
-        config_map = next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")
-        assert config_map["data"]["config.yaml"] == job.config
+        assert (tmp_path / "config.yaml").read_text() == values["config"]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+def test_no_value_is_yaml(value: str) -> None:
+    """Also texts that would not pass their checks, as those of a copy of the template may have none."""
+
+    def documents(text: str) -> list[Any]:
+        place = KIND_SETTINGS["kuberay"][0]().model_dump()
+        place = {key: text if isinstance(one, str) and key != "kind" else one for key, one in place.items()}
+        values = {**values_with(text, "", KIND_SETTINGS["kuberay"][0]()), "place": place, "name": text, "config": text}
+        found = list(yaml.safe_load_all(fill("kuberay", values)))
+        assert found[0]["data"].pop("config.yaml") == text
+        found[0].pop("data")  # scripts: see above
+        return found
+
+    plain = json.dumps(documents("MARK")).replace("MARK", json.dumps(value)[1:-1])
+    assert documents(value) == json.loads(plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_value_in_a_template_passes_a_filter(kind: str) -> None:
+    """Blocks of the template's own lines are indented, and one setting is shell by its description."""
+    text = re.sub(r"{#.*?#}", "", (TEMPLATES / KIND_SETTINGS[kind][1]).read_text(), flags=re.DOTALL)
+    text = re.sub(r"{% filter comment %}.*?{% endfilter", "", text, flags=re.DOTALL)
+    for expression in re.findall(r"{{ (.*?) }}", text):
+        constant = re.fullmatch(r"""("[^"]*"|prepare)( if .*)?""", expression) or expression == "place.environment"
+        script = r"sh" if kind == "slurm" else r"sh|tojson|block\(4\)|indent\(\d+\)"
+        assert constant or re.search(rf"\| ({script}|heredoc\(.*\))$", expression), expression
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a\n{{ place.imag | tojson }}", "line 2: 'dict object' has no attribute 'imag'. "),
+        ("a\n\n{{ nodez }}", "line 3: 'nodez' is undefined. "),
+        ("{{ nodez | sh }}", "line 1: 'nodez' is undefined. "),
+        ("a\n{% endif %}", "line 2: Encountered unknown tag 'endif'. "),
+        ("a\n{{ nodes ", "line 2: unexpected end of template, expected 'end of print statement'. "),
+        ("{{ nodes | json }}", "line 1: No filter named 'json'. "),
+        ("{{ nodes + name }}", "line 1: unsupported operand type(s) for +: 'int' and 'str'. "),
+        ("{{ ''.__class__.__mro__ }}", "line 1: access to attribute '__class__' of 'str' object is unsafe. "),
+        ("{% include '/etc/passwd' %}", "line 1: no loader for this environment specified. "),
+        ("", "No such file or directory. "),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_template_is_one_line(config, tmp_path, monkeypatch, capsys, kind: str, text: str, error: str) -> None:
+    if text:
+        (tmp_path / "my.j2").write_text(text)
+    assert run_command(monkeypatch, kind, config, "--template", tmp_path / "my.j2") == 2
+    own = TEMPLATES / KIND_SETTINGS[kind][1]
+    expected = f"error: {tmp_path}/my.j2: {error}Correct it, or start with a copy of {own}.\n"
+    assert capsys.readouterr() == ("", expected)

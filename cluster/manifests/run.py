@@ -1,0 +1,80 @@
+"""What the templates name: the run of a config, its nodes, and the settings of its section `place`."""
+
+import math
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, create_model
+
+from cluster.manifests.settings import KubeRaySettings, ManifestSettings
+from cluster.workers.actors import PROCESS_TITLE
+from cluster.workers.processes import DRIVER, JOB_COMMAND
+from pretrain.common import settings as yaml_settings
+from pretrain.common.addresses import cache, local
+from pretrain.common.errors import InputError
+from pretrain.config import PretrainConfig, RunConfig
+
+RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # of python -m; they train
+# The regular expression with which pgrep finds the run's processes: of start.sh, or of a job that `submit` started.
+COMMAND = "-m ({})|/{}".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER)), JOB_COMMAND)
+# KubeRay appends to the names of what it makes; they must still be DNS names (its MaxRayJobNameLength).
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
+
+
+def values_of(
+    path: Path | str, run_type: type[RunConfig], kind: type[ManifestSettings], overrides: Sequence[str]
+) -> Any:
+    """All values, by name, of the run in the YAML file `path`."""
+    config_type = create_model(
+        f"{run_type.__name__}WithPlace",
+        __base__=run_type,
+        # Validated even if it is missing, so that the error names the required settings.
+        place=(kind, Field(default={}, validate_default=True)),
+    )
+    config: Any = yaml_settings.load(path, config_type, overrides)
+    scheduling, place = config.scheduling, config.place
+    finetunes = not isinstance(config, PretrainConfig)
+    if finetunes and not getattr(config, "start_from", ""):
+        raise InputError(f"{path}: start_from is empty. Give the checkpoint's folder there: --set start_from=DIR.")
+    if finetunes and place.prepare:
+        raise InputError("place.prepare: only pretraining prepares a corpus. Set it to false.")
+    cpus = scheduling.cpus_per_worker or place.cpus_per_worker
+    per_node = min(scheduling.workers, place.workers_per_node)
+    # That of an address does not depend on this machine's cache; BERTRAIN_RUNS is stored-runs on all nodes.
+    stored = f"stored-runs/{local(config.address).relative_to(cache())}" if config.address else ""
+    there = scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})
+    return {
+        "name": _object_name(config.name) if kind is KubeRaySettings else config.name,
+        "folder": stored or str(config.folder),  # relative to that of the commands
+        "run_dir": str(config.run_dir),
+        "config": yaml_settings.dump(config.model_copy(update={"scheduling": there}), exclude={"place"}),
+        "command": "finetune" if finetunes else "pretrain",
+        "nodes": _nodes(scheduling.workers, per_node),
+        "min_nodes": math.ceil((scheduling.min_workers or scheduling.workers) / per_node),
+        "workers_per_node": per_node,
+        "gpus_per_node": per_node if place.gpus else 0,
+        "cpus_per_node": per_node * cpus,
+        "ray_version": metadata.version("ray"),
+        "command_processes": COMMAND,
+        "run_processes": f"^{PROCESS_TITLE}|{COMMAND}",
+        "place": place.model_dump(),
+    }
+
+
+def _object_name(name: str) -> str:
+    """Kubernetes' form of a run's name: `mini-v1-2` for `Mini_v1.2`."""
+    found = re.sub(r"[._]", "-", name.lower()).rstrip("-")
+    if not _NAME.fullmatch(found):
+        raise InputError(f"name: {name!r} must begin with a letter and have at most 47 characters for KubeRay.")
+    return found
+
+
+def _nodes(workers: int, per_node: int) -> int:
+    if workers % per_node:
+        lower = workers // per_node * per_node
+        about = f"must be a multiple of place.workers_per_node ({per_node}); otherwise GPUs stay idle"
+        raise InputError(f"scheduling.workers ({workers}) {about}. The nearest are {lower} and {lower + per_node}.")
+    return workers // per_node

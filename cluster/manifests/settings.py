@@ -1,0 +1,95 @@
+"""The section `place` of a config: what a manifest of each kind is told about the cluster."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from pretrain.common.sections import SEVERAL_LINES, LocalPath, Section
+
+_OBJECT = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # the name of something in Kubernetes; may be empty
+_ObjectName = Annotated[str, StringConstraints(pattern=_OBJECT, min_length=1)]
+_IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
+_WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
+_CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators
+_TIME = r"^(\d+-)?\d+(:\d\d){0,2}$"
+_START_SECONDS = 120  # for Ray, torch and a minute by which SLURM's warning may be early
+
+
+class ManifestSettings(Section):
+    """The nodes for the workers, of all kinds."""
+
+    workers_per_node: int = Field(default=8, ge=1, description="Workers of each node; with GPUs, one for each.")
+    gpus: bool = Field(default=True, description="Whether each worker has a GPU; false trains on CPUs.")
+    cpus_per_worker: int = Field(default=8, ge=1, description="CPU cores of each, if scheduling.cpus_per_worker is 0.")
+    prepare: bool = Field(default=False, description="Prepare the corpus on the cluster first, if it is not ready.")
+    grace_seconds: int = Field(default=300, ge=30, description="Seconds to save a checkpoint when nodes are preempted.")
+
+
+class KubeRaySettings(ManifestSettings):
+    """Where and how a run is placed on Kubernetes. What else a site needs goes into a copy of the template."""
+
+    kind: Literal["RayJob", "RayCluster"] = Field(
+        default="RayJob", description="RayJob runs the config and cleans up; RayCluster waits for `submit`."
+    )
+    image: str = Field(
+        default="bertrain:latest", pattern=_IMAGE, description="Image, built from cluster/manifests/Containerfile."
+    )
+    namespace: _ObjectName = Field(default="default", description="Namespace of all objects in the manifest.")
+    storage: LocalPath = Field(
+        default="/shared", pattern=r"^/[^:]*$", description="Where the claim is mounted; the run's working directory."
+    )
+    storage_claim: _ObjectName = Field(default="bertrain", description="ReadWriteMany PersistentVolumeClaim of pods.")
+    memory_per_worker_gib: int = Field(default=32, ge=2, description="GiB for each worker, with its shared memory.")
+    queue: str = Field(
+        default="", pattern=_OBJECT, description="LocalQueue of Kueue, where the run waits for all pods; empty: none."
+    )
+
+
+class SlurmSettings(ManifestSettings):
+    """Where and how a run is placed on SLURM."""
+
+    partition: str = Field(default="", pattern=_WORD, description="Partition; empty uses SLURM's default.")
+    account: str = Field(default="", pattern=_WORD, description="Account to charge; empty uses your default.")
+    qos: str = Field(default="", pattern=_WORD, description="Quality of service; empty uses the default.")
+    constraint: str = Field(
+        default="", pattern=_CONSTRAINT, description="Features of the nodes: h100, h100|a100 or [rack1|rack2]."
+    )
+    time_limit: str = Field(
+        default="24:00:00", pattern=_TIME, description="As for sbatch --time. Before it, the run is saved and requeued."
+    )
+    storage: LocalPath = Field(
+        default=".", description="Folder that all nodes share, where the run works. A dot: where sbatch is called."
+    )
+    srun_options: tuple[Annotated[str, Field(pattern=r"^--[a-z]")], ...] = Field(
+        default=(), description="Options of srun: --container-image=x.sqsh. Containers need `storage` at the same path."
+    )
+    environment: str = Field(
+        default="source .venv/bin/activate",
+        json_schema_extra=SEVERAL_LINES,
+        description="Shell lines that put this project's python on the path. They are executed unchanged.",
+    )
+
+    @field_validator("time_limit", mode="before")
+    @classmethod
+    def _as_text(cls, minutes: Any) -> Any:
+        """`time_limit=240` is a number in YAML, and a number of minutes for sbatch."""
+        return str(minutes) if type(minutes) is int else minutes
+
+    @model_validator(mode="after")
+    def _check_time(self) -> "SlurmSettings":
+        """SLURM warns up to a minute early, and not before the start."""
+        least = self.grace_seconds + _START_SECONDS
+        if 0 < _seconds(self.time_limit) < least:
+            needed = f"grace_seconds ({self.grace_seconds}) to save, and {_START_SECONDS} s to start"
+            raise ValueError(f"time_limit ({self.time_limit}) is less than {least} s: {needed}")
+        return self
+
+
+def _seconds(time_limit: str) -> int:
+    """Of [days-]hours:minutes:seconds as `man sbatch` reads it: without days, fewer numbers begin at the minutes."""
+    days, *numbers = map(int, re.split("[-:]", time_limit if "-" in time_limit else f"0-{time_limit}"))
+    if "-" not in time_limit and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return days * 86400 + hours * 3600 + minutes * 60 + seconds
