@@ -231,7 +231,7 @@ def test_a_stop_from_outside_loses_no_step(machines: Machines, undisturbed: dict
 
 
 def test_two_jobs_wait_for_each_other(machines: Machines, undisturbed: dict[int, str]) -> None:
-    first, second = machines.submit("first", steps=400), machines.submit("second", steps=400)
+    first, second = machines.submit("first", steps=1500), machines.submit("second", steps=1500)
     assert machines.state_of("second") == "queued"
     assert not second.exists()
     assert machines.wait_end("first") == machines.wait_end("second") == "succeeded"
