@@ -232,7 +232,7 @@ def test_a_stop_from_outside_loses_no_step(machines: Machines, undisturbed: dict
 
 def test_two_jobs_wait_for_each_other(machines: Machines, undisturbed: dict[int, str]) -> None:
     first, second = machines.submit("first", steps=1500), machines.submit("second", steps=1500)
-    assert machines.state_of("second") == "queued"
+    wait_for(lambda: machines.state_of("second") == "queued", 60)
     assert not second.exists()
     assert machines.wait_end("first") == machines.wait_end("second") == "succeeded"
     assert losses(first) == losses(second)
