@@ -279,6 +279,7 @@ def test_this_machine_is_measured_as_it_trains(monkeypatch: pytest.MonkeyPatch, 
 def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch, workers: int, used: int):
     """Of the machine's eight."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(estimate, "measure_peak", lambda *_: ("cuda", 7e14))
     config = make_config(scheduling={"workers": workers}, engine={"precision": "bf16"})
     assert estimate.parse_cluster("here", config).peak_flops == used * 7e14
