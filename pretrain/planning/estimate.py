@@ -69,6 +69,8 @@ def dry_run(
     device: Device = cluster.device if cluster else "cuda" if has_gpus else "cpu"
     lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
     graphs = ""
+    if not cluster and device == "cuda" and config.engine.cuda_graphs == "auto":
+        graphs = "\n  engine.cuda_graphs: auto; the GPUs decide when the run starts"
     if cluster and device == "cuda":
         on_graphs, reason = choose_graphs(config, size, lengths, [cluster.name] * cluster.workers)
         config = with_graphs(config, on_graphs)

@@ -11,11 +11,9 @@ from pretrain.planning.work import phase_work
 def choose_graphs(
     config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
 ) -> tuple[bool, str]:
-    """(whether passes are recorded, the reason) for workers on these GPUs, by the names that their driver gives.
+    """(whether passes are recorded, the reason) for workers on GPUs of these names, once the precision is resolved.
 
-    Args:
-        config: with its precision resolved.
-        lengths: mean tokens of a sequence of each phase; None where they are assumed.
+    `lengths` are the mean tokens of a sequence of each phase; None where they are assumed.
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"

@@ -72,9 +72,7 @@ _SUM_BYTES = 10  # a bf16 gradient that is added to an fp32 sum
 # The host's time for a layer of a micro-batch, forward and backward, and for the rest of a step: least squares over the
 # launched steps of BERT-Base and -Large on an H200 (tests/planning/test_roofline.py). A recorded pass leaves the rest.
 LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
-# PyTorch's host time for a kernel; a layer that is not compiled has so many more (733 kernels of a step with 4 layers
-# in place of 434).
-_LAUNCH_SECONDS, _PLAIN_LAYER_KERNELS = 6e-6, 75
+_PLAIN_SECONDS = 75 * 6e-6  # more for a layer that is not compiled, of 75 more kernels (733 in 4 layers, not 434)
 _FILLER = 1.02  # tokens of recorded passes, for those of the text (decision 129)
 # For each round of matrices of one shape, of 2^24 entries on each worker: five iterations of three products, and copies
 # (tests/launches.py).
@@ -271,7 +269,7 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
     """The host's time of a step."""
     trained = objective_of(config).shapes
-    layer = LAYER_SECONDS + (0 if config.engine.compiled else _PLAIN_LAYER_KERNELS * _LAUNCH_SECONDS)
+    layer = LAYER_SECONDS + (0 if config.engine.compiled else _PLAIN_SECONDS)
     layers = micro_batches * sum(model.depth for model in trained) * layer
     muon = 0.0
     if config.optimizer.name == "muon":

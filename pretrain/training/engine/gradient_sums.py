@@ -79,11 +79,9 @@ class GradientSums:
         return [own if t is None else t[0][t[1]].view(-1) for own, t in zip(self.own_parts, tables, strict=True)]
 
     def table(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """Of a bucket that is one table, which got rows of gradients: (sums [V, H], numbers of these rows).
-
-        None on a GPU: the host would wait for their number, and the whole table is read in microseconds.
-        """
+        """Of a bucket that is one table, which got rows of gradients: (sums [V, H], numbers of these rows)."""
         bucket = self._buckets[number]
+        # The host would wait for a GPU to count them. It reads a whole table in microseconds.
         if bucket.rows is None or bucket.shape is None or not bucket.own.is_cpu:
             return None
         return bucket.own[: bucket.shape.numel()].view(bucket.shape), bucket.rows.unique()
