@@ -221,7 +221,7 @@ class FinetuneConfig(_WithTask):
                 f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
                 f"{present}"
             )
-        if self.engine.cuda_graphs:
+        if self.engine.cuda_graphs is True:
             raise ValueError("engine.cuda_graphs is for pretraining. Set it to false")
         if self.max_length > self.engine.micro_batch_tokens:
             raise ValueError(

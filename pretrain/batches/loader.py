@@ -323,7 +323,7 @@ class BatchMaker:
         self._paired = config.pairs.has_classifier
         share = config.masking.probability
         self._masking_shares = (share, share) if held_out else config.masking_shares(phase)
-        self._is_filled = config.engine.cuda_graphs and not held_out
+        self._is_filled = config.engine.cuda_graphs is True and not held_out
         self._phase_sequences = settings.sequences
         self.sampler = (
             held_out_sampler(shards, config, phase)

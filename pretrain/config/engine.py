@@ -56,10 +56,11 @@ class EngineConfig(Section):
         description="Compile the layers with torch.compile. auto compiles unless a fine-tuning on a CPU is so short "
         "that it would end sooner without.",
     )
-    cuda_graphs: bool = Field(
-        default=False,
+    cuda_graphs: Literal["auto", True, False] = Field(
+        default="auto",
         description="Record forward and backward passes as CUDA graphs, one for each shape of micro-batches. For small "
-        "models and batches on GPUs, whose kernels take longer to launch than to run. Needs bf16, zero_stage 1 and "
+        "models and batches on GPUs, whose kernels take longer to launch than to run. auto records them in pretraining "
+        "if nothing prevents it and the step that --dry-run --on expects is then shorter. Needs bf16, zero_stage 1 and "
         "flash attention, and masked language modeling of one model. So that there are few shapes, some 2 % of the "
         "tokens and 4 % of the masked rows are then filler, which no loss sees. On a CPU, passes are not recorded.",
     )
@@ -69,14 +70,19 @@ class EngineConfig(Section):
         "in our own buckets, so DeepSpeed's bucket sizes and overlap_comm have no effect there.",
     )
 
-    @model_validator(mode="after")
-    def _check_graphs(self) -> EngineConfig:
+    @property
+    def not_recorded(self) -> str:
+        """The setting with which passes cannot be recorded as CUDA graphs; "" without one."""
         wrong = {
             f"zero_stage is {self.zero_stage}": self.zero_stage != 1,
             "activation_checkpointing is true": self.activation_checkpointing,
             **{f"deepspeed.{name} is given": name in self.deepspeed for name in _WAITS_IN_PASSES},
         }
-        if self.cuda_graphs and (found := next((what for what, is_so in wrong.items() if is_so), "")):
+        return next((what for what, is_so in wrong.items() if is_so), "")
+
+    @model_validator(mode="after")
+    def _check_graphs(self) -> EngineConfig:
+        if self.cuda_graphs is True and (found := self.not_recorded):
             raise ValueError(
                 "cuda_graphs needs zero_stage 1, no activation_checkpointing and none of DeepSpeed's "
                 f"timers and profilers; {found}. Change that, or set cuda_graphs to false"

@@ -289,23 +289,34 @@ class PretrainConfig(RunConfig):
             ) from None
         return self
 
+    @property
+    def _second(self) -> str:
+        """The section that chooses what is minimized besides the run's own objective; "" without one."""
+        return "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
+
+    @property
+    def not_recorded(self) -> str:
+        """Why passes cannot be recorded as CUDA graphs; "" if they can."""
+        if second := self._second or (self.objective and f"objective ({self.objective})"):
+            return (
+                f"does not fit {second}: only the masked language modeling of one model leaves filler out of its loss"
+            )
+        if not self.model.fits_flash_attention:
+            return (
+                "does not fit the model: it needs flash attention. That takes heads of a width that 8 divides, up to "
+                f"256 (here {self.model.hidden // self.model.heads}), and no positions by distance (model.positions is "
+                f"{self.model.positions})"
+            )
+        return (found := self.engine.not_recorded) and f"engine.{found}"
+
     @model_validator(mode="after")
     def _check_shapes(self) -> PretrainConfig:
-        second = "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
-        if self.objective and second:
-            raise ValueError(f"objective ({self.objective}) and {second} both choose what is minimized. Remove one")
-        second = second or (self.objective and f"objective ({self.objective})")
-        if self.engine.cuda_graphs and second:
+        if self.objective and self._second:
             raise ValueError(
-                f"engine.cuda_graphs does not fit {second}: only the masked language modeling of one model leaves "
-                "filler out of its loss. Set it to false"
+                f"objective ({self.objective}) and {self._second} both choose what is minimized. Remove one"
             )
-        if self.engine.cuda_graphs and not self.model.fits_flash_attention:
-            raise ValueError(
-                "engine.cuda_graphs does not fit the model: it needs flash attention. That takes heads of a width "
-                f"that 8 divides, up to 256 (here {self.model.hidden // self.model.heads}), and no positions by "
-                f"distance (model.positions is {self.model.positions}). Set it to false"
-            )
+        if self.engine.cuda_graphs is True and (found := self.not_recorded):
+            raise ValueError(f"engine.cuda_graphs {found}. Set it to false")
         return self
 
     @model_validator(mode="after")

@@ -157,7 +157,7 @@ def unsupported(engine: EngineConfig, capability: tuple[int, int]) -> str:
     """What the settings need that a GPU of this compute capability does not have, in words; "" if it has all."""
     if engine.precision == "bf16" and capability < (8, 0):
         return "engine.precision: bf16 needs compute capability 8.0"
-    if engine.cuda_graphs and engine.precision != "bf16":
+    if engine.cuda_graphs is True and engine.precision != "bf16":
         return f"engine.cuda_graphs needs bf16, and this run computes in {engine.precision}"
     return ""
 

@@ -25,6 +25,7 @@ from pretrain.model import cost
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
 from pretrain.objectives import objective_of
 from pretrain.planning.memory import Device, memory_bytes
+from pretrain.planning.recording import choose_graphs, with_graphs
 from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
 from pretrain.planning.work import ASSUMED_FILL, Work, frozen_shape, optimizer_flops, phase_work, vocabulary_size
 
@@ -67,10 +68,17 @@ def dry_run(
     has_gpus = bool(config.scheduling.address) or Path("/proc/driver/nvidia").exists()
     device: Device = cluster.device if cluster else "cuda" if has_gpus else "cpu"
     lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
+    graphs = ""
+    if not cluster and device == "cuda" and config.engine.cuda_graphs == "auto":
+        graphs = "\n  engine.cuda_graphs: auto; the GPUs decide when the run starts"
+    if cluster and device == "cuda":
+        on_graphs, reason = choose_graphs(config, size, lengths, [cluster.name] * cluster.workers)
+        config = with_graphs(config, on_graphs)
+        graphs = f"\n  engine.cuda_graphs: {'on' if on_graphs else 'off'}; {reason}"
     pairs, frozen = zip(config.phases, lengths, strict=True), frozen_shape(config)
     work = [phase_work(config, phase, size, length, frozen) for phase, length in pairs]
     parts = [
-        f"Precision\n  {config.engine.precision}: {why}",
+        f"Precision\n  {config.engine.precision}: {why}{graphs}",
         "Parameters\n" + _parameter_lines(config, size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
         "Work\n" + _work_lines(config, work, _mean_note(config, mean_length, measured)),
@@ -112,8 +120,11 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     """
     where = f"--on {text}"
     if text == "here":
+        import torch
+
         device, peak = measure_peak(config.engine.resolved_precision)
-        return Cluster("this machine", config.scheduling.workers, device, peak * _used_devices(config))
+        name = f"this machine ({torch.cuda.get_device_name()})" if device == "cuda" else "this machine"
+        return Cluster(name, config.scheduling.workers, device, peak * _used_devices(config))
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in GPUS}
     count = int(match[1] or 1) if match else 0
@@ -290,16 +301,19 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
     rows = {name: [f"{1e3 * dict(step.rows())[name]:.2f}" for step in times] for name, _ in times[0].rows()}
     rows["limit"] = [f"{1e3 * step.limit:.2f}" for step in times]
     rows["limited by"] = [step.limited_by for step in times]
+    rows["expected"] = [f"{1e3 * step.expected:.2f}" for step in times]
     pairs = [(w, w.steps * step.limit) for w, step in zip(work, times, strict=True)]
     rows["sequences/s, at most"] = [f"{w.sequences / seconds:,.0f}" for w, seconds in pairs]
     rows["tokens/s, at most"] = [f"{w.tokens / seconds:,.0f}" for w, seconds in pairs]
     rows["MFU, at most"] = [f"{w.flops / seconds / cluster.peak_flops:.0%}" for w, seconds in pairs]
     least = sum(seconds for _, seconds in pairs)
+    expected = sum(w.steps * step.expected for w, step in zip(work, times, strict=True))
     lines = [
         *_by_phase("ms of a step, at least", rows, len(work)),
-        f"  total:   at least {_duration(least)} on {cluster.name}; about {_duration(least / REACHED)} at the share of "
-        f"this limit that public trainers reached, {REACHED:.2f}",
-        "  products, attention and memory follow one another on the GPU; the rest passes beside them",
+        f"  total:   at least {_duration(least)} on {cluster.name}; about {_duration(expected)} as expected: "
+        f"kernels at the share of their limit that public trainers reached, {REACHED:.2f}",
+        "  products, attention and memory follow one another on the GPU; the rest passes beside them, but for the "
+        "network with CUDA graphs",
     ]
     return "\n".join(lines)
 

@@ -51,7 +51,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     states["optimizer"] += more // (workers if stage else 1)
     if device == "cuda":
         copies = during + max(0, max(after - during, embedding) - activations - logits)
-        if config.engine.cuda_graphs:  # recordings keep their memory; passes that are launched have their own
+        if config.engine.cuda_graphs is True:  # recordings keep their memory; passes that are launched have their own
             activations, logits = 2 * activations, 2 * logits
     else:
         copies = max(during + embedding, after)

@@ -3,8 +3,8 @@
 Four things happen side by side, and the longest of them is the limit:
 
     device    matrix products, attention and what lies between them, one kernel after another
-    launches  the host's share of each kernel
-    network   gradients to their owners, and weights back
+    host      Python, autograd and launches of kernels
+    network   gradients to their owners, and weights back; recorded passes do not hide it, so it follows them
     loader    one thread that makes this rank's share of the next batch
 
 Every constant has its source beside it. A test compares the model with published results.
@@ -13,6 +13,8 @@ Every constant has its source beside it. A test compares the model with publishe
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -67,13 +69,15 @@ _TRAFFIC = 4
 _LOGITS_TRAFFIC = 3  # the loss reads the scores, and writes and reads their gradient
 _OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes for each parameter and writes 12, and 2 of the bf16 weight
 _SUM_BYTES = 10  # a bf16 gradient that is added to an fp32 sum
-# PyTorch's host time for a kernel, and our kernels: forward and backward of a layer, compiled or not, and outside the
-# layers; for each parameter, its gradient that is added to its sum.
-LAUNCH_SECONDS = 6e-6
-_LAYER_KERNELS, _PLAIN_LAYER_KERNELS, _OTHER_KERNELS, _PARAMETER_KERNELS = 30, 75, 100, 3
+# The host's time for a layer of a micro-batch, forward and backward, and for the rest of a step: least squares over the
+# launched steps of BERT-Base and -Large on an H200 (tests/planning/test_roofline.py). A recorded pass leaves the rest.
+LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
+_PLAIN_SECONDS = 75 * 6e-6  # more for a layer that is not compiled, of 75 more kernels (733 in 4 layers, not 434)
+_FILLER = 1.02  # tokens of recorded passes, for those of the text (decision 129)
 # For each round of matrices of one shape, of 2^24 entries on each worker: five iterations of three products, and copies
 # (tests/launches.py).
 MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
+MUON_LAUNCH_SECONDS = 20e-6  # of one of these: Python takes 14 us for it (a Zen 4), and the launch follows
 # nccl-tests reach 0.8 of the links (stas00/ml-engineering, network). Seconds of a small collective, within one machine
 # and between machines: an assumption.
 _NETWORK_SHARE = 0.8
@@ -91,9 +95,10 @@ class StepTimes:
     products: float  # matrix products
     attention: float
     memory: float  # kernels between the products, sums of gradients and the optimizer
-    launches: float
+    host: float
     network: float
     loader: float
+    exposed: float = 0.0  # of the network's, which no kernel hides
 
     @property
     def device(self) -> float:
@@ -103,18 +108,36 @@ class StepTimes:
     @property
     def limit(self) -> float:
         """The shortest time of a step."""
-        return max(self.device, self.launches, self.network, self.loader)
+        return self._of_device(self.device)
+
+    @property
+    def expected(self) -> float:
+        """The likely time of a step: kernels reach a share of their limit (`REACHED`), the rest is as measured."""
+        return self._of_device(self.device / REACHED)
+
+    def _of_device(self, device: float) -> float:
+        return max(device + self.exposed, self.host, self.network, self.loader)
 
     @property
     def limited_by(self) -> str:
         """What takes the longest: for the device, its longest part."""
-        if self.limit > self.device:
-            return next(name for name in ("launches", "network", "loader") if getattr(self, name) == self.limit)
+        beside = max(("host", "network", "loader"), key=lambda name: getattr(self, name))
+        if getattr(self, beside) == self.limit:
+            return beside
         return max(("products", "attention", "memory"), key=lambda name: getattr(self, name))
 
     def rows(self) -> list[tuple[str, float]]:
         """(name, seconds) of each part."""
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def gpu_of(name: str) -> Gpu | None:
+    """The figures of a GPU by the name that its driver gives; None if the model does not know it."""
+    for known, gpu in GPUS.items():
+        words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", known))
+        if re.search(rf"\b{words}\b", name.upper()):
+            return gpu
+    return None
 
 
 def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, workers: int) -> StepTimes:
@@ -129,13 +152,15 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
     more = _more_than_own(objective, work)
     itemsize = 4 if config.engine.precision == "fp32" else 2
     muon = optimizer_flops(config) / workers / (gpu.product_share * gpu.peak_flops)
+    network = _network_seconds(config, objective.trained * itemsize, batch.micro_batches, gpu, workers)
     return StepTimes(
         products=more * batch.micro_batches * _product_seconds(config, vocabulary, batch, gpu, itemsize) + muon,
         attention=more * batch.micro_batches * _attention_seconds(config, batch, gpu),
         memory=_step_bytes(objective, batch, work, workers) / (_MEMORY_SHARE * gpu.memory),
-        launches=_launches(config, batch.micro_batches, workers) * LAUNCH_SECONDS,
-        network=_network_seconds(config, objective.trained * itemsize, batch.micro_batches, gpu, workers),
+        host=_host_seconds(config, batch.micro_batches, workers),
+        network=network,
         loader=_loader_seconds(batch, workers),
+        exposed=network if config.engine.cuda_graphs is True else 0.0,
     )
 
 
@@ -179,7 +204,8 @@ class CountedBatch:
         share = work.sequences / work.steps / workers
         tokens = share * work.mean_length
         count = max(1, math.ceil(tokens / max(config.engine.micro_batch_tokens, phase.sequence_length)))
-        return cls(count, work.mean_length, share / count, share / count * work.masked)
+        sequences = share / count * (_FILLER if config.engine.cuda_graphs is True else 1)
+        return cls(count, work.mean_length, sequences, sequences * work.masked)
 
 
 def _product_seconds(config: PretrainConfig, vocabulary: int, batch: CountedBatch, gpu: Gpu, itemsize: int) -> float:
@@ -240,20 +266,17 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, 
     return _TRAFFIC * kept + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
 
 
-def _launches(config: PretrainConfig, micro_batches: int, workers: int) -> float:
-    """Kernels and CUDA graphs that the host starts in a step."""
+def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
+    """The host's time of a step."""
     trained = objective_of(config).shapes
-    layer = _LAYER_KERNELS if config.engine.compiled else _PLAIN_LAYER_KERNELS
-    parameters = sum(len(layer_parameters(model, number)) for model in trained for number in range(model.layers))
-    depth = sum(model.depth for model in trained)
-    of_micro_batch = depth * layer + _PARAMETER_KERNELS * parameters + _OTHER_KERNELS * len(trained)
-    if config.engine.cuda_graphs:
-        of_micro_batch = 1
-    muon = 0
+    layer = LAYER_SECONDS + (0 if config.engine.compiled else _PLAIN_SECONDS)
+    layers = micro_batches * sum(model.depth for model in trained) * layer
+    muon = 0.0
     if config.optimizer.name == "muon":
-        entries = sum(math.prod(matrix.shape) for model in trained for matrix in cost.hidden_matrices(model))
-        muon = MUON_KERNELS * math.ceil(entries / (MUON_ENTRIES * workers))
-    return micro_batches * of_micro_batch + muon
+        shapes = Counter(matrix.shape for model in trained for matrix in cost.hidden_matrices(model))
+        rounds = (math.ceil(count * math.prod(shape) / (MUON_ENTRIES * workers)) for shape, count in shapes.items())
+        muon = MUON_KERNELS * sum(rounds) * MUON_LAUNCH_SECONDS
+    return (0 if config.engine.cuda_graphs is True else layers) + REST_SECONDS * len(trained) + muon
 
 
 def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gpu: Gpu, workers: int) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch, StepBatch
@@ -34,6 +35,8 @@ from pretrain.model.encoder import Encoder
 from pretrain.model.precision import torch_dtype
 from pretrain.objectives import Objective, objective_of
 from pretrain.planning.memory import micro_batch_tokens
+from pretrain.planning.recording import choose_graphs, with_graphs
+from pretrain.planning.text import mean_lengths
 from pretrain.run.attention.history import AttentionHistory
 from pretrain.run.continuation import Continuation, Corpora
 from pretrain.run.plan import TrainingPlan
@@ -41,7 +44,7 @@ from pretrain.run.progress import check_settings
 from pretrain.run.run import Training, run
 from pretrain.run.session import check_same_data, collective_timeout, started
 from pretrain.tracking.tracker import Tracker
-from pretrain.training.engine import Engine, InitialWeights
+from pretrain.training.engine import Engine, InitialWeights, first_object, gather_objects
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import scaled_groups
 
@@ -62,7 +65,9 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
         check_same_data(corpora.fingerprints())
-        objective = objective_of(config, config.model.rows(corpora.own.vocabulary_size))
+        rows = config.model.rows(corpora.own.vocabulary_size)
+        config = with_chosen_graphs(config, rows, device)
+        objective = objective_of(config, rows)
         objective.build(read_frozen)
         for read in objective.identity.values():
             check_same_data({objective.setting: read["fingerprint"]})
@@ -103,6 +108,21 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         )
         run(training, engine, worker, request)
         engine.close()
+
+
+def with_chosen_graphs(config: PretrainConfig, rows: int, device: torch.device) -> PretrainConfig:
+    """`config` with `engine.cuda_graphs: auto` resolved on GPUs: what rank 0 finds best for those of all ranks."""
+    if device.type == "cpu" or config.engine.cuda_graphs != "auto":
+        return config
+    gpus = gather_objects(torch.cuda.get_device_name(device))
+    on = False
+    if dist.get_rank() == 0:
+        lengths: list[Any] = [None] * len(config.phases)
+        with contextlib.suppress(InputError):  # the loader says what is wrong with the text
+            lengths = mean_lengths(config) or lengths
+        on, reason = choose_graphs(config, rows, lengths, gpus)
+        logger.info("engine.cuda_graphs: %s; %s", "on" if on else "off", reason)
+    return with_graphs(config, first_object(on))
 
 
 def _machines(engine: Engine, worker: Worker) -> int:
@@ -193,7 +213,7 @@ class Pretraining:
     def largest(self) -> StepBatch:
         lengths = full_lengths(self._config, self._engine.world_size)
         batch = full_batch(self._config, lengths, self._shards.vocabulary_size)
-        if self._config.engine.cuda_graphs:
+        if self._config.engine.cuda_graphs is True:
             batch = with_filler(batch, max(lengths))
         step = StepBatch(
             (batch,), len(lengths), sum(lengths), batch.targets, epoch=0, first_sample=0, labeled=len(lengths)

@@ -216,3 +216,4 @@ def test_where_filler_would_reach_a_loss_it_is_refused() -> None:
     assert "electra" in refused(PretrainConfig, {**values, "pairs": pairs, "electra": {"generator_width": 0.25}})
     task = yaml.safe_load(next(Path("configs/finetune").glob("*.yaml")).read_text(encoding="utf-8"))
     assert "pretraining" in refused(FinetuneConfig, {**task, "engine": {"cuda_graphs": True}})
+    assert FinetuneConfig.model_validate(task).engine.cuda_graphs == "auto", "which is off there"

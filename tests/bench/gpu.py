@@ -1,8 +1,9 @@
 """`bench gpu`: training steps on this machine's GPU beside the limit that the roofline model computes.
 
 One process without Ray trains each model by itself: our engine with ZeRO-1 on one worker, full sequences of random
-tokens, no corpus. The share is the limit's time over ours. Host reads are the operations of one step at which the host
-waits for the GPU, with the lines of Python below the table.
+tokens, no corpus. The limit is that of the kernels; the share is its time over ours. `host` is the host's own time to
+launch a step, `kernels` is how long its kernels run (torch.profiler). Host reads are the operations of one step at
+which the host waits for the GPU, with the lines of Python below the table.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import re
 import statistics
 import sys
 import time
@@ -31,7 +31,7 @@ from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.objectives import objective_of
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.planning.roofline import GPUS, Gpu, step_times
+from pretrain.planning.roofline import Gpu, gpu_of, step_times
 from pretrain.planning.work import phase_work
 from pretrain.run import session
 from pretrain.run.forward_backward import ForwardBackward
@@ -107,15 +107,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def gpu_of(name: str) -> Gpu | None:
-    """The roofline model's figures of a GPU by the name that its driver gives; None if the model does not know it."""
-    for known, gpu in GPUS.items():
-        words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", known))
-        if re.search(rf"\b{words}\b", name.upper()):
-            return gpu
-    return None
-
-
 def measure(case: Case, steps: int, precision: str, gpu: Gpu | None, *, graphs: bool = False) -> dict[str, Any]:
     """Train and time one model, on the GPU if there is one.
 
@@ -166,20 +157,21 @@ def host_reads(step: Callable[[], Any]) -> dict[str, int]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text, and where the host waited."""
-    lines = [["model", "step", "ms", "tokens/s", "limit, ms", "share", "limited by", "host reads", "memory, GiB"]]
+    lines = [["model", "step", "ms", "host, ms", "kernels, ms", "tokens/s", "limit, ms", "share"]]
+    lines[0] += ["limited by", "host reads", "memory, GiB"]
     lines += [_cells(row) for row in rows]
     places = sorted({place for row in rows for place in row.get("host_reads", {})})
-    return "\n".join([*aligned(lines, (2, 3, 4, 5, 7, 8)), *(f"host read: {place}" for place in places)])
+    return "\n".join([*aligned(lines, (2, 3, 4, 5, 6, 7, 9, 10)), *(f"host read: {place}" for place in places)])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     limit = f"{1e3 * row['limit_seconds']:.1f}" if "limit_seconds" in row else "-"
     first = [row["model"], f"{row['sequences']} x {row['length']} {row['precision']}"]
     if "failed" in row:
-        return [*first, "-", "-", limit, "-", row.get("limited_by", "-"), "-", row["failed"]]
+        return [*first, "-", "-", "-", "-", limit, "-", row.get("limited_by", "-"), "-", row["failed"]]
     return [
         *first,
-        f"{1e3 * row['seconds']:.1f}",
+        *(f"{1e3 * row[name]:.1f}" for name in ("seconds", "host_seconds", "kernel_seconds")),
         f"{row['sequences'] * row['length'] / row['seconds']:,.0f}",
         limit,
         f"{row['share']:.2f}" if "share" in row else "-",
@@ -193,7 +185,7 @@ def _predicted(case: Case, config: PretrainConfig, gpu: Gpu) -> dict[str, Any]:
     objective = objective_of(config, case.vocabulary)
     work = phase_work(config, config.phases[0], case.vocabulary, case.length)
     times = step_times(objective, config.phases[0], work, gpu, 1)
-    times = dataclasses.replace(times, loader=0.0)  # there is none here
+    times = dataclasses.replace(times, loader=0.0, host=0.0)  # there is no loader, and the host's time is measured
     return {"limit_seconds": times.limit, "limited_by": times.limited_by, "parts": dict(times.rows())}
 
 
@@ -218,6 +210,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     _seconds(train, _WARM_UP, on_gpu)
     times = [_seconds(train, steps, on_gpu) for _ in range(BLOCKS)]
     row = {"seconds": statistics.median(times), "spread_seconds": [min(times), max(times)]}
+    row["host_seconds"], row["kernel_seconds"] = _host_and_kernels(train) if on_gpu else (row["seconds"], 0.0)
     row |= {"host_reads": host_reads(train) if on_gpu else {}, "memory_bytes": engine.usage().memory_bytes}
     engine.close()
     return row
@@ -233,6 +226,18 @@ def _seconds(train: Callable[[], None], steps: int, on_gpu: bool) -> float:
     if on_gpu:
         torch.cuda.synchronize()
     return (time.perf_counter() - began) / steps
+
+
+def _host_and_kernels(train: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a step: the host's, with waits beyond the 1,000 launches that a GPU takes; its kernels'."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train()
+        torch.cuda.synchronize()
+    kernels = (one for one in profile.key_averages() if str(one.device_type).endswith("CUDA"))
+    began = time.perf_counter()
+    train()
+    return time.perf_counter() - began, sum(one.self_device_time_total for one in kernels) / 1e6
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,10 +20,10 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_rev
 from finetune.training.config import load_config
 from pretrain.checkpoint import released
 from pretrain.common.errors import InputError, MachineError
-from pretrain.planning.roofline import GPUS
+from pretrain.planning.roofline import GPUS, gpu_of
 from tests.bench import finetuning, gpu, workers
 from tests.bench.__main__ import BENCHMARKS, main
-from tests.bench.gpu import Case, gpu_of, host_reads, measure, table
+from tests.bench.gpu import Case, host_reads, measure, table
 from tests.chaos import ROOT, wait_for
 from tests.distributed import run_program
 
@@ -210,21 +210,22 @@ def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.Mo
     assert row["seconds"] > 0
     assert row["spread_seconds"][0] <= row["seconds"] <= row["spread_seconds"][1]
     assert row["share"] == row["limit_seconds"] / row["seconds"]
-    assert row["limited_by"] == "launches"
-    assert row["parts"]["launches"] == row["limit_seconds"]
+    assert row["limited_by"] == "products"
+    assert sum(row["parts"].values()) == row["limit_seconds"]
     header, line = table([row]).splitlines()
     assert header.split("  ")[0] == "model"
     assert line.startswith("small  4 x 16 bf16  ")
-    assert "launches" in line
+    assert "products" in line
 
 
 def test_rows_without_times_or_limits() -> None:
     row: dict[str, Any] = {"model": "large", "length": 128, "sequences": 8, "precision": "fp32"}
     failed = {**row, "failed": "does not fit into this GPU's memory"}
     timed = {**row, "seconds": 0.5, "host_reads": {"engine.py:10": 2, "loop.py:3": 1}, "memory_bytes": 3 << 30}
+    timed |= {"host_seconds": 0.2, "kernel_seconds": 0.4}
     lines = table([failed, timed]).splitlines()
-    assert " ".join(lines[1].split()) == f"large 8 x 128 fp32 - - - - - - {failed['failed']}"
-    assert " ".join(lines[2].split()) == "large 8 x 128 fp32 500.0 2,048 - - - 3 3.0"
+    assert " ".join(lines[1].split()) == f"large 8 x 128 fp32 - - - - - - - - {failed['failed']}"
+    assert " ".join(lines[2].split()) == "large 8 x 128 fp32 500.0 200.0 400.0 2,048 - - - 3 3.0"
     assert lines[3:] == ["host read: engine.py:10", "host read: loop.py:3"]
 
 

@@ -1,9 +1,10 @@
-"""python -m tests.fake_cuda.kernels CASE...: the Triton kernels of each case's step, compiled for an H100 without one.
+"""python -m tests.fake_cuda.kernels CASE...: the Triton kernels of each case's step, compiled without a GPU.
 
-Inductor writes the kernels of the compiled functions for the fake device, and Triton makes machine code of them. This
-needs triton, which torch's build for CPUs does not bring. A case is one of `tests.fake_cuda.trace`. A line of JSON for
-each has `functions`, the compiled functions of the step, `kernels`, the bytes of machine code of each kernel, and
-`divides`, those kernels that divide by a size which is not known when they are compiled.
+Inductor writes the kernels of the compiled functions for a fake H100, and Triton makes machine code of them for each
+of `CAPABILITIES`. This needs triton, which torch's build for CPUs does not bring. A case is one of
+`tests.fake_cuda.trace`. A line of JSON for each has `functions`, the compiled functions of the step, `kernels`, the
+bytes of machine code by capability and kernel, and `divides`, those kernels that divide by a size which is not known
+when they are compiled.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ H100 = json.loads("""
 "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448, "total_memory": 85899345920,
 "shared_memory_per_multiprocessor": 233472, "L2_cache_size": 52428800}
 """)
+CAPABILITIES = (80, 90, 100)
 sources: dict[str, str] = {}  # of kernels, by their names in Inductor's program
 
 
@@ -38,7 +40,7 @@ def main(cases: list[str]) -> None:
     trace.pretend_to_have_a_gpu()
     pretend_it_is_an_h100()
     calls = note_compiled_functions()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trace.RANKS)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     for case in map(json.loads, cases):
         for made_before in (program, kernels):  # with the marks of their first arguments
             made_before.cache_clear()
@@ -47,7 +49,7 @@ def main(cases: list[str]) -> None:
         for call in calls.values():
             write_kernels(call)
         found = {"functions": sorted({call.name for call in calls.values()}), "divides": dividing()}
-        print(json.dumps({**found, "kernels": machine_code()}))
+        print(json.dumps({**found, "kernels": {of: machine_code(of) for of in CAPABILITIES}}))
         calls.clear()
 
 
@@ -58,6 +60,7 @@ class Call:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
+    differentiates: bool  # outside of custom functions of autograd
 
     @property
     def name(self) -> str:
@@ -83,7 +86,7 @@ def note_compiled_functions() -> dict[str, Call]:
         assert dynamic
 
         def call(*arguments: Any, **keywords: Any) -> Any:
-            noted = Call(function, arguments, keywords)
+            noted = Call(function, arguments, keywords, torch.is_grad_enabled())
             calls.setdefault(noted.key, noted)
             return function(*arguments, **keywords)
 
@@ -121,7 +124,8 @@ def write_kernels(call: Call) -> None:
     config.force_non_lazy_backward_lowering = True  # type: ignore[attr-defined]
     arguments, keywords = tree_map_only(Tensor, leaf, (call.arguments, call.keywords))
     try:
-        compile_really(call.function, dynamic=True, backend=backend)(*arguments, **keywords)
+        with torch.set_grad_enabled(call.differentiates):
+            compile_really(call.function, dynamic=True, backend=backend)(*arguments, **keywords)
     except Compiled:
         return
     raise AssertionError(f"{call.name}: was not compiled")
@@ -145,20 +149,23 @@ def dividing() -> list[str]:
     return [name for name, source in sources.items() if "triton_poi" in name and by_a_size.search(source)]
 
 
-def machine_code() -> dict[str, int]:
+def machine_code(capability: int) -> dict[str, int]:
     """Compile all kernels of `sources` with Triton: bytes of machine code, of all configurations together."""
     from torch._inductor.codecache import _load_triton_kernel_from_source
 
     sizes = {}
     for name, source in sources.items():
+        assert "cc=90" in source
+        source = source.replace("cc=90", f"cc={capability}")
         kernel: Any = _load_triton_kernel_from_source(name.rpartition(" ")[2], source)
         kernel.precompile(warm_cache_only=True)
-        sizes[name] = sum(len(binary) for binary in binaries)
-        binaries.clear()
+        assert all(f".target sm_{capability}" in one["ptx"] for one in made)
+        sizes[name] = sum(len(one["cubin"]) for one in made)
+        made.clear()
     return sizes
 
 
-binaries: list[bytes] = []  # what Triton made of the last kernel
+made: list[dict[str, Any]] = []  # by Triton, of the last kernel
 
 
 def pretend_it_is_an_h100() -> None:
@@ -195,12 +202,12 @@ def pretend_it_is_an_h100() -> None:
     triton.runtime.driver.set_active(Driver())
     compile_kernel = triton.compile
 
-    def keep_binary(*arguments: Any, **keywords: Any) -> Any:
+    def keep_code(*arguments: Any, **keywords: Any) -> Any:
         kernel = compile_kernel(*arguments, **keywords)
-        binaries.append(kernel.asm["cubin"])
+        made.append(kernel.asm)
         return kernel
 
-    triton.compile = keep_binary
+    triton.compile = keep_code
     config.compile_threads, config.force_disable_caches = 1, True
 
     def note_source(_: Any, name: str, source: str, device_str: str = "cuda") -> Any:

@@ -35,7 +35,7 @@ from tests.distributed import NullWatchdog
 
 STEPS = 3  # the first ones keep constants; DeepSpeed's timers, if they were on, would wait from the third on
 PACKAGES = ("pretrain", "finetune", "deepspeed")
-RANKS, VOCABULARY, LENGTHS, TYPES = 8, 1000, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
+VOCABULARY, LENGTHS, TYPES = 30_522, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The bodies of operators of ours, of which fake tensors would only ask the shapes.
 ATTENTION: dict[Any, Any] = {
     torch.ops.bertrain.grouped_attention.default: grouped_op.forward_op._init_fn,
@@ -52,9 +52,12 @@ launches: set[str] = set()
 def main(cases: list[str]) -> None:
     """Print what a step of each case does; torch has found the device of the library by now."""
     pretend_to_have_a_gpu()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    from pretrain.training.engine import end_process_group
+
     for case in map(json.loads, cases):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.get("ranks", 8))
         take_a_step(case)
+        end_process_group()
         reads = {"host_reads": host_reads, "host_reads_of_evaluation": host_reads_of_evaluation}
         print(json.dumps({**reads, "collectives": collectives, "launches": sorted(launches)}), flush=True)
 

@@ -257,6 +257,7 @@ def test_a_cluster_at_an_address_is_assumed_to_have_gpus():
     scheduling = {"workers": 8, "address": "10.0.0.5:6379"}
     text = estimate.dry_run(make_config(scheduling=scheduling))
     assert "8 GPU workers (assumed), bf16" in text
+    assert "cuda_graphs: auto; the GPUs decide" in text
     assert "  process " not in text
 
 
@@ -279,6 +280,7 @@ def test_this_machine_is_measured_as_it_trains(monkeypatch: pytest.MonkeyPatch, 
 def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch, workers: int, used: int):
     """Of the machine's eight."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(estimate, "measure_peak", lambda *_: ("cuda", 7e14))
     config = make_config(scheduling={"workers": workers}, engine={"precision": "bf16"})
     assert estimate.parse_cluster("here", config).peak_flops == used * 7e14

@@ -346,7 +346,8 @@ def runs(root: Path) -> Path:
 
 
 def _run_values(root: Path, name: str, **changes: Any) -> dict[str, Any]:
-    common = {"engine__precision": "bf16", "engine__compile": True, "model__hidden": 64, "optimizer__name": "muon"}
+    common = {"engine__precision": "bf16", "engine__compile": True, "engine__cuda_graphs": False}
+    common |= {"model__hidden": 64, "optimizer__name": "muon"}
     common |= {"evaluation__every_steps": 6, "checkpoint__every_steps": 6}
     values = pretraining(root / "corpus", root / name, [(32, 16, 8), (64, 16, 4)], **{**common, **changes})
     for phase in values["phases"]:

@@ -49,6 +49,8 @@ CASES = {
         for precision in ("bf16", "fp32")
     },
     **{" ".join(task): {**case(SMALL, 1), "task": task} for task in TASKS},
+    **{f"wide {n}": {**case({**SMALL, "hidden": 768, "heads": 12}, 1), "task": TASKS[0], "ranks": n} for n in (1, 8)},
+    **{f"{name} alone": {**case(model, 1), "ranks": 1} for name, model in MODELS.items()},
 }
 
 

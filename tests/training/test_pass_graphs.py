@@ -11,9 +11,10 @@ from torch import Tensor
 from pretrain.batches.batch import MicroBatch
 from pretrain.batches.filler import with_filler
 from pretrain.common.errors import MachineError
-from pretrain.config import EngineConfig, ModelConfig, changed_for_resume
+from pretrain.config import EngineConfig, ModelConfig, PretrainConfig, changed_for_resume
 from pretrain.model.heads import Losses, PretrainingModel
-from pretrain.run import session
+from pretrain.planning.recording import choose_graphs
+from pretrain.run import session, train
 from pretrain.training.engine import pass_graphs as graphs_module
 from pretrain.training.engine.pass_graphs import PassGraphs, shape_of
 from tests.batches.test_loader import run_config
@@ -156,3 +157,41 @@ def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPa
     session.check_device(config, torch.device("cpu"))
     with pytest.raises(MachineError, match=r"engine\.cuda_graphs needs bf16, and this run computes in fp32"):
         session.check_device(config, torch.device("cuda"))
+
+
+def of_base(sequences: int, **engine: Any) -> PretrainConfig:
+    engine = {"precision": "bf16", "micro_batch_tokens": 65_536, **engine}
+    config = run_config(length=128, model={"size": "base"}, engine=engine)
+    phase = config.phases[0].model_copy(update={"global_sequences": sequences})
+    return config.model_copy(update={"phases": (phase,)})
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "on", "reason"),
+    [
+        (of_base(32), ["NVIDIA H200"], True, "a step is expected to take 41.2 ms launched and 8.9"),
+        (of_base(512), ["NVIDIA H200"], False, "launched and 1"),
+        (of_base(512), ["NVIDIA H200"] * 16, True, "launched and"),
+        (of_base(32), ["NVIDIA H200", "NVIDIA L4"], False, "launched and"),  # whose kernels take longer
+        (of_base(32), ["NVIDIA H200", "NVIDIA T4"], False, "the dry run has no figures of NVIDIA T4"),
+        (of_base(32, precision="fp16"), ["NVIDIA H200"], False, "it needs bf16, not fp16"),
+        (of_base(32, zero_stage=2), ["NVIDIA H200"], False, "engine.zero_stage is 2"),
+        (of_base(32, deepspeed={"steps_per_print": 5}), ["NVIDIA H200"], False, "engine.deepspeed is given"),
+        (of_base(512, cuda_graphs=True), ["NVIDIA H200"], True, "as configured"),
+    ],
+)
+def test_auto_records_what_waits_for_the_host(config: PretrainConfig, gpus: list[str], on: bool, reason: str) -> None:
+    chosen, found = choose_graphs(config, 30_522, [128.0], gpus)
+    assert (chosen, reason in found) == (on, True), found
+
+
+def chosen_with(names: list[str], device: str) -> Any:
+    torch.cuda.get_device_name = lambda _: names[torch.distributed.get_rank()]
+    return train.with_chosen_graphs(of_base(32), 30_522, torch.device(device)).engine.cuda_graphs
+
+
+@pytest.mark.parametrize(
+    ("second", "device", "on"), [("H100", "cuda", True), ("T4", "cuda", False), ("", "cpu", "auto")]
+)
+def test_all_ranks_choose_the_same(second: str, device: str, on: Any) -> None:
+    assert run_workers(2, chosen_with, ["NVIDIA H200", second], device) == [on, on]

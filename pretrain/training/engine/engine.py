@@ -158,7 +158,7 @@ class Engine:
         self.sums = self.layout.sums
         if self.sums is not None and self.sums.takes_rows:
             use_sparse_embedding_gradients(self.module)
-        self.records_passes = settings.cuda_graphs and self.device.type == "cuda"
+        self.records_passes = settings.cuda_graphs is True and self.device.type == "cuda"
         self.graphs = None
         if self.records_passes:
             if self.sums is None:

@@ -81,7 +81,8 @@ class GradientSums:
     def table(self, number: int) -> tuple[Tensor, Tensor] | None:
         """Of a bucket that is one table, which got rows of gradients: (sums [V, H], numbers of these rows)."""
         bucket = self._buckets[number]
-        if bucket.rows is None or bucket.shape is None:
+        # The host would wait for a GPU to count them. It reads a whole table in microseconds.
+        if bucket.rows is None or bucket.shape is None or not bucket.own.is_cpu:
             return None
         return bucket.own[: bucket.shape.numel()].view(bucket.shape), bucket.rows.unique()
 

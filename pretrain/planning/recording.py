@@ -1,0 +1,44 @@
+"""Choose `engine.cuda_graphs: auto`: passes are recorded if the roofline model then expects a shorter step."""
+
+from collections.abc import Sequence
+
+from pretrain.config import PretrainConfig
+from pretrain.objectives import objective_of
+from pretrain.planning.roofline import gpu_of, step_times
+from pretrain.planning.work import phase_work
+
+
+def choose_graphs(
+    config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
+) -> tuple[bool, str]:
+    """(whether passes are recorded, the reason) for workers on GPUs of these names, once the precision is resolved.
+
+    `lengths` are the mean tokens of a sequence of each phase; None where they are assumed.
+    """
+    if config.engine.cuda_graphs != "auto":
+        return config.engine.cuda_graphs, "as configured"
+    unknown = [f"the dry run has no figures of {name}" for name in gpus if gpu_of(name) is None]
+    other = "" if config.engine.precision == "bf16" else f"it needs bf16, not {config.engine.precision}"
+    asked = "engine.deepspeed is given" if config.engine.deepspeed else ""
+    if found := config.not_recorded or other or asked or "".join(unknown[:1]):
+        return False, found
+    launched, recorded = (_expected_ms(with_graphs(config, on), vocabulary, lengths, gpus) for on in (False, True))
+    times = f"a step is expected to take {launched:,.1f} ms launched and {recorded:,.1f} ms recorded"
+    return recorded < launched, times
+
+
+def with_graphs(config: PretrainConfig, on: bool) -> PretrainConfig:
+    """`config` with this `engine.cuda_graphs`."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"cuda_graphs": on})})
+
+
+def _expected_ms(
+    config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
+) -> float:
+    """Of a mean step of the run; of different GPUs, all wait for the slowest."""
+    slowest = min((gpu for name in gpus if (gpu := gpu_of(name))), key=lambda gpu: gpu.peak_flops)
+    objective, total = objective_of(config, vocabulary), 0.0
+    for phase, length in zip(config.phases, lengths, strict=True):
+        work = phase_work(config, phase, vocabulary, length)
+        total += 1e3 * phase.steps * step_times(objective, phase, work, slowest, len(gpus)).expected
+    return total / config.total_steps
