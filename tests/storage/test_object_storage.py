@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -307,7 +308,7 @@ class Container(MemoryFileSystem):
 
     protocol = "abfs"
     store: dict[str, Any] = {}  # noqa: RUF012 (as in the class above)
-    pseudo_dirs = [""]  # noqa: RUF012
+    pseudo_dirs = ["", "/container"]  # noqa: RUF012
     accounts: set[str] = set()  # noqa: RUF012
 
     def __init__(self, account_name: str = "", **options: Any) -> None:
@@ -328,11 +329,47 @@ class Container(MemoryFileSystem):
         return f"/{bucket.split('@')[0]}/{rest}".rstrip("/")
 
 
-def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(tmp_path, monkeypatch) -> None:
+class Overwriting(Container):
+    """A store that ignores the condition of a conditional write."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        super().pipe_file(path, value)
+
+
+ACCOUNT = "mine.dfs.core.windows.net"
+
+
+@pytest.fixture(params=[Container])
+def container(tmp_path, monkeypatch, request) -> type[Container]:
     monkeypatch.setenv("BERTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(_registry, "abfs", Container)
+    monkeypatch.setitem(_registry, "abfs", request.param)
     forget_clients(monkeypatch)
-    address = "abfs://container@mine.dfs.core.windows.net/exports/one"
+    return request.param
+
+
+@pytest.mark.parametrize("container", [Container, Overwriting], indirect=True)
+def test_a_store_that_replaces_what_may_only_be_created_is_named_at_the_start(container, tmp_path, caplog) -> None:
+    with storing(f"abfs://container@{ACCOUNT}/{container.__name__}", tmp_path, resume=False):
+        pass
+    assert caplog.text.count("two launchers can train this run at once") == (container is Overwriting)
+
+
+def test_what_other_clients_say_otherwise_is_understood(container, monkeypatch) -> None:
+    there, address = ObjectStore(retry_seconds=0), f"abfs://container@{ACCOUNT}/none"
+    for call in (there.read, there.facts, there.listing, there.delete):
+        assert not call(address)
+        with pytest.raises(InputError, match=r"/a: the bucket does not exist\. Create the bucket"):
+            call(f"abfs://nowhere@{ACCOUNT}/a")  # of which nothing says more than of a missing object
+    monkeypatch.setattr(Container, "find", lambda _, path, detail: [path])  # an object's own name, of adlfs
+    assert there.listing(address) == {}
+    # What gcsfs makes of 403
+    monkeypatch.setattr(Container, "cat_file", Mock(side_effect=OSError("Forbidden: b/{}/o\nno permission")))
+    with pytest.raises(InputError, match=r"cannot be read: .*Check the credentials"):
+        there.read(address)
+
+
+def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(container, tmp_path) -> None:
+    address = f"abfs://container@{ACCOUNT}/exports/one"
     folders.store(make_folder(tmp_path / "export", a="1", b="2"), address)
     verify_manifest(folders.fetch(address))
     assert (local(address) / "b").read_text() == "2"
