@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -97,3 +98,14 @@ def proxy(s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> F
     point_to(s3, tmp_path / "cache", monkeypatch)
     s3.reset()
     return s3
+
+
+@pytest.fixture(params=["moto", *(pytest.param(one, marks=pytest.mark.stores) for one in ("gs", "az", "s3"))])
+def bucket(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, FaultyProxy]]:
+    """The address of an empty bucket, at moto and, with `-m stores`, at others; and the proxy in front of it."""
+    from tests.object_store import BUCKET, real_store
+
+    is_moto = request.param == "moto"
+    moto = contextlib.nullcontext(request.getfixturevalue("proxy")) if is_moto else None
+    with moto or real_store(request.param, tmp_path, monkeypatch) as proxy:
+        yield f"{'s3' if is_moto else request.param}://{BUCKET}", proxy

@@ -1,9 +1,10 @@
-"""A real S3 server (moto's, in a process of its own) and a proxy in front of it that injects faults, on loopback."""
+"""A real S3 server (moto's, in a process of its own) and a proxy that injects faults before any store, on loopback."""
 
 import contextlib
 import functools
 import os
 import re
+import shutil
 import socket
 import socketserver
 import subprocess
@@ -12,13 +13,16 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from pretrain.common.addresses import CACHE_VARIABLE, RUNS_VARIABLE
 from pretrain.storage import objects
 from pretrain.storage.runs import fetched_model
+from tests.distributed import free_port
 
 KEY = "right"  # the proxy knows no other access key
 BUCKET = "bucket"
@@ -31,6 +35,15 @@ _SERVE = (
     "print(server.server_port, flush=True)\n"
     "server.serve_forever()\n"
 )
+_SECRET = "ZW11bGF0b3I="  # a key in base64, of an account that Azurite is given
+_GOOGLE = "fake-gcs-server -scheme http -host 127.0.0.1 -public-host 127.0.0.1:{proxy} -backend filesystem"
+_AZURE = "azurite-blob --silent --skipApiVersionCheck --disableTelemetry --blobHost 127.0.0.1"
+# Stores that are not moto, by scheme: the client's package, and a program with its arguments.
+STORES = {
+    "gs": ("gcsfs", f"{_GOOGLE} -port {{port}} -external-url http://127.0.0.1:{{proxy}} -filesystem-root {{folder}}"),
+    "az": ("adlfs", f"{_AZURE} --blobPort {{port}} --location {{folder}}"),
+    "s3": ("s3fs", "localbucket --host 127.0.0.1 --port {port} {folder}"),
+}
 
 
 @dataclass
@@ -47,16 +60,16 @@ class Fault:
 
 
 class FaultyProxy:
-    """Passes requests on to an S3 server, apart from the faults in `plan`.
+    """Passes requests on to a server, apart from the faults in `plan` and requests without the `key`.
 
     Attributes:
         plan: faults to come; a fault that has happened `times` times is removed.
         happened: "kind METHOD path" of the faults that have happened.
-        requests: "METHOD path" of all requests.
+        requests: "METHOD path" of all requests, with the name that Google's client has in the body.
     """
 
-    def __init__(self, port: int) -> None:
-        self._target, self._lock = port, threading.Lock()
+    def __init__(self, port: int, key: str = KEY) -> None:
+        self._target, self._key, self._lock = port, key, threading.Lock()
         self.plan: list[Fault] = []
         self.happened: list[str] = []
         self.requests: list[str] = []
@@ -97,11 +110,12 @@ class FaultyProxy:
         length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
         body = incoming.read(int(length[1])) if length else b""
         method, path = head.split(b"\r\n", 1)[0].decode().split(" ")[:2]
-        kind = self._fault(f"{method} {path}")
+        named = re.search(rb'"name": *"([^"]+)"', body[:500])
+        kind = self._fault(f"{method} {path}{' ' + named[1].decode() if named else ''}")
         if kind == "drop":
             connection.shutdown(socket.SHUT_RDWR)
             return
-        if f"Credential={KEY}/".encode() not in head or kind == "403":
+        if (self._key and f"Credential={self._key}/".encode() not in head) or kind == "403":
             outgoing.write(_error(method, 403, "InvalidAccessKeyId", "The access key id does not exist."))
             return
         if kind == "503":
@@ -177,6 +191,35 @@ def s3_server() -> Iterator[FaultyProxy]:
         server.kill()
         server.wait()
         server.stdout.close()  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def real_store(scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """One of `STORES` with an empty bucket, to which the addresses of its scheme lead, and a proxy in front of it."""
+    from tests.chaos import wait_for
+
+    package, command = STORES[scheme]
+    pytest.importorskip(package)
+    if not shutil.which(program := command.split()[0]):
+        pytest.skip(f"{program} is not on PATH")
+    proxy = FaultyProxy(port := free_port(), KEY if scheme == "s3" else "")
+    point_to(proxy, folder / "cache", monkeypatch)
+    account = f"AccountName=bert;AccountKey={_SECRET};BlobEndpoint=http://127.0.0.1:{proxy.port}/bert;"
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.setenv("AZURITE_ACCOUNTS", f"bert:{_SECRET}")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"DefaultEndpointsProtocol=http;{account}")
+    forget_clients(monkeypatch)
+    (folder / "store" / BUCKET).mkdir(parents=True)  # a bucket of those that keep them as folders
+    given = command.format(port=port, proxy=proxy.port, folder=folder / "store").split()
+    with subprocess.Popen(given, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_for(lambda: f":{port:04X} " in Path("/proc/net/tcp").read_text(encoding="ascii"))
+            if scheme == "az":
+                fsspec.filesystem("az", skip_instance_cache=True).mkdir(BUCKET)
+            yield proxy
+        finally:
+            server.kill()
+            proxy.close()
 
 
 def forget_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,13 +33,7 @@ RETRY_SECONDS = 300.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 20.0
 CHUNK_BYTES = 16 << 20  # of a download; what is lost if the connection is cut
 # What to install for a scheme, and the variables or command that its credentials come from.
-_PACKAGES = {
-    "s3": "s3fs",
-    "gs": "gcsfs",
-    "abfs": "adlfs",
-    "az": "adlfs",
-    "hf": "huggingface_hub",
-}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or the role of the machine",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login`",
@@ -52,18 +46,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}},
 }
 S3_PART_BYTES, _S3_MOST_PARTS = 16 << 20, 10_000
-_NO_CREDENTIALS = (
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "CredentialRetrievalError",
-    "TokenRetrievalError",
-    "ProfileNotFound",
-    "ClientAuthenticationError",
-    "DefaultCredentialsError",
-    "RefreshError",
-)
-_REFUSED_STATUS = (401, 403)
-_RETRIED_STATUS = (408, 425, 429)  # of 4xx
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
+_NO_CREDENTIALS |= {"ProfileNotFound", "ClientAuthenticationError", "DefaultCredentialsError", "RefreshError"}
+_REFUSED_STATUS, _RETRIED_STATUS = (401, 403), (408, 425, 429)  # of 4xx
 _NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSuchBucket|Invalid bucket", re.IGNORECASE)
 # Errors of the Hub's client, and what is said of them. Its answer for a missing repository is that for a private one.
 _LOG_IN = "accept its terms at {page}, if it has any, and set HF_TOKEN or run `hf auth login`."
@@ -115,15 +100,7 @@ class ObjectStore:
 
     def read(self, address: str) -> bytes | None:
         """The content of a small object; None if there is none."""
-
-        def work() -> bytes | None:
-            try:
-                return _system(address).cat_file(_name(address))
-            except FileNotFoundError as error:
-                _refuse_missing_bucket(address, error)
-                return None
-
-        return self._retried(address, "read", work)
+        return self._found(address, "read", lambda: _system(address).cat_file(_name(address)), None)
 
     def read_range(self, address: str, begin: int, end: int) -> bytes:
         """The bytes from `begin` to before `end` of an object."""
@@ -153,6 +130,14 @@ class ObjectStore:
             return True
 
         return self._retried(address, "written", work)
+
+    def overwrites(self, address: str, content: bytes) -> bool:
+        """Whether `create` of the object at `address`, which has this content, replaces it; it has the same then."""
+        try:
+            _system(address).pipe_file(_name(address), content, mode="create")
+        except Exception:  # refused, as it must be, or the network failed
+            return False
+        return True
 
     def upload(self, path: Path, address: str) -> None:
         """Store the file `path` at `address`, in parts if it is large. The size there is compared afterward."""
@@ -185,7 +170,7 @@ class ObjectStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             for retries_left in (1, 0):
                 self._append(address, part, expected.bytes, advance)
-                if sha256_file(part) == sha256 if sha256 else self._tag(address) == expected.tag:
+                if sha256_file(part) == sha256 if sha256 else getattr(self.facts(address), "tag", "") == expected.tag:
                     break
                 part.unlink()
                 if not retries_left:
@@ -204,12 +189,9 @@ class ObjectStore:
         def work() -> dict[str, ListedObject]:
             system, prefix = _system(address), _name(address)
             system.invalidate_cache()
-            try:
-                found = system.find(prefix, detail=True)
-            except FileNotFoundError as error:
-                _refuse_missing_bucket(address, error)
-                return {}
-            assert isinstance(found, dict)
+            found = system.find(prefix, detail=True)
+            if not found or not isinstance(found, dict):  # of an object, adlfs lists the name
+                raise FileNotFoundError(address)
             begin = f"{prefix}/"
             return {
                 name[len(begin) :]: _listed(facts)
@@ -217,30 +199,15 @@ class ObjectStore:
                 if name.startswith(begin) and not name.endswith("/")
             }
 
-        return self._retried(address, "listed", work)
+        return self._found(address, "listed", work, {})
 
     def facts(self, address: str) -> ListedObject | None:
         """Size and tag of one object; None if there is none."""
-
-        def work() -> ListedObject | None:
-            try:
-                return self._facts(address)
-            except FileNotFoundError as error:
-                _refuse_missing_bucket(address, error)
-                return None
-
-        return self._retried(address, "read", work)
+        return self._found(address, "read", lambda: self._facts(address), None)
 
     def delete(self, address: str) -> None:
         """Delete one object; one that does not exist is no error."""
-
-        def work() -> None:
-            try:
-                _system(address).rm_file(_name(address))
-            except FileNotFoundError as error:
-                _refuse_missing_bucket(address, error)
-
-        self._retried(address, "deleted", work)
+        self._found(address, "deleted", lambda: _system(address).rm_file(_name(address)), None)
 
     def _facts(self, address: str) -> ListedObject:
         system = _system(address)
@@ -250,9 +217,6 @@ class ObjectStore:
             raise FileNotFoundError(address)
         return _listed(facts)
 
-    def _tag(self, address: str) -> str:
-        return self._retried(address, "read", lambda: self._facts(address)).tag
-
     def _append(self, address: str, part: Path, size: int, advance: Callable[[int], object]) -> None:
         """Add what `part` lacks of the object's `size` bytes."""
         with part.open("ab") as file:
@@ -260,6 +224,18 @@ class ObjectStore:
                 advance(file.write(self.read_range(address, position, min(size, position + CHUNK_BYTES))))
             file.flush()
             os.fsync(file.fileno())
+
+    def _found(self, address: str, what: str, work: Callable[[], T], otherwise: T) -> T:
+        """What `work` returns, or `otherwise` if it does not find the object."""
+
+        def looking() -> T:
+            try:
+                return work()
+            except FileNotFoundError as error:
+                _refuse_missing_bucket(address, error)
+                return otherwise
+
+        return self._retried(address, what, looking)
 
     def _retried(self, address: str, what: str, work: Callable[[], T]) -> T:
         began = failing_since = time.monotonic()
@@ -353,14 +329,32 @@ def _refuse_missing_bucket(address: str, error: BaseException) -> None:
         raise AccessError(f"hf://{name}: {found.format(page=f'{_system(address).endpoint}/{name}')}") from None
     if _NO_BUCKET.search(str(error)):
         raise AccessError(f"{address}: {_one_line(error)}. Create the bucket, or correct its name.") from None
+    if isinstance(error, FileNotFoundError) and _lacks_bucket(address):
+        raise AccessError(f"{address}: the bucket does not exist. Create the bucket, or correct its name.") from None
+
+
+def _lacks_bucket(address: str) -> bool:
+    """Whether there is no such bucket, in stores whose clients say of it what they say of a missing object."""
+    system, bucket = _system(address), _name(address).strip("/").partition("/")[0]
+    try:
+        if scheme_of(address) not in ("s3", "hf") and not getattr(system, "has_bucket", False):
+            # Google wants a permission for `info` that those who read and write objects need not have.
+            system.ls(bucket, max_results=1) if scheme_of(address) == "gs" else system.info(bucket)
+            system.has_bucket = True
+    except FileNotFoundError:
+        return True
+    except Exception:  # not permitted, or the network failed
+        pass
+    return False
 
 
 def _refuse_permanent(address: str, what: str, error: Exception) -> None:
     """Raise `InputError` for what no retry can change."""
     _refuse_missing_bucket(address, error)
     names = {type(one).__name__ for one in (error, error.__cause__) if one is not None}
-    is_refused = _status(error) in _REFUSED_STATUS or "with credentials" in str(error)  # the latter of adlfs
-    if isinstance(error, PermissionError) or is_refused or names & set(_NO_CREDENTIALS):
+    # What gcsfs says of 403, and adlfs of a wrong account
+    is_refused = _status(error) in _REFUSED_STATUS or re.match("Forbidden: |.*with credentials", str(error), re.DOTALL)
+    if isinstance(error, PermissionError) or is_refused or names & _NO_CREDENTIALS:
         raise AccessError(
             f"{address}: cannot be {what}: {_one_line(error)}. Check the credentials and their permissions "
             f"({_CREDENTIALS[scheme_of(address)]})."

@@ -46,6 +46,7 @@ SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a dis
 WRITER = "writer.json"  # in the local folder: what its last start wrote at the address
 _WRITERS, _WRITER = "writers", "writer-{}"
 _DELETED_AT_ONCE = 32  # a checkpoint has a file for each worker
+_OVERWRITES = "%s: the store ignores If-None-Match, so two launchers can train this run at once. Start it in one place."
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 
@@ -232,6 +233,8 @@ class StoredRun:
         number += 1
         while not self._objects.create(self._writer(number), writer):  # another start has just taken this number
             number += 1
+        if self._objects.overwrites(self._writer(number), writer):
+            logger.warning(_OVERWRITES, self.address)
         if stored not in (None, _content(ours)):
             self._replaced = number, self._results()
         try:

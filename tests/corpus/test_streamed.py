@@ -184,17 +184,6 @@ def test_a_process_that_is_killed_leaves_a_cache_that_others_use(proxy, tmp_path
     assert read("80KB").communicate()[0].splitlines() == wanted
 
 
-def test_a_store_that_fails_25_times_changes_no_sample(proxy, tmp_path):
-    here, corpus = stored(tmp_path)
-    there = streamed(corpus)
-    kinds = ("503", "500", "drop", "lost", "cut")
-    proxy.plan = [
-        Fault(kind, f"GET.*train-.*{part}") for kind in kinds for part in ("tokens",) * 3 + ("sentences",) * 2
-    ]
-    assert same_samples(sampler(here), sampler(there), stop=600)
-    assert len(proxy.happened) >= 25
-
-
 def test_a_cache_that_is_removed_or_damaged_changes_no_sample(proxy, tmp_path):
     here, corpus = stored(tmp_path)
     folder = tmp_path / "cache/s3/bucket/corpus/.streamed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import os
 import shutil
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -38,7 +40,7 @@ from pretrain.training.engine import Fragment
 from tests.distributed import Rank, Ranks
 from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients
 
-RUN = f"s3://{BUCKET}/runs/a"
+RUN, ACCOUNT = f"s3://{BUCKET}/runs/a", "mine.dfs.core.windows.net"
 
 
 def make_folder(folder: Path, **files: str) -> Path:
@@ -185,19 +187,37 @@ def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tm
     assert (tmp_path / "back").read_bytes() == content
 
 
-@pytest.mark.parametrize("call", ["read", "write", "listing"])
-def test_wrong_credentials_and_missing_buckets_are_refused_at_once(proxy, monkeypatch, call) -> None:
-    arguments = (b"x",) if call == "write" else ()
-    with pytest.raises(InputError, match=r"s3://nowhere/a/b: .*bucket does not exist\. Create the bucket, or correct"):
-        getattr(ObjectStore(), call)("s3://nowhere/a/b", *arguments)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
-    forget_clients(monkeypatch)
-    proxy.requests.clear()
-    with pytest.raises(
-        InputError, match=r"cannot be .*(Forbidden|does not exist).* Check the credentials.*AWS_ACCESS_KEY_ID"
-    ):
-        getattr(ObjectStore(), call)(f"s3://{BUCKET}/a/b", *arguments)
-    assert len(proxy.requests) == 1
+def test_a_store_keeps_what_is_written_and_says_what_is_missing(bucket, tmp_path: Path) -> None:
+    (at, proxy), there, file = bucket, ObjectStore(retry_seconds=5), tmp_path / "file"
+    base, one, odd = f"{at}/a", f"{at}/a/one", f"{at}/a/b c+d%é#1.txt"
+    there.delete(one)
+    assert (there.read(one), there.facts(one), there.listing(base)) == (None, None, {})
+    for content in (b"hello world", b"other", b""):
+        there.write(one, content)
+        assert there.read(one) == content
+    there.write(odd, b"hello world")
+    assert there.read_range(odd, 1, 3) == b"el"
+    assert [there.create(f"{base}/new/1", content) for content in (b"1", b"1", b"2")] == [True, True, False]
+    assert not there.overwrites(f"{base}/new/1", b"1")
+    assert (there.facts(f"{base}/new"), there.listing(one), there.listing(f"{base}/n")) == (None, {}, {})
+    for size in (17 << 20, 17 << 20, 1, 0):  # in parts, and once more
+        file.write_bytes(np.random.default_rng(size).bytes(size))
+        there.upload(file, f"{base}/{size}")
+        facts = there.listing(base)[str(size)]
+        assert there.facts(f"{base}/{size}") == facts
+        for digest in ("", hashlib.sha256(file.read_bytes()).hexdigest()):
+            there.download(f"{base}/{size}", tmp_path / "back", facts, digest)
+            assert (tmp_path / "back").read_bytes() == file.read_bytes()
+    there.delete(one)
+    assert there.listing(base).keys() == {odd[len(base) + 1 :], "new/1", "0", "1", str(17 << 20)}
+    calls = [there.read, there.facts, there.listing, there.delete, functools.partial(there.upload, file)]
+    for call in (*calls, *(functools.partial(one, content=b"x") for one in (there.write, there.create))):
+        with pytest.raises(InputError, match=r"Create the bucket, or correct its name"):
+            call(address=f"{at}-that-is-not-there/a")
+        proxy.plan = [Fault("403", ".*", 100)]
+        with pytest.raises(InputError, match=r"cannot be .* Check the credentials"):
+            call(address=odd)
+        proxy.plan = []
 
 
 def test_missing_credentials_are_named(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +327,7 @@ class Container(MemoryFileSystem):
 
     protocol = "abfs"
     store: dict[str, Any] = {}  # noqa: RUF012 (as in the class above)
-    pseudo_dirs = [""]  # noqa: RUF012
+    pseudo_dirs = ["", "/container"]  # noqa: RUF012
     accounts: set[str] = set()  # noqa: RUF012
 
     def __init__(self, account_name: str = "", **options: Any) -> None:
@@ -328,11 +348,39 @@ class Container(MemoryFileSystem):
         return f"/{bucket.split('@')[0]}/{rest}".rstrip("/")
 
 
-def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def container(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("BERTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(_registry, "abfs", Container)
     forget_clients(monkeypatch)
-    address = "abfs://container@mine.dfs.core.windows.net/exports/one"
+
+
+@pytest.mark.parametrize("said", [0, 1])
+def test_a_store_that_ignores_conditions_is_named_at_the_start(container, tmp_path, monkeypatch, caplog, said) -> None:
+    if said:
+        pipe_file = MemoryFileSystem.pipe_file
+        monkeypatch.setattr(Container, "pipe_file", lambda self, path, value, mode="": pipe_file(self, path, value))
+    with storing(f"abfs://container@{ACCOUNT}/{said}", tmp_path, resume=False):
+        pass
+    assert caplog.text.count("two launchers can train this run at once") == said
+
+
+def test_what_other_clients_say_otherwise_is_understood(container, monkeypatch) -> None:
+    there, address = ObjectStore(retry_seconds=0), f"abfs://container@{ACCOUNT}/none"
+    for call in (there.read, there.facts, there.listing, there.delete):
+        assert not call(address)
+        with pytest.raises(InputError, match=r"/a: the bucket does not exist\. Create the bucket"):
+            call(f"abfs://nowhere@{ACCOUNT}/a")  # of which nothing says more than of a missing object
+    monkeypatch.setattr(Container, "find", lambda _, path, detail: [path])  # an object's own name, of adlfs
+    assert there.listing(address) == {}
+    # What gcsfs makes of 403
+    monkeypatch.setattr(Container, "cat_file", Mock(side_effect=OSError("Forbidden: b/{}/o\nno permission")))
+    with pytest.raises(InputError, match=r"cannot be read: .*Check the credentials"):
+        there.read(address)
+
+
+def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(container, tmp_path) -> None:
+    address = f"abfs://container@{ACCOUNT}/exports/one"
     folders.store(make_folder(tmp_path / "export", a="1", b="2"), address)
     verify_manifest(folders.fetch(address))
     assert (local(address) / "b").read_text() == "2"
