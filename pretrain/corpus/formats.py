@@ -21,8 +21,8 @@ _KINDS = {
     for module in (books, csv, jsonl, mediawiki, parquet)
     for suffix in module.Reader.suffixes
 }
-_FEWEST_FILES = 3  # of one document each: two are held out
-_FEWEST_DOCUMENTS = 10  # that another kind makes of a file
+_MIN_FILES = 3  # of one document each: two are held out
+_MIN_DOCUMENTS = 10  # that another kind makes of a file
 _LARGE_BYTES, _NO_BOOK_BYTES = 100_000, 10 << 20  # of a file about which something is said; although there are many
 _BLANK_LINES = re.compile(r"\n[ \t]*\n")
 _HEAD = 1_000  # bytes that show the format of a file without a known suffix
@@ -62,7 +62,7 @@ def kinds_that_fit(
 ) -> tuple[list[str], bool]:
     """Lines on the sources of plain text that another kind fits, and whether no other text is there to train on."""
     paths = {number: [Path(path) for item in inputs[number] for path in item.paths] for number in sources}
-    are_few = held_out_share > 0 and sum(map(len, paths.values())) < _FEWEST_FILES
+    are_few = held_out_share > 0 and sum(map(len, paths.values())) < _MIN_FILES
     are_few &= not any(source.held_out for source in sources.values())
     least = 0 if are_few else _LARGE_BYTES
     faults = {number: _fault(source.kind, paths[number], least) for number, source in sources.items()}
@@ -76,15 +76,15 @@ def _fault(kind: str, paths: list[Path], least_bytes: int) -> str:
         return ""
     sizes = [path.stat().st_size for path in paths]
     path = paths[sizes.index(max(sizes))]
-    if max(sizes) < least_bytes or (len(paths) >= _FEWEST_FILES and sum(sizes) < _NO_BOOK_BYTES * len(paths)):
+    if max(sizes) < least_bytes or (len(paths) >= _MIN_FILES and sum(sizes) < _NO_BOOK_BYTES * len(paths)):
         return ""
     with open_text(path) as stream:
         text = stream.read(1 << 20).decode("utf-8", "ignore").replace("\r\n", "\n")
     blocks = [block.strip().split("\n") for block in _BLANK_LINES.split(text) if block.strip()]
     lines = sum(map(len, blocks))
-    if lines < _FEWEST_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
+    if lines < _MIN_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
         return ""
-    if len(blocks) >= _FEWEST_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
+    if len(blocks) >= _MIN_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
         found, fits = f"{counted(len(blocks), 'block')} of lines between blank lines", "sentences, which reads each"
     else:
         found, fits = f"{counted(lines, 'line')} and hardly a blank one", "lines, which reads each line"

@@ -31,10 +31,10 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ListedObject, ObjectStore
 
 CHUNK_BYTES = 8 << 20  # least text per chunk
-_MOST_SHOWN = 3  # faults in an error
-_MOST_BAD_SHARE = 0.2  # of the characters of a text: Latin-1 has fewer in any language, GB 18030 or KOI8 more
+_MAX_SHOWN = 3  # faults in an error
+_MAX_BAD_SHARE = 0.2  # of the characters of a text: Latin-1 has fewer in any language, GB 18030 or KOI8 more
 _FEW_BAD = 5  # characters, as the accents of a short line
-_MOST_NUL_SHARE = 0.25  # of the first bytes: UTF-16 has more in Latin letters, and some in other ones
+_MAX_NUL_SHARE = 0.25  # of the first bytes: UTF-16 has more in Latin letters, and some in other ones
 _HEAD_BYTES = 4096
 _BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # also of files that others were appended to
 _NO_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
@@ -86,10 +86,10 @@ class Problems:
 def first_faults(entries: Sequence[dict[str, Any]]) -> str:
     """The first faults among the `entries` of `Problems`, for an error: where, what, how often."""
     parts = []
-    for entry in entries[:_MOST_SHOWN]:
+    for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
         parts.append(f"{shown(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
-    more = [f"and {len(entries) - _MOST_SHOWN:,} more"] if len(entries) > _MOST_SHOWN else []
+    more = [f"and {len(entries) - _MAX_SHOWN:,} more"] if len(entries) > _MAX_SHOWN else []
     return "; ".join([*parts, *more])
 
 
@@ -344,7 +344,7 @@ def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
     Text of another encoding is left out and counted: "" is returned.
     """
     nul_share = raw.count(0, 0, _HEAD_BYTES) / len(raw[:_HEAD_BYTES]) if b"\0" in raw else 0
-    if nul_share > _MOST_NUL_SHARE:
+    if nul_share > _MAX_NUL_SHARE:
         problems.add(path, _NO_UTF8)
         return ""
     try:
@@ -354,7 +354,7 @@ def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
         text = raw.decode("utf-8", "replace")
         bad = text.count("\N{REPLACEMENT CHARACTER}") - raw.count("\N{REPLACEMENT CHARACTER}".encode())
         place = f"near byte {offset + error.start}"
-        if bad > _FEW_BAD + _MOST_BAD_SHARE * len(text) or nul_share > _MOST_NUL_SHARE / 50:
+        if bad > _FEW_BAD + _MAX_BAD_SHARE * len(text) or nul_share > _MAX_NUL_SHARE / 50:
             problems.add(path, _NO_UTF8, place)
             return ""
         problems.add(path, "bytes that are not UTF-8", place, bad)

@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file
 from pretrain.common.wording import counted
-from pretrain.corpus.card import MOST_LEFT_OUT
+from pretrain.corpus.card import MAX_LEFT_OUT
 from pretrain.corpus.formats import PLAIN, files_below, kind_of, pieces_of
 from pretrain.corpus.inputs import LEFT_OUT, Problems, first_faults
 from pretrain.corpus.sources import books
@@ -96,7 +96,7 @@ def _print_losses(files: Sequence[Path], problems: Problems) -> None:
     if problems.entries():
         print(f"  warning: {first_faults(problems.entries())}.")
     paragraphs, characters, of_all = (problems.left_out[key] for key in LEFT_OUT)
-    if characters > MOST_LEFT_OUT * of_all:
+    if characters > MAX_LEFT_OUT * of_all:
         print(
             f"  warning: {_named(files)}: {characters / of_all:.1%} of the text was left out as headings "
             f"({counted(paragraphs, 'paragraph')}). If they are text, give it as JSONL."
