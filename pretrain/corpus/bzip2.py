@@ -1,4 +1,4 @@
-"""Ranges of a bzip2 file of several streams, as Wikimedia and pbzip2 write: every stream is read by itself."""
+"""Ranges of a multi-stream bzip2 file, as Wikimedia and pbzip2 write: each stream can be decompressed alone."""
 
 import bz2
 import mmap
@@ -13,13 +13,13 @@ _READ_BYTES = 1 << 20
 
 
 def has_several_streams(path: Path) -> bool:
-    """Whether a second stream begins in the first 64 MB: then any range of the file can be read by itself."""
+    """Return whether a second stream starts in the first 64 MB, so that any range of the file can be read alone."""
     with path.open("rb") as file:
         return _STREAM.search(file.read(_SEARCHED_BYTES), 1) is not None
 
 
 def read_records(text: mmap.mmap, chunk: Chunk, record_start: bytes, problems: Problems) -> bytes:
-    """The records that begin in the streams that begin in [start, end) of the file `text`."""
+    """Return the records that start in the streams that start in [start, end) of the file `text`."""
     first = _STREAM.search(text, chunk.start)
     if not first or first.start() >= chunk.end:
         return b""
@@ -34,7 +34,7 @@ def read_records(text: mmap.mmap, chunk: Chunk, record_start: bytes, problems: P
 
 
 def _rest_of_record(text: mmap.mmap, position: int, chunk: Chunk, record_start: bytes, problems: Problems) -> bytes:
-    """The bytes of the streams from `position` on, before the first record that begins in them."""
+    """Return the bytes of the streams from `position` on, up to the first record that starts in them."""
     rest = b""
     while position < len(text):
         stream, position = _next_stream(text, position, chunk, problems)
@@ -46,7 +46,7 @@ def _rest_of_record(text: mmap.mmap, position: int, chunk: Chunk, record_start: 
 
 
 def _next_stream(text: mmap.mmap, position: int, chunk: Chunk, problems: Problems) -> tuple[bytes, int]:
-    """The stream at `position`, empty if it is broken, and where the next one begins."""
+    """Return the stream at `position`, empty if it is damaged, and the position of the next one."""
     try:
         return _read_stream(text, position)
     except (OSError, EOFError, ValueError) as error:
@@ -56,13 +56,13 @@ def _next_stream(text: mmap.mmap, position: int, chunk: Chunk, problems: Problem
 
 
 def _read_stream(text: mmap.mmap, position: int) -> tuple[bytes, int]:
-    """One whole stream and the position after it."""
+    """Return one stream and the position after it."""
     decompressor = bz2.BZ2Decompressor()
     parts = []
     while not decompressor.eof:
         read = text[position : position + _READ_BYTES]
         if not read:
-            raise EOFError("the file ends in the middle of a stream")
+            raise EOFError("the file is cut off in the middle of a stream")
         parts.append(decompressor.decompress(read))
         position += len(read) - len(decompressor.unused_data)
     return b"".join(parts), position

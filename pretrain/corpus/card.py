@@ -31,8 +31,8 @@ _COUNTS = (
 )
 _MAX_LISTED_FILES = 100
 _MAX_LISTED_PROBLEMS = 50
-MOST_LEFT_OUT = 0.05  # share of a source's characters that may be headings without a hint
-_MOST_UNKNOWN = 0.01  # share of the tokens
+MAX_LEFT_OUT = 0.05  # share of a source's characters that may be headings without a hint
+_MAX_UNKNOWN = 0.01  # share of the tokens
 
 
 def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
                 f"dropped by filters){', so it is not evaluated' if source.get('held_out') else ''}."
             )
         left_out = source.get("left_out")
-        if left_out and left_out["characters"] > MOST_LEFT_OUT * left_out["read_characters"]:
+        if left_out and left_out["characters"] > MAX_LEFT_OUT * left_out["read_characters"]:
             share = left_out["characters"] / left_out["read_characters"]
             yield (
                 f" {source['name']}: {share:.1%} of its text was left out as headings "
@@ -181,7 +181,7 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
                 f" Evaluation set {one['name']}: {which} of its {counted(one['texts'], 'text')} can be looked for; "
                 f"{short:,} have fewer than {SHORTEST} words."
             )
-    if card["totals"]["unknown_rate"] > _MOST_UNKNOWN:
+    if card["totals"]["unknown_rate"] > _MAX_UNKNOWN:
         vocabulary = card["vocabulary"]
         keep = ", strip_accents: false" if vocabulary["lowercase"] and vocabulary.get("strip_accents") is None else ""
         yield (

@@ -21,13 +21,13 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.wording import counted
 from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among, load_hashes
-from pretrain.corpus.filters.report import MOST_EXAMPLES, Report
+from pretrain.corpus.filters.report import MAX_EXAMPLES, Report
 from pretrain.corpus.inputs import LEFT_OUT, first_faults
 from pretrain.corpus.partitions import Partitions, partition_of
 from pretrain.corpus.parts import count_documents, load_documents, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
-MOST_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
+MAX_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
 _KEPT = "kept"  # in the work folder: a byte for each document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
 _DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])
@@ -64,7 +64,7 @@ class ChunkSummary:
         """Drop examples that the card does not show, and texts that were found before; both are kept count of here."""
         for entry in self.filtered:
             rule = entry["filter"], entry["rule"]
-            entry["examples"] = entry["examples"][: MOST_EXAMPLES - examples[rule]]
+            entry["examples"] = entry["examples"][: MAX_EXAMPLES - examples[rule]]
             examples[rule] += len(entry["examples"])
         self.seen = [number for number in self.seen if number not in seen]
         seen.update(self.seen)
@@ -184,7 +184,7 @@ class Documents:
         Documents of sources that are held out come before all others.
         """
         self._near = near_duplicates
-        count = max(1, -(-self._count // MOST_DOCUMENTS))
+        count = max(1, -(-self._count // MAX_DOCUMENTS))
         hashed = Partitions(self._work / "hashed", _HASHED, count)
         for (part, _), first in zip(self._parts, self._first.tolist(), strict=False):
             hashes = load_documents(self._work / part)["hash"]
@@ -194,11 +194,11 @@ class Documents:
         dropped = Partitions(self._work / "dropped", _DROPPED, count)
         for records in hashed.drain():
             found = self._dropped(records, near_duplicates, known)
-            dropped.add(found, found["document"] // np.uint64(MOST_DOCUMENTS))
+            dropped.add(found, found["document"] // np.uint64(MAX_DOCUMENTS))
         with atomic_open(self._work / _KEPT) as file:
             for number, found in enumerate(dropped.drain()):
-                start = number * MOST_DOCUMENTS
-                kept = np.ones(min(MOST_DOCUMENTS, self._count - start), bool)
+                start = number * MAX_DOCUMENTS
+                kept = np.ones(min(MAX_DOCUMENTS, self._count - start), bool)
                 kept[found["document"] - np.uint64(start)] = False
                 kept.tofile(file)
                 self._near_counts += self._by_source(found["document"][found["near"]])
@@ -335,7 +335,7 @@ class Documents:
         """
         own = [number for number, (_, its_source) in enumerate(self._parts) if its_source == source]
         begin, end = (int(self._first[own[0]]), int(self._first[own[-1] + 1])) if own else (0, 0)
-        count = max(1, -(-(end - begin) // MOST_DOCUMENTS))
+        count = max(1, -(-(end - begin) // MAX_DOCUMENTS))
         found = Partitions(self._work / "signatures", _KNOWN, count)
         for part in self._decided(begin, end):
             hashes = np.ascontiguousarray(part.table["hash"][part.of_split("train") == trained])

@@ -32,7 +32,7 @@ from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.vocabulary import forget_rarest, vocabulary_size
 
 LARGEST_NARROW = 1 << 16  # entries whose ids fit the 16 bits of a shard, see `shards.token_dtype`
-_LEAST_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
+_MIN_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
 _SAMPLED_BYTES = 256 << 20  # of text whose words are counted
 # Characters that are encoded to see what is saved, of a document at most, and those that letter sequences are from
 _MEASURED, _LONGEST, _LEARNED = 2 << 20, 1 << 18, 4 << 20
@@ -86,7 +86,7 @@ def saved_share(before: Tokenizer, after: Tokenizer, texts: Sequence[str]) -> fl
 def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int) -> Extension:
     """Add up to `most` words to a tokenizer.
 
-    Candidates are words of at least two tokens, one letter and `_LEAST_COUNT` occurrences, without unknown characters.
+    Candidates are words of at least two tokens, one letter and `_MIN_COUNT` occurrences, without unknown characters.
     Those that save the most tokens come first; the same counts give the same vocabulary.
 
     Args:
@@ -106,7 +106,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int
     saved = {
         word: count * (len(pieces[word]) - 1)
         for word, count in candidates.items()
-        if len(pieces[word]) > 1 and count >= _LEAST_COUNT and unknown not in pieces[word] and word not in known
+        if len(pieces[word]) > 1 and count >= _MIN_COUNT and unknown not in pieces[word] and word not in known
         if any(map(str.isalpha, entry_bytes(word).decode("utf-8", "replace") if is_bytes else word))
     }
     chosen = sorted(saved, key=lambda word: (-saved[word], word))[:most]
@@ -198,9 +198,7 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], most:
         coded["".join(units)] = step * runs[word]
     learned, first = Tokenizer(models.BPE()), list(letters.values())  # in this order, or it would be that of a hash map
     size = len(letters) + most + _FURTHER
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, min_frequency=_LEAST_COUNT, special_tokens=first, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=_MIN_COUNT, special_tokens=first, show_progress=False)
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     learned.train_from_iterator(repeated(coded), trainer)
     spelled = {ord(code): letter for letter, code in letters.items()}

@@ -1,4 +1,4 @@
-"""Which kind of source fits a file: by its suffix, or its beginning."""
+"""The kind of source that fits a file, by its suffix or its first bytes."""
 
 import itertools
 import re
@@ -21,15 +21,16 @@ _KINDS = {
     for module in (books, csv, jsonl, mediawiki, parquet)
     for suffix in module.Reader.suffixes
 }
-_FEWEST_FILES = 3  # of one document each: two are held out
-_FEWEST_DOCUMENTS = 10  # that another kind makes of a file
-_LARGE_BYTES, _NO_BOOK_BYTES = 100_000, 10 << 20  # of a file about which something is said; although there are many
+_MIN_FILES = 3  # of one document each, since two are held out
+_MIN_DOCUMENTS = 10  # that another kind must make of a file
+_LARGE_BYTES = 100_000  # of a file worth a warning
+_NO_BOOK_BYTES = 10 << 20  # the same, per file, if there are many files
 _BLANK_LINES = re.compile(r"\n[ \t]*\n")
 _HEAD = 1_000  # bytes that show the format of a file without a known suffix
 
 
 def files_below(path: Path, problems: Problems) -> list[Path]:
-    """The file `path`, or all files of the folder but for those that are left out, which go to `problems`.
+    """Return the file `path`, or the files of the folder that are read; skipped ones are added to `problems`.
 
     Raises `InputError` if there is none, or a folder cannot be listed.
     """
@@ -44,7 +45,7 @@ def files_below(path: Path, problems: Problems) -> list[Path]:
 
 
 def kind_of(file: Path) -> str:
-    """The kind of source that reads a file: by its suffix, or plain text, which WikiExtractor's files resemble."""
+    """Return the kind of source that reads a file, by its suffix or, if that is missing or unknown, its first bytes."""
     kind = _KINDS.get(plain_suffix(file), PLAIN)
     if kind != PLAIN:
         return kind
@@ -60,31 +61,31 @@ def kind_of(file: Path) -> str:
 def kinds_that_fit(
     sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], held_out_share: float
 ) -> tuple[list[str], bool]:
-    """Lines on the sources of plain text that another kind fits, and whether no other text is there to train on."""
+    """Return warnings about plain-text sources that another kind fits, and whether there is no other training text."""
     paths = {number: [Path(path) for item in inputs[number] for path in item.paths] for number in sources}
-    are_few = held_out_share > 0 and sum(map(len, paths.values())) < _FEWEST_FILES
+    are_few = held_out_share > 0 and sum(map(len, paths.values())) < _MIN_FILES
     are_few &= not any(source.held_out for source in sources.values())
-    least = 0 if are_few else _LARGE_BYTES
-    faults = {number: _fault(source.kind, paths[number], least) for number, source in sources.items()}
+    min_bytes = 0 if are_few else _LARGE_BYTES
+    faults = {number: _fault(source.kind, paths[number], min_bytes) for number, source in sources.items()}
     lines = [f"corpus.sources.{number}.kind: {fault}" for number, fault in faults.items() if fault]
     return lines, are_few and len(lines) == len(sources)
 
 
-def _fault(kind: str, paths: list[Path], least_bytes: int) -> str:
-    """What a kind would do to files that another one fits; "" if it fits them, and of files that are not here."""
+def _fault(kind: str, paths: list[Path], min_bytes: int) -> str:
+    """Describe what `kind` would do to files that another kind fits; "" if it fits, or a file is not stored here."""
     if kind not in ("books", "files", "sentences") or not all(path.is_file() for path in paths):
         return ""
     sizes = [path.stat().st_size for path in paths]
     path = paths[sizes.index(max(sizes))]
-    if max(sizes) < least_bytes or (len(paths) >= _FEWEST_FILES and sum(sizes) < _NO_BOOK_BYTES * len(paths)):
+    if max(sizes) < min_bytes or (len(paths) >= _MIN_FILES and sum(sizes) < _NO_BOOK_BYTES * len(paths)):
         return ""
     with open_text(path) as stream:
         text = stream.read(1 << 20).decode("utf-8", "ignore").replace("\r\n", "\n")
     blocks = [block.strip().split("\n") for block in _BLANK_LINES.split(text) if block.strip()]
     lines = sum(map(len, blocks))
-    if lines < _FEWEST_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
+    if lines < _MIN_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
         return ""
-    if len(blocks) >= _FEWEST_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
+    if len(blocks) >= _MIN_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
         found, fits = f"{counted(len(blocks), 'block')} of lines between blank lines", "sentences, which reads each"
     else:
         found, fits = f"{counted(lines, 'line')} and hardly a blank one", "lines, which reads each line"
@@ -92,7 +93,7 @@ def _fault(kind: str, paths: list[Path], least_bytes: int) -> str:
 
 
 def _is_wrapped(blocks: list[list[str]]) -> bool:
-    """Whether lines end where the page does, in the middle of sentences, as those of a book: no further word fits."""
+    """Return whether the lines are wrapped at a page width, like a book's: the next word would not have fit."""
     widths = sorted(len(line) for block in blocks for line in block)
     pairs = [pair for block in blocks for pair in itertools.pairwise(block)]
     width = widths[int(0.95 * len(widths))]
@@ -106,7 +107,7 @@ def _is_wrapped(blocks: list[list[str]]) -> bool:
 
 
 def documents_of(file: Path, problems: Problems) -> Iterator[str]:
-    """The documents of a file in order, paragraphs as lines. Its faults go to `problems`.
+    """Yield the documents of a file in order, paragraphs as lines. Faults are added to `problems`.
 
     Raises `InputError` if the file cannot be read, or lacks the column `text`.
     """
@@ -116,14 +117,14 @@ def documents_of(file: Path, problems: Problems) -> Iterator[str]:
             yield from sources.documents(chunk, problems)
 
 
-def pieces_of(text: str, least: int) -> Iterator[str]:
-    """Successive lines of a document with `least` characters or more; the last piece may have fewer."""
+def passages_of(text: str, min_characters: int) -> Iterator[str]:
+    """Split a document between lines into passages of `min_characters` or more; the last one may have fewer."""
     lines: list[str] = []
     size = 0
     for line in text.split("\n"):
         lines.append(line)
         size += len(line)
-        if size >= least:
+        if size >= min_characters:
             yield "\n".join(lines)
             lines, size = [], 0
     if any(lines):

@@ -1,8 +1,8 @@
-"""What all kinds of sources share: inputs, the chunks they are cut into, and how a kind finds, cuts and reads them.
+"""The base of all kinds of sources: inputs, the chunks they are cut into, and the reader that a kind implements.
 
-A chunk is what one process prepares in one go: a byte range of a plain file, a block of a decompressed stream, a
-row group, a handful of small files. The cuts depend on the files only, so the corpus is the same whatever the
-number of processes and however often the work was interrupted. A document is a string whose lines are its paragraphs.
+A chunk is the unit of work of a process: a byte range of a plain file, a range of a decompressed stream, a row group,
+a handful of small files. Chunk boundaries depend on the files only, so the corpus does not depend on the number of
+processes or on interruptions. A document is a string whose lines are its paragraphs.
 Faults in an input are counted in `Problems` with its path; the rest of the input is read.
 """
 
@@ -30,47 +30,47 @@ from pretrain.corpus import listing
 from pretrain.storage import folders
 from pretrain.storage.objects import ListedObject, ObjectStore
 
-CHUNK_BYTES = 8 << 20  # least text per chunk
-_MOST_SHOWN = 3  # faults in an error
-_MOST_BAD_SHARE = 0.2  # of the characters of a text: Latin-1 has fewer in any language, GB 18030 or KOI8 more
-_FEW_BAD = 5  # characters, as the accents of a short line
-_MOST_NUL_SHARE = 0.25  # of the first bytes: UTF-16 has more in Latin letters, and some in other ones
+CHUNK_BYTES = 8 << 20  # minimum text per chunk
+_MAX_SHOWN = 3  # faults listed in an error
+_MAX_BAD_SHARE = 0.2  # of a document's characters: Latin-1 has fewer in any language, GB 18030 or KOI8 more
+_ALLOWED_BAD = 5  # bad characters that are always accepted, such as the accents of a short line
+_MAX_NUL_SHARE = 0.25  # of the first bytes: UTF-16 has more for Latin letters, and some for others
 _HEAD_BYTES = 4096
-_BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # also of files that others were appended to
+_BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # also inside files that were concatenated
 _NO_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_UNPACKED = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # bytes that a byte of compressed text usually becomes
-_COLUMNS = {".arrow": "huggingface", ".parquet": "parquet"}  # which no other kind reads
-_ROWS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}
+_EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # typical decompressed bytes per compressed byte of text
+_COLUMN_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # binary formats, which only this kind reads
+_ROW_KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}
 _PACKED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
 )
-"""What cannot be unpacked here, and would be read as text."""
+"""Suffixes of archives and compressions that cannot be read, and would be taken for text."""
 
 BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""The errors that reading a broken file raises, compressed or not."""
+"""The errors that reading a damaged file raises, compressed or not."""
 
 
 LEFT_OUT = ("paragraphs", "characters", "read_characters")
-"""What is counted of paragraphs that a reader takes for no text: they, their characters, and those of all text."""
+"""Counters: paragraphs skipped as non-text, their characters, all characters read."""
 
 
 class Problems:
-    """Faults in the inputs: a count and the first place for every (path, fault). And what readers leave out."""
+    """Faults in the inputs: count and first location for every (path, fault); and paragraphs that readers skip."""
 
     def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
         self._entries: dict[tuple[str, str], dict[str, Any]] = {}
-        self.left_out: Counter[str] = Counter()  # LEFT_OUT -> number
+        self.left_out: Counter[str] = Counter()  # by the names in LEFT_OUT
         self.extend(entries)
 
     def add(self, path: str, fault: str, first: str = "", count: int = 1) -> None:
-        """Count a fault of the file at `path`; `first` is where in the file it is, kept for the first one."""
+        """Count a fault of the file at `path`; `first` is its location in the file, kept for the first one."""
         entry = self._entries.setdefault((path, fault), {"path": path, "fault": fault, "first": first, "count": 0})
         entry["count"] += count
 
     def leave_out(self, paragraph: str) -> None:
-        """Count a paragraph that is no fault, but that the reader takes for no text, such as a heading."""
+        """Count a paragraph that is not a fault, but is skipped as non-text, such as a heading."""
         self.left_out.update(paragraphs=1, characters=len(paragraph))
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
@@ -84,34 +84,34 @@ class Problems:
 
 
 def first_faults(entries: Sequence[dict[str, Any]]) -> str:
-    """The first faults among the `entries` of `Problems`, for an error: where, what, how often."""
+    """Describe the first faults among the `entries` of `Problems`, for an error: where, what, how often."""
     parts = []
-    for entry in entries[:_MOST_SHOWN]:
+    for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
         parts.append(f"{shown(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
-    more = [f"and {len(entries) - _MOST_SHOWN:,} more"] if len(entries) > _MOST_SHOWN else []
+    more = [f"and {len(entries) - _MAX_SHOWN:,} more"] if len(entries) > _MAX_SHOWN else []
     return "; ".join([*parts, *more])
 
 
 @dataclass(frozen=True)
 class Input:
-    """A file, or several small ones, or a data set: what is cut into chunks together."""
+    """A file, several small files, or a shard of a data set, cut into chunks together."""
 
     paths: tuple[str, ...]
     bytes: int
-    problems: tuple[dict[str, Any], ...] = ()  # of finding it and those after it
+    problems: tuple[dict[str, Any], ...] = ()  # of finding the inputs; kept at the first one
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is a shard of a data set on the hub, named `hub:<name>@<revision>#<shard>/<shards>`."""
+        """True for a shard of a data set on the hub, named `hub:<name>@<revision>#<shard>/<shards>`."""
         return bool(self.paths) and self.paths[0].startswith("hub:")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A part of an input, as a kind of source cuts it."""
+    """A range of an input, as a kind of source cuts it."""
 
-    start: int = 0  # in bytes, rows or row groups, as the kind chooses
+    start: int = 0  # in bytes, rows or row groups, depending on the kind
     end: int = 0
     data: Any = None  # the content itself, if the file cannot be opened at `start`
     bytes: int = 0  # of the files, for the progress bar
@@ -121,7 +121,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk(Span):
-    """A span that knows its input. (source, input, block) is its place in the corpus."""
+    """A span with its input. (source, input, block) is its position in the corpus."""
 
     source: int
     input: int
@@ -131,23 +131,23 @@ class Chunk(Span):
 
     @property
     def name(self) -> str:
-        """Sorts as the corpus does."""
+        """A name that sorts in the order of the corpus."""
         return f"{self.source:03d}-{self.input:06d}-{self.block:06d}"
 
 
 class SourceReader:
-    """One source. Every kind subclasses this as `Reader`; by default, an input is a file, read in one chunk."""
+    """A reader of one source; every kind subclasses it as `Reader`. By default, an input is a file and one chunk."""
 
-    suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to take from a folder; () takes all
-    text_share: ClassVar[float] = 1.0  # bytes of text for each byte of a file, about
-    lines_are_sentences: ClassVar[bool] = False  # of the documents; otherwise they are paragraphs
+    suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to read from a folder; () reads all
+    text_share: ClassVar[float] = 1.0  # approximate bytes of text per byte of a file
+    lines_are_sentences: ClassVar[bool] = False  # lines of documents; otherwise they are paragraphs
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
-        self.problems = Problems()  # of finding the inputs: what is left out
+        self.problems = Problems()  # of finding the inputs: skipped files
 
     def find(self, where: str) -> list[Input]:
-        """The inputs in a fixed order. `where` is the source's place in the config, for errors.
+        """Return the inputs in a fixed order. `where` is the source's name in the config, for errors.
 
         Raises:
             InputError: nothing is found, or it cannot be read.
@@ -155,29 +155,29 @@ class SourceReader:
         return [Input((str(file),), file_size(file, where)) for file in self.find_files(where)]
 
     def text_bytes(self, item: Input) -> float:
-        """Bytes of text, guessed from the size of the files; infinite on the hub, whose files are not listed."""
+        """Estimate the bytes of text from the size of the files; infinite on the hub, whose files are not listed."""
         if item.is_remote:
             return math.inf
-        return self.text_share * _UNPACKED.get(compression(Path(*item.paths[:1])), 1.0) * item.bytes
+        return self.text_share * _EXPANSION.get(compression(Path(*item.paths[:1])), 1.0) * item.bytes
 
     def cut(self, item: Input) -> Iterator[Span]:
-        """The spans of an input, at least one; they depend on the files only."""
+        """Yield the spans of an input, at least one; they depend on the files only."""
         yield Span(bytes=item.bytes)
 
     def is_stream(self, item: Input) -> bool:
-        """Whether `cut` has to read the whole input in order, so that its spans carry their data."""
+        """Return whether `cut` must read the whole input in order, so that its spans carry their data."""
         return False
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
-        """The documents of a chunk, paragraphs as lines. Faults of the input go to `problems`."""
+        """Yield the documents of a chunk, paragraphs as lines. Faults of the input are added to `problems`."""
         raise NotImplementedError
 
     def takes(self, file: PurePath) -> bool:
-        """Whether a file of a folder is read."""
+        """Return whether a file of a folder is read."""
         return not self.suffixes or plain_suffix(file) in self.suffixes
 
     def find_files(self, where: str) -> list[Path]:
-        """The files at the config's `path`: a file, a folder, a glob, or an address, from which they are fetched.
+        """Return the files at the config's `path`: a file, a folder, a glob, or an address, which is fetched.
 
         Raises `InputError` if there are none.
         """
@@ -194,14 +194,14 @@ class SourceReader:
         if not files:
             others = listing.files_in(path, f"{where}.path") if path.is_dir() else []
             raise nothing_found(self.config, where, self.problems.entries(), others)
-        if _other_kind(self.config.kind, files, _COLUMNS):
+        if _other_kind(self.config.kind, files, _COLUMN_KINDS):
             raise nothing_found(self.config, where, (), files)
         for file in files:
             _check_name(file, where)
         return sorted(files)
 
     def stored_files(self, objects: ObjectStore) -> dict[str, ListedObject]:
-        """The objects at an address that are read, by their addresses; none is fetched."""
+        """Return the objects at an address that would be read, by their addresses; none is fetched."""
         address = self.config.path.rstrip("/")
         root = folders.root_of(address)
         found = folders.find(address if root == address else f"{root}/**", objects)
@@ -217,7 +217,7 @@ class SourceReader:
 
 
 def _check_name(file: Path, where: str) -> None:
-    """Raise `InputError` for a name that no card or manifest can hold, and for a file that must be unpacked first."""
+    """Raise `InputError` for a name that is not valid UTF-8, and for a file that must be unpacked first."""
     try:
         str(file).encode()
     except UnicodeEncodeError:
@@ -234,11 +234,11 @@ def _check_name(file: Path, where: str) -> None:
 def nothing_found(
     config: SourceConfig, where: str, left_out: Sequence[dict[str, Any]] = (), others: Sequence[Path] = ()
 ) -> InputError:
-    """The error of a source without files that are read; `where` is its place in the config. `others` are there."""
+    """Return the error for a source without files to read, named `where` in the config; `others` exist."""
     path = Path(config.path).expanduser()
     pattern = "" if is_remote(config.path) or path.exists() else listing.escaped(path)
     advice = f"It is a pattern. Write {pattern} for the folder of that name." if pattern else "Check the path."
-    if kind := _other_kind(config.kind, others, {**_COLUMNS, **_ROWS}):
+    if kind := _other_kind(config.kind, others, {**_COLUMN_KINDS, **_ROW_KINDS}):
         advice = f"Its files are of kind {kind}: set kind: {kind}{' and dataset' * (kind == 'huggingface')}."
     if left_out:
         advice = f"{first_faults(left_out)}. {advice}"
@@ -246,14 +246,14 @@ def nothing_found(
 
 
 def _other_kind(kind: str, files: Iterable[Path], kinds: Mapping[str, str]) -> str:
-    """The kind of most of the files, among `kinds` of suffixes, if it is not `kind`; else ""."""
+    """Return the kind of most files, by their suffixes in `kinds`, if it is not `kind`; else ""."""
     counts = Counter(kinds.get(plain_suffix(file), "") for file in files)
-    most = max(counts, key=counts.__getitem__, default="")
-    return "" if most == kind or is_own(kind) else most
+    most_common = max(counts, key=counts.__getitem__, default="")
+    return "" if most_common == kind or is_own(kind) else most_common
 
 
 def grouped(files: Iterable[Path], where: str) -> list[Input]:
-    """Inputs of several small files each, CHUNK_BYTES together."""
+    """Group small files into inputs of about CHUNK_BYTES."""
     inputs: list[Input] = []
     paths: list[str] = []
     total = 0
@@ -271,7 +271,7 @@ def grouped(files: Iterable[Path], where: str) -> list[Input]:
 def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[Path], list[str] | None]) -> None:
     """Raise `InputError` before the work starts if `names(file)` lacks the text column.
 
-    If the names cannot be read, no error is raised here; reading the file counts the fault.
+    If the names cannot be read, nothing is raised here; reading the file counts the fault.
     """
     import pyarrow as pa
 
@@ -288,16 +288,16 @@ def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[
 
 
 class BrokenInputError(Exception):
-    """A file that cannot be read to its end or in part; the rest has been yielded."""
+    """A file that cannot be read completely; all readable data has been yielded."""
 
 
 def carried_spans(
-    item: Input, blocks: Iterator[tuple[Any, int]], nothing: Any, problems: Problems | None = None
+    item: Input, blocks: Iterator[tuple[Any, int]], empty: Any, problems: Problems | None = None
 ) -> Iterator[Span]:
-    """Spans that carry their data, read in order by one process. The last has no data, only the faults.
+    """Yield spans that carry their data, read in order by one process. The last one has no data, only the faults.
 
-    `blocks` yields (data, bytes of the file read so far) and may raise `BrokenInputError`; `nothing` is empty data.
-    `problems` are those that reading the blocks finds besides.
+    `blocks` yields (data, bytes of the file read so far) and may raise `BrokenInputError`; `empty` is empty data.
+    `problems` are further faults found while reading the blocks.
     """
     path, problems = item.paths[0], problems or Problems()
     position = 0
@@ -310,11 +310,11 @@ def carried_spans(
             problems.add(path, "empty file")
     except BrokenInputError as error:
         problems.add(path, str(error), f"in its last {item.bytes - position} bytes")
-    yield Span(data=nothing, bytes=max(0, item.bytes - position), problems=problems.entries())
+    yield Span(data=empty, bytes=max(0, item.bytes - position), problems=problems.entries())
 
 
 def file_size(path: Path, where: str) -> int:
-    """Bytes of a file; `InputError` if it cannot be read."""
+    """Return the size of a file in bytes; `InputError` if it cannot be read."""
     try:
         with path.open("rb"):
             return path.stat().st_size
@@ -323,28 +323,28 @@ def file_size(path: Path, where: str) -> int:
 
 
 def compression(path: PurePath) -> str:
-    """The suffix of a compressed file, among COMPRESSED; "" of another."""
+    """Return the suffix of a compressed file, one of COMPRESSED; "" for another file."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSED else ""
 
 
 def plain_suffix(path: PurePath) -> str:
-    """The suffix without a compression's: `.xml` of `a.xml.bz2`."""
+    """Return the suffix below a compression's: `.xml` for `a.xml.bz2`."""
     return PurePath(path.stem if compression(path) else path).suffix.lower()
 
 
 def open_file(path: Path) -> IO[Any]:
-    """The file open for reading bytes, decompressed. `streams.open_text` also reads what is broken."""
+    """Open a file for reading bytes, decompressed. `streams.open_text` also reads damaged files."""
     return cast(IO[Any], COMPRESSED[compression(path)](path)) if compression(path) else path.open("rb")
 
 
 def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
-    """UTF-8 text; bad bytes become U+FFFD, which BERT's normalizer drops, and are counted. `offset` is `raw`'s.
+    """Decode UTF-8; bad bytes become U+FFFD, which BERT's normalizer drops, and are counted. `offset` is `raw`'s.
 
-    Text of another encoding is left out and counted: "" is returned.
+    Text in another encoding is skipped and counted: "" is returned.
     """
     nul_share = raw.count(0, 0, _HEAD_BYTES) / len(raw[:_HEAD_BYTES]) if b"\0" in raw else 0
-    if nul_share > _MOST_NUL_SHARE:
+    if nul_share > _MAX_NUL_SHARE:
         problems.add(path, _NO_UTF8)
         return ""
     try:
@@ -353,16 +353,16 @@ def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
     except UnicodeDecodeError as error:
         text = raw.decode("utf-8", "replace")
         bad = text.count("\N{REPLACEMENT CHARACTER}") - raw.count("\N{REPLACEMENT CHARACTER}".encode())
-        place = f"near byte {offset + error.start}"
-        if bad > _FEW_BAD + _MOST_BAD_SHARE * len(text) or nul_share > _MOST_NUL_SHARE / 50:
-            problems.add(path, _NO_UTF8, place)
+        location = f"near byte {offset + error.start}"
+        if bad > _ALLOWED_BAD + _MAX_BAD_SHARE * len(text) or nul_share > _MAX_NUL_SHARE / 50:
+            problems.add(path, _NO_UTF8, location)
             return ""
-        problems.add(path, "bytes that are not UTF-8", place, bad)
+        problems.add(path, "bytes that are not UTF-8", location, bad)
         return _BYTE_ORDER_MARKS.sub("", text)
 
 
 def without_surrogates(text: str, path: str, problems: Problems) -> str:
-    """`text` without halves of characters, which JSON may escape ("\\ud83d") and no encoding can write."""
+    """Replace lone surrogates, which JSON may escape ("\\ud83d") and no encoding can write."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -372,5 +372,5 @@ def without_surrogates(text: str, path: str, problems: Problems) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type."""
+    """Return the first line of an error's message, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Files of JSON values that are not one a line: an array of objects, or indented objects one after the other."""
+"""Files of JSON values that are not one per line: an array of objects, or indented objects one after the other."""
 
 import json
 import re
@@ -11,9 +11,9 @@ from pretrain.corpus import inputs
 from pretrain.corpus.inputs import BrokenInputError
 from pretrain.corpus.streams import TextStream, open_text
 
-MAX_BYTES = 10**9  # of a file that is not one value a line, unpacked; it is read whole
+MAX_BYTES = 10**9  # of a file that is not one value per line, decompressed; it is read at once
 _HEAD_BYTES = 1000
-_FIRST_BYTES = 16 << 20  # that hold the first value
+_FIRST_BYTES = 16 << 20  # that must contain the first value
 _SPREAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*\n\s*")')
 _OBJECT = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"')
 _BETWEEN = re.compile(r"[\s,\[\]\ufeff]*")
@@ -21,28 +21,28 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def begins_with_object(path: Path) -> bool:
-    """Whether the first thing in a file is a JSON object, alone or in an array. Raises `OSError`."""
+    """Return whether a file starts with a JSON object, alone or in an array. Raises `OSError`."""
     with open_text(path) as stream:
         return _OBJECT.match(stream.read(_HEAD_BYTES)) is not None
 
 
 def is_spread(path: Path) -> bool:
-    """Whether a file's objects are in an array or over several lines. Raises `OSError`."""
+    """Return whether a file's objects are in an array or span several lines. Raises `OSError`."""
     with open_text(path) as stream:
         return _SPREAD.match(stream.read(_HEAD_BYTES)) is not None
 
 
 def first_value(path: Path) -> Any:
-    """The first value of a file, one a line or not. Raises `OSError`, and `ValueError` if it is too long or broken."""
+    """Return the first value of a file in any layout. Raises `OSError`; `ValueError` if it is too long or damaged."""
     with open_text(path) as stream:
         text = stream.read(_FIRST_BYTES).decode("utf-8", "replace")
     return _decode(text, len(_between(text, 0)))[0]
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """(values of about a chunk, one a line; bytes of the file up to there, about).
+    """Yield (values of about a chunk, one per line; bytes of the file up to there, about).
 
-    Raises `BrokenInputError` where the file or a value cannot be read; all before it has been yielded. Raises
+    Raises `BrokenInputError` where the file or a value cannot be read; all earlier values have been yielded. Raises
     `InputError` if the file is too large.
     """
     with path.open("rb") as raw:
@@ -52,27 +52,27 @@ def lines(path: Path) -> Iterator[tuple[bytes, int]]:
         raise too_large(path)
     text, fault = data.decode("utf-8", "surrogateescape"), stream.fault and f"broken file: {stream.fault}"
     values: list[bytes] = []
-    place = size = 0
+    position = size = 0
     is_array = False
     while True:
-        between = _between(text, place)
-        place, is_array = place + len(between), is_array or "[" in between
-        if place == len(text):
+        between = _between(text, position)
+        position, is_array = position + len(between), is_array or "[" in between
+        if position == len(text):
             break
         try:
-            end = _decode(text, place)[1]
+            end = _decode(text, position)[1]
         except (json.JSONDecodeError, RecursionError) as error:
             fault = fault or f"JSON that cannot be read: {inputs.one_line(error)}"
             break
-        # JSON has line ends only between its tokens.
-        line = text[place:end].replace("\n", " ").replace("\r", " ")
+        # JSON has line breaks only between its tokens.
+        line = text[position:end].replace("\n", " ").replace("\r", " ")
         values.append(line.encode("utf-8", "surrogateescape"))
-        place, size = end, size + len(values[-1])
+        position, size = end, size + len(values[-1])
         if size >= inputs.CHUNK_BYTES:
-            yield b"\n".join(values), file_bytes * place // len(text)
+            yield b"\n".join(values), file_bytes * position // len(text)
             values, size = [], 0
     if values:
-        yield b"\n".join(values), file_bytes * place // len(text)
+        yield b"\n".join(values), file_bytes * position // len(text)
     if not fault and is_array and "]" not in between:
         fault = "JSON array without an end"
     if fault:
@@ -80,13 +80,12 @@ def lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def too_large(path: Path) -> InputError:
-    """The error of a file over `MAX_BYTES`."""
+    """Return the error for a file over `MAX_BYTES`."""
     return InputError(
-        f"{path}: more than {MAX_BYTES // 10**9} GB of JSON that is not one object a line. Write it as JSONL, one "
-        "object a line."
+        f"{path}: more than {MAX_BYTES // 10**9} GB of JSON that is not one object per line. Write it as JSONL."
     )
 
 
-def _between(text: str, place: int) -> str:
-    between = _BETWEEN.match(text, place)
+def _between(text: str, position: int) -> str:
+    between = _BETWEEN.match(text, position)
     return between.group() if between else ""

@@ -1,4 +1,4 @@
-"""Which files of a folder, a pattern or an address are read. What is left out is counted."""
+"""The files of a folder, a pattern or an address that are read. Skipped files are counted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NOWHERE = "link that leads nowhere: left out"
 
 
 def files_in(folder: Path, where: str = "") -> list[Path]:
-    """All files below a folder, sorted, and links that lead nowhere; also in linked folders, each visited once.
+    """List all files below a folder, sorted, and broken links; also in linked folders, each visited once.
 
     Raises `InputError` if a folder cannot be listed; `where` is its setting.
     """
-    visited = [folder.resolve()]  # with all below them
+    visited = [folder.resolve()]  # including their subfolders
 
-    def is_new(link: Path) -> bool:
+    def is_unvisited(link: Path) -> bool:
         real = link.resolve()
         if any(real.is_relative_to(one) for one in visited):
             return False
@@ -32,26 +32,26 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
         return True
 
     files: list[Path] = []
-    waiting = [str(folder)]
+    pending = [str(folder)]
     try:
-        for here in waiting:  # which grows
-            with os.scandir(here) as entries:
+        for current in pending:  # grows during the loop
+            with os.scandir(current) as entries:
                 for entry in sorted(entries, key=lambda one: one.name):
                     link = Path(entry.path) if entry.is_symlink() else None
-                    kind = link or entry  # only a path may lead in a circle, and be neither
+                    kind = link or entry  # only a Path reports a circular link as neither file nor folder
                     if kind.is_dir():
-                        if link is None or is_new(link):
-                            waiting.append(entry.path)
+                        if link is None or is_unvisited(link):
+                            pending.append(entry.path)
                     elif kind.is_file() or (link and not link.exists()):
                         files.append(Path(entry.path))
     except OSError as error:
-        place = f"{where}: {error.filename}" if where else error.filename
-        raise InputError(f"{place}: cannot be read ({error.strerror}). Check its permissions.") from None
+        location = f"{where}: {error.filename}" if where else error.filename
+        raise InputError(f"{location}: cannot be read ({error.strerror}). Check its permissions.") from None
     return sorted(files)
 
 
 def visible(files: Iterable[Path], root: Path, note: Note, *, hidden: bool = False) -> list[Path]:
-    """As `read_names`, of files of this machine."""
+    """Select files of this machine as `read_names` does."""
     inner = {str(file.relative_to(root)): file for file in files}
     kept = read_names(inner, str(root), lambda name: (root / name).exists(), note, hidden=hidden)
     return [inner[name] for name in kept]
@@ -60,9 +60,9 @@ def visible(files: Iterable[Path], root: Path, note: Note, *, hidden: bool = Fal
 def read_names(
     names: Iterable[str], root: str, exists: Callable[[str], bool], note: Note, *, hidden: bool = False
 ) -> list[str]:
-    """Those of the files with these names below `root` that are read; the others are told to `note`.
+    """Return the names of the files below `root` that are read; the others are reported to `note`.
 
-    Left out are links that lead nowhere, hidden files, unless `hidden`, and corpora below `root`, prepared or begun.
+    Skipped are broken links, hidden files, unless `hidden`, and corpora below `root`, finished or not.
     """
     known, kept = {PurePath(): False}, []
 
@@ -86,11 +86,11 @@ def read_names(
 
 
 def matching(path: Path, note: Note) -> list[Path]:
-    """The files that match a pattern and are read. Hidden ones match only a pattern that has their dot."""
+    """Return the files that match a pattern and are read. Hidden files only match a pattern that contains their dot."""
     pattern = str(path)
     root = Path(folders.root_of(pattern) or path.anchor)
     dotted = any(part.startswith(".") for part in path.relative_to(root).parts)
-    if "**" in path.parts and not dotted and root.is_dir():  # linked folders once
+    if "**" in path.parts and not dotted and root.is_dir():  # `files_in` visits linked folders only once
         files = [file for file in files_in(root) if folders.matches(str(file), pattern)]
     else:
         found = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
@@ -99,7 +99,7 @@ def matching(path: Path, note: Note) -> list[Path]:
 
 
 def escaped(path: Path) -> str:
-    """The pattern for `path` in which the folders that exist are their names; "" if that is no other one."""
+    """Return the pattern for `path` with its existing folders escaped; "" if that changes nothing."""
     folder = next(one for one in path.parents if one.exists())
     pattern = str(Path(glob.escape(str(folder)), path.relative_to(folder)))
     return pattern if pattern != str(path) else ""

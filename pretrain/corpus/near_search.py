@@ -6,7 +6,7 @@ from pretrain.config import NearDuplicatesConfig
 from pretrain.corpus import stages
 from pretrain.corpus.filters.near_duplicates import (
     BANDS,
-    MOST_DOCUMENTS,
+    MAX_DOCUMENTS,
     ROWS,
     NearDuplicates,
     Precedence,
@@ -30,7 +30,7 @@ def find_near_duplicates(
     documents = int(SketchFiles(work).first[-1])
     if not documents:  # a later stage says so
         return
-    shares = -(-documents // MOST_DOCUMENTS)
+    shares = -(-documents // MAX_DOCUMENTS)
     calls = [
         (f"pairs-{band:04d}-{share:04d}-{shares:04d}.npy", band, share, shares, precedence)
         for band in range(BANDS)

@@ -1,4 +1,4 @@
-"""Files of records that begin with a token: read by byte ranges, or in order if they are compressed."""
+"""Files of records that start with a marker: read by byte ranges, or in order if they are compressed."""
 
 import mmap
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ from pretrain.corpus import bzip2, inputs
 from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, SourceReader, Span, compression
 from pretrain.corpus.streams import TextStream, is_utf16
 
-MAX_RECORD_BYTES = 512 << 20  # a single record this large means that the file is not what its kind says
+MAX_RECORD_BYTES = 512 << 20  # a larger record means that the file is of another kind
 BZIP2_CHUNK_BYTES = 2 << 20
 STREAM_READ_BYTES = 1 << 18
 
 
 class RecordReader(SourceReader):
-    """A source of files that hold one record after another. A kind defines how a record begins."""
+    """A source of files that hold one record after another. A kind defines the marker at the start of a record."""
 
     record_start: ClassVar[bytes]
-    previous_bytes: ClassVar[int] = 0  # leading bytes of `record_start` that belong to the record before
+    previous_bytes: ClassVar[int] = 0  # leading bytes of `record_start` that belong to the previous record
     cuts_bzip2: ClassVar[bool] = False  # whether a .bz2 file of several streams is read by ranges
 
     def is_stream(self, item: Input) -> bool:
@@ -33,23 +33,23 @@ class RecordReader(SourceReader):
         return _ranges(item, BZIP2_CHUNK_BYTES if compression(path) else inputs.CHUNK_BYTES)
 
     def records(self, chunk: Chunk, problems: Problems) -> bytes:
-        """The whole records of a chunk, end to end."""
+        """Return the complete records of a chunk, end to end."""
         return chunk.data if chunk.data is not None else self._read_range(chunk, problems)
 
     def _is_cut_bzip2(self, path: Path) -> bool:
         return self.cuts_bzip2 and compression(path) == ".bz2" and bzip2.has_several_streams(path)
 
     def _blocks(self, path: Path) -> Iterator[tuple[bytes, int]]:
-        """(whole records of about CHUNK_BYTES, bytes of the file read so far)."""
+        """Yield (complete records of about CHUNK_BYTES, bytes of the file read so far)."""
         rest, searched = bytearray(), 0
-        ended = False
+        is_last = False
         with path.open("rb") as raw:
             stream = TextStream(path, raw)
-            while not ended:
+            while not is_last:
                 read = stream.read(STREAM_READ_BYTES)
                 rest += read
-                ended = not read
-                if len(rest) >= searched + inputs.CHUNK_BYTES and not ended:
+                is_last = not read
+                if len(rest) >= searched + inputs.CHUNK_BYTES and not is_last:
                     last = self.last_record(rest)
                     if last > 0:
                         yield bytes(rest[:last]), raw.tell()
@@ -63,7 +63,7 @@ class RecordReader(SourceReader):
             raise BrokenInputError(f"broken file: {stream.fault}")
 
     def _read_range(self, chunk: Chunk, problems: Problems) -> bytes:
-        """The records that begin in [start, end) of the file."""
+        """Return the records that start in [start, end) of the file."""
         path = Path(chunk.paths[0])
         if not path.stat().st_size:
             problems.add(str(path), "empty file")
@@ -77,12 +77,12 @@ class RecordReader(SourceReader):
             return text[begin:end]
 
     def last_record(self, text: bytearray) -> int:
-        """Where the last record in `text` begins; 0 if that is the first one."""
-        place = text.rfind(self.record_start, 1)
-        return place + self.previous_bytes if place > 0 else 0
+        """Return the offset of the last record in `text`; 0 if it is the first one."""
+        offset = text.rfind(self.record_start, 1)
+        return offset + self.previous_bytes if offset > 0 else 0
 
     def next_record(self, text: mmap.mmap, position: int) -> int:
-        """Where the first record begins at or after `position`; the length of the file if there is none."""
+        """Return the offset of the first record at or after `position`; the length of the file if there is none."""
         if position == 0:
             return 0
         start = text.find(self.record_start, position - self.previous_bytes)

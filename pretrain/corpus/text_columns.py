@@ -1,4 +1,4 @@
-"""Sources of rows of which one column is the text."""
+"""Sources of rows with a column of text."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,10 +9,10 @@ ROWS_PER_READ = 1000
 
 
 class ColumnReader(SourceReader):
-    """A source of rows. A kind defines how the values of the text column are read."""
+    """A source of rows. A kind defines how to read the values of the text column."""
 
     def values(self, chunk: Chunk) -> Iterable[Any]:
-        """The text column of a chunk, in order: str, or bytes that may not be UTF-8."""
+        """Return the text column of a chunk, in order: str, or bytes that may not be UTF-8."""
         raise NotImplementedError
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 
 from pretrain.corpus.keytable import KeyTable
 
-MOST_LETTERS = 16  # of a word, and so of a token that can be in it
+MAX_LETTERS = 16  # of a word, and so of a token that can be in it
 # The roots: of tokens that begin a word, and of those that continue one ("##ing").
 _BEGINNING, _CONTINUATION = 1, 2
 
@@ -16,12 +16,12 @@ class TokenTrie:
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         self._unknown = vocabulary["[UNK]"]
-        fitting = [t for t in vocabulary if t.isascii() and 0 < len(t.removeprefix("##")) <= MOST_LETTERS]
-        letters = np.array([token.removeprefix("##").encode() for token in fitting], f"S{MOST_LETTERS}")
-        letters = letters.view(np.uint8).reshape(-1, MOST_LETTERS)
+        fitting = [t for t in vocabulary if t.isascii() and 0 < len(t.removeprefix("##")) <= MAX_LETTERS]
+        letters = np.array([token.removeprefix("##").encode() for token in fitting], f"S{MAX_LETTERS}")
+        letters = letters.view(np.uint8).reshape(-1, MAX_LETTERS)
         nodes = np.array([_CONTINUATION if token.startswith("##") else _BEGINNING for token in fitting])
         self._next, size = KeyTable(1, capacity=2 * len(fitting)), 3
-        for position in range(MOST_LETTERS):
+        for position in range(MAX_LETTERS):
             longer = np.flatnonzero(letters[:, position])
             children, new = self._next.lookup([_edges(nodes[longer], letters[longer, position])], size)
             nodes[longer] = children

@@ -213,7 +213,7 @@ def test_the_bytes_do_not_depend_on_the_processes(vocabulary: str, sources: Path
 
 
 def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(sources, whole, tmp_path, monkeypatch) -> None:
-    for name in ("filters.near_duplicates.MOST_DOCUMENTS", "near_search.MOST_DOCUMENTS", "documents.MOST_DOCUMENTS"):
+    for name in ("filters.near_duplicates.MAX_DOCUMENTS", "near_search.MAX_DOCUMENTS", "documents.MAX_DOCUMENTS"):
         monkeypatch.setattr(f"pretrain.corpus.{name}", 7)
     prepare(filtered(sources, tmp_path / "apart", ON), quiet=True)
     assert content(whole) == content(tmp_path / "apart")

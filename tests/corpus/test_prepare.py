@@ -431,7 +431,7 @@ def _in_order(table: np.ndarray) -> np.ndarray:
 
 
 def _in_small_partitions(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
-    monkeypatch.setattr("pretrain.corpus.documents.MOST_DOCUMENTS", documents)
+    monkeypatch.setattr("pretrain.corpus.documents.MAX_DOCUMENTS", documents)
     monkeypatch.setattr("pretrain.corpus.partitions.BUFFERED", documents)
 
 

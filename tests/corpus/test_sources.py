@@ -198,7 +198,7 @@ NO_UTF8 = "bytes that are not UTF-8, near byte"
     [
         ("wiki", f'<doc title="T">\nT\n{BAD_BYTES}</doc>\n', [READ_SO], [f"{NO_UTF8} 20: 2"]),
         ("wiki", '<doc title="T">\nT\n1\n</doc>\n<doc title="U">\n2\n', ["1\n"], [f"{UNCLOSED}, : 1"]),
-        ("wiki", "No tags here.\n", [], ["no <doc> in this part of the file, it begins 'No tags here.': 1"]),
+        ("wiki", "No tags here.\n", [], ["no <doc> in this part of the file, it starts with 'No tags here.': 1"]),
         ("t.csv", f"{CSV}4,bad \xff\n", [*QUOTED[:2], "bad \ufffd"], [f"{NO_UTF8} 4: 1", f"{LEFT_OUT}: 1"]),
         ("t.csv", "id,text\n1,one\n" + "2,too,many\n" * 3 + "3\n4,two\n", ["one", "two"], [f"{LEFT_OUT}: 4"]),
         ("t.tsv.gz", "text\tid\nfrom a tab\t1\n", ["from a tab"], []),

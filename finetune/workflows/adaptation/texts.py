@@ -9,8 +9,8 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file
 from pretrain.common.wording import counted
-from pretrain.corpus.card import MOST_LEFT_OUT
-from pretrain.corpus.formats import PLAIN, files_below, kind_of, pieces_of
+from pretrain.corpus.card import MAX_LEFT_OUT
+from pretrain.corpus.formats import PLAIN, files_below, kind_of, passages_of
 from pretrain.corpus.inputs import LEFT_OUT, Problems, first_faults
 from pretrain.corpus.sources import books
 
@@ -73,7 +73,7 @@ def _write_pieces(files: Sequence[Path], out: Path) -> int:
     aside = out.with_name(f".{out.name}.new")
     with atomic_open(aside, "w") as written:
         for file in files:
-            for piece in pieces_of(_paragraphs(books.read_text(file, problems), problems), least):
+            for piece in passages_of(_paragraphs(books.read_text(file, problems), problems), least):
                 written.write(json.dumps({"text": piece}) + "\n")
                 count += 1
         if not count:
@@ -96,7 +96,7 @@ def _print_losses(files: Sequence[Path], problems: Problems) -> None:
     if problems.entries():
         print(f"  warning: {first_faults(problems.entries())}.")
     paragraphs, characters, of_all = (problems.left_out[key] for key in LEFT_OUT)
-    if characters > MOST_LEFT_OUT * of_all:
+    if characters > MAX_LEFT_OUT * of_all:
         print(
             f"  warning: {_named(files)}: {characters / of_all:.1%} of the text was left out as headings "
             f"({counted(paragraphs, 'paragraph')}). If they are text, give it as JSONL."

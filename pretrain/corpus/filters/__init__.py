@@ -1,7 +1,7 @@
 """The filters of `prepare`: optional steps that drop documents, applied where documents are read in parallel.
 
-Documents with text of evaluation sets are dropped there, each by itself. Near-duplicates need all documents: here those
-that stay get sketches, and `near_duplicates` compares them when all are read.
+Documents that contain text of evaluation sets are dropped immediately, one by one. Near-duplicates can only be found
+among all documents: here each kept document gets a sketch; `near_duplicates` compares the sketches at the end.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from pretrain.corpus.filters.near_duplicates import BANDS, ROWS, WORDS, Sketches
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.filters.text_columns import text_columns
 
-_CHARACTERS = 1 << 19  # of documents in columns at once, so that these fit the cache
+_BATCH_CHARACTERS = 1 << 19  # of documents filtered together; more do not fit the CPU cache
 
 
 def filter_settings(config: FiltersConfig) -> dict[str, Any]:
-    """The settings that decide what the filters that are on drop, by their names in the section; {} if all are off."""
+    """Return the settings that decide what the enabled filters drop, by name; {} if none is enabled."""
     settings: dict[str, Any] = {}
     if config.contamination.sets:
         values = {"drop": True, "ngram": NGRAM, "shortest": SHORTEST}
@@ -45,31 +45,31 @@ class Filters:
         self._contamination = Contamination(sets, work / TABLE) if sets.sets else None
 
     def keep(self, texts: list[str], report: Report) -> tuple[list[str], Sketches | None]:
-        """Those of `texts` that stay, and their sketches; the others go to `report`."""
+        """Return the documents to keep, and their sketches; the dropped ones are added to `report`."""
         if not texts or not (self._contamination or self._finds_near):
             return texts, None
-        kept, made = zip(*(self._kept(some, report) for some in _cut(texts)), strict=True)
-        return [text for some in kept for text in some], Sketches.joined(made) if self._finds_near else None
+        kept, kept_sketches = zip(*(self._kept(batch, report) for batch in _batches(texts)), strict=True)
+        return [text for batch in kept for text in batch], Sketches.joined(kept_sketches) if self._finds_near else None
 
     def _kept(self, texts: list[str], report: Report) -> tuple[list[str], Sketches | None]:
         columns = text_columns(texts)
-        stays = np.ones(len(texts), bool)
+        is_kept = np.ones(len(texts), bool)
         if self._contamination:
             matches = self._contamination.find(columns)
-            stays = matches.sets < 0
-            for number in np.flatnonzero(~stays).tolist():
+            is_kept = matches.sets < 0
+            for number in np.flatnonzero(~is_kept).tolist():
                 name = self._contamination.names[matches.sets[number]]
                 report.add("contamination", name, texts[number], matches.words[number])
             report.seen.update(matches.seen.tolist())
-        made = sketches(texts, columns).select(stays) if self._finds_near else None
-        return [texts[number] for number in np.flatnonzero(stays).tolist()], made
+        kept_sketches = sketches(texts, columns).select(is_kept) if self._finds_near else None
+        return [texts[number] for number in np.flatnonzero(is_kept).tolist()], kept_sketches
 
 
-def _cut(texts: list[str]) -> Iterator[list[str]]:
-    """`texts` in lists of about `_CHARACTERS`."""
+def _batches(texts: list[str]) -> Iterator[list[str]]:
+    """Yield the documents in lists of about `_BATCH_CHARACTERS` characters."""
     first, size = 0, 0
     for last, text in enumerate(texts, 1):
         size += len(text)
-        if size >= _CHARACTERS or last == len(texts):
+        if size >= _BATCH_CHARACTERS or last == len(texts):
             yield texts[first:last]
             first, size = last, 0

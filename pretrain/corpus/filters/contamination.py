@@ -1,4 +1,4 @@
-"""Documents that contain text of evaluation sets: common sequences of 13 words (Brown et al. 2020, appendix C)."""
+"""Documents that contain text of evaluation sets: shared sequences of 13 words (Brown et al. 2020, appendix C)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,18 +7,18 @@ from typing import NamedTuple
 import numpy as np
 
 from pretrain.config import ContaminationConfig
-from pretrain.corpus.filters.evaluation_sets import BEGINNING, set_names
+from pretrain.corpus.filters.evaluation_sets import PREFIX, set_names
 from pretrain.corpus.filters.text_columns import TextColumns
 
-_SLOTS_PER_GRAM = 16  # of a table that settles most look-ups: what the beginnings of all n-grams are not
-_MOST_BITS = 26
+_SLOTS_PER_GRAM = 16  # of a bit table that rejects most look-ups: hashes that are not the prefix of any n-gram
+_MAX_BITS = 26
 
 
 class Matches(NamedTuple):
     """Text of evaluation sets in D documents.
 
-    sets int64 [D]: the first set that a document has text of, -1 if there is none; words [D]: its first such words;
-    seen int64: the texts of all sets that were found.
+    sets int64 [D]: the first set whose text a document contains, -1 for none; words [D]: the first words they share;
+    seen int64: numbers of the examples found, counted over all sets.
     """
 
     sets: np.ndarray
@@ -27,7 +27,7 @@ class Matches(NamedTuple):
 
 
 class Contamination:
-    """Finds n-grams of evaluation sets; the table of them is read when the first document is."""
+    """Finds n-grams of evaluation sets; their table is loaded when the first documents are searched."""
 
     def __init__(self, config: ContaminationConfig, table: Path) -> None:
         self.names = set_names(config)
@@ -35,23 +35,23 @@ class Contamination:
         self._table: _Table | None = None
 
     def find(self, columns: TextColumns) -> Matches:
-        """The matches in the documents of `columns`."""
+        """Return the matches in the documents of `columns`."""
         if self._table is None:
             self._table = _Table(self._path)
         count = len(columns.terms) - 1
-        found, places = np.full(count, -1), np.zeros((count, 2), np.int64)
+        first_sets, ranges = np.full(count, -1), np.zeros((count, 2), np.int64)
         seen = [np.zeros(0, np.int64)]
-        for begins, ends, owners in self._table.find(columns):
-            sets = np.searchsorted(self._table.first, owners, "right") - 1
+        for begins, ends, examples in self._table.find(columns):
+            sets = np.searchsorted(self._table.first, examples, "right") - 1
             documents = np.searchsorted(columns.terms, begins, "right") - 1
-            seen.append(owners)
-            # The last of equal indices wins, so those of the first sets, and of the first places, come last.
+            seen.append(examples)
+            # Of equal indices the last assignment wins, so the first sets, and the first terms, must come last.
             order = np.lexsort((begins, sets))[::-1]
-            order = order[(found[documents[order]] < 0) | (sets[order] < found[documents[order]])]
-            found[documents[order]] = sets[order]
-            places[documents[order]] = np.stack([begins[order], ends[order] - 1], 1)
-        words = [_words(columns, *place) if one >= 0 else "" for one, place in zip(found, places, strict=True)]
-        return Matches(found, words, np.unique(np.concatenate(seen)))
+            order = order[(first_sets[documents[order]] < 0) | (sets[order] < first_sets[documents[order]])]
+            first_sets[documents[order]] = sets[order]
+            ranges[documents[order]] = np.stack([begins[order], ends[order] - 1], 1)
+        words = [_words(columns, *terms) if one >= 0 else "" for one, terms in zip(first_sets, ranges, strict=True)]
+        return Matches(first_sets, words, np.unique(np.concatenate(seen)))
 
 
 class _Table:
@@ -59,35 +59,35 @@ class _Table:
 
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as arrays:
-            self.hashes, self._texts = arrays["hashes"], arrays["texts"]
+            self.hashes, self._examples = arrays["hashes"], arrays["texts"]
             self.lengths, self.first = arrays["lengths"].tolist(), arrays["first"]
-            self._beginnings = arrays["beginnings"]
-        bits = min(_MOST_BITS, max(16, (_SLOTS_PER_GRAM * len(self._beginnings)).bit_length()))
+            self._prefixes = arrays["beginnings"]
+        bits = min(_MAX_BITS, max(16, (_SLOTS_PER_GRAM * len(self._prefixes)).bit_length()))
         self._shift = np.uint64(64 - bits)
-        self._may_be = np.zeros(1 << bits, bool)
-        self._may_be[(self._beginnings >> self._shift).astype(np.int64)] = True
+        self._is_prefix = np.zeros(1 << bits, bool)
+        self._is_prefix[(self._prefixes >> self._shift).astype(np.int64)] = True
 
     def find(self, columns: TextColumns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """The n-grams of documents that a set has: (first terms, ends, the texts that have them) for each length."""
-        grams = columns.grams(BEGINNING)
-        may_begin = np.flatnonzero(self._may_be[(grams >> self._shift).astype(np.int64)])
-        may_begin = may_begin[_places(self._beginnings, grams[may_begin])[1]]
-        limits = columns.terms[np.searchsorted(columns.terms, may_begin, "right")]
+        """Yield the n-grams of documents that are in a set: (first terms, end terms, set examples) for each length."""
+        grams = columns.grams(PREFIX)
+        starts = np.flatnonzero(self._is_prefix[(grams >> self._shift).astype(np.int64)])
+        starts = starts[_look_up(self._prefixes, grams[starts])[1]]
+        limits = columns.terms[np.searchsorted(columns.terms, starts, "right")]
         for length in self.lengths:
-            ends = columns.sequence_ends(may_begin, length)
-            begins, ends = may_begin[ends <= limits], ends[ends <= limits]
-            place, known = _places(self.hashes, columns.sequence_hashes(begins, ends))
-            yield begins[known], ends[known], self._texts[place[known]]
+            ends = columns.sequence_ends(starts, length)
+            begins, ends = starts[ends <= limits], ends[ends <= limits]
+            index, is_known = _look_up(self.hashes, columns.sequence_hashes(begins, ends))
+            yield begins[is_known], ends[is_known], self._examples[index[is_known]]
 
 
-def _places(ascending: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [N], bool [N]: the place of each of `values` among `ascending`, and whether it is there."""
+def _look_up(ascending: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [N], bool [N]: the index of each of `values` in the sorted array, and whether it is there."""
     if not len(ascending):
         return np.zeros(len(values), np.int64), np.zeros(len(values), bool)
-    place = np.searchsorted(ascending, values).clip(max=len(ascending) - 1)
-    return place, ascending[place] == values
+    index = np.searchsorted(ascending, values).clip(max=len(ascending) - 1)
+    return index, ascending[index] == values
 
 
 def _words(columns: TextColumns, first: int, last: int) -> str:
-    """The text from one term to another."""
+    """Return the text from the term `first` to the term `last`."""
     return columns.units[columns.term_starts[first] : columns.term_ends[last]].tobytes().decode("utf-16-le", "replace")

@@ -1,9 +1,9 @@
-"""The texts of evaluation sets, from files of labeled examples, and the table of their n-grams.
+"""The examples of evaluation sets, from files of labeled data, and the table of their n-grams.
 
-    .txt                 a text per line
-    .csv, .tsv           with a header; a text per cell, of all columns or those named
-    .jsonl, .json        every string is a text, at any depth, or those below the keys named
-    .conll, .bio, .iob   a text per sentence: the first column, sentences parted by empty lines
+    .txt                 an example per line
+    .csv, .tsv           with a header; an example per cell, of all columns or the configured ones
+    .jsonl, .json        every string is an example, at any depth, or only below the configured keys
+    .conll, .bio, .iob   an example per sentence: the first column; empty lines separate sentences
 
 Files may be compressed (.gz, .bz2, .xz).
 """
@@ -26,75 +26,75 @@ from pretrain.corpus.listing import files_in
 
 TABLE = "evaluation.npz"
 NGRAM = 13  # words, as in GPT-3
-SHORTEST = 8  # terms of a text with fewer than NGRAM words that is looked for
-BEGINNING = 6  # words that these are at least, where a term is less than one
-_TEXTS_AT_ONCE = 4096
+SHORTEST = 8  # minimum terms of an example with fewer than NGRAM words; shorter ones are not looked for
+PREFIX = 6  # words; also the minimum length of an example where a term is less than a word
+_BATCH_EXAMPLES = 4096
 
 
 def evaluation_files(config: ContaminationConfig) -> list[list[Path]]:
-    """The files of each set, sorted. Raises `InputError` if one is missing or of an unknown format."""
+    """Return the files of each set, sorted. Raises `InputError` if one is missing or of an unknown format."""
     return [_files(one, f"corpus.filters.contamination.sets.{n}") for n, one in enumerate(config.sets)]
 
 
 def set_names(config: ContaminationConfig) -> list[str]:
-    """The names of the sets, by default those of their paths."""
+    """Return the names of the sets; by default, the stems of their paths."""
     return [one.name or Path(one.path).name.split(".")[0] for one in config.sets]
 
 
 def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
-    """Write the n-grams of all sets to `path`; returns {texts, too_short} of each: those too short are not looked for.
+    """Write the n-grams of all sets to `path`; returns {texts, too_short} of each: examples in all, and ignored ones.
 
-    hashes uint64 [G], ascending, and texts int64 [G], the first text that has it; beginnings uint64: hashes of their
-    first `BEGINNING` words; lengths int64: quarters of words in the n-grams; first int64 [sets + 1]: the first text of
-    each set.
+    hashes uint64 [G], ascending, and texts int64 [G], the first example that has it; beginnings uint64: hashes of
+    their first `PREFIX` words; lengths int64: of the n-grams, in quarters of words; first int64 [sets + 1]: the first
+    example of each set.
     """
     none = np.zeros(0, np.uint64)
     grams, first, sizes = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0], []
     for one, files in zip(config.sets, evaluation_files(config), strict=True):
         count, short = first[-1], 0
-        for texts in _batched(_texts(files, one)):
-            grams.append(_grams(texts, count))
-            count += len(texts)
-            short += len(texts) - len(np.unique(grams[-1].texts))
+        for batch in _batched(_examples(files, one)):
+            grams.append(_grams(batch, count))
+            count += len(batch)
+            short += len(batch) - len(np.unique(grams[-1].examples))
         if count == first[-1]:
             raise InputError(f"{one.path}: no text in this evaluation set. Check the file and its columns.")
         sizes.append({"texts": count - first[-1], "too_short": short})
         first.append(count)
-    hashes, beginnings, texts_of, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
-    distinct, place = np.unique(hashes, return_index=True)
+    hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
+    distinct, first_index = np.unique(hashes, return_index=True)
     with atomic_open(path) as file:
         np.savez(
             file,
             lengths=np.unique(lengths),
             first=np.array(first),
             hashes=distinct,
-            texts=texts_of[place],
-            beginnings=np.unique(beginnings),
+            texts=examples[first_index],
+            beginnings=np.unique(prefixes),
         )
     return sizes
 
 
 class _Grams(NamedTuple):
     hashes: np.ndarray
-    beginnings: np.ndarray
-    texts: np.ndarray
+    prefixes: np.ndarray
+    examples: np.ndarray
     lengths: np.ndarray
 
 
-def _grams(texts: Sequence[str], first: int) -> _Grams:
-    """The n-grams of `texts`, of which the first has the number `first`. A shorter text is one n-gram."""
-    columns = text_columns(texts)
+def _grams(examples: Sequence[str], first: int) -> _Grams:
+    """Return the n-grams of examples numbered from `first` on. A shorter example is one n-gram."""
+    columns = text_columns(examples)
     starts, counts = columns.gram_documents(NGRAM)
     begins = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
     quarters = columns.document_quarters()
-    is_long = (np.diff(columns.terms) >= SHORTEST) & (quarters >= BEGINNING * WORD)
+    is_long = (np.diff(columns.terms) >= SHORTEST) & (quarters >= PREFIX * WORD)
     short = np.flatnonzero((counts == 0) & is_long)
     lengths = np.append(np.full(len(begins), NGRAM * WORD), quarters[short])
     begins = np.append(begins, columns.terms[short])
     return _Grams(
         columns.sequence_hashes(begins, columns.sequence_ends(begins, lengths)),
-        columns.sequence_hashes(begins, columns.sequence_ends(begins, BEGINNING * WORD)),
-        first + np.append(np.repeat(np.arange(len(texts)), counts), short),
+        columns.sequence_hashes(begins, columns.sequence_ends(begins, PREFIX * WORD)),
+        first + np.append(np.repeat(np.arange(len(examples)), counts), short),
         lengths,
     )
 
@@ -117,7 +117,7 @@ def _files(one: EvaluationSetConfig, where: str) -> list[Path]:
     return files
 
 
-def _texts(files: Iterable[Path], one: EvaluationSetConfig) -> Iterator[str]:
+def _examples(files: Iterable[Path], one: EvaluationSetConfig) -> Iterator[str]:
     for file in files:
         try:
             with open_file(file) as raw:
@@ -136,7 +136,7 @@ def _lines(raw: IO[Any], _: EvaluationSetConfig) -> Iterator[str]:
 def _cells(raw: IO[Any], one: EvaluationSetConfig, delimiter: str = ",") -> Iterator[str]:
     text = raw.read().decode("utf-8-sig")
 
-    # Quotes of a .tsv may be of the text or of its writer; none is a part of an n-gram.
+    # Quotes in a .tsv may belong to the text or be quoting; n-grams contain none either way.
     rows = (bare_rows if delimiter == "\t" else quoted_rows)(io.StringIO(text, newline=""), delimiter)
     _, names = next(rows, (1, []))
     if missing := [name for name in one.columns if name not in names]:
@@ -157,7 +157,7 @@ def _json_file(raw: IO[Any], one: EvaluationSetConfig) -> Iterator[str]:
 
 
 def _strings(value: Any, keys: Sequence[str]) -> Iterator[str]:
-    """The strings in a JSON value; if there are `keys`, those below them."""
+    """Yield the strings in a JSON value; with `keys`, only the strings below these keys."""
     if isinstance(value, str):
         if not keys:
             yield value
@@ -184,7 +184,7 @@ def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     for text in texts:
         batch.append(text)
-        if len(batch) == _TEXTS_AT_ONCE:
+        if len(batch) == _BATCH_EXAMPLES:
             yield batch
             batch = []
     if batch:

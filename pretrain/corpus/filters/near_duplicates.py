@@ -1,12 +1,12 @@
 """Near-duplicates by MinHash (Broder 1997) and locality-sensitive hashing in bands (Leskovec et al., chapter 3).
 
-While documents are read, each gets a sketch: one number for every band, which documents with equal minima in that band
-share, and the lowest 8 bits of all minima (Li & Koenig 2010). The sketches of a part are a file. Afterwards each call
-of `find_pairs` compares the documents of one band, or of a share of it by hash, and names the pairs that are similar.
+While documents are read, each gets a sketch: one hash per band, equal for documents whose minima in that band are
+equal, and the lowest 8 bits of all minima (Li & Koenig 2010). The sketches of a part are a file. Then each call of
+`find_pairs` compares the documents of one band, or of a share of it by hash, and writes the similar pairs.
 
-A document is dropped if one before it is similar, whether that one is kept or not. First come the documents of a
-corpus that grows, then those that are held out, then all others in the order of the corpus. A document is compared with
-the first and the one right before it of those that share a band with it, and with up to `_ANCHORS` that are not for
+A document is dropped if an earlier one is similar, whether that one is kept or not. The order is: documents that a
+growing corpus already has, held-out documents, then all others in the order of the corpus. Of the earlier documents
+that share a band, a document is compared with the first and the last, and with up to `_ANCHORS` that are not for
 training.
 """
 
@@ -25,35 +25,35 @@ from typing import Any
 import numpy as np
 
 from pretrain.common.files import atomic_open, write_json
-from pretrain.corpus.filters.report import MOST_EXAMPLES, excerpt
+from pretrain.corpus.filters.report import MAX_EXAMPLES, excerpt
 from pretrain.corpus.filters.text_columns import TextColumns, mixed
 from pretrain.corpus.partitions import Partitions, partition_of
 
 SUFFIX = ".sketches"
-WORDS = 3  # of a sequence
+WORDS = 3  # of an n-gram
 # A pair of documents with similarity s shares a band with probability 1 - (1 - s^ROWS)^BANDS: 0.87 at 0.5.
 BANDS, ROWS = 32, 4  # ROWS: minima in a band
 _SEED = 42
-MOST_DOCUMENTS = 1 << 23  # of a call of `find_pairs`: about 0.4 GB of memory
+MAX_DOCUMENTS = 1 << 23  # of a call of `find_pairs`: about 0.4 GB of memory
 _ANCHORS = 8
-_PAIRS_AT_ONCE = 4096  # compared, so that their minima fit the cache
+_BATCH_PAIRS = 4096  # compared together; the minima of more do not fit the CPU cache
 _EXCERPT_BYTES = 96
-_FEW = 1000  # known hashes for each that is looked up, above which their pages are read one by one
-_CHANCE = 1 / 256  # that the lowest 8 bits of different minima are equal
+_SPARSE = 1000  # known hashes per look-up, above which only the needed pages of their file are read
+_COLLISION = 1 / 256  # probability that the lowest 8 bits of different minima are equal
 _HASH = np.dtype([("first", "<u8"), ("second", "<u8")])
-_KNOWN, _HELD_OUT, _VALIDATION, _TRAINING = range(4)  # ranks: of similar documents, the one of the lowest rank stays
+_KNOWN, _HELD_OUT, _VALIDATION, _TRAINING = range(4)  # ranks: the similar document with the lowest rank is kept
 _RANKS = [("rank", "u1"), ("earlier_rank", "u1")]
 PAIR = np.dtype([("document", "<u8"), ("earlier", "<u8"), ("equal", "<u4"), ("hash", "<u8", 2), *_RANKS])
 
 
 @dataclass(frozen=True)
 class Precedence:
-    """Which documents come before those for training.
+    """Documents that take precedence over training documents.
 
     Attributes:
-        held_out: numbers of the sources that are held out as a whole.
-        fraction: of the documents of all others that is held out, by hash.
-        trained: files of the hashes of known documents that are for training.
+        held_out: numbers of the sources that are entirely held out.
+        fraction: of the documents of all other sources that is held out, by hash.
+        trained: files with the hashes of known training documents.
     """
 
     held_out: tuple[int, ...]
@@ -61,7 +61,7 @@ class Precedence:
     trained: tuple[Path, ...]
 
     def below(self, hashes: np.ndarray) -> np.ndarray:
-        """bool [D]: which documents with uint64 [D, 2] `hashes` the fraction holds out."""
+        """bool [D]: which documents with uint64 [D, 2] `hashes` are held out by the fraction."""
         return hashes[:, 0] < np.uint64(self.fraction * 2**64)
 
 
@@ -74,23 +74,23 @@ class Sketches:
     excerpts: np.ndarray
 
     def select(self, keep: np.ndarray) -> Sketches:
-        """Those of the documents that bool or integer `keep` chooses."""
+        """Return the sketches that bool or integer `keep` selects."""
         return Sketches(self.keys[keep], self.minima[keep], self.excerpts[keep])
 
     @classmethod
     def joined(cls, sketches: Sequence[Sketches]) -> Sketches:
-        """Those of all documents, one after the other."""
+        """Concatenate sketches."""
         return cls(*(np.concatenate([getattr(s, name) for s in sketches]) for name in ("keys", "minima", "excerpts")))
 
     def save(self, path: Path, hashes: np.ndarray) -> None:
-        """Write the sketches of documents with `hashes`, uint64 [D, 2]; bands lie one after the other."""
+        """Write the sketches of documents with `hashes`, uint64 [D, 2]; the bands are stored one after the other."""
         with atomic_open(path) as file:
             for array in (hashes, np.ascontiguousarray(self.keys.T), self.minima, self.excerpts):
                 np.save(file, array, allow_pickle=False)
 
 
 def sketches(texts: Sequence[str], columns: TextColumns) -> Sketches:
-    """The sketches of `texts`, of which each set is that of its sequences of `WORDS` words."""
+    """Sketch each document: the MinHash of its set of n-grams of `WORDS` words."""
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
     grams, counts = _gram_sets(texts, columns, WORDS)
@@ -107,8 +107,8 @@ def sketches(texts: Sequence[str], columns: TextColumns) -> Sketches:
 
 
 def _gram_sets(texts: Sequence[str], columns: TextColumns, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the n-grams of all documents, and how many each has. One with fewer than n words has one hash: of all
-    its words or, without any, such as a row of emoji, of its text.
+    """Return hashes of the n-grams of all documents, and their counts. A document with fewer than n words has one hash:
+    of all its words or, if it has none, such as a row of emoji, of its characters.
     """
     grams = columns.grams(n)
     first, counts = columns.gram_documents(n)
@@ -124,11 +124,11 @@ def _gram_sets(texts: Sequence[str], columns: TextColumns, n: int) -> tuple[np.n
 
 
 def join_sketches(parts: Sequence[Path], out: Path) -> None:
-    """Write the sketches of several files, one after the other, as one file."""
+    """Concatenate several files of sketches into one."""
     with atomic_open(out) as file:
         for number in range(4):
             arrays = [_mapped(path, number) for path in parts]
-            axis = 1 if number == 1 else 0  # of the documents
+            axis = 1 if number == 1 else 0  # along which the documents are
             shape = list(arrays[0].shape)
             shape[axis] = sum(array.shape[axis] for array in arrays)
             described = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False}
@@ -144,33 +144,33 @@ def join_sketches(parts: Sequence[Path], out: Path) -> None:
 class SketchFiles:
     """The sketches of all parts in the folder `work`, in the order of the corpus, read from their files as needed.
 
-    Files that are named by a source alone are of a corpus that grows. Their documents are the `known` first ones.
+    Files named after a source alone belong to a growing corpus. Their documents, the first `known` ones, come first.
     """
 
     def __init__(self, work: Path) -> None:
         named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work.glob("*" + SUFFIX))
         self._paths = [path for _, path in named]
         self.first = np.cumsum([0, *(len(_mapped(path, 0)) for path in self._paths)])
-        self._sources = np.array([place[0] for place, _ in named], np.int64)
-        self._known = sum(len(place) == 1 for place, _ in named)
-        self.known = int(self.first[self._known])
+        self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)
+        self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
+        self.known = int(self.first[self._known_files])
 
     def band(self, band: int, share: int, shares: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys of one band that are `share` modulo `shares`, and the documents that have them.
+        """Return the keys of one band that are `share` modulo `shares`, and the documents that have them.
 
-        Of known documents, only those that share their key with one that is not.
+        Known documents are included only if a new document has the same key.
         """
-        found: dict[int, tuple[np.ndarray, np.ndarray]] = {-1: (np.zeros(0, np.uint64), np.zeros(0, np.uint64))}
+        by_file: dict[int, tuple[np.ndarray, np.ndarray]] = {-1: (np.zeros(0, np.uint64), np.zeros(0, np.uint64))}
         new = np.zeros(0, np.uint64)
-        for number in [*range(self._known, len(self._paths)), *range(self._known)]:
+        for number in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
             if number == 0:
-                new = np.unique(np.concatenate([keys for keys, _ in found.values()]))
-            own = np.asarray(_mapped(self._paths[number], 1)[band])
-            chosen = np.flatnonzero(own % np.uint64(shares) == share)
-            if number < self._known:
-                chosen = chosen[np.isin(own[chosen], new)]
-            found[number] = own[chosen], chosen.astype(np.uint64) + np.uint64(self.first[number])
-        keys, documents = zip(*(found[number] for number in sorted(found)), strict=True)
+                new = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
+            keys = np.asarray(_mapped(self._paths[number], 1)[band])
+            chosen = np.flatnonzero(keys % np.uint64(shares) == share)
+            if number < self._known_files:
+                chosen = chosen[np.isin(keys[chosen], new)]
+            by_file[number] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.first[number])
+        keys, documents = zip(*(by_file[number] for number in sorted(by_file)), strict=True)
         return np.concatenate(keys), np.concatenate(documents)
 
     def sources(self, documents: np.ndarray) -> np.ndarray:
@@ -184,7 +184,7 @@ class SketchFiles:
         return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
 
     def rows(self, number: int, documents: np.ndarray) -> np.ndarray:
-        """Rows of the array `number` (0 hashes, 2 minima, 3 excerpts) for ascending document numbers."""
+        """Return the rows of the array `number` (0 hashes, 2 minima, 3 excerpts) for ascending document numbers."""
         documents = documents.astype(np.int64)
         part = np.searchsorted(self.first, documents, "right") - 1
         chosen = [_mapped(self._paths[p], number)[documents[part == p] - self.first[p]] for p in np.unique(part)]
@@ -192,45 +192,45 @@ class SketchFiles:
 
 
 def _mapped(path: Path, number: int) -> np.ndarray:
-    """One of the arrays of a file of sketches, memory-mapped: hashes, keys, minima, excerpts."""
+    """Memory-map an array of a file of sketches: hashes, keys, minima or excerpts."""
     with path.open("rb") as file:
         for _ in range(number + 1):
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-            place = file.tell()
+            offset = file.tell()
             file.seek(dtype.itemsize * int(np.prod(shape)), os.SEEK_CUR)
-    return np.memmap(path, dtype, "r", place, shape)
+    return np.memmap(path, dtype, "r", offset, shape)
 
 
 def find_pairs(
     work: Path, out: Path, band: int, share: int, shares: int, threshold: float, precedence: Precedence
 ) -> None:
-    """Write the documents that are similar to one before them in one band to `out`: PAIR, ascending.
+    """Write the documents of one band that are similar to an earlier one to `out`: PAIR, ascending.
 
-    Only keys that are `share` modulo `shares` are compared. A document has one pair, or if its source is held out also
-    all with known documents.
+    Only keys that are `share` modulo `shares` are compared. A document has one pair; if its source is held out, also
+    all pairs with known documents.
     """
     files = SketchFiles(work)
     later, earlier, *ranks = _candidates(files, *files.band(band, share, shares), precedence)
-    involved, place = np.unique(np.concatenate([later, earlier]), return_inverse=True)
+    involved, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(2, involved)
-    equal = _equal_bits(minima, place[: len(later)], place[len(later) :])
+    equal = _equal_minima(minima, row[: len(later)], row[len(later) :])
     similar = _similarity(equal, minima.shape[1]) >= threshold
     pairs = np.zeros(int(similar.sum()), PAIR)
     pairs["document"], pairs["earlier"], pairs["equal"] = later[similar], earlier[similar], equal[similar]
-    pairs["hash"] = files.rows(0, involved)[place[: len(later)][similar]]
-    pairs["rank"], pairs["earlier_rank"] = (its[similar] for its in ranks)
+    pairs["hash"] = files.rows(0, involved)[row[: len(later)][similar]]
+    pairs["rank"], pairs["earlier_rank"] = (rank[similar] for rank in ranks)
     pairs = _ordered(pairs)
     with atomic_open(out) as file:
         np.save(file, pairs[_are_first(pairs) | _are_with_known(pairs)], allow_pickle=False)
 
 
-def _equal_bits(minima: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """uint32 [N]: how many of the minima of documents `some[i]` and `others[i]` are equal."""
-    equal = np.zeros(len(some), np.uint32)
-    for start in range(0, len(some), _PAIRS_AT_ONCE):
-        these = slice(start, start + _PAIRS_AT_ONCE)
-        equal[these] = np.count_nonzero(minima[some[these]] == minima[others[these]], axis=1)
+def _equal_minima(minima: np.ndarray, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
+    """uint32 [N]: how many minima of the documents `later[i]` and `earlier[i]` are equal."""
+    equal = np.zeros(len(later), np.uint32)
+    for start in range(0, len(later), _BATCH_PAIRS):
+        batch = slice(start, start + _BATCH_PAIRS)
+        equal[batch] = np.count_nonzero(minima[later[batch]] == minima[earlier[batch]], axis=1)
     return equal
 
 
@@ -239,56 +239,56 @@ def _ordered(pairs: np.ndarray) -> np.ndarray:
 
 
 def _are_first(pairs: np.ndarray) -> np.ndarray:
-    """bool: the first of the ordered pairs of each document."""
+    """bool [N]: whether a pair is the first of its document; pairs are ordered."""
     return np.append(True, pairs["document"][1:] != pairs["document"][:-1])[: len(pairs)]
 
 
 def _are_with_known(pairs: np.ndarray) -> np.ndarray:
-    """bool: pairs of a document of a held-out source and a known one."""
+    """bool [N]: pairs of a document of a held-out source and a known one."""
     return (pairs["rank"] == _HELD_OUT) & (pairs["earlier_rank"] == _KNOWN)
 
 
 def _similarity(equal: np.ndarray, size: int) -> np.ndarray:
-    """The estimated share of common n-grams (Jaccard) of documents of whose `size` minima `equal` have equal bits."""
-    return (equal / size - _CHANCE) / (1 - _CHANCE)
+    """Estimate the Jaccard similarity of the n-grams of two documents, `equal` of whose `size` minima are equal."""
+    return (equal / size - _COLLISION) / (1 - _COLLISION)
 
 
 def _candidates(
     files: SketchFiles, keys: np.ndarray, documents: np.ndarray, precedence: Precedence
 ) -> tuple[np.ndarray, ...]:
-    """(new document, one before it, their ranks) for documents that share a key; copies do not count."""
+    """Return (new documents, earlier ones, their ranks) for documents that share a key, without exact copies."""
     order = np.argsort(keys, kind="stable")
     keys, documents = keys[order], documents[order]
     same = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
     shared = same | np.append(same[1:], False)
     keys, documents = keys[shared], documents[shared]
-    ascending, place = np.unique(documents, return_inverse=True)
+    ascending, row = np.unique(documents, return_inverse=True)
     hashes = files.rows(0, ascending)
     ranks = files.ranks(ascending, hashes, precedence)
-    order = np.lexsort((documents, ranks[place], keys))
-    keys, place = keys[order], place[order]
-    kept = ~_copies(keys, hashes[place])
-    keys, documents, ranks = keys[kept], ascending[place[kept]], ranks[place[kept]]
-    later, earlier = _compared(keys, ranks)
+    order = np.lexsort((documents, ranks[row], keys))
+    keys, row = keys[order], row[order]
+    kept = ~_copies(keys, hashes[row])
+    keys, documents, ranks = keys[kept], ascending[row[kept]], ranks[row[kept]]
+    later, earlier = _pairs_to_compare(keys, ranks)
     is_new = ranks[later] != _KNOWN
     later, earlier = later[is_new], earlier[is_new]
     return documents[later], documents[earlier], ranks[later], ranks[earlier]
 
 
-def _compared(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places of pairs among documents in the order of their keys and ranks: (later, earlier)."""
+def _pairs_to_compare(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (later, earlier) indices of pairs, for documents ordered by key and rank."""
     begins = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
     sizes = np.diff(np.append(begins, len(keys)))
     anchors = np.add.reduceat(ranks != _TRAINING, begins).clip(1, _ANCHORS) if len(keys) else sizes
-    first, anchors, place = np.repeat(begins, sizes), np.repeat(anchors, sizes), np.arange(len(keys))
-    others = [place[(place > first + n) & (anchors > n)] for n in range(anchors.max(initial=0))]
-    before = place[place > first + anchors]
-    earlier = [first[some] + n for n, some in enumerate(others)]
-    return np.concatenate([*others, before]), np.concatenate([*earlier, before - 1])
+    first, anchors, index = np.repeat(begins, sizes), np.repeat(anchors, sizes), np.arange(len(keys))
+    later = [index[(index > first + n) & (anchors > n)] for n in range(anchors.max(initial=0))]
+    earlier = [first[one] + n for n, one in enumerate(later)]
+    with_previous = index[index > first + anchors]
+    return np.concatenate([*later, with_previous]), np.concatenate([*earlier, with_previous - 1])
 
 
 def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """bool: documents with the text of one before, which are left out anyway. They share every key with it."""
+    """bool [N]: exact copies of an earlier document, which are dropped anyway. They have the same keys."""
     order = np.lexsort((hashes[:, 1], hashes[:, 0], keys))
     copies = np.zeros(len(keys), bool)
     now, before = order[1:], order[:-1]
@@ -296,26 +296,26 @@ def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     return copies
 
 
-def merge_pairs(found: Sequence[Path], work: Path, size: int, out: Path, precedence: Precedence) -> None:
-    """Write the result to `out` from what all calls of `find_pairs` wrote; sketches have `size` minima.
+def merge_pairs(pair_files: Sequence[Path], work: Path, size: int, out: Path, precedence: Precedence) -> None:
+    """Merge the files of all calls of `find_pairs` into `out`; sketches have `size` minima.
 
-    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending. It comes last: beside it is the same for
-    those of them that are for training and similar to one that is held out, and a report.
+    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending. It is written last: beside it are the
+    hashes of dropped training documents that are similar to a held-out one, and a report.
     """
     files = SketchFiles(work)
-    every = [np.load(path, mmap_mode="r", allow_pickle=False) for path in found]
-    shares = max(1, -(-int(files.first[-1]) // MOST_DOCUMENTS))
+    mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
+    shares = max(1, -(-int(files.first[-1]) // MAX_DOCUMENTS))
     chosen = {path: Partitions(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost(out), out)}
     examples: list[dict[str, Any]] = []
     trained: Counter[str] = Counter()
-    for block in range(shares):
-        pairs = _ordered(np.concatenate([_of_block(pairs, block) for pairs in every]))
+    for share in range(shares):
+        pairs = _ordered(np.concatenate([_of_share(pairs, share) for pairs in mapped]))
         trained.update(_similar_to_trained(files, pairs[_are_with_known(pairs)], precedence))
         pairs = pairs[_are_first(pairs)]
-        examples += [_example(files, pair, size) for pair in pairs[: MOST_EXAMPLES - len(examples)]]
+        examples += [_example(files, pair, size) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
-        for partitions, some in zip(chosen.values(), (pairs[is_lost], pairs), strict=True):
-            hashes = np.ascontiguousarray(some["hash"]).view(_HASH).reshape(-1)
+        for partitions, dropped in zip(chosen.values(), (pairs[is_lost], pairs), strict=True):
+            hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
             partitions.add(hashes, partition_of(hashes["first"], shares))
     write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained})
     for path, partitions in chosen.items():
@@ -329,32 +329,32 @@ def _lost(out: Path) -> Path:
 
 
 def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
-    """Source -> its documents in pairs with known documents that are similar to one that is for training."""
-    earlier, place = np.unique(pairs["earlier"], return_inverse=True)
+    """Return source -> how many of its documents are similar to a known training document."""
+    earlier, row = np.unique(pairs["earlier"], return_inverse=True)
     hashes = files.rows(0, earlier)
     order = np.argsort(hashes[:, 0])
     is_trained = np.zeros(len(earlier), bool)
     for path in precedence.trained:
         is_trained[order] |= are_among(load_hashes(path), hashes[order])
     is_trained &= ~precedence.below(hashes)
-    documents = np.unique(pairs["document"][is_trained[place]])
+    documents = np.unique(pairs["document"][is_trained[row]])
     return Counter(map(str, files.sources(documents).tolist()))
 
 
-def _of_block(pairs: np.ndarray, block: int) -> np.ndarray:
-    """Those of ascending `pairs` whose document is one of `MOST_DOCUMENTS`; a search that reads few pages."""
+def _of_share(pairs: np.ndarray, share: int) -> np.ndarray:
+    """Return the pairs of a range of `MAX_DOCUMENTS` documents; bisects ascending pairs, which reads few pages."""
     begin, end = (
-        bisect.bisect_left(pairs, number * MOST_DOCUMENTS, key=lambda pair: int(pair["document"]))
-        for number in (block, block + 1)
+        bisect.bisect_left(pairs, number * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
+        for number in (share, share + 1)
     )
     return np.array(pairs[begin:end])
 
 
 def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
     numbers = np.array([pair["document"]]), np.array([pair["earlier"]])
-    text, like = (files.rows(3, number)[0].decode(errors="ignore") for number in numbers)
+    text, earlier_text = (files.rows(3, number)[0].decode(errors="ignore") for number in numbers)
     similarity = float(_similarity(pair["equal"], size))
-    return {"text": text, "found": f"similarity {similarity:.2f} to: {like}"}
+    return {"text": text, "found": f"similarity {similarity:.2f} to: {earlier_text}"}
 
 
 @dataclass(frozen=True)
@@ -363,9 +363,9 @@ class NearDuplicates:
 
     Attributes:
         hashes: uint64 [N, 2], ascending.
-        lost: the same of those that held-out documents replace.
-        examples: as a `Report` has them.
-        trained: source that is held out -> its documents that are similar to known ones that are trained on.
+        lost: the same, of training documents that are similar to held-out ones.
+        examples: as in a `Report`.
+        trained: held-out source -> how many of its documents are similar to known training documents.
     """
 
     hashes: np.ndarray
@@ -375,26 +375,26 @@ class NearDuplicates:
 
     @classmethod
     def load(cls, path: Path) -> NearDuplicates:
-        """What `merge_pairs` wrote."""
+        """Read the files that `merge_pairs` wrote."""
         report = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         trained = {int(source): count for source, count in report["trained"].items()}
         return cls(load_hashes(path), load_hashes(_lost(path)), report["examples"], trained)
 
 
 def load_hashes(path: Path) -> np.ndarray:
-    """uint64 [N, 2] of a file, memory-mapped; an empty file cannot be."""
+    """Memory-map a file of hashes as uint64 [N, 2]; an empty file cannot be mapped."""
     return np.memmap(path, np.uint64, "r").reshape(-1, 2) if path.stat().st_size else np.zeros((0, 2), np.uint64)
 
 
 def are_among(known: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """bool [D]: which of `hashes` are known; both uint64 [N, 2] with the first ascending."""
+    """bool [D]: which of `hashes` are known; both are uint64 [N, 2] and ascend in the first column."""
     if not len(hashes):
         return np.zeros(0, bool)
     begin = bisect.bisect_left(known, hashes[0, 0], key=lambda row: row[0])
     end = bisect.bisect_right(known, hashes[-1, 0], lo=begin, key=lambda row: row[0])
-    few = len(hashes) * _FEW < end - begin
-    known = known[begin:end] if few else np.array(known[begin:end])
+    is_sparse = len(hashes) * _SPARSE < end - begin
+    known = known[begin:end] if is_sparse else np.array(known[begin:end])
     if not len(known):
         return np.zeros(len(hashes), bool)
-    place = np.searchsorted(known[:, 0], hashes[:, 0]).clip(max=len(known) - 1)
-    return (known[place] == hashes).all(axis=1)
+    index = np.searchsorted(known[:, 0], hashes[:, 0]).clip(max=len(known) - 1)
+    return (known[index] == hashes).all(axis=1)

@@ -1,10 +1,10 @@
-"""What filters dropped: a count for each rule, and a few examples in the order of the corpus."""
+"""The report of the filters: dropped documents of each rule, and a few examples in the order of the corpus."""
 
 from collections.abc import Iterable
 from typing import Any
 
-MOST_EXAMPLES = 3  # of a rule
-_EXCERPT = 160  # characters
+MAX_EXAMPLES = 3  # shown of a rule
+_EXCERPT_CHARACTERS = 160
 
 
 class Report:
@@ -12,22 +12,22 @@ class Report:
 
     def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
         self._entries: dict[tuple[str, str], dict[str, Any]] = {}
-        self.seen: set[int] = set()  # texts of evaluation sets that were found
+        self.seen: set[int] = set()  # examples of evaluation sets found in documents
         self.extend(entries)
 
     def add(self, name: str, rule: str, text: str, found: str) -> None:
-        """Count a document; `found` says what the filter `name` found in `text`."""
+        """Count a dropped document; `found` says what the filter `name` found in `text`."""
         entry = self._entry(name, rule)
         entry["documents"] += 1
-        if len(entry["examples"]) < MOST_EXAMPLES:
+        if len(entry["examples"]) < MAX_EXAMPLES:
             entry["examples"].append({"text": excerpt(text), "found": found})
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Add the `entries` of another process, which stand later in the corpus."""
+        """Add the `entries` of another process, whose documents come later in the corpus."""
         for entry in entries:
-            mine = self._entry(entry["filter"], entry["rule"])
-            mine["documents"] += entry["documents"]
-            mine["examples"] += entry["examples"][: MOST_EXAMPLES - len(mine["examples"])]
+            total = self._entry(entry["filter"], entry["rule"])
+            total["documents"] += entry["documents"]
+            total["examples"] += entry["examples"][: MAX_EXAMPLES - len(total["examples"])]
 
     def entries(self) -> list[dict[str, Any]]:
         """[{filter, rule, documents, examples: [{text, found}]}], in order of arrival."""
@@ -39,5 +39,5 @@ class Report:
 
 
 def excerpt(text: str) -> str:
-    """The beginning of a text on one line."""
-    return " ".join(text[: 2 * _EXCERPT].split())[:_EXCERPT]
+    """Return the start of a document on one line."""
+    return " ".join(text[: 2 * _EXCERPT_CHARACTERS].split())[:_EXCERPT_CHARACTERS]

@@ -1,9 +1,9 @@
-"""Documents as columns of characters and terms, for filters that count: numpy passes over all texts at once.
+"""Documents as flat arrays of characters and terms, for filters that count: numpy processes all documents together.
 
-A character is a unit of UTF-16 of a text's comparable form. Terms, of which n-grams are made, are runs of letters and
-digits in lower case. Of scripts without blanks between words, each letter with its marks is a term, and only a part of
-a word. An n-gram has terms of n words: it begins at any term and ends where these are reached, so that it is the same
-wherever it stands. The hashes of terms do not depend on the process.
+A character is a UTF-16 unit of a document's comparable form. Terms, from which n-grams are made, are runs of letters
+and digits in lower case. In scripts without blanks between words, each letter with its marks is a term, and only a
+fraction of a word. An n-gram is the shortest sequence of terms from a given one on that has n words, so it does not
+depend on its position. The hashes of terms do not depend on the process.
 """
 
 import functools
@@ -16,17 +16,17 @@ from pretrain.common import scripts
 from pretrain.common.scripts import LETTER, MARK, OTHER
 
 WORD = 4  # quarters, the unit of lengths
-# Of a term by its kind; of Tibetan and COMPLEX, of each of its characters.
+# Length of a term by its kind; for Tibetan and COMPLEX, of each of its characters.
 _QUARTERS = np.array([0, 0, WORD, 1, 3, 2, 1])
 _UNITS = 1 << 16
 _HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one stands for a row of characters
-_APART = 64  # characters between changes above which they are made one by one
-_CHANGES = 1 << 7  # beside a kind: the comparable form may have something else
+_MAX_GAP = 64  # characters between changed ones that are converted together
+_CHANGES = 1 << 7  # flag of a kind: the character may differ in the comparable form
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
-    """uint64 values with their bits spread over all 64 (the finalizer of splitmix64, Steele et al. 2014)."""
+    """Mix the bits of uint64 values (the finalizer of splitmix64, Steele et al. 2014)."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)
@@ -41,7 +41,7 @@ class TextColumns:
 
     units uint16 [C], with a NUL after each document; term_starts, term_ends int64 [T]; terms int64 [D+1]: the first
     term of each document; term_sums uint64 [T+1]: running sums from which `grams` makes hashes; quarters int64 [T+1]:
-    quarters of words before each term, None if each term is a word.
+    quarters of words before each term; None if each term is a word.
     """
 
     units: np.ndarray
@@ -52,19 +52,19 @@ class TextColumns:
     quarters: np.ndarray | None
 
     def sequence_hashes(self, starts: np.ndarray | slice, ends: np.ndarray | slice) -> np.ndarray:
-        """uint64: a hash of the terms `starts[i]` to before `ends[i]`, the same wherever they stand."""
+        """uint64: a hash of the terms [starts[i], ends[i]), which does not depend on their position."""
         _, inverses = _powers(len(self.term_sums))
         return mixed((self.term_sums[ends] - self.term_sums[starts]) * inverses[starts])
 
     def sequence_ends(self, starts: np.ndarray, quarters: np.ndarray | int) -> np.ndarray:
-        """int64: where sequences of so many quarters of words, or the least above, end; past T if there are none."""
+        """int64: one past the last term of the shortest sequences with `quarters` or more; above T if there is none."""
         if self.quarters is None:
             return starts + -(-quarters // WORD)
         return self._until(self.quarters[starts] + quarters)
 
     @functools.cached_property
     def _terms_of(self) -> np.ndarray:
-        """int64: the terms until so many quarters of words are reached, from 0 on; past T behind the last."""
+        """int64: by quarters of words from 0 on, how many terms reach them; above T past the last."""
         assert self.quarters is not None
         counts = np.diff(self.quarters, prepend=-1, append=self.quarters[-1] + 1)
         return np.repeat(np.arange(len(counts)), counts)
@@ -73,7 +73,7 @@ class TextColumns:
         return self._terms_of[np.clip(quarters, 0, len(self._terms_of) - 1)]
 
     def grams(self, n: int) -> np.ndarray:
-        """uint64 [G]: hashes of n words from each term on, as far as there are any, also across documents' ends."""
+        """uint64 [G]: hashes of n words from each term on, while there are as many, also across documents."""
         if self.quarters is None:
             count = max(0, len(self.term_starts) - n + 1)
             return self.sequence_hashes(slice(count), slice(n, n + count))
@@ -81,7 +81,7 @@ class TextColumns:
         return self.sequence_hashes(starts, self.sequence_ends(starts, n * WORD))
 
     def gram_documents(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [D]: first gram of each document among `grams(n)`, and how many of them lie within it."""
+        """int64 [D] each: first of `grams(n)` of each document, and how many of them lie within it."""
         first, ends = self.terms[:-1], self.terms[1:]
         if self.quarters is None:
             return first, np.maximum(0, ends - first - n + 1)
@@ -93,7 +93,7 @@ class TextColumns:
 
 
 def text_columns(texts: Sequence[str]) -> TextColumns:
-    """The columns of `texts`, at least one; a text has no NUL and no lone surrogate."""
+    """Convert one or more documents, which contain no NUL and no lone surrogate."""
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
     kinds = _kinds()[units]
     if kinds.max() >= _CHANGES:
@@ -110,11 +110,11 @@ def text_columns(texts: Sequence[str]) -> TextColumns:
 
 
 def _comparable(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`units` in their comparable form, and the kinds of these; only what changes is made anew, with what it joins."""
-    places = np.flatnonzero(kinds >= _CHANGES)
-    apart = np.diff(places) > _APART
-    starts, ends = np.maximum(places[np.append(True, apart)] - 1, 0), places[np.append(apart, True)] + 1
-    starts -= units[starts] // _ROW == _LOW // _ROW  # characters of two units stay whole
+    """Return `units` in comparable form, and their kinds; only changed characters and their neighbors are converted."""
+    changed = np.flatnonzero(kinds >= _CHANGES)
+    apart = np.diff(changed) > _MAX_GAP
+    starts, ends = np.maximum(changed[np.append(True, apart)] - 1, 0), changed[np.append(apart, True)] + 1
+    starts -= units[starts] // _ROW == _LOW // _ROW  # do not split surrogate pairs
     ends += units[ends] // _ROW == _LOW // _ROW
     formed, of_kinds, done = [], [], 0
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
@@ -126,16 +126,16 @@ def _comparable(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends of the runs of true values; the last value is false."""
+    """Return the starts and ends of the runs of true values; the last value is false."""
     changes = np.flatnonzero(inside[1:] != inside[:-1]) + 1
     changes = np.append(0, changes) if inside[0] else changes
     return changes[::2], changes[1::2]
 
 
 def _terms(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Starts and ends of terms, and the quarters of words before each and after the last; the last unit is a NUL."""
+    """Return starts and ends of terms, and the quarters of words before each and after the last. A NUL ends `kinds`."""
     marks = np.flatnonzero(kinds == MARK)
-    if marks.size:  # these are what they stand on
+    if marks.size:  # a mark has the kind of its base character
         begins = np.diff(marks, prepend=-2) != 1
         kinds[marks] = kinds[marks[begins][np.cumsum(begins) - 1] - 1]
     inside, single = kinds != OTHER, kinds > LETTER
@@ -153,7 +153,7 @@ def _terms(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
 
 
 def _term_sums(units: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Running sums of the terms' hashes times powers: differences are polynomials (Karp & Rabin 1987)."""
+    """Return running sums of the terms' hashes times powers: differences are polynomials (Karp & Rabin 1987)."""
     powers, inverses = _powers(len(units) + 1)
     sums = np.zeros(len(units) + 1, np.uint64)
     np.cumsum(_letter_hashes()[units] * powers[: len(units)], out=sums[1:])
@@ -184,14 +184,14 @@ def _geometric(factor: int, count: int) -> np.ndarray:
 
 @functools.cache
 def _kinds() -> np.ndarray:
-    """uint8 [65536]: the kind of each unit of UTF-16, with _CHANGES if its comparable form may differ.
+    """uint8 [65536]: the kind of each UTF-16 unit, with _CHANGES if its comparable form may differ.
 
-    A high surrogate is what an eighth of its characters are: few scripts fill a row. A low one is a mark on it.
+    A high surrogate has the kind of an eighth of its characters: few scripts fill a row. A low one is a mark on it.
     """
     known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
     kinds = known[:_UNITS] | changes[:_UNITS]
     rows = np.where(known == MARK, OTHER, known)[_UNITS:].reshape(-1, _ROW)
-    # Of the planes that have no letters, one has characters that are dropped.
+    # One of the planes without letters has characters that are dropped.
     kinds[_HIGH : _HIGH + _ROW], kinds[_LOW : _LOW + _ROW] = OTHER | _CHANGES, MARK
     kinds[_HIGH : _HIGH + len(rows)] = np.sort(rows)[:, -_ROW // 8] | changes[_UNITS:].reshape(-1, _ROW).max(axis=1)
     return kinds

@@ -1,6 +1,6 @@
-"""The kinds of sources: every module of this package is one, with a class `Reader` that finds, cuts and reads.
+"""The kinds of sources: every module of this package is a kind, with a class `Reader` that finds, cuts and reads.
 
-A config names a kind by its module, also by one of another package. docs/extend/add-a-source.md shows how to add one.
+A config names a kind by its module, which may be in another package: see docs/extend/add-a-source.md.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ KIND = Contract("Reader", SourceReader, ("read",))
 
 
 def reader(config: SourceConfig) -> SourceReader:
-    """The reader of a source's kind."""
+    """Return the reader of a source's kind."""
     return load_kind(__name__, config.kind).Reader(config)
 
 
 def find_inputs(config: SourceConfig, where: str) -> list[Input]:
-    """The inputs of a source, in a fixed order. `where` is its place in the config, for errors.
+    """Return the inputs of a source, in a fixed order. `where` is its name in the config, for errors.
 
     Raises:
         InputError: nothing is found, it cannot be read, or the text column does not exist.
@@ -34,7 +34,7 @@ def find_inputs(config: SourceConfig, where: str) -> list[Input]:
 
 
 def list_inputs(config: SourceConfig, where: str) -> list[Input]:
-    """As `find_inputs`, but files at an address are only listed: they are not fetched, and their columns not read."""
+    """As `find_inputs`, but only list the files at an address, without fetching them or checking their columns."""
     if not is_remote(config.path):
         return find_inputs(config, where)
     source = reader(config)
@@ -51,10 +51,10 @@ def _with_problems(found: list[Input], source: SourceReader) -> list[Input]:
 def cut(
     config: SourceConfig, source_number: int, input_number: int, item: Input, *, streams: bool = False
 ) -> Iterator[Chunk]:
-    """The chunks of one input; at least one, so that every fault is reported.
+    """Yield the chunks of one input; at least one, so that every fault is reported.
 
-    A file that can only be read in order is read here, into chunks that carry their text. With `streams` it is one
-    chunk, which the process that prepares it cuts with `cut_stream`.
+    A file that can only be read in order is read here, into chunks that carry their text. With `streams`, it becomes
+    a single chunk, which the process that prepares it cuts with `cut_stream`.
     """
     source = reader(config)
     is_uncut = streams and source.is_stream(item)
@@ -66,12 +66,12 @@ def cut(
 
 
 def cut_stream(chunk: Chunk) -> Iterator[Chunk]:
-    """The chunks of a file that can only be read in order, one after the other with its text."""
+    """Yield the chunks of a file that can only be read in order, each with its text."""
     return cut(chunk.config, chunk.source, chunk.input, Input(chunk.paths, chunk.bytes))
 
 
 def documents(chunk: Chunk, problems: Problems) -> Iterator[str]:
-    """The documents of `chunk`: paragraphs are lines; no NUL, no lone surrogate. Faults go to `problems`."""
+    """Yield the documents of `chunk`: paragraphs are lines; no NUL, no lone surrogate. Faults go to `problems`."""
     problems.extend(chunk.problems)
     for text in reader(chunk.config).read(chunk, problems):
         yield text.replace("\0", "") if "\0" in text else text

@@ -1,4 +1,4 @@
-"""Plain-text books, one document a file. Project Gutenberg's header and license, hard line ends, headings and
+"""Plain-text books, one document per file. Project Gutenberg's header and license, hard line breaks, headings and
 pictures are removed."""
 
 import re
@@ -39,7 +39,7 @@ _STOP = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # Sentence_Terminal,
 
 
 class Reader(SourceReader):
-    """Plain text files, one document each, without the frame of Project Gutenberg."""
+    """Plain text files, one document each, without Project Gutenberg's header and license."""
 
     suffixes = (".txt",)
 
@@ -54,7 +54,7 @@ class Reader(SourceReader):
 
 
 def read_text(path: Path, problems: Problems) -> str:
-    """The text of a file, up to where it is broken; "" if there is none, which goes to `problems`."""
+    """Return the text of a file up to the first damage, "" if it is empty; both are faults added to `problems`."""
     try:
         with open_text(path) as stream:
             raw = stream.read()
@@ -71,21 +71,21 @@ def read_text(path: Path, problems: Problems) -> str:
 
 
 def is_latin1(raw: bytes) -> bool:
-    """Whether a Gutenberg header declares ISO 8859-1, as those before about 2010 do."""
+    """Return whether a Gutenberg header declares ISO 8859-1, as was usual before about 2010."""
     declared = _ENCODING.search(raw, 0, 20_000)
     return declared is not None and declared[1].lower() in (b"iso-8859-1", b"iso-latin-1", b"latin-1", b"latin1")
 
 
 def paragraphs(text: str, problems: Problems) -> str:
-    """The book's paragraphs, one per line, without boilerplate, headings, ornaments and emphasis marks.
+    """Return the book's paragraphs, one per line, without boilerplate, headings, ornaments and emphasis marks.
 
-    Headings and ornaments that are left out are counted in `problems`.
+    Removed headings and ornaments are counted in `problems`.
     """
     text, is_framed = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
     problems.left_out["read_characters"] += len(text)
     text = _BRACKETED.sub("", text)
     kept = []
-    # Without Gutenberg's frame the text may begin with anything, such as a line of a chat.
+    # Without Gutenberg's header the first line may be anything, such as a line of a chat.
     may_be_title = is_framed
     for block in re.split(r"\n[ \t]*\n", text):
         paragraph = " ".join(block.split())
@@ -97,7 +97,7 @@ def paragraphs(text: str, problems: Problems) -> str:
         is_heading = _is_heading(paragraph)
         if is_heading or (may_be_title and _is_title(paragraph)):
             problems.leave_out(paragraph)
-            # One title follows a heading: further short lines without a stop are text.
+            # Only one title follows a heading: further short lines without a full stop are text.
             may_be_title = is_heading
             continue
         may_be_title = False
@@ -106,7 +106,7 @@ def paragraphs(text: str, problems: Problems) -> str:
 
 
 def _body(text: str) -> tuple[str, bool]:
-    """The text between Project Gutenberg's header and its license, and whether there is such a header."""
+    """Return the text between Project Gutenberg's header and license, and whether there is a header."""
     start = _START.search(text) or _OLD_START.search(text)
     if start:
         text = text[start.end() :].lstrip()
@@ -117,14 +117,14 @@ def _body(text: str) -> tuple[str, bool]:
 
 
 def _is_heading(paragraph: str) -> bool:
-    """Chapter numbers, and titles in capitals; letters of a script without capitals are none."""
+    """Return whether it is a chapter number, or a title in capitals, which not every script has."""
     if _HEADING.fullmatch(paragraph):
         return True
     return _in_capitals(paragraph) and not is_ended(paragraph) and count_words(paragraph) <= _TITLE_WORDS
 
 
 def _is_title(paragraph: str) -> bool:
-    """A short line without a stop, or in capitals."""
+    """Return whether it is a short line without a full stop, or in capitals."""
     return (_in_capitals(paragraph) or not is_ended(paragraph)) and count_words(paragraph) <= _TITLE_WORDS
 
 
@@ -133,7 +133,7 @@ def _in_capitals(paragraph: str) -> bool:
 
 
 def is_ended(paragraph: str) -> bool:
-    """Whether a paragraph ends in a stop of any script, such as "." or "。" or "।", within or after quotation marks."""
+    """Return whether the last mark is a full stop of any script, such as "." or "。" or "।", before closing quotes."""
     end = len(paragraph)
     while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):
         end -= 1

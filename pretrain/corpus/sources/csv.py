@@ -1,4 +1,4 @@
-"""Files of comma- or tab-separated values with a header, read in order: quoted texts may hold line breaks."""
+"""Files of comma- or tab-separated values with a header, read in order: quoted cells may contain line breaks."""
 
 import contextlib
 import csv
@@ -37,7 +37,7 @@ class Reader(ColumnReader):
         return chunk.data
 
     def _blocks(self, path: Path, problems: Problems) -> Iterator[tuple[list[bytes | None], int]]:
-        """(texts of a block of rows as bytes, bytes of the file read so far)."""
+        """Yield (text column of a batch of rows as bytes, bytes of the file read so far)."""
         import pyarrow as pa
 
         try:
@@ -48,7 +48,7 @@ class Reader(ColumnReader):
                 raise BrokenInputError(f"broken file: {inputs.one_line(error)}") from None
 
     def _quoting(self, path: Path) -> Quoting:
-        """How the quotes of a file are meant. Raises `InputError` if that is to be set."""
+        """Return the quoting of a file. Raises `InputError` if it is ambiguous and must be configured."""
         if self.config.quoting != "auto":
             return self.config.quoting
         if _delimiter(path) == ",":
@@ -58,15 +58,15 @@ class Reader(ColumnReader):
 
 
 def _text(path: Path) -> Iterator[str]:
-    """A file as text, up to where it is broken: reading its rows counts that."""
+    """Yield the lines of a file up to the first damage, which is counted when its rows are read."""
     with contextlib.suppress(OSError), open_text(path) as stream:
         yield from io.TextIOWrapper(io.BufferedReader(stream), "utf-8-sig", "replace", newline="")
 
 
 def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> Iterator[tuple[Any, int]]:
-    """(record batch of the text column, bytes of the file read so far). Rows of another width go to `problems`.
+    """Yield (record batch of the text column, bytes of the file read so far). Rows of another width go to `problems`.
 
-    Arrow reads no row that is larger than its blocks. The file is then read again with larger ones, from its start:
+    Arrow cannot read a row larger than its block size. The file is then read again from the start with larger blocks:
     Arrow cannot continue where it stopped.
     """
     done, block_bytes = 0, inputs.CHUNK_BYTES
@@ -78,8 +78,8 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
                 for batch in _open_csv(path, stream, column, quoting, block_bytes, left_out):
                     new = batch.slice(max(0, done - rows))
                     rows += batch.num_rows
-                    for part in _parts(new) if block_bytes > inputs.CHUNK_BYTES else [new]:
-                        yield part, raw.tell()
+                    for smaller in _smaller_batches(new) if block_bytes > inputs.CHUNK_BYTES else [new]:
+                        yield smaller, raw.tell()
             problems.extend(left_out.entries())
             if stream.fault:
                 raise BrokenInputError(f"broken file: {stream.fault}")
@@ -95,8 +95,8 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
         done, block_bytes = max(done, rows), 2 * block_bytes
 
 
-def _parts(batch: Any) -> Iterator[Any]:
-    """A batch as batches of about CHUNK_BYTES."""
+def _smaller_batches(batch: Any) -> Iterator[Any]:
+    """Split a batch into batches of about CHUNK_BYTES."""
     rows = max(1, batch.num_rows * inputs.CHUNK_BYTES // max(1, batch.nbytes))
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
@@ -104,7 +104,7 @@ def _parts(batch: Any) -> Iterator[Any]:
 def _open_csv(
     path: Path, stream: TextStream, column: str, quoting: Quoting, block_bytes: int, left_out: Problems
 ) -> Any:
-    """A reader of record batches with only the text column, as bytes. Rows of another width go to `left_out`."""
+    """Open a reader of record batches with only the text column, as bytes. Rows of another width go to `left_out`."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 

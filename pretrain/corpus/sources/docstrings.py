@@ -1,7 +1,7 @@
-"""English text of this Python and its installed packages: documentation topics and docstrings, never imported.
+"""English text of this Python and its installed packages: documentation topics and docstrings, without importing.
 
-A document is a module with its docstrings in the order of the file, or a topic of the language reference. Only
-running text is kept: doctests, code, tables, signatures and field lists are not sentences.
+A document has the docstrings of a module in the order of the file, or a topic of the language reference. Only running
+text is kept: no doctests, code, tables, signatures or field lists.
 """
 
 import ast
@@ -50,7 +50,7 @@ class Reader(SourceReader):
         return documents(chunk.paths, problems.add)
 
     def _modules(self, where: str) -> list[Path]:
-        """The files at `path` that are no tests."""
+        """Return the files at `path` that are not tests."""
         files = self.find_files(where)
         folder = local(self.config.path).expanduser()
         root = folder if folder.is_dir() else Path(os.path.commonpath([file.parent for file in files]))
@@ -60,7 +60,7 @@ class Reader(SourceReader):
 
 
 def installed_modules() -> list[str]:
-    """Python files of the standard library and the installed packages, without tests."""
+    """List Python files of the standard library and the installed packages, without tests."""
     paths = sysconfig.get_paths()
     roots = sorted({Path(paths[key]) for key in ("stdlib", "purelib", "platlib")})
     files = ((file, root) for root in roots for file in files_in(root) if file.suffix == ".py")
@@ -68,10 +68,10 @@ def installed_modules() -> list[str]:
 
 
 def _is_left_out(file: Path, root: Path) -> bool:
-    """Whether a file below `root` is a test, or belongs to an environment below it.
+    """Return whether a file below `root` is a test, or belongs to site-packages below it.
 
-    The standard library's folder may hold site-packages: this Python's come by their own root, and those of the Python
-    that a virtual environment was made from are not installed here.
+    The standard library's folder may contain site-packages: this Python's are a root themselves, and the packages of
+    the Python that a virtual environment was created from are not installed here.
     """
     parts = file.relative_to(root).parts
     return _is_test(parts) or "site-packages" in parts
@@ -82,7 +82,7 @@ def _is_test(parts: tuple[str, ...]) -> bool:
 
 
 def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Iterator[str]:
-    """The modules' running text, one paragraph per line. A repeated paragraph within `paths` is kept once.
+    """Yield the modules' running text, one paragraph per line. A paragraph repeated within `paths` is kept once.
 
     `report(path, fault)` is called for files that cannot be read or parsed.
     """
@@ -112,7 +112,7 @@ def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Ite
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:
-    """Docstrings of the module, its classes and functions, in the order of the file."""
+    """Yield the docstrings of the module, its classes and functions, in the order of the file."""
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
@@ -129,7 +129,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def _topics(tree: ast.Module) -> list[list[str]]:
-    """The topics of pydoc_data.topics, each its own document."""
+    """Return the topics of pydoc_data.topics, one document each."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return [[topic] for topic in ast.literal_eval(node.value).values()]
@@ -137,7 +137,7 @@ def _topics(tree: ast.Module) -> list[list[str]]:
 
 
 def running_text(docstring: str) -> list[str]:
-    """The paragraphs of `docstring` that are sentences, cleaned of reST, Markdown and Google-style markup."""
+    """Return the paragraphs of `docstring` that are prose, without reST, Markdown and Google-style markup."""
     kept = []
     for block in _blocks(inspect.cleandoc(docstring).split("\n")):
         paragraph = _clean(block)
@@ -147,7 +147,7 @@ def running_text(docstring: str) -> list[str]:
 
 
 def _blocks(lines: list[str]) -> Iterator[str]:
-    """Runs of lines of one indentation, list item or argument; code blocks and doctests are left out."""
+    """Yield runs of lines of one indentation, list item or argument, without code blocks and doctests."""
     block: list[str] = []
     indent = code_indent = -1  # deeper than code_indent is a literal block
     fenced = doctest = False
@@ -175,7 +175,7 @@ def _blocks(lines: list[str]) -> Iterator[str]:
         if skip:
             continue
         if _UNDERLINE.fullmatch(text):
-            block = []  # what it underlines is a heading
+            block = []  # the underlined line is a heading
             continue
         if not block or depth > indent:
             indent = depth
@@ -200,7 +200,7 @@ def _clean(block: str) -> str:
 
 
 def _is_prose(paragraph: str) -> bool:
-    """Whether it looks like sentences: enough words, a final punctuation mark, few signs of code."""
+    """Return whether a paragraph looks like sentences: enough words, a final punctuation mark, few signs of code."""
     words = paragraph.split()
     if len(words) < _MIN_WORDS or not paragraph.endswith((*_END, ":")) or not paragraph[0].isalnum():
         return False

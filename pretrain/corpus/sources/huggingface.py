@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face: a folder written by save_to_disk, or a pinned commit of one on the hub."""
+"""Data sets of Hugging Face: a folder written by save_to_disk, or a pinned commit of a data set on the hub."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from pretrain.storage.objects import ObjectStore
 
 
 class Reader(ColumnReader):
-    """Rows of a data set of the hub, or of a folder written by save_to_disk."""
+    """Rows of a data set on the hub, or of a folder written by save_to_disk."""
 
     def find(self, where: str) -> list[Input]:
         source, folder = self.config, Path(self.config.dataset)
@@ -26,7 +26,7 @@ class Reader(ColumnReader):
                 f"https://huggingface.co/datasets/{source.dataset}/commits/main"
             )
         dataset = hub_dataset(where, source.dataset, source.subset, source.split, source.revision)
-        if dataset.column_names is not None:  # they are unknown until a row of some data sets is read
+        if dataset.column_names is not None:  # for some data sets they are unknown until a row is read
             _check_column(source, f"{where}.text_column: ", dataset.column_names)
         shards = dataset.num_shards
         return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
@@ -55,7 +55,7 @@ class Reader(ColumnReader):
 
 
 def saved_dataset(folder: str, split: str) -> Any:
-    """The `datasets.Dataset` of the split in a folder written by save_to_disk; `InputError` if it is none."""
+    """Load a split from a folder written by save_to_disk as `datasets.Dataset`; `InputError` if it is not one."""
     expect(folder, "datasets")
     import datasets
 
@@ -63,7 +63,7 @@ def saved_dataset(folder: str, split: str) -> Any:
         dataset = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: not a folder written by save_to_disk ({error}).") from None
-    except IndexError:  # of `datasets`, which writes no file for a data set without rows
+    except IndexError:  # raised by `datasets`, which writes no file for a data set without rows
         raise InputError(f"{folder}: no rows in it, or in one of its splits. Remove what is empty.") from None
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
@@ -73,12 +73,12 @@ def saved_dataset(folder: str, split: str) -> Any:
 
 
 def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -> Any:
-    """The `datasets.IterableDataset` of the split on the hub, streamed. `where` is the config's place, for errors."""
+    """Open a split on the hub as a `datasets.IterableDataset`. `where` is its source's name in the config."""
     expect(f"{where}.dataset", "datasets")
     from huggingface_hub import constants
 
     try:
-        if not constants.HF_HUB_OFFLINE:  # `datasets` retries, and reports all causes alike
+        if not constants.HF_HUB_OFFLINE:  # `datasets` retries, and reports all causes in the same way
             ObjectStore().facts(f"hf://datasets/{name}@{revision}/README.md")
         return _streamed(name, subset, split, revision)
     except RunError as error:
@@ -95,10 +95,10 @@ def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
 
 
 def _hub_rows(source: SourceConfig, chunk: Chunk) -> Iterator[dict[str, Any]]:
-    """The rows of a shard on the hub.
+    """Yield the rows of a shard on the hub.
 
-    Raises `MachineError` if they cannot be read to the end, whatever the hub's client raises then: a connection is
-    no fault of the data, and a shard that is read in part would count as read.
+    Raises `MachineError` if they cannot be read to the end, for any error of the hub's client: a lost connection is
+    not a fault of the data, and a partly read shard would count as read.
     """
     import pyarrow as pa
 
@@ -107,7 +107,7 @@ def _hub_rows(source: SourceConfig, chunk: Chunk) -> Iterator[dict[str, Any]]:
             num_shards=chunk.end, index=chunk.start
         )
     except pa.ArrowException:
-        raise  # the data is at fault, which is counted
+        raise  # a fault in the data, which is counted
     except Exception as error:
         raise MachineError(
             f"{chunk.paths[0]}: cannot be read to its end ({type(error).__name__}: {inputs.one_line(error)}). "

@@ -1,4 +1,4 @@
-"""Files of JSON objects; the text column of each is a document. They are one a line, in an array, or indented."""
+"""Files of JSON objects: one per line, in an array, or indented. The text column of each is a document."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from pretrain.corpus.records import RecordReader
 
 
 class Reader(RecordReader):
-    """JSON objects, one document each: lines, which are read in ranges, or an array, which is read in order."""
+    """JSON objects, one document each: lines are read in ranges, an array is read in order."""
 
     suffixes = (".jsonl", ".json", ".ndjson")
     record_start = b"\n"
@@ -48,22 +48,22 @@ class Reader(RecordReader):
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         path, column = chunk.paths[0], self.config.text_column
         text = decode(self.records(chunk, problems), path, chunk.start, problems)
-        lines = text.replace("}\ufeff{", "}\n{").split("\n")  # a file without a last line end, and another after it
+        lines = text.replace("}\ufeff{", "}\n{").split("\n")  # a file without a final line break, followed by another
         for number, line in enumerate(lines):
             if not line or line.isspace():
                 continue
-            place = f"line {number + 1} of block {chunk.block}"
+            location = f"line {number + 1} of block {chunk.block}"
             try:
                 text = json.loads(line)[column]
             except (ValueError, RecursionError) as error:
-                problems.add(path, "line that is not JSON", f"{place}: {error}")
+                problems.add(path, "line that is not JSON", f"{location}: {error}")
             except (KeyError, TypeError):
-                problems.add(path, f"line without {column!r}", place)
+                problems.add(path, f"line without {column!r}", location)
             else:
                 if isinstance(text, str):
                     yield without_surrogates(text, path, problems)
                 else:
-                    problems.add(path, f"{column!r} that is not text", place)
+                    problems.add(path, f"{column!r} that is not text", location)
 
 
 def _begins_with_object(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Plain text with a document on each line: OSCAR's files, and what transformers' run_mlm.py reads line by line."""
+"""Plain text with one document per line, such as OSCAR's files and the --line_by_line input of run_mlm.py."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""MediaWiki XML dumps to articles in plain text. `mwparserfromhell` reads the markup.
+"""MediaWiki XML dumps to articles in plain text. `mwparserfromhell` parses the markup.
 
-Templates, tables, references and comments, about half of an article and two thirds of the parser's time, are cut out
-beforehand by patterns that only ever remove balanced, innermost pairs.
+Templates, tables, references and comments, about half of an article and two thirds of the parser's time, are removed
+beforehand by patterns that only match balanced, innermost pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mwparserfromhell.nodes import Tag, Wikilink
     from mwparserfromhell.wikicode import Wikicode
 
-_HEAD_BYTES = 1 << 16  # of a file; before the first page
+_HEAD_BYTES = 1 << 16  # of a file, which hold everything before the first page
 _LANGUAGE = re.compile(rb'<mediawiki\b[^>]*?\bxml:lang="([^"]+)"')
 _NAMED = re.compile(rb'<namespace\b[^>]*?\bkey="(-?\d+)"[^>]*>([^<]+)</namespace>')
 _NOT_TEXT = (b"-2", b"6", b"14")  # media, files, categories
@@ -36,9 +36,9 @@ _INNER_TABLE = re.compile(r"\{\|(?:(?!\{\||\|\}).)*\|\}", re.S)
 _ELEMENTS = "ref|math|gallery|timeline|score|chem|code|source|syntaxhighlight|imagemap|table|graph|hiero|poem|pre"
 _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
-_MAGIC_WORD = re.compile(r"__(?=\S)[^\sa-z]+?__")  # in any language; lowercase ones are Python's
-_REDIRECT = re.compile(r"\s*#[^\W\d_][^\s\[]*\s*:?\s*\[\[")  # in any language; a list has a blank after its mark
-# -{A}- or -{zh-hans:A; zh-hant:B}-, after flags, of which some hide it. Of variants of a language, the first is read.
+_MAGIC_WORD = re.compile(r"__(?=\S)[^\sa-z]+?__")  # in any language; lower case would be a Python name
+_REDIRECT = re.compile(r"\s*#[^\W\d_][^\s\[]*\s*:?\s*\[\[")  # in any language; a list item has a blank after "#"
+# -{A}- or -{zh-hans:A; zh-hant:B}-, after optional flags, some of which hide it. The first language variant is read.
 _HIDDEN, _CODE = r"(?:[HNT][^{}|]*|-)\|[^{}]*", r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*:"
 _VARIANTS = re.compile(rf"-\{{(?:{_HIDDEN}|(?:[^{{}}|]*\|)?(?:{_CODE}([^;{{}}]*)[^{{}}]*|([^{{}}]*)))\}}-")
 _FILE = re.compile(r"\.(?:jpe?g|png|svg|gif|tiff?|webp|og[agv]|webm|mp3|wav|flac|pdf|djvu)\s*$", re.I)
@@ -57,7 +57,7 @@ class Reader(RecordReader):
     cuts_bzip2 = True
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
-        """The articles (namespace 0, no redirects) of whole <page> elements, one paragraph per line."""
+        """Yield the articles (namespace 0, no redirects) of complete <page> elements, one paragraph per line."""
         data, path = self.records(chunk, problems), chunk.paths[0]
         dropped = _dropped(path, Path(path).stat().st_mtime_ns)
         for page in _PAGE.finditer(data):
@@ -74,32 +74,33 @@ class Reader(RecordReader):
 
 @functools.lru_cache(maxsize=64)
 def _dropped(path: str, _modified: int) -> Set[str]:
-    """What begins a link that is no text in the dump at `path`: of all wikis, but for what its head says otherwise."""
+    """Return the prefixes of links that are not text: of all wikis, unless the head of the dump overrides them."""
     with open_text(Path(path)) as file:
         head = file.read(_HEAD_BYTES).partition(b"<page>")[0]
     named = [
         (key in _NOT_TEXT, _folded(html.unescape(name.decode("utf-8", "replace"))))
         for key, name in _NAMED.findall(head)
     ]
-    own = _LANGUAGE.search(head)
-    kept = {name for is_dropped, name in named if not is_dropped} | ({own[1].decode().lower()} if own else set())
+    language = _LANGUAGE.search(head)
+    kept = {name for is_dropped, name in named if not is_dropped}
+    kept |= {language[1].decode().lower()} if language else set()
     return (_of_all_wikis() - kept) | {name for is_dropped, name in named if is_dropped}
 
 
 @functools.cache
 def _of_all_wikis() -> Set[str]:
-    """Names and aliases of the namespaces of files, media and categories in all languages, and the languages."""
+    """Return names and aliases of the namespaces of files, media and categories in all languages, and the languages."""
     lines = Path(__file__).with_name("mediawiki_names.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(name for line in lines if not line.startswith("#") for name in line.split("|"))
 
 
 def _folded(name: str) -> str:
-    """A name of a namespace as MediaWiki compares it."""
+    """Normalize the name of a namespace as MediaWiki compares it."""
     return " ".join(name.translate(_DIRECTION_MARKS).replace("_", " ").split()).casefold()
 
 
 def plain_text(markup: str, dropped: Set[str]) -> str:
-    """The running text of an article's markup: paragraphs and list items, one per line, without `dropped` links."""
+    """Return the running text of an article: paragraphs and list items, one per line, without `dropped` links."""
     import mwparserfromhell
     from mwparserfromhell.nodes import Heading, Wikilink
 
@@ -120,7 +121,7 @@ def plain_text(markup: str, dropped: Set[str]) -> str:
 
 
 def _without_blocks(markup: str) -> str:
-    """Cut out comments, references, templates and tables, from the innermost outwards."""
+    """Remove comments, references, templates and tables, innermost first."""
     markup = _COMMENT.sub("", markup)
     markup = _EMPTY_ELEMENT.sub("", markup)
     for pattern in (_ELEMENT, _INNER_TEMPLATE, _INNER_TABLE):
@@ -131,12 +132,14 @@ def _without_blocks(markup: str) -> str:
 
 
 def _strip_link(code: Wikicode, link: Wikilink, dropped: Set[str]) -> None:
-    """Remove the link of a picture, a category, or an article in another language; a colon before it makes it text."""
+    """Remove a link to a picture, a category, or an article in another language; after a leading colon it is text."""
     if ":" not in (title := str(link.title)):
         return
     title = title.translate(_DIRECTION_MARKS).strip()
     name, _, page = title.removeprefix(":").partition(":")
-    is_dropped = bool(page) and (_folded(name) in dropped or _FILE.search(page) is not None)  # wikis have more aliases
+    is_dropped = bool(page) and (
+        _folded(name) in dropped or _FILE.search(page) is not None
+    )  # wikis define further aliases
     if not title.startswith(":"):
         if is_dropped:
             _replace(code, link, "")
@@ -147,7 +150,7 @@ def _strip_link(code: Wikicode, link: Wikilink, dropped: Set[str]) -> None:
 def _replace(code: Wikicode, node: Tag | Wikilink, text: str) -> None:
     try:
         code.replace(node, text)
-    except ValueError:  # it was inside something that has been removed
+    except ValueError:  # an enclosing node has already been removed
         return
 
 

@@ -51,7 +51,7 @@ class Reader(ColumnReader):
 
 
 def _as_bytes(column: Any) -> Any:
-    """A column of strings as bytes: Arrow does not validate them, and this reader reports bad ones itself."""
+    """Convert a column of strings to bytes: Arrow does not validate them, and the reader itself reports bad ones."""
     import pyarrow as pa
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
@@ -66,7 +66,7 @@ def _column_names(file: Path) -> list[str]:
 
 
 def _check_type(file: Path, column: str, where: str) -> None:
-    """Raise `InputError` if a column cannot hold text, such as one of lists. A file that cannot be read has none."""
+    """Raise `InputError` if a column cannot hold text, such as a column of lists. Unreadable files are skipped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

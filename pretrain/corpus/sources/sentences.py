@@ -1,5 +1,5 @@
-"""Plain text with a sentence a line and blank lines between documents: the input of BERT's own data preparation
-(google-research/bert, create_pretraining_data.py)."""
+"""Plain text with a sentence per line and blank lines between documents: the input of the original BERT's
+create_pretraining_data.py (google-research/bert)."""
 
 import mmap
 import re
@@ -12,7 +12,7 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 
 class Reader(RecordReader):
-    """Documents between blank lines. Their lines stay sentences, as they are."""
+    """Documents separated by blank lines. Each line is a sentence."""
 
     record_start = b"\n\n"
     lines_are_sentences = True

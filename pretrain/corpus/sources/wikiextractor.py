@@ -23,9 +23,9 @@ class Reader(RecordReader):
 
 
 def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
-    """The articles in `text` without their titles, entities resolved."""
+    """Yield the articles in `text` without their titles, with entities resolved."""
     count = position = 0
-    # Only the heads are matched by a pattern; a plain search for the ends is 10 times as fast as matching up to them.
+    # A plain search for the end of an article is 10 times as fast as a pattern that matches the whole article.
     while head := _HEAD.search(text, position):
         start = head.end()
         end = start if text.startswith("</doc>", start) else text.find("\n</doc>", start) + 1
@@ -35,7 +35,7 @@ def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
         count += 1
         title, body = head[1], text[start:end].lstrip("\n")
         first, _, rest = body.partition("\n")
-        # Some versions of WikiExtractor leave the entities of the dump in titles and texts.
+        # Some versions of WikiExtractor keep the entities of the dump in titles and articles.
         is_title = first.strip() in (title.strip(), html.unescape(title).strip())
         yield html.unescape(rest if is_title else body)
     _report_unread(text, count, path, problems)
@@ -44,11 +44,11 @@ def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
 def _report_unread(text: str, count: int, path: str, problems: Problems) -> None:
     """Report the articles beyond the `count` that were read."""
     opened = count
-    if text.count("<doc") != count:  # five times as fast as the next line, and mostly equal
+    if text.count("<doc") != count:  # five times as fast as the next line, and usually equal
         opened = text.count("\n<doc ") + text.startswith("<doc ")
     if opened > count:
         problems.add(path, "<doc> that is not closed or has no title", count=opened - count)
     elif not opened and _JSON.match(text):
         problems.add(path, "JSON, as WikiExtractor's --json writes: use kind jsonl")
     elif not opened and text.strip():
-        problems.add(path, "no <doc> in this part of the file", f"it begins {text.strip()[:40]!r}")
+        problems.add(path, "no <doc> in this part of the file", f"it starts with {text.strip()[:40]!r}")
