@@ -1,1 +1,1 @@
-"""The kinds of task: each turns labeled files into windows for the model, and logits into predictions and scores."""
+"""Kinds of tasks: each turns labeled files into windows for the model, and logits into predictions and scores."""

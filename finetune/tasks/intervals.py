@@ -8,12 +8,12 @@ _RESAMPLES = 1000
 
 
 def bootstrap(score: Callable[[np.ndarray], float], examples: int) -> tuple[float, float] | None:
-    """The 95 % interval of the score of resampled examples (their numbers, int64 [N]); None for a single example."""
+    """Return the 95 % interval of `score` over resampled example indices, int64 [N]; None for a single example."""
     if examples < 2:
         return None
     draw = np.random.default_rng(0)
     scores = [score(draw.integers(0, examples, examples)) for _ in range(_RESAMPLES)]
     low, high = (float(end) for end in np.quantile(scores, [0.025, 0.975]))
-    if low == high and low in (0, 1):  # samples of one kind say nothing of the other: the rule of three (Hanley 1983)
+    if low == high and low in (0, 1):  # all right or all wrong: the bootstrap cannot vary; rule of three (Hanley 1983)
         low, high = max(0.0, low - 3 / examples), min(1.0, high + 3 / examples)
     return low, high

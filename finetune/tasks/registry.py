@@ -1,4 +1,4 @@
-"""The one list of task kinds. The config gets a section for each; `task.kind` names one of another package."""
+"""The list of task kinds. The config has a section for each; `task.kind` names one from another package."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ TASKS: tuple[type[Task[Any]], ...] = (
 
 
 def make_task(settings: Section, state: Mapping[str, Any] | None = None) -> Task[Any]:
-    """The task that these settings describe; `state` is what a trained model kept of it."""
+    """Create the task that these settings describe; `state` is the task's saved state in a trained model."""
     kind = next(task for task in TASKS if isinstance(settings, task.settings_type))
     return kind(settings, state)
 
 
 def own_task(kind: str) -> type[Task[Any]]:
-    """The task in the user's own module `kind`; raises `InputError` as `load_kind`."""
+    """Return the task in the user's module `kind`; raises `InputError` as `load_kind`."""
     task = load_kind(__name__, kind).TASK
     if not is_section(task.settings_type):
         raise InputError(f"{kind}: its settings_type must derive from {Section.__module__}.Section.")

@@ -146,7 +146,7 @@ def _measured(
     from finetune.training.model.batches import Batches
 
     workers, budget = config.scheduling.workers, config.engine.micro_batch_tokens
-    if task.head == "sequence" and task.most_windows * config.max_length * min(workers, 2) <= budget:
+    if task.head == "sequence" and task.max_windows * config.max_length * min(workers, 2) <= budget:
         return len(examples), 0
     windows = task.windows(examples, encoder, training=True)
     Batches(windows, seed=config.seed, budget=budget, rank=0, world_size=workers).check(

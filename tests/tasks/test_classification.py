@@ -202,7 +202,7 @@ def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\na,b\na,b,c\n", "a.csv:3: 3 columns, but the header has 2. Quote texts"),
+        ("a.csv", "text,label\na,b\na,b,c\n", "a.csv:3: 3 columns, but the header has 2. Quote cells"),
         ("a.tsv", "text\tlabel\na\n", "a.tsv:2: 1 column, but the header has 2. Set `quoting: standard`"),
         ("a.tsv", b"text\tlabel\nok\tx\nb\xe4d\ty\n", "a.tsv:3: byte 17 (0xe4) is not UTF-8"),
         ("a.csv", "", "a.csv: empty file"),
@@ -512,8 +512,13 @@ def test_text_in_utf_16_is_read(tmp_path: Path) -> None:
         (sayings(1, "nan"), None, REGRESSION, "train.jsonl:2: label is 'nan', not a number"),
         (sayings(True), None, REGRESSION, "train.jsonl:1: label is True, not a number"),
         (sayings(2, 2), None, REGRESSION, "every example has the label 2.0. Give"),
-        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty; a text of each class"),
-        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves the dev set empty; a text of each class"),
+        (
+            sayings("a", "b"),
+            None,
+            {"dev_share": 1e-9},
+            "of 2 examples leaves the dev set empty; one example of each class",
+        ),
+        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves the dev set empty; one example of each class"),
         (sayings(1, 2), None, {"dev_share": 1 - 1e-9, **REGRESSION}, "leaves no training examples. Lower it"),
     ],
 )
@@ -649,13 +654,13 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{glue: rte}", "glue_dir: glue needs the folder"),
         ("{glue: rte, glue_dir: x, train: y}", "only one of glue, dataset and train"),
         ("{glue: rte, glue_dir: x, dev: y}", "leave dev and test out"),
-        ("{glue: rte, glue_dir: x, problem_type: regression}", "labels: glue has its own"),
+        ("{glue: rte, glue_dir: x, problem_type: regression}", "labels: glue sets them"),
         ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not one of accuracy; choose one."),
         ("{train: x, dev: y, dev_share: 0.1}", "dev_share: there is a dev set"),
         ("{train: x, encoding: utf-88}", "encoding: 'utf-88' is unknown"),
         ("{train: x, encoding: rot13}", "encoding: 'rot13' is unknown"),
         ("{train: x, delimiter: ', '}", "delimiter: ', ' is more than one character"),
-        ('{train: x, delimiter: "\\n"}', "delimiter: '\\n' ends a row or quotes a cell"),
+        ('{train: x, delimiter: "\\n"}', "delimiter: '\\n' is a line end or a quote"),
         ('{train: "x\\ny"}', "train is 'x\\ny', which contains control characters (\\n)"),
         ("{train: s3://bucket/x.csv}", "train: 's3://bucket/x.csv' is a remote address"),
         ("{train: x, test: gs://b/x.csv}", "test: 'gs://b/x.csv' is a remote address"),
@@ -663,8 +668,8 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{dataset: hf://datasets/x}", "dataset: 'hf://datasets/x' is a remote address"),
         ("{train: ~nosuchuser/x.csv}", "train: '~nosuchuser/x.csv' starts with a user who does not exist on this"),
         ("{train: x, header: false}", "text_column: 'text', but without a header"),
-        ("{train: x, labels: [a, a]}", "labels: one occurs twice"),
-        ("{train: x, labels: [a]}", "labels: one class alone"),
+        ("{train: x, labels: [a, a]}", "labels: an entry occurs twice"),
+        ("{train: x, labels: [a]}", "labels: only one class"),
         ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
         ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: balanced is for single_l"),
         ("{train: x, class_weights: {a: 2}, problem_type: regression}", "class_weights: balanced is for single_l"),
@@ -869,7 +874,7 @@ def test_a_text_of_a_megabyte_works_and_training_reports_skipped_windows(tokeniz
     places = [next(n for n in range(1, len(every)) if shown(every, n, 0) == shown(trained, k, 0)) for k in range(1, 6)]
     last = len(every) - 1
     assert places == (1 + np.linspace(0, last - 1, 5).round().astype(int)).tolist()
-    assert f"1 of 2 texts are longer than 5 windows (max_windows): training sees 5 of their {last}" in caplog.text
+    assert f"1 of 2 examples are longer than 5 windows (max_windows): training sees 5 of their {last}" in caplog.text
     alone = two_classes(max_windows=1).windows(examples, encoder, training=True)
     assert [shown(alone, n, 0) for n in range(2)] == [shown(every, n, 0) for n in range(2)]
 
@@ -1063,11 +1068,11 @@ def test_records_and_texts_of_the_users() -> None:
         (single, {"txt": "a"}, "stdin:1: no 'text'; it has txt"),
         (single, {}, "stdin:1: no 'text'; it has nothing"),
         (single, {"text": 3}, "stdin:1: 'text' is 3, not text"),
-        (single, {"text": "a", "pair": "b"}, "trained on single texts"),
-        (pairs, "a", 'one text, but a pair is needed. Give {"text": ..., "pair": ...}'),
+        (single, {"text": "a", "pair": "b"}, "was not trained on pairs"),
+        (pairs, "a", 'a string, but a pair is needed. Give {"text": ..., "pair": ...}'),
         (pairs, {"text": "a"}, "stdin:1: no 'pair'; it has text"),
-        (single, None, "stdin:1: empty is neither a text nor an object"),
-        (single, float("nan"), "stdin:1: nan is neither a text nor an object"),
+        (single, None, "stdin:1: empty is neither a string nor an object"),
+        (single, float("nan"), "stdin:1: nan is neither a string nor an object"),
     ):
         refused(re.escape(message), made.example, record, "stdin:1")
 

@@ -243,7 +243,7 @@ def test_wikianns_language_prefix_is_removed_with_a_remark(tmp_path):
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.txt", "en:Ann\tB-PER\nen::\tO\n\nen:it\tO\n")))
     assert [one.words for one in task.read_train()] == [["Ann", ":"], ["it"]]
     assert len(task.remarks) == 1
-    assert "every word begins with 'en:'" in task.remarks[0]
+    assert "every word starts with 'en:'" in task.remarks[0]
     assert read(write(tmp_path / "b.txt", "re:Ann\tB-PER\nleft\tO\n"))[0].words == ["re:Ann", "left"]
 
 
@@ -352,9 +352,9 @@ def test_boundaries_inside_of_words_are_counted(tmp_path):
         ["B-LOC", "B-X"],
     ]
     assert task.remarks == [
-        f'{tmp_path}/a.jsonl:2, "NY": an entity begins or ends inside a word; such entities are extended to whole '
+        f'{tmp_path}/a.jsonl:2, "NY": an entity has a boundary inside a word; such entities are extended to whole '
         "words; 6 in all, this is the first",
-        f'{tmp_path}/a.jsonl:4, "Paris": an entity shares its word with the one before it and is left out; give '
+        f'{tmp_path}/a.jsonl:4, "Paris": an entity shares a word with the previous one and is left out; give '
         "`tokens` that separate them; 2 in all, this is the first",
     ]
 
@@ -424,8 +424,8 @@ GOOD = "Ann B-PER\nleft O\n"
     [
         ("Ann B-PER\nleft\n", {}, r"a.txt:2: 1 column, separated by spaces, but the first line of the file has 2\."),
         ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, separated by tabs, but .* has 2\."),
-        ("", {}, r"a.txt: no sentence in it"),
-        ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
+        ("", {}, r"a.txt: has no sentences"),
+        ("\n-DOCSTART- O\n\n", {}, r"a.txt: has no sentences"),
         ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),
         ("Ann O\n", {"labels": ("PER",)}, r"a.txt: no entity in 1 sentence, only O"),
         ("Ann\nleft\n", {}, r"a.txt: 1 of 1 rows left out: 1 unlabeled\. Give columns"),
@@ -589,7 +589,9 @@ def test_other_files_are_held_to_the_training_set(tmp_path):
         r"dev: no entity in 1 sentence",
         Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", "it O\n"))).read_held_out,
     )
-    refused(r"dev: no sentence", Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", ""))).read_held_out)
+    refused(
+        r"dev: has no sentences", Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", ""))).read_held_out
+    )
     refused(r"train: empty\.", read, "")
     assert Entities(EntitiesSettings(train=train)).read_held_out() == {}
     assert Entities(EntitiesSettings(train=train)).read_test() == {}

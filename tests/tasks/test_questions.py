@@ -182,7 +182,7 @@ LINES = [
     (good(answers=[{"text": None, "answer_start": 4}]), r"the text of an answer is missing"),
     (good(is_impossible=False), r"a.jsonl:1 \(id q\): is_impossible is false, but there are 0 answers"),
     (good(is_impossible=True, answers=[{"text": "cat", "answer_start": 4}]), r"is_impossible is true, but there are 1"),
-    (good() + "\n\n" + good(), r"a.jsonl:3: id 'q' is already used in .*a.jsonl:1. .* give each question its own"),
+    (good() + "\n\n" + good(), r"a.jsonl:3: id 'q' is already used in .*a.jsonl:1. .* make them unique"),
     (good(context="ab\ud83dc"), r"a.jsonl:1 \(id q\): context has half of a surrogate pair at character 2 \(\\ud83d\)"),
     (good(id="\ud83d"), r"a.jsonl:1: id has half of a surrogate pair at character 0"),
     ("5", r"a.jsonl:1: is 5; expected a flat record with id, question, context and answers\.$"),

@@ -1,4 +1,4 @@
-"""What is suspicious in labeled texts without being wrong, as warnings of one line each."""
+"""One-line warnings about labeled data that is valid but suspicious."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,8 +7,8 @@ from finetune.tasks.datasets.labels import Label
 from finetune.tasks.datasets.table import Table, listed
 from pretrain.common.wording import counted
 
-_SEVERAL = 5  # examples of a class that is never predicted, for a warning
-_MOST_PLACES = 5  # of empty texts, in a message
+_SEVERAL = 5  # warn if a class with at least so many examples is never predicted
+_MAX_PLACES = 5  # listed in a message
 _ADVICE = (
     "Train longer (training.epochs) or with another training.learning_rate; if one class is frequent, set "
     "classification.class_weights: balanced."
@@ -16,11 +16,11 @@ _ADVICE = (
 
 
 def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: str) -> Iterator[str]:
-    """A warning of the labels with no training example, and one of those with a single one.
+    """Warn about labels with no training example, and about labels with a single one.
 
     Args:
         names: all labels.
-        labels: that of each training example, or the set of its labels.
+        labels: the label, or the set of labels, of each training example.
         source: the file or data set.
     """
     counts = Counter(name for label in labels for name in (label if isinstance(label, tuple) else (label,)))
@@ -33,15 +33,15 @@ def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: st
 
 
 def empty_texts(table: Table) -> Iterator[str]:
-    """A warning if texts of the table, or second texts, are empty or blank."""
+    """Warn if a cell of the columns text and pair is empty or blank."""
     columns = [table.columns[name] for name in ("text", "pair") if name in table.columns]
     every = enumerate(zip(*columns, strict=True))
-    # Cells that are no text are refused elsewhere.
+    # Cells that are not strings are refused elsewhere.
     rows = [row for row, cells in every if any(isinstance(cell, str) and not cell.strip() for cell in cells)]
     if not rows:
         return
     unit = table.place.strip(": ") or "line"
-    places = ", ".join(f"{table.places[row]:,}" for row in rows[:_MOST_PLACES]) + ", ..." * (len(rows) > _MOST_PLACES)
+    places = ", ".join(f"{table.places[row]:,}" for row in rows[:_MAX_PLACES]) + ", ..." * (len(rows) > _MAX_PLACES)
     where = f"{unit}{'s' * (len(rows) > 1)} {places}"
     yield (
         f"{table.source}: {len(rows):,} of {counted(len(table), 'example')} with an empty text: {where}. "
@@ -52,10 +52,10 @@ def empty_texts(table: Table) -> Iterator[str]:
 def never_predicted(
     labels: Sequence[str], counts: Sequence[Sequence[int]], trained: Mapping[str, int], threshold: float = 0.5
 ) -> Iterator[str]:
-    """A warning if the model predicts one class for every example, or never a class that has several; with the cause.
+    """Warn, with the cause, if the model predicts one class for every example, or never predicts a frequent class.
 
-    From the examples [true][predicted], [C][C], those of each class in training if they are known, and the least
-    probability of the positive one of two classes.
+    From example counts [true][predicted], [C][C], training examples of each class (if known), and the threshold of the
+    positive one of two classes.
     """
     advice = _ADVICE if threshold == 0.5 else f"Its threshold is {threshold:g}; another may do."
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
@@ -72,6 +72,6 @@ def never_predicted(
         elif totals[name] >= _SEVERAL and len(predicted) > 1:
             causes.setdefault(f". {advice}", []).append(name)
     for cause, names in causes.items():
-        shown = ", ".join(map(repr, names[:_MOST_PLACES])) + ", ..." * (len(names) > _MOST_PLACES)
+        shown = ", ".join(map(repr, names[:_MAX_PLACES])) + ", ..." * (len(names) > _MAX_PLACES)
         examples = counted(sum(totals[name] for name in names), "example")
         yield f"the model never predicts {shown} ({examples}){cause}"

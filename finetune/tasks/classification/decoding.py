@@ -1,4 +1,4 @@
-"""Logits to predictions and scores: of classes, of sets of labels, or of values."""
+"""Turn logits into predictions and scores: of classes, of sets of labels, or of values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import numpy as np
 from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.datasets.labels import Label, Problem
 
-THRESHOLD = 0.5  # least probability of a label, unless another is set or tuned
-_PRIOR = 0.5  # deviation of the logarithm of a temperature
-_CANDIDATES = 100  # thresholds to try on the dev set, besides hundredths
+THRESHOLD = 0.5  # lowest probability of a predicted label, unless another is set or tuned
+_PRIOR = 0.5  # standard deviation of the logarithm of a temperature
+_CANDIDATES = 100  # thresholds to try on the dev set, besides the multiples of 0.01
 
 Predictions = Sequence[Mapping[str, Any]]
 
@@ -26,10 +26,10 @@ class Outputs:
     problem: Problem
     names: tuple[str, ...]  # C labels; none for a regression
     positive: str  # the class for which f1 is computed, if there are two; "" computes none
-    threshold: float  # least probability of a label, or of the positive one of two classes
+    threshold: float  # lowest probability of a predicted label, or of the positive one of two classes
 
     def true(self, labels: Sequence[Label | None]) -> np.ndarray:
-        """True labels as an array, see the class; zeros for missing ones."""
+        """Return true labels as an array, see the class; zeros for missing ones."""
         if self.problem == "regression":
             return np.array([label or 0.0 for label in labels], np.float64)
         numbers: dict[Any, int] = {name: number for number, name in enumerate(self.names)}
@@ -43,7 +43,7 @@ class Outputs:
         return rows
 
     def predictions(self, logits_NC: np.ndarray) -> list[dict[str, Any]]:
-        """One per text, from float64 logits.
+        """Return one prediction per example, from float64 logits.
 
         single_label: {"label", "score", "scores": {name: probability}}; multi_label: {"labels", "scores"};
         regression: {"value"}.
@@ -69,7 +69,7 @@ class Outputs:
         ]
 
     def scores(self, true: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-        """All scores of the problem, from what `predicted` returns."""
+        """Return all scores of the problem, from the result of `predicted`."""
         if self.problem == "regression":
             return {name: score(true, predicted) for name, score in metrics.VALUE_SCORES.items()}
         if self.problem == "multi_label":
@@ -82,7 +82,7 @@ class Outputs:
         return scores
 
     def details(self, true: np.ndarray, predictions: Predictions) -> dict[str, Any]:
-        """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""
+        """Return precision, recall and F1 of each class; for single_label also the confusion counts."""
         if self.problem == "regression":
             errors_N = _values(predictions) - true
             return {
@@ -101,14 +101,14 @@ class Outputs:
 
     @property
     def has_positive(self) -> bool:
-        """Whether one of two classes is the positive one."""
+        """True if there are two classes, one of which is the positive one."""
         return len(self.names) == 2 and bool(self.positive)
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
-        """multi_label: the threshold, one for all labels, with the best `metric`; ties go to the one nearest to 0.5."""
+        """multi_label: return the common threshold with the best `metric`; ties go to the one nearest to 0.5."""
         probabilities_NC = self.probabilities(predictions)
-        # All thresholds between two adjacent probabilities give the same sets: the middle represents them. If there are
-        # many, try some, and the nearest below each hundredth, since most probabilities of rare labels are near 0.
+        # All thresholds between two adjacent probabilities give the same sets: try their midpoint. If there are many,
+        # try some, and the nearest below each multiple of 0.01, since most probabilities of rare labels are near 0.
         values = np.unique(probabilities_NC)
         between = (values[1:] + values[:-1]) / 2
         some = np.linspace(0, len(between) - 1, min(_CANDIDATES, len(between))).round().astype(int)
@@ -119,9 +119,9 @@ class Outputs:
         return candidates[int(np.argmax(scores))]
 
     def best_temperature(self, true: np.ndarray, logits_NC: np.ndarray) -> float:
-        """The divisor of the logits of classes or labels with the least loss (Guo et al. 2017, section 4.2).
+        """Return the divisor of the logits with the lowest loss (Guo et al. 2017, section 4.2).
 
-        A normal prior of its logarithm keeps it near 1 where there are few examples, or none is wrong.
+        A normal prior on its logarithm keeps it near 1 if there are few examples, or none is wrong.
         """
 
         def loss(logarithm: float) -> float:
@@ -142,12 +142,12 @@ class Outputs:
         return {"labels": [name for name in self.names if by_name[name] >= self.threshold], "scores": by_name}
 
     def probabilities(self, predictions: Predictions) -> np.ndarray:
-        """float64 [N, C]"""
+        """Return float64 [N, C]."""
         rows = [[one["scores"][name] for name in self.names] for one in predictions]
         return np.array(rows, np.float64).reshape(len(rows), len(self.names))
 
     def predicted(self, predictions: Predictions) -> np.ndarray:
-        """The predictions as an array like that of true labels."""
+        """Return the predictions as an array of the same form as the true labels."""
         if self.problem == "regression":
             return _values(predictions)
         if self.problem == "multi_label":
@@ -169,5 +169,5 @@ class Outputs:
 
 
 def _values(predictions: Predictions) -> np.ndarray:
-    """float64 [N]"""
+    """Return the predicted values, float64 [N]."""
     return np.array([prediction["value"] for prediction in predictions], np.float64)

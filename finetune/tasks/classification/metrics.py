@@ -1,4 +1,4 @@
-"""Metrics of classes, label sets and values, equal to those of scikit-learn and scipy.
+"""Metrics of classes, label sets and values, with the same results as scikit-learn and scipy.
 
 An undefined score is 0, as with scikit-learn's `zero_division`: F1 of a class that neither occurs nor is predicted,
 Matthews correlation of a constant prediction. scipy returns NaN for the correlation with a constant. NaN cannot be
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_BINS = 15  # of confidences
+_BINS = 15  # of confidence, for ece
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ClassCounts:
         return float(_ratio(2 * self.both.sum(), self.predicted.sum() + self.true.sum()))
 
     def macro_f1(self, *, present: bool) -> float:
-        """Mean F1 over all classes, or only over those that occur or are predicted (`present`).
+        """Return the mean F1 over all classes, or only over classes that occur or are predicted (`present`).
 
         sklearn's f1_score(average="macro") averages the present classes, but all labels of label sets.
         """
@@ -56,12 +56,12 @@ def confusion(true: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarr
 
 
 def class_counts(matrix: np.ndarray) -> ClassCounts:
-    """Counts of each class from a confusion matrix."""
+    """Return the counts of each class from a confusion matrix."""
     return ClassCounts(matrix.diagonal(), matrix.sum(0), matrix.sum(1))
 
 
 def label_counts(true: np.ndarray, predicted: np.ndarray) -> ClassCounts:
-    """Counts of each label from label sets, bool [N, C]."""
+    """Return the counts of each label from label sets, bool [N, C]."""
     return ClassCounts((true & predicted).sum(0), predicted.sum(0), true.sum(0))
 
 
@@ -88,9 +88,9 @@ def subset_accuracy(true: np.ndarray, predicted: np.ndarray) -> float:
 def calibration(probabilities: np.ndarray, true: np.ndarray) -> dict[str, float]:
     """nll (nats), brier and ece of probabilities [N, C]; lower is better.
 
-    `true` has class numbers int64 [N], or sets of labels bool [N, C], of which each label is a decision of its own.
-    nll and brier are scikit-learn's log_loss and brier_score_loss; ece is that of 15 bins of equal width (Guo et al.
-    2017, "On Calibration of Modern Neural Networks", equation 3), for labels of their probabilities.
+    `true` has class numbers int64 [N], or sets of labels bool [N, C], where each label is a separate decision.
+    nll and brier are scikit-learn's log_loss and brier_score_loss; ece has 15 bins of equal width (Guo et al. 2017,
+    "On Calibration of Modern Neural Networks", equation 3), for labels over the probability of each label.
     """
     if true.ndim == 1:
         given_N = probabilities[np.arange(len(true)), true]
@@ -107,7 +107,7 @@ def calibration(probabilities: np.ndarray, true: np.ndarray) -> dict[str, float]
 
 
 def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Pearson correlation of two arrays [N]."""
+    """Return the Pearson correlation of two arrays [N]."""
     if len(true) < 2 or np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return 0.0
     x, y = _unit(true), _unit(predicted)
@@ -115,19 +115,19 @@ def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Spearman correlation: the Pearson correlation of the ranks; ties have their mean rank."""
+    """Return the Spearman correlation: the Pearson correlation of the ranks; ties have their mean rank."""
     return pearson(ranks(true), ranks(predicted))
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """float64 [N]: ranks from 1; equal values have their mean rank."""
+    """Return the ranks from 1, float64 [N]; equal values have their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[inverse]
 
 
 def _unit(values: np.ndarray) -> np.ndarray:
-    """The values centered and normalized to length 1, float64."""
+    """Return the values centered and normalized to length 1, float64."""
     # Scaled first, because squares of very large or small values would overflow or underflow.
     values = values.astype(np.float64) / np.abs(values).max()
     centered = values - values.mean()

@@ -26,7 +26,7 @@ SCORES: dict[Problem, tuple[str, ...]] = {
 
 
 class ClassificationSettings(Section):
-    """Classes, sets of labels or values of texts, or of pairs of texts."""
+    """Classes, sets of labels or values of documents, or of pairs of documents."""
 
     glue: GlueName = Field(default="", description="Name of a GLUE task; sets its official files, labels and scores.")
     glue_dir: LocalPath = Field(default="", description="glue: folder with the official downloads (CoLA, SST-2, ...).")
@@ -76,7 +76,7 @@ class ClassificationSettings(Section):
     )
     text_column: str | int = Field(default="text", description="Column of the text: its name, or its number from 0.")
     pair_column: str | int = Field(
-        default="", description="Column of the second text, if texts come in pairs; segment B."
+        default="", description="Column of the second text, if examples are pairs; segment B."
     )
     label_column: str | int = Field(default="label", description="Column of the label: its name, or its number from 0.")
     label_columns: tuple[str | int, ...] = Field(
@@ -88,7 +88,7 @@ class ClassificationSettings(Section):
     )
     labels: tuple[str, ...] = Field(
         default=(),
-        description="Labels as in the files, in the order of the outputs; empty: those of the training set, sorted.",
+        description="Labels as in the files, in the order of the outputs; empty: all of the training set, sorted.",
     )
     label_separator: str = Field(
         default="",
@@ -97,9 +97,9 @@ class ClassificationSettings(Section):
     )
     class_weights: Literal["none", "balanced"] | dict[str, float] = Field(
         default="none",
-        description="Weights in the training's loss. single_label: balanced weights each class by examples / (classes "
-        "x its examples). Or the weights themselves, such as {fraud: 20}, 1 for the others; multi_label: of texts that "
-        "have the label (torch's pos_weight).",
+        description="Weights in the training loss. single_label: balanced weights each class by examples / (classes "
+        "x its examples). Or the weights themselves, such as {fraud: 20}, 1 for the others; multi_label: of examples "
+        "that have the label (torch's pos_weight).",
     )
     label_smoothing: float = Field(
         default=0.0,
@@ -110,7 +110,7 @@ class ClassificationSettings(Section):
     max_windows: int = Field(
         default=8,
         ge=1,
-        description="Training sees at most this many windows of a text, spread evenly; predictions see all.",
+        description="Training sees at most this many windows per example, spread evenly; predictions see all.",
     )
     positive: str = Field(
         default="", description="Of two classes, the one to find: f1 is its f1. Empty: no f1, but for GLUE's tasks."
@@ -119,13 +119,13 @@ class ClassificationSettings(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Least probability of a predicted label; 0 chooses it on the dev set. Of two classes, that of "
-        "`positive`; 0 is 0.5.",
+        description="Lowest probability of a predicted label; 0 chooses it on the dev set. With two classes, the "
+        "lowest probability of `positive`; 0 is 0.5.",
     )
     metric: str = Field(
         default="",
         description="Score that chooses the checkpoint. Empty: accuracy, micro_f1, pearson_and_spearman, or GLUE's. A "
-        "function of your own is my_package.scores:name.",
+        "custom function is my_package.scores:name.",
     )
 
     @property
@@ -135,22 +135,22 @@ class ClassificationSettings(Section):
 
     @field_validator("class_weights", mode="before")
     @classmethod
-    def _check_weights(cls, given: Any) -> Any:
-        weights = given.values() if isinstance(given, Mapping) else [1 if given in ("none", "balanced") else 0]
+    def _check_weights(cls, value: Any) -> Any:
+        weights = value.values() if isinstance(value, Mapping) else [1 if value in ("none", "balanced") else 0]
         if not all(type(weight) in (int, float) and 0 < weight < math.inf for weight in weights):
             raise ValueError("expected none, balanced, or weights above 0 by label, such as {fraud: 20}")
-        return given
+        return value
 
     @model_validator(mode="after")
     def _check_sources(self) -> ClassificationSettings:
         if sum(map(bool, (self.glue, self.dataset, self.train and not self.dataset))) > 1:
-            raise ValueError("glue: only one of glue, dataset and train can give the texts")
+            raise ValueError("glue: set only one of glue, dataset and train")
         if not (self.glue or self.dataset or self.train):
             raise ValueError("train: one of train, dataset and glue is needed")
         if self.glue and not self.glue_dir:
             raise ValueError("glue_dir: glue needs the folder with the official downloads")
         if self.glue and (self.dev or self.test):
-            raise ValueError("dev: the files of a task of GLUE are those in glue_dir; leave dev and test out")
+            raise ValueError("dev: a task of GLUE uses the files in glue_dir; leave dev and test out")
         if self.dev and self.dev_share:
             raise ValueError("dev_share: there is a dev set; set one of the two")
         return self
@@ -162,7 +162,7 @@ class ClassificationSettings(Section):
         if len(self.delimiter) > 1:
             raise ValueError(f"delimiter: {self.delimiter!r} is more than one character; a tab is '\\t' in quotes")
         if self.delimiter in ("\n", '"'):
-            raise ValueError(f"delimiter: {self.delimiter!r} ends a row or quotes a cell; name another")
+            raise ValueError(f"delimiter: {self.delimiter!r} is a line end or a quote; set another")
         if not self.header and not self.glue:
             for name in ("text_column", "pair_column", "label_column"):
                 if isinstance(value := getattr(self, name), str) and value:
@@ -173,16 +173,16 @@ class ClassificationSettings(Section):
     def _check_labels(self) -> ClassificationSettings:
         kind = "regression" if self.glue == "stsb" else self.problem_type
         if self.glue and (self.labels or self.problem_type != "single_label"):
-            raise ValueError("labels: glue has its own; leave labels and problem_type out")
+            raise ValueError("labels: glue sets them; leave labels and problem_type out")
         for name in ("labels", "label_columns"):
             if len(set(values := getattr(self, name))) != len(values):
-                raise ValueError(f"{name}: one occurs twice")
+                raise ValueError(f"{name}: an entry occurs twice")
         if self.label_columns and (kind != "multi_label" or self.labels or self.label_separator):
             raise ValueError(
                 "label_columns: name the labels of problem_type: multi_label; leave the other settings out"
             )
         if len(self.labels) == 1 and kind == "single_label":
-            raise ValueError("labels: one class alone; a classifier needs two or more")
+            raise ValueError("labels: only one class; a classifier needs two or more")
         if kind == "regression" and self.labels:
             raise ValueError("labels: regression has none")
         by_label = kind == "multi_label" and self.class_weights != "balanced"

@@ -1,4 +1,4 @@
-"""Where labeled texts come from: GLUE's folders, data sets or files, as tables and as examples."""
+"""Sources of labeled examples: GLUE's folders, data sets or files."""
 
 import json
 import logging
@@ -30,16 +30,16 @@ class Example:
     text: str
     pair: str | None
     label: Label | None
-    where: str  # its place in the files, for messages
+    where: str  # its file and line, for messages
     id: str | int | None = None
-    others: Mapping[str, Any] | None = None  # the other columns of its row, to be given back
+    others: Mapping[str, Any] | None = None  # the other columns of its row, copied to the predictions
 
 
 class ExampleSource:
     """Examples of one config. The training set defines the labels unless settings or state do.
 
     Args:
-        problem: which kind of label examples have.
+        problem: the kind of label.
         state: what `state()` of the trained model returned.
     """
 
@@ -67,7 +67,7 @@ class ExampleSource:
 
     @property
     def names(self) -> dict[str, str]:
-        """Label in the files -> its name, in order of the outputs; read from the training set if still unknown."""
+        """{label in the files: its name}, in order of the outputs; read from the training set if still unknown."""
         if self._names is None:
             self.read_train()
         assert self._names is not None
@@ -75,7 +75,7 @@ class ExampleSource:
 
     @property
     def class_weights(self) -> np.ndarray:
-        """float64 [C]: weights of the classes or labels in training, given or those that balance the training set."""
+        """float64 [C]: training weights of the classes or labels, from the settings or to balance the training set."""
         given = self._settings.class_weights
         if given != "balanced":
             return np.array([1.0 if given == "none" else given.get(name, 1.0) for name in self.names.values()])
@@ -86,11 +86,11 @@ class ExampleSource:
         return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
 
     def read_train(self) -> list[Example]:
-        """The training set without what `dev_share` holds out, or `train_examples` of it."""
+        """Return the training set without the part that `dev_share` holds out, or `train_examples` of it."""
         table = self._labeled(self.tables.read("train"))
         raw = self._raw_labels(table)
         if self._names is None:
-            # In the data set's own order if it has one.
+            # In the order of the data set's classes, if it has any.
             self._names = {name: name for name in table.classes.get("label") or ordered(raw)}
         examples = self._examples(table, raw)
         if self._settings.dev_share:
@@ -110,7 +110,7 @@ class ExampleSource:
         return examples
 
     def read_held_out(self) -> dict[str, list[Example]]:
-        """The dev sets, or what `dev_share` holds out of the training set."""
+        """Return the dev sets, or the part of the training set that `dev_share` holds out."""
         if not self._settings.dev_share:
             sets = {part: self._labeled(self.tables.read(part)) for part in self.tables.parts("dev")}
             return {part: self._varied(self._examples(table, warn=True), table) for part, table in sets.items()}
@@ -121,12 +121,12 @@ class ExampleSource:
         if not held_out:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples leaves the "
-                "dev set empty; a text of each class is for training. Raise it, or add examples."
+                "dev set empty; one example of each class is for training. Raise it, or add examples."
             )
         return {"dev": self._varied(held_out, table)}
 
     def _varied(self, examples: list[Example], table: Table) -> list[Example]:
-        """`examples`; `InputError` if no correlation with them can choose a checkpoint."""
+        """Return `examples`; `InputError` if all have the same value, so that no correlation is defined."""
         if self._problem == "regression" and len({one.label for one in examples}) == 1:
             raise InputError(
                 f"{table.source}: every example held out has the value {examples[0].label}, so that no correlation "
@@ -135,7 +135,7 @@ class ExampleSource:
         return examples
 
     def read_test(self) -> dict[str, list[Example]]:
-        """The test sets. Labels that are missing or unknown are left out, with a warning in the log."""
+        """Return the test sets. Labels that are missing or unknown are left out, with a warning in the log."""
         sets = {part: self.tables.read_unlabeled(part) for part in self.tables.parts("test")}
         return {
             part: self._examples(table, self._known_labels(table), warn=True)
@@ -144,7 +144,7 @@ class ExampleSource:
         }
 
     def read_file(self, path: str, *, labeled: bool = True) -> list[Example]:
-        """Another file, or a folder written by save_to_disk (its split `dev` is read).
+        """Read another file, or a folder written by save_to_disk (its split `dev`).
 
         Without `labeled`, labels that are unknown are left out, with a warning in the log.
         """
@@ -154,25 +154,25 @@ class ExampleSource:
         raw, name = self._known_labels(table), str(self.tables.keys.get("label", ""))
         cells = [None if isinstance(cell, Missing) else cell for cell in table.columns.get("label", ())]
         if name and any(label is None and cell not in (None, "") for cell, label in zip(cells, raw, strict=False)):
-            # The column is not the model's labels: it stays as it is.
+            # The column does not hold the model's labels: it stays as it is.
             others = [{**one, name: cell} for one, cell in zip(table.others, cells, strict=False)]
             table = replace(table, others=others)
         return self._examples(table, raw)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
-        """From plain text, or from a record with `text` and `pair` or with the columns' names."""
+        """Return an example from a string, or from a record with `text` and `pair` or with the columns' names."""
         pair_column = self.tables.pair_column
         if isinstance(record, str):
             if pair_column is not None:
-                raise InputError(f'{where}: one text, but a pair is needed. Give {{"text": ..., "pair": ...}} as JSON.')
+                raise InputError(f'{where}: a string, but a pair is needed. Give {{"text": ..., "pair": ...}} as JSON.')
             return Example(_text(record, where, "the text"), None, None, where)
         if not isinstance(record, Mapping):
-            raise InputError(f'{where}: {shown(record)} is neither a text nor an object such as {{"text": ...}}.')
+            raise InputError(f'{where}: {shown(record)} is neither a string nor an object such as {{"text": ...}}.')
         text = _field(record, where, self.tables.text_column, "text")
         if pair_column is not None:
             return Example(text, _field(record, where, pair_column, "pair"), None, where)
         if record.get("pair") is not None:
-            raise InputError(f"{where}: a pair, but the model was trained on single texts. Leave `pair` out.")
+            raise InputError(f"{where}: a pair, but the model was not trained on pairs. Leave `pair` out.")
         return Example(text, None, None, where)
 
     def _held_out(self, examples: Sequence[Example]) -> list[bool]:
@@ -181,7 +181,7 @@ class ExampleSource:
         return splits.held_out(texts, [_classes(one) for one in examples], count)
 
     def _labeled(self, table: Table) -> Table:
-        """`table` without the rows that have no label, whose number is logged."""
+        """Return `table` without unlabeled rows, and log their number."""
         if "label" not in table.columns:
             return table
         cells = [settled(cell, self._problem) for cell in table.columns["label"]]
@@ -192,13 +192,13 @@ class ExampleSource:
         line = left_out(table.source, len(table), missing)
         if len(missing) == len(table):
             raise InputError(f"{line}. Give a file with labels.")
-        if line not in self._said:  # a file is read twice where dev_share parts it
+        if line not in self._said:  # with dev_share, the file is read twice
             logger.warning("%s", line)
         self._said.add(line)
         return table.only([row for row, cell in enumerate(cells) if not isinstance(cell, Missing)])
 
     def _raw_labels(self, table: Table) -> list[Label | None]:
-        """Labels as in the files; None for rows without any."""
+        """Return the labels as in the files; None for rows without any."""
         separator = self._settings.label_separator
         return [
             None if cell is None else parse(cell, self._problem, separator, table.where(row))
@@ -206,9 +206,9 @@ class ExampleSource:
         ]
 
     def _cells(self, table: Table, wrong: dict[int, str] | None = None) -> list[Any]:
-        """The labels' cells, with lists of names in place of vectors of 0 and 1; all None without a column.
+        """Return the labels' cells, with 0-1 vectors replaced by lists of names; all None without a column.
 
-        `wrong` takes the error of each row that cannot be read, in place of `InputError`.
+        With `wrong`, errors of rows are collected there instead of raised.
         """
         cells = table.columns.get("label")
         if cells is None:
@@ -219,7 +219,7 @@ class ExampleSource:
         return without_vectors(cells, separator, list(self._names or ()), table.where, sure=sure, wrong=wrong)
 
     def _known_labels(self, table: Table) -> list[Label | None]:
-        """Labels as in the files, None for those that are missing or that the model does not know."""
+        """Return the labels as in the files, None where the label is missing or unknown to the model."""
         raw: list[Label | None] = [None] * len(table)
         cells = [settled(cell, self._problem) for cell in table.columns.get("label", [])]
         if all(isinstance(cell, Missing) or cell == "" for cell in cells):
@@ -267,7 +267,7 @@ class ExampleSource:
         return examples
 
     def _drawn(self, examples: list[Example], source: str) -> list[Example]:
-        """`train_examples` of them, in their order, by class."""
+        """Draw `train_examples` of them by class, in their original order."""
         count = self._settings.train_examples
         if not count:
             return examples
@@ -303,7 +303,7 @@ class ExampleSource:
                 )
 
     def _check_settings(self, source: str) -> None:
-        """`positive` and `metric` must fit the labels."""
+        """Check that `positive` and `metric` fit the labels."""
         labels = list(self.names.values())
         if self._settings.positive and self._settings.positive not in labels:
             raise InputError(
@@ -318,13 +318,13 @@ class ExampleSource:
             raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
         if self._settings.metric == "f1" and not (self._settings.positive or self._settings.glue):
             raise InputError(
-                f"classification.metric: f1 is of one class, and {source} has {labels[0]!r} and {labels[1]!r}. Set "
+                f"classification.metric: f1 needs a positive class; {source} has {labels[0]!r} and {labels[1]!r}. Set "
                 "classification.positive to the one to find, or use macro_f1."
             )
 
 
 def _classes(example: Example) -> tuple[str, ...]:
-    """Its class or labels; none for a value."""
+    """Return its class or labels; () for a value."""
     label = example.label
     return label if isinstance(label, tuple) else (label,) if isinstance(label, str) else ()
 
@@ -335,7 +335,7 @@ def _log(warnings: Iterable[str]) -> None:
 
 
 def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
-    """The text under the first of `names` that the record has."""
+    """Return the string under the first of `names` that the record has."""
     for name in names:
         if isinstance(name, str) and name in record:
             return _text(record[name], where, repr(name))

@@ -1,4 +1,4 @@
-"""The tables of labeled texts of a config: GLUE's folders, data sets or files."""
+"""Tables of labeled examples of a config: GLUE's folders, data sets or files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,25 +24,25 @@ class TableSource:
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
 
     def parts(self, kind: str) -> tuple[str, ...]:
-        """Names of the sets of `kind`, dev or test."""
+        """Return the names of the sets of `kind`, dev or test."""
         if self._glue:
             return self._glue.dev if kind == "dev" else self._glue.test
         return (kind,) if getattr(self._settings, kind) else ()
 
     @property
     def text_column(self) -> Key:
-        """Name of the column of texts, or its number from 0."""
+        """Name of the text column, or its number from 0."""
         return self._glue.text if self._glue else self._settings.text_column
 
     @property
     def pair_column(self) -> Key | None:
-        """None for single texts."""
+        """Name or number of the second text's column; None if examples are not pairs."""
         if self._glue:
             return self._glue.pair
         return None if self._settings.pair_column == "" else self._settings.pair_column
 
     def read(self, part: str) -> Table:
-        """A labeled set that must exist."""
+        """Read a labeled set that must exist."""
         table = self._read(part, labeled=True)
         if table is None:
             wanted = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
@@ -51,14 +51,14 @@ class TableSource:
         return table
 
     def read_unlabeled(self, part: str) -> Table | None:
-        """A set whose labels may be missing; None if GLUE's folder has no such file."""
+        """Read a set whose labels may be missing; None if GLUE's folder has no such file."""
         return self._read(part, labeled=False)
 
     def read_file(self, path: str, *, labeled: bool = True) -> Table:
-        """Another file, or a folder written by save_to_disk (its split `dev` is read).
+        """Read another file, or a folder written by save_to_disk (its split `dev`).
 
-        A file with the training file's suffix is read like that one, any other by its own suffix. Without `labeled`
-        the label may be missing, texts may be in columns `text` and `pair`, and `.txt` holds one text per line.
+        A file with the training file's suffix is read with the same settings, any other as its suffix says. Without
+        `labeled`, the label may be missing, the columns may be `text` and `pair`, and `.txt` has one example per line.
         """
         settings, place = self._settings, Path(path).expanduser()
         keys = self.keys
@@ -84,11 +84,11 @@ class TableSource:
 
     def _formless(self, path: str) -> str:
         known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
-        texts = "" if self.pair_column is not None else ", or .txt for one text per line"
-        return f"{path}: its suffix does not name a table format. {known}{texts}, or give its lines on standard input."
+        plain = "" if self.pair_column is not None else ", or .txt for one text per line"
+        return f"{path}: its suffix does not name a table format. {known}{plain}, or give its lines on standard input."
 
     def origin(self, name: str) -> str:
-        """Where the set `name` comes from."""
+        """Return the source of the set `name`."""
         settings = self._settings
         if settings.glue:
             return f"GLUE {settings.glue} in {settings.glue_dir}"
@@ -101,7 +101,7 @@ class TableSource:
         return named
 
     def check_no_dev(self) -> None:
-        """Refuse to hold out examples of a task that has an official dev set."""
+        """Raise `InputError` if `dev_share` is set for a task that has an official dev set."""
         if self._glue and self._read(self._glue.dev[0], labeled=True) is not None:
             raise InputError(
                 f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
@@ -136,7 +136,7 @@ class TableSource:
         others: bool = False,
     ) -> Table:
         keys, optional = [*self.keys.values()], self._optional(labeled=labeled)
-        spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
+        spare = ["id"] if keys.count("id") == 1 else []  # not named by a setting
         layout = replace(layout, forms=self._forms())
         return tables.read_table(
             path, keys, layout=layout, optional=optional, aliases=aliases, others=others, spare=spare
@@ -145,7 +145,7 @@ class TableSource:
     def _forms(self) -> ReadForms | None:
         keys = self.keys
         text, label = keys["text"], keys.get("label")
-        # A column of the config's that is called "answer" is not Prodigy's.
+        # A column "answer" that the config names is not Prodigy's.
         if not (isinstance(text, str) and isinstance(label, str)) or "answer" in keys.values():
             return None
         inputs = [key for name, key in keys.items() if name != "label"]
@@ -153,7 +153,7 @@ class TableSource:
         return partial(class_rows, texts=texts, label=label, inputs=inputs)
 
     def _optional(self, *, labeled: bool) -> list[Key]:
-        """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""
+        """Return the columns that may be missing: ids, and labels unless `labeled`; never the text column."""
         keys = self.keys
         optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
@@ -161,7 +161,7 @@ class TableSource:
 
     @property
     def keys(self) -> dict[str, Key]:
-        """Our names of the columns -> those in the files. Those of `label_columns` are label:0, label:1, ..."""
+        """{our name of the column: its name in the files}; ours for `label_columns` are label:0, label:1, ..."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
         if self._glue:
@@ -173,13 +173,13 @@ class TableSource:
         return {"text": text, **(one_hot or {"label": label}), **pair, "id": "id"}
 
     def _named(self, table: Table) -> Table:
-        """`table` with our names of the columns and of GLUE's labels."""
+        """Return `table` with our names of the columns and of GLUE's labels."""
         keys = self.keys
         columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
         if self._glue and "label" in columns:
             columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]
         if one_hot := [columns.pop(name) for name in keys if name.startswith("label:") and name in columns]:
-            # A row without any is unlabeled.
+            # A row with only empty cells is unlabeled.
             rows = (list(row) for row in zip(*one_hot, strict=True))
             columns["label"] = [row if any(cell not in (None, "") for cell in row) else None for row in rows]
         classes = table.classes.get(keys.get("label", ""), [])
@@ -187,6 +187,6 @@ class TableSource:
 
     @property
     def _layout(self) -> TableFormat:
-        """How a file of the config is read."""
+        """The format of the config's files."""
         settings = self._settings
         return TableFormat(settings.format, settings.encoding, settings.delimiter, settings.quoting, settings.header)

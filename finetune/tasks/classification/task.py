@@ -1,4 +1,4 @@
-"""Classification of texts: a class, a set of labels or a value for each text or pair."""
+"""Classification: a class, a set of labels or a value for each document or pair."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ _OBJECTIVES: dict[Problem, Objective] = {
 
 
 class Classification(Task[Example]):
-    """The task of predicting classes, labels or values of texts.
+    """The task of predicting classes, labels or values of documents or pairs.
 
     Args:
-        state: what a trained model keeps: its labels and its threshold.
+        state: labels and threshold of a trained model, as returned by `state()`.
     """
 
     kind = "classification"
@@ -48,10 +48,10 @@ class Classification(Task[Example]):
         self.metric: str = metric_name(settings.metric) or (
             self._glue.metric if self._glue else SCORES[self.problem][0]
         )
-        self.most_windows: int = settings.max_windows
-        own = self._glue if self._glue and "f1" in self._glue.scores else None
-        self.positive = settings.positive or (list(own.labels.values())[-1] if own else "")
-        # Least probability of a label, or of the positive one of two classes.
+        self.max_windows: int = settings.max_windows
+        f1_task = self._glue if self._glue and "f1" in self._glue.scores else None
+        self.positive = settings.positive or (list(f1_task.labels.values())[-1] if f1_task else "")
+        # Lowest probability of a predicted label, or of the positive one of two classes.
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem, state)
         keys = self._source.tables.keys.items()
@@ -70,7 +70,7 @@ class Classification(Task[Example]):
 
     @property
     def takes_pairs(self) -> bool:
-        """Whether an example is a pair of texts."""
+        """True if an example is a pair."""
         return self._source.tables.pair_column is not None
 
     def state(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Classification(Task[Example]):
 
     @property
     def sample(self) -> str | dict[str, str]:
-        return {"text": "A man sleeps.", "pair": "Somebody rests."} if self.takes_pairs else "a text of any length"
+        return {"text": "A man sleeps.", "pair": "Somebody rests."} if self.takes_pairs else "text of any length"
 
     def origin(self, name: str) -> str:
         return self._source.tables.origin(name)
@@ -122,7 +122,7 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known."""
+        """Return {"id", "text", "pair", "gold": label name, list of names or value}; unknown ones are left out."""
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
         return {key: value for key, value in record.items() if value is not None}
@@ -136,7 +136,7 @@ class Classification(Task[Example]):
     # ------------------------------------------------------------ predictions and scores
 
     def decode(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
-        """One prediction per example (Outputs.predictions), from the mean of its windows' logits, float32 [F, C]."""
+        """Return one prediction per example (Outputs.predictions) from its mean window logits, float32 [F, C]."""
         return self._outputs().predictions(_means(windows, logits)) if len(windows) else []
 
     @property
@@ -146,7 +146,7 @@ class Classification(Task[Example]):
     def tune(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> None:
         """multi_label: choose the threshold, one for all labels, with the best `metric` on these examples.
 
-        With a metric of the user's own, it is that with the best micro F1.
+        With a custom metric, micro F1 decides instead.
         Ties go to the one nearest to 0.5. A threshold in the settings stays.
         """
         if not self.tunes or not examples:
@@ -156,34 +156,34 @@ class Classification(Task[Example]):
         self.threshold = self._outputs().best_threshold(self._true(examples), predictions, tuned)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The official scores of a GLUE task, otherwise all of `problem`, over the examples with labels; {} without.
+        """Return the official scores of a GLUE task, otherwise all of `problem`, over the labeled examples.
 
-        Sets of labels are made from the probabilities with the current threshold.
+        {} without labels. Sets of labels follow from the probabilities and the current threshold.
         """
         if not self.is_labeled(examples):
             return {}
-        true, made = self._labeled(examples, predictions)
-        predicted = self._outputs().predicted(made)
+        true, labeled = self._labeled(examples, predictions)
+        predicted = self._outputs().predicted(labeled)
         scores = self._outputs().scores(true, predicted)
         scores = {name: scores[name] for name in self._glue.scores} if self._glue else scores
         return scores | own_score(self.settings.metric, true, predicted)
 
     def calibration(self, examples: Sequence[Example], predictions: Predictions) -> dict[str, float]:
-        true, made = self._labeled(examples, predictions)
-        return metrics.calibration(self._outputs().probabilities(made), true) if self.labels and made else {}
+        true, labeled = self._labeled(examples, predictions)
+        return metrics.calibration(self._outputs().probabilities(labeled), true) if self.labels and labeled else {}
 
     def temperature(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> float:
         return self._outputs().best_temperature(self._true(examples), _means(windows, logits))
 
     def interval(self, examples: Sequence[Example], predictions: Predictions) -> tuple[float, float] | None:
-        if ":" in self.settings.metric:  # a function of the user's own may be slow
+        if ":" in self.settings.metric:  # a custom function may be slow
             return None
-        outputs, (true, made) = self._outputs(), self._labeled(examples, predictions)
-        predicted = outputs.predicted(made)
+        outputs, (true, labeled) = self._outputs(), self._labeled(examples, predictions)
+        predicted = outputs.predicted(labeled)
         return bootstrap(lambda rows: outputs.scores(true[rows], predicted[rows])[self.metric], len(true))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""
+        """Return precision, recall and F1 of each class; for single_label also the confusion counts."""
         if not self.is_labeled(examples):
             return {}
         return self._outputs().details(*self._labeled(examples, predictions))
@@ -199,9 +199,9 @@ class Classification(Task[Example]):
         return Outputs(self.problem, self.labels, self.positive, self.threshold)
 
     def _labeled(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
-        """(the true labels, the predictions) of the examples with labels."""
-        both = [(one, made) for one, made in zip(examples, predictions, strict=True) if one.label is not None]
-        return self._true([one for one, _ in both]), [made for _, made in both]
+        """Return (true labels, predictions) of the labeled examples."""
+        both = [pair for pair in zip(examples, predictions, strict=True) if pair[0].label is not None]
+        return self._true([example for example, _ in both]), [prediction for _, prediction in both]
 
     def _true(self, examples: Sequence[Example]) -> np.ndarray:
         return self._outputs().true([example.label for example in examples])
@@ -230,19 +230,19 @@ class Classification(Task[Example]):
         )
 
     def _targets(self, labels: np.ndarray, weights_C: np.ndarray, smoothing: float) -> np.ndarray:
-        """True labels as `Objective` has them, with the weights of torch's CrossEntropyLoss and BCEWithLogitsLoss."""
+        """Return labels for `Objective`, with the weights of torch's CrossEntropyLoss and BCEWithLogitsLoss."""
         if self.problem == "multi_label":
             return (labels * weights_C).astype(np.float32)
         if self.problem == "regression" or not smoothing:
             return labels.astype(np.float32 if self.problem == "regression" else np.int64)
-        # The weight of an example has that of its class already.
+        # The weight of an example already includes the weight of its class.
         others_NC = weights_C / weights_C[labels][:, None] * smoothing / self.outputs
         return ((1 - smoothing) * np.eye(self.outputs)[labels] + others_NC).astype(np.float32)
 
     def _cut(
         self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool
     ) -> tuple[np.ndarray, FramedWindows]:
-        """(example of each window, int64 [F]; the windows)"""
+        """Return (example of each window, int64 [F]; the windows)."""
         capacity = encoder.capacity(pair=self.takes_pairs)
         overlap = _overlap(capacity)
         first = encoder.encode([example.text for example in examples])
@@ -256,27 +256,27 @@ class Classification(Task[Example]):
         return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
 
     def _thin(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
-        """At most `max_windows` windows of each example; `cut[0]` is the example of each window."""
-        most = self.settings.max_windows
+        """Keep at most `max_windows` windows of each example; `cut[0]` is the example of each window."""
+        limit = self.settings.max_windows
         counts = np.bincount(cut[0], minlength=examples)
-        long = counts > most
+        long = counts > limit
         if not long.any():
             return cut
         logger.warning(
-            "%d of %d texts are longer than %d windows (max_windows): training sees %d of their %d windows, "
+            "%d of %d examples are longer than %d windows (max_windows): training sees %d of their %d windows, "
             "evenly spread; predictions see all",
             long.sum(),
             examples,
-            most,
-            most * long.sum(),
+            limit,
+            limit * long.sum(),
             counts[long].sum(),
         )
-        rows = spread(cut[0], examples, most)
+        rows = spread(cut[0], examples, limit)
         return tuple(column[rows] for column in cut)
 
 
 def _means(windows: Windows, logits: np.ndarray) -> np.ndarray:
-    """float64 [N, C]: the mean logits of each example's windows."""
+    """Return the mean logits of each example's windows, float64 [N, C]."""
     starts = np.flatnonzero(np.diff(windows.examples, prepend=-1))
     counts = np.diff(starts, append=len(windows))
     return np.add.reduceat(logits.astype(np.float64), starts, axis=0) / counts[:, None]
@@ -287,7 +287,7 @@ def _slices(column: Column, text: np.ndarray, start: np.ndarray, length: np.ndar
 
 
 def _overlap(capacity: int) -> int:
-    """Tokens that adjacent windows of a long text share."""
+    """Return the number of tokens that adjacent windows of a long document share."""
     if capacity < 4:
         raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
     return capacity // 4

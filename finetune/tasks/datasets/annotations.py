@@ -1,4 +1,4 @@
-"""Records of annotation tools: what people decided about each text, or why they decided nothing.
+"""Records of annotation tools: the label of each example, or the reason why it has none.
 
 Prodigy       {"text": "", "label": "A", "answer": "accept"}, {"text": "", "options": [], "accept": ["A"], "answer": ""}
 Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"type": "choices", "value": {"choices": ["A"]}}]}]},
@@ -16,7 +16,7 @@ from pretrain.common.errors import InputError
 
 @dataclass(frozen=True)
 class Missing:
-    """In place of a label: the reason for having none, as in "40 rejected"."""
+    """Stands in for a label: the reason why there is none, as in "40 rejected"."""
 
     why: str
 
@@ -24,35 +24,35 @@ class Missing:
 UNLABELED, _SKIPPED, _REJECTED = Missing("unlabeled"), Missing("skipped"), Missing("rejected")
 _DISPUTED, _MERGED = Missing("disputed by annotators"), Missing("merged with another of their text")
 _ANSWERS = {"accept": None, "reject": _REJECTED, "ignore": Missing("ignored")}
-_MIN = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
+_METADATA = {"id", "annotator", "annotation_id", "lead_time", "created_at", "updated_at", "agreement", "history"}
 
 
 def left_out(source: str, rows: int, missing: Iterable[Missing]) -> str:
-    """A line such as "a.jsonl: 60 of 90 rows left out: 40 rejected, 20 ignored"."""
+    """Return a line such as "a.jsonl: 60 of 90 rows left out: 40 rejected, 20 ignored"."""
     counts = Counter(one.why for one in missing)
     reasons = ", ".join(f"{count:,} {why}" for why, count in counts.most_common())
     return f"{source}: {sum(counts.values()):,} of {rows:,} rows left out: {reasons}"
 
 
 def is_answered(record: Mapping[str, Any]) -> bool:
-    """Whether a record is Prodigy's."""
+    """Return whether a record is from Prodigy."""
     return isinstance(record.get("answer"), str) and record["answer"] in _ANSWERS
 
 
 def state(record: Mapping[str, Any]) -> Missing | None:
-    """The reason for not using a record, or the annotation of a task, if it says one."""
+    """Return the reason for not using a record or a task's annotation, None if it is used."""
     if record.get("was_cancelled") is True or record.get("skipped") is True:
         return _SKIPPED
     return _ANSWERS[record["answer"]] if is_answered(record) else None
 
 
 def is_task(record: Mapping[str, Any]) -> bool:
-    """Whether a record is a task of Label Studio's full JSON."""
+    """Return whether a record is a task of Label Studio's full JSON."""
     return isinstance(record.get("data"), Mapping) and isinstance(record.get("annotations"), list)
 
 
 def of_task(record: Mapping[str, Any], read: Callable[[list[Any]], Any]) -> Any:
-    """What `read` makes of the results of a task's annotations, which must agree; ground truth overrules others."""
+    """Apply `read` to the results of a task's annotations, which must agree; ground truth overrules the others."""
     every = [one for one in record["annotations"] if isinstance(one, Mapping)]
     done = [one for one in every if state(one) is None and isinstance(one.get("result"), list)]
     done = [one for one in done if one.get("ground_truth") is True] or done
@@ -60,7 +60,7 @@ def of_task(record: Mapping[str, Any], read: Callable[[list[Any]], Any]) -> Any:
 
 
 def refuse_ids(record: Mapping[str, Any], where: str) -> None:
-    """Raise `InputError` for a record whose annotations have numbers for labels, as Doccano exported them once."""
+    """Raise `InputError` for a record whose labels are numbers, as older versions of Doccano exported them."""
     every = record.get("annotations")
     ids = [one.get("label") for one in every if isinstance(one, Mapping)] if isinstance(every, list) else []
     if any(type(label) is int for label in ids):
@@ -68,19 +68,19 @@ def refuse_ids(record: Mapping[str, Any], where: str) -> None:
 
 
 def subject(record: Any, texts: Sequence[str]) -> Hashable:
-    """What several records may be about, one for each annotator or question; None if records are independent."""
+    """Return a key that records on the same example share; None if the record is independent of others."""
     if not isinstance(record, Mapping) or not ("annotation_id" in record or is_answered(record)):
         return None
-    about = [record.get(name) for name in (["id"] if "annotation_id" in record else texts)]
-    return tuple(about) if all(isinstance(one, str | int) for one in about) else id(record)
+    key = [record.get(name) for name in (["id"] if "annotation_id" in record else texts)]
+    return tuple(key) if all(isinstance(one, str | int) for one in key) else id(record)
 
 
 def settle(values: list[Any], subjects: Sequence[Hashable]) -> None:
-    """Keep one value about each subject, if all agree, and put `Missing` in place of the others."""
+    """Keep one value per subject, if all agree, and replace the others by `Missing`."""
     places: dict[Hashable, list[int]] = defaultdict(list)
-    for place, about in enumerate(subjects):
-        if about is not None and not isinstance(values[place], Missing):
-            places[about].append(place)
+    for place, key in enumerate(subjects):
+        if key is not None and not isinstance(values[place], Missing):
+            places[key].append(place)
     for group in places.values():
         value = _agreed([values[place] for place in group])
         values[group[0]] = value
@@ -97,12 +97,13 @@ def _agreed(values: Sequence[Any]) -> Any:
 def class_rows(
     records: list[Any], where: Callable[[int], str], *, texts: Sequence[Any], label: str, inputs: Sequence[Any]
 ) -> list[Any]:
-    """`records` with the columns `texts` and `label`, which is `Missing` for those without one; `inputs` are no labels.
+    """Return `records` with the columns `texts` and `label`, which is `Missing` in unlabeled ones.
 
-    What is no record stays as it is. `where` gives the place of each, for errors.
+    `inputs` are columns that cannot be the label. Items that are not records are returned unchanged. `where` returns
+    the location of an item, for errors.
     """
     names = {name for record in records if isinstance(record, dict) for name in record}
-    others = names - _MIN - set(inputs)
+    others = names - _METADATA - set(inputs)
     # In Label Studio's short form, the labels may be the only column that is not an input.
     is_only = "annotation_id" in names and label not in names and len(others) == 1
     column = others.pop() if is_only else label
@@ -122,7 +123,7 @@ def class_rows(
 
 
 def _of_task(record: Mapping[str, Any], text: str, label: str, where: str) -> dict[str, Any]:
-    """The row of a task, whose only text is `text` under any name."""
+    """Return the row of a task; if it has a single string, this is `text`, whatever its name."""
     texts = [value for value in record["data"].values() if isinstance(value, str)]
     only = {text: texts[0]} if len(texts) == 1 else {}
     value = of_task(record, lambda result: _chosen(result, label, where))
@@ -130,7 +131,7 @@ def _of_task(record: Mapping[str, Any], text: str, label: str, where: str) -> di
 
 
 def _value(record: Mapping[str, Any], column: str, where: str) -> Any:
-    """The label of a record, or None."""
+    """Return the label of a record, or None."""
     if (missing := state(record)) is not None:
         return missing
     if isinstance(record.get("accept"), list) and (is_answered(record) or "options" in record):
@@ -145,11 +146,11 @@ def _value(record: Mapping[str, Any], column: str, where: str) -> Any:
 
 
 def _chosen(result: list[Any], label: str, where: str) -> Any:
-    """The choices of one annotator, sorted."""
+    """Return the choices of one annotator, sorted."""
     every = [one for one in result if isinstance(one, Mapping) and isinstance(one.get("value"), Mapping)]
-    made = [one for one in every if isinstance(one["value"].get("choices"), list)]
-    names = {str(one.get("from_name")) for one in made}
+    choices = [one for one in every if isinstance(one["value"].get("choices"), list)]
+    names = {str(one.get("from_name")) for one in choices}
     if label not in names and len(names) > 1:
         raise InputError(f"{where}: choices of {listed(sorted(names))}. Set label_column to one of them.")
-    made = [one for one in made if label not in names or one.get("from_name") == label]
-    return sorted((name for one in made for name in one["value"]["choices"]), key=str)
+    choices = [one for one in choices if label not in names or one.get("from_name") == label]
+    return sorted((name for one in choices for name in one["value"]["choices"]), key=str)

@@ -1,4 +1,4 @@
-"""Parquet files and Hugging Face data sets, whose class numbers become names."""
+"""Parquet files and Hugging Face data sets; class numbers are converted to names."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +22,7 @@ def read_dataset(
     where: str = "dataset",
     optional: Collection[Key] = (),
 ) -> Table:
-    """The named `columns` of a split of a folder written by save_to_disk, or of a data set on the hub.
+    """Read the named `columns` of a split of a folder written by save_to_disk, or of a data set on the hub.
 
     Class numbers become names. `where` is the section of the config, for errors.
     """
@@ -53,7 +53,7 @@ def read_dataset(
 
 
 def read_parquet(path: Path, wanted: RequestedColumns) -> Table:
-    """The columns `wanted` of a Parquet file."""
+    """Read the columns `wanted` of a Parquet file."""
     expect(str(path), "pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -69,18 +69,18 @@ def read_parquet(path: Path, wanted: RequestedColumns) -> Table:
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
     values = {name: _arrow_values(path, table[name]) for name in table.column_names}
-    made = _with_classes(values, present, _arrow_features(schema.metadata or {}), str(path))
+    table_with_names = _with_classes(values, present, _arrow_features(schema.metadata or {}), str(path))
     if not wanted.others:
-        return made
+        return table_with_names
     rest = [name for name in values if name not in present.values()]
-    rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(made)
-    return replace(made, others=[dict(zip(rest, row, strict=True)) for row in rows])
+    rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(table_with_names)
+    return replace(table_with_names, others=[dict(zip(rest, row, strict=True)) for row in rows])
 
 
 def _with_classes(
     values: Mapping[str, list[Any]], present: Mapping[Key, str], features: Mapping[str, Any], source: str
 ) -> Table:
-    """The columns `present` (column -> its name in `values`), with class names in place of numbers."""
+    """Return the columns `present` ({column: its name in `values`}), with class names instead of numbers."""
     classes: dict[Key, list[str]] = {
         column: names for column, name in present.items() if (names := _class_names(features.get(name)))
     }
@@ -104,7 +104,7 @@ def _arrow_values(path: Path, column: Any) -> list[Any]:
 
 
 def _arrow_features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
-    """Features that `datasets` wrote into a Parquet file; {} in files of other writers."""
+    """Return the features that `datasets` wrote into a Parquet file; {} for other files."""
     try:
         return json.loads(metadata[b"huggingface"])["info"]["features"]
     except (KeyError, ValueError, TypeError):
@@ -112,7 +112,7 @@ def _arrow_features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
 
 
 def _class_names(feature: Any) -> list[str]:
-    """The class names of a feature or of the items of a list feature; [] for others."""
+    """Return the class names of a feature or of the items of a list feature; [] for others."""
     for _ in range(2):
         names = feature.get("names") if isinstance(feature, dict) else getattr(feature, "names", None)
         if names:
@@ -122,7 +122,7 @@ def _class_names(feature: Any) -> list[str]:
 
 
 def _with_class_names(values: list[Any], names: list[str]) -> list[Any]:
-    """Class numbers as names; -1, which `datasets` writes for a missing label, as None."""
+    """Replace class numbers by names; -1, which `datasets` writes for a missing label, by None."""
 
     def named(value: Any) -> Any:
         if isinstance(value, list):

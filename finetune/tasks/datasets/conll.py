@@ -21,17 +21,17 @@ _NEW_DOCUMENT = re.compile(r"#\s*newdoc\b")
 def read_columns(
     path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks, *, labeled: bool
 ) -> list[Sentence]:
-    """The sentences of CoNLL columns; `InputError` with file and line if the columns are uneven or missing.
+    """Read sentences from CoNLL columns; `InputError` with file and line if columns are ragged or missing.
 
     Args:
         path: the file, for messages.
-        lines: its text.
+        lines: its lines.
         token_column, label_column: numbers from 0; negative ones count from the last.
-        remarks: takes what is odd.
-        labeled: the tags are required.
+        remarks: collects warnings.
+        labeled: tags are required.
     """
     width, tabs = 0, False
-    words_alone = not labeled and _begin_with_a_word_alone(lines)
+    words_alone = not labeled and _has_one_column(lines)
     sentences: list[Sentence] = []
     document: list[Sequence[str]] = []
     words: list[str] = []
@@ -72,17 +72,17 @@ def _fields(line: str, tabs: bool) -> list[str]:
     return line.split("\t") if tabs else _BLANKS.split(line.strip(" \t"))
 
 
-def _begin_with_a_word_alone(lines: list[str]) -> bool:
-    """Whether the first line that cannot be a comment has one column; all others must then have one too."""
+def _has_one_column(lines: list[str]) -> bool:
+    """Return whether the first line that cannot be a comment has one column; all others must then have one too."""
     word_lines = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
     first = next(word_lines, "").rstrip(" \t\r")
     return len(_fields(first, "\t" in first)) == 1
 
 
 def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_alone: bool) -> bool:
-    """Whether a line before a sentence is a comment: it starts with `#`, and lacks the columns or tag of a word.
+    """Return whether a line before a sentence is a comment: it starts with `#`, and lacks the columns or tag of a word.
 
-    `width` and `tabs` are those of the file, 0 and False before its first word. `words_alone`: the file has one column.
+    `width` and `tabs` describe the file, 0 and False before its first word. `words_alone`: the file has one column.
     """
     if not line.startswith("#"):
         return False
@@ -95,9 +95,9 @@ def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_colu
 
 
 def are_tagged(lines: list[str], label_column: int) -> bool:
-    """Whether all lines have the same number of columns and a tag in `label_column`, unlike plain text.
+    """Return whether all lines have the same number of columns and a tag in `label_column`, unlike plain text.
 
-    A B or an I alone is a tag only if there is an O, too: "so do I" is a text.
+    A lone B or I is a tag only if there is an O, too: "so do I" is plain text.
     """
     rows = [
         _BLANKS.split(line.strip(" \t\r"))
@@ -135,7 +135,7 @@ def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sente
     prefix = match[0]
     if not all(word.startswith(prefix) and word != prefix for one in sentences for word in one.words):
         return sentences
-    remarks.add(f"every word begins with {prefix!r}, as in WikiANN's files; it is removed", sentences[0].where())
+    remarks.add(f"every word starts with {prefix!r}, as in WikiANN's files; it is removed", sentences[0].where())
     for one in sentences:
         # In place, because the documents share these lists.
         one.words[:] = [word[len(prefix) :] for word in one.words]  # pyright: ignore[reportIndexIssue]

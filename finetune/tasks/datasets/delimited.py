@@ -22,11 +22,11 @@ def read_delimited(
     wanted: RequestedColumns,
     skipped: Callable[[str], None] | None,
 ) -> Table:
-    """The columns `wanted` of the text of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
+    """Return the columns `wanted` from the content of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
     text, declared = _declared(text)
     delimiter = layout.delimiter or declared or ("\t" if kind == "tsv" else ",")
     quoting = _quoting(path, text, kind, layout, delimiter)
-    # Blank rows are left out; in files of one column, those between others are cells.
+    # Blank rows are left out, except between other rows of a file with one column: they are empty cells.
     rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(opened(text), delimiter)
     first_line, first = next(rows)
     names = first if layout.header else []
@@ -54,7 +54,7 @@ def read_delimited(
 
 
 def _declared(text: str) -> tuple[str, str]:
-    """(the text, the delimiter that Excel declares in its first line), with a blank line in place of Excel's."""
+    """Return (text, delimiter that Excel declares in the first line); in the text, that line is then blank."""
     found = _DECLARED.match(text)
     return (text[found.end() - 1 :], found[1]) if found else (text, "")
 
@@ -68,23 +68,23 @@ def _quoting(path: Path, text: str, kind: Format, layout: TableFormat, delimiter
 
 
 def opened(text: str) -> Iterable[str]:
-    """A text as the parts between its line ends, as `pretrain.common.quoting` wants it."""
+    """Return the lines of `text` with their line ends, as `pretrain.common.quoting` expects them."""
     return io.StringIO(text, newline="")
 
 
 def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Rows by RFC 4180."""
+    """Yield rows as RFC 4180 defines them."""
     try:
         yield from quoted_rows(opened(text), delimiter)
     except QuotingError as error:
         raise InputError(
-            f"{path}:{error.line}: not CSV ({error.reason}). Double the quotes inside quoted texts, or set "
+            f"{path}:{error.line}: not CSV ({error.reason}). Double the quotes inside quoted cells, or set "
             "`quoting: none`."
         ) from None
 
 
 def _positions(path: Path, wanted: RequestedColumns, names: list[str], width: int) -> dict[Key, int]:
-    """The position of each column in a row."""
+    """Return the position of each column in a row."""
     positions: dict[Key, int] = {}
     for column in wanted.columns:
         if isinstance(column, int) and 0 <= column < width:
@@ -103,8 +103,8 @@ def _positions(path: Path, wanted: RequestedColumns, names: list[str], width: in
 def _ragged(path: Path, line: int, count: int, width: int, names: list[str], kind: Format) -> str:
     origin = "the header has" if names else "the first row has"
     hint = (
-        "Set `quoting: standard` if texts are quoted"
+        "Set `quoting: standard` if cells are quoted"
         if kind == "tsv"
-        else "Quote texts that contain the delimiter, or set `delimiter`"
+        else "Quote cells that contain the delimiter, or set `delimiter`"
     )
     return f"{path}:{line}: {counted(count, 'column')}, but {origin} {width}. {hint}."

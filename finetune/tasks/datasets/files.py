@@ -16,23 +16,23 @@ _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def plain_suffix(path: Path) -> str:
-    """The suffix in lower case, without that of the compression: `.json` of `a.JSON.gz`."""
+    """Return the suffix in lower case, ignoring a compression suffix: `.json` of `a.JSON.gz`."""
     return (Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix).lower()
 
 
 def plain_stem(path: Path) -> str:
-    """The name without suffixes: `a` of `a.json.gz`."""
+    """Return the name without suffixes: `a` of `a.json.gz`."""
     return Path(path.stem).stem if path.suffix in _COMPRESSED else path.stem
 
 
 def refuse_spreadsheet(path: Path) -> None:
-    """Raise `InputError` if the suffix is that of a spreadsheet."""
+    """Raise `InputError` if the file is a spreadsheet by its suffix."""
     if path.suffix.lower() in _SPREADSHEETS:
         raise InputError(f"{path}: a spreadsheet, which is not read. Save it as CSV UTF-8 in Excel (File, Save As).")
 
 
 def is_encoding(name: str) -> bool:
-    """Whether Python has a text encoding of this name; codecs such as rot13 and base64 are not text encodings."""
+    """Return whether Python has an encoding of strings by this name; not codecs such as rot13 and base64."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
     except (LookupError, ValueError):
@@ -41,7 +41,7 @@ def is_encoding(name: str) -> bool:
 
 
 def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
-    """The whole text of a file (.gz, .bz2 and .xz decompressed), without a byte-order mark.
+    """Read a whole text file (.gz, .bz2 and .xz are decompressed), without its byte-order mark.
 
     Args:
         path: the file.
@@ -62,7 +62,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
         raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its rights.") from None
     if codecs.lookup(encoding).name == "utf-8" and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        encoding = "utf-16"  # no text in UTF-8 begins with these bytes
+        encoding = "utf-16"  # UTF-8 cannot start with these bytes
     mark = codecs.BOM_UTF8 if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8) else b""
     try:
         return raw[len(mark) :].decode(encoding)

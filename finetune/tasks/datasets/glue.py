@@ -1,6 +1,6 @@
 """The nine tasks of GLUE (Wang et al., 2018): their official files, scores, submissions, and the paper's table.
 
-Column names and positions are those of the official downloads, as google-research/bert run_classifier.py and
+Column names and positions follow the official downloads, as google-research/bert run_classifier.py and
 transformers' data/processors/glue.py read them. The files have no quoting: a quote is an ordinary character.
 """
 
@@ -27,10 +27,10 @@ Results = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task: the columns of its texts and labels, the names of its labels, and its scores."""
+    """One task: its text and label columns, the names of its labels, and its scores."""
 
     title: str  # name of its folder and its submission
-    labels: dict[str, str]  # the files' -> ours, in the order of `datasets`' glue; {} for values
+    labels: dict[str, str]  # {label in the files: our name}, in the order of `datasets`' glue; {} for values
     text: Key = "sentence1"
     pair: Key | None = "sentence2"
     label: Key = "label"
@@ -101,11 +101,11 @@ TASKS: dict[str, GlueTask] = {
 
 
 def read_split(name: str, folder: Path | str, split: str) -> Table | None:
-    """Columns `text`, `pair` and `label` (with our label names) of an official file; None if it is missing.
+    """Read the columns `text`, `pair` and `label` (with our label names) of an official file; None if it is missing.
 
     Args:
         name: a key of `TASKS`.
-        folder: the parent of the tasks' folders, or the task's own; case and punctuation of names are ignored.
+        folder: the parent of the tasks' folders, or the task's folder; case and punctuation of names are ignored.
         split: train, or one of the task's `dev` or `test`, which has no labels.
     """
     task = TASKS[name]
@@ -129,12 +129,12 @@ def read_file(name: str, path: Path | str, *, labeled: bool = True) -> Table:
 
 
 def expected_files(name: str, folder: Path | str, split: str) -> str:
-    """A description of the file that `read_split` expects, for messages."""
+    """Return a description of the file that `read_split` expects, for messages."""
     return f"{split}.tsv of {TASKS[name].title} in {_task_folder(name, folder)}"
 
 
 def _task_folder(name: str, folder: Path | str) -> Path:
-    """The folder with the task's training set: a subfolder of `folder`, or `folder`."""
+    """Return the folder with the task's training set: a subfolder of `folder`, or `folder`."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise InputError(f"classification.glue_dir: {folder}: no such folder. Give the folder of GLUE's downloads.")
@@ -155,12 +155,12 @@ def _plain(name: str) -> str:
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    """A file by its lower-case name, ignoring case."""
+    """Return the file with this lower-case name, ignoring case; None if there is none."""
     return next((item for item in sorted(folder.iterdir()) if item.name.lower() == name), None)
 
 
 def _find_diagnostic(place: Path) -> Path | None:
-    """GLUE's diagnostic set, which MNLI models predict: AX.tsv or diagnostic.tsv, in MNLI's folder or another."""
+    """Return GLUE's diagnostic set for MNLI models: AX.tsv or diagnostic.tsv, in MNLI's folder or another."""
     homes = [item for item in sorted(place.parent.iterdir()) if item.is_dir()]
     homes = [place, place.parent, *(item for item in homes if _plain(item.name) in ("ax", "diagnostic"))]
     candidates = (_find(home, name) for home in homes for name in ("ax.tsv", "diagnostic.tsv"))
@@ -210,11 +210,11 @@ def write_submission(
 ) -> list[Path]:
     """Write the files for gluebenchmark.com: columns `index` (from 0) and `prediction`, separated by tabs.
 
-    Labels are those of GLUE's files; values have three decimals, clipped to [0, 5] (jiant's _write_glue_preds).
+    Labels are as in GLUE's files; values have three decimals, clipped to [0, 5] (jiant's _write_glue_preds).
 
     Args:
         task: a key of `TASKS`.
-        predictions: of `Classification.decode`, by the set's name in `read_test`. A set whose length differs from the
+        predictions: from `Classification.decode`, by the set's name in `read_test`. A set whose length differs from the
             official one is written with a warning, because the site rejects it.
         folder: where to write them.
     """
@@ -256,11 +256,11 @@ PAPER: dict[str, tuple[float, ...]] = {
 }
 """Rows of Devlin et al., table 1, scored by the GLUE server."""
 
-_MISSING = "–"  # in the place of a score
+_MISSING = "–"  # shown if a score is missing
 
 
 def paper_row(results: Results) -> list[float | None]:
-    """Our scores of the dev sets in per cent in the paper's columns; None if missing."""
+    """Return our dev scores, in per cent, in the paper's columns; None if missing."""
     row: list[float | None] = []
     for _, task, part, score in COLUMNS:
         value = results.get(task, {}).get(f"dev_{part}" if part else "dev", {}).get(score)
@@ -269,7 +269,7 @@ def paper_row(results: Results) -> list[float | None]:
 
 
 def table_rows(results: Results, *, name: str) -> list[list[str]]:
-    """Headings, the paper's rows and ours. If ours lacks some columns, the average of every row is over our columns."""
+    """Return headings, the paper's rows and ours; averages are over the columns that ours has."""
     rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, dev": paper_row(results)}
     ours = rows[f"{name}, dev"]
     lines = [["", *(heading for heading, *_ in COLUMNS), "average of ours" if None in ours else "average"]]
@@ -280,7 +280,7 @@ def table_rows(results: Results, *, name: str) -> list[list[str]]:
 
 
 def format_table(lines: list[list[str]]) -> str:
-    """The `table_rows` in Markdown, with the list of missing columns."""
+    """Format the `table_rows` as Markdown, with the list of missing columns."""
     missing = [heading for heading, cell in zip(lines[0], lines[-1], strict=True) if cell == _MISSING]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = "\n".join(

@@ -25,7 +25,7 @@ def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
 
     Args:
         separator: separator of the labels of a set; "" if the cell is a JSON list.
-        where: the cell's place, for errors.
+        where: the cell's location, for errors.
     """
     if problem == "single_label":
         return _name(cell, where)
@@ -33,7 +33,7 @@ def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
 
 
 def settled(cell: Any, problem: Problem) -> Any:
-    """`cell`, or the only label of a list where texts have one; `Missing` if there is none."""
+    """Return `cell`, or the only item of a list if examples have one label; `Missing` if there is none."""
     if isinstance(cell, list) and problem != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
         if len(cell) > 1:
             return Missing("with several labels")
@@ -43,7 +43,7 @@ def settled(cell: Any, problem: Problem) -> Any:
 
 
 def ordered(labels: Iterable[Label | None]) -> list[str]:
-    """The distinct names in `labels`, sorted, numerically if all are numbers."""
+    """Return the distinct names in `labels`, sorted, numerically if all are numbers."""
     names = {str(name) for label in labels for name in (label if isinstance(label, tuple) else (label,))}
     try:
         numbers = {name: float(name) for name in names}
@@ -55,7 +55,7 @@ def ordered(labels: Iterable[Label | None]) -> list[str]:
 
 
 def renamed(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:
-    """A file's label mapped to our names; `InputError` with the closest known label if it is unknown."""
+    """Map a file's label to our names; `InputError` with the closest known label if it is unknown."""
     if isinstance(label, tuple):
         return tuple(_renamed(name, names, where) for name in label)
     return _renamed(label, names, where) if isinstance(label, str) else label
@@ -70,17 +70,17 @@ def without_vectors(
     sure: bool,
     wrong: dict[int, str] | None = None,
 ) -> list[Any]:
-    """`cells` of sets of labels, with lists of names in place of vectors: rows of 0 and 1, all of the same length.
+    """Convert label sets that are vectors, rows of 0 and 1 of the same length, to lists of names.
 
     Args:
         separator: as in `parse`.
-        names: of the labels, in the order of the vectors; empty if unknown.
-        where: the place of a row, for errors.
-        sure: whether they must be vectors; else rows of anything else are names.
-        wrong: takes the error of each row that cannot be read, in place of `InputError`.
+        names: labels in the order of the vectors; empty if unknown.
+        where: returns the location of a row, for errors.
+        sure: the cells must be vectors; otherwise, rows of anything else are names.
+        wrong: collects the error of each invalid row, instead of raising `InputError`.
     """
-    given = {row: cell for row, cell in enumerate(cells) if cell is not None and cell != ""}
-    vectors = {row: _truths(_parts(cell, separator), texts=sure or bool(separator)) for row, cell in given.items()}
+    filled = {row: cell for row, cell in enumerate(cells) if cell is not None and cell != ""}
+    vectors = {row: _truths(_parts(cell, separator), strings=sure or bool(separator)) for row, cell in filled.items()}
     widths = {None if truths is None else len(truths) for truths in vectors.values()}
     if not sure and (len(widths) != 1 or None in widths or (widths == {1} and len(names) != 1)):
         return list(cells)
@@ -96,13 +96,13 @@ def without_vectors(
 
 
 def shown(value: Any) -> str:
-    """A value, shortened for a message."""
+    """Format a value for a message, shortened."""
     text = "empty" if value is None or value == "" else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _vector_error(truths: list[bool] | None, names: Sequence[str]) -> str:
-    """Why these are not the labels of a row; empty if they are."""
+    """Return why these are not the labels of a row; "" if they are."""
     if truths is None:
         return f"; expected 0 or 1 for each of {listed(names)}."
     if not names:
@@ -113,7 +113,7 @@ def _vector_error(truths: list[bool] | None, names: Sequence[str]) -> str:
 
 
 def _name(cell: Any, where: str) -> str:
-    """Text without surrounding spaces; numbers and booleans in JSON notation."""
+    """Return a string without surrounding spaces; numbers and booleans in JSON notation."""
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)  # integers in a column with missing values are read as floats
     if isinstance(cell, bool | int) or (isinstance(cell, float) and math.isfinite(cell)):
@@ -138,7 +138,7 @@ def _set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
 
 
 def _parts(cell: Any, separator: str) -> Any:
-    """The items of a set's cell; something else than a list if it is none."""
+    """Return the items of a cell with a set; not a list if the cell is invalid."""
     if not isinstance(cell, str):
         return cell
     if separator:
@@ -149,9 +149,9 @@ def _parts(cell: Any, separator: str) -> Any:
         return None
 
 
-def _truths(values: Any, *, texts: bool) -> list[bool] | None:
-    """The values of a vector of 0 and 1, which may be `texts`; None if it is something else."""
-    known = _TRUTHS | (_TEXT_TRUTHS if texts else {})
+def _truths(values: Any, *, strings: bool) -> list[bool] | None:
+    """Return the values of a vector of 0 and 1, also as strings if `strings`; None for anything else."""
+    known = _TRUTHS | (_TEXT_TRUTHS if strings else {})
     plain = isinstance(values, list) and all(isinstance(value, int | float | str) for value in values)
     keys = [value.strip().lower() if isinstance(value, str) else value for value in values] if plain else []
     return [known[key] for key in keys] if keys and all(key in known for key in keys) else None

@@ -1,4 +1,4 @@
-"""Files of sentences with or without entities: CoNLL columns, JSON, Parquet, or plain texts."""
+"""Files of sentences with or without entities: CoNLL columns, JSON, Parquet, or plain text."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,60 +28,60 @@ def read_sentences(
     label_column: int = -1,
     encoding: str = "utf-8",
     labeled: bool = True,
-    texts: bool = False,
+    plain: bool = False,
     cut: Cut = cut_words,
     tag_names: Sequence[str] = (),
 ) -> list[Sentence]:
-    """The sentences of a file: .jsonl, .json and .parquet as records, .csv as a table, anything else as columns.
+    """Read the sentences of a file: .jsonl, .json and .parquet as records, .csv as a table, anything else as columns.
 
-    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are as the file has them. Where they need none (`labeled`
-    False), a single column holds the words, whatever the columns are called in other files.
+    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are returned as in the file. If `labeled` is False, the
+    only column of a file holds the words, whatever the column settings say.
 
     Args:
-        texts: whether a .txt without a tag on every line holds a text on each, not columns.
-        cut: where the words of texts are.
+        plain: read a .txt without a tag on every line as one document per line, not as columns.
+        cut: segments plain text into words.
         tag_names: names of tags that are numbers, in records.
 
     Raises:
-        InputError: no such file, other bytes than `encoding` has, ragged columns, a record of another form,
-            spans that do not fit their text, no sentence at all.
+        InputError: no such file, bytes invalid in `encoding`, ragged columns, a record of another form, spans that do
+            not fit their text, no sentences.
     """
     path = Path(path).expanduser()
     kind = format_of(path)
     if kind == "parquet":
         sentences = of_records(parquet_records(path), remarks, cut, tag_names)
-        return _some(sentences, path)
+        return _non_empty(sentences, path)
     if kind == "csv":
-        return _some(_word_rows(path, encoding, labeled=labeled), path)
+        return _non_empty(_word_rows(path, encoding, labeled=labeled), path)
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
     if kind in ("jsonl", "json"):
         sentences = of_records(json_records(path, text, kind), remarks, cut, tag_names)
-        return _some(sentences, path)
+        return _non_empty(sentences, path)
     lines = _lines(path, text)
-    if texts and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
+    if plain and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
         sentences = of_texts(str(path), lines, cut)
     else:
         sentences = read_columns(str(path), lines, token_column, label_column, remarks, labeled=labeled)
-    return _some(sentences, path)
+    return _non_empty(sentences, path)
 
 
 def _word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
-    """The sentences of a table with a word in each row, whose sentence may be named in its first row alone."""
+    """Read the sentences of a table with one word per row; the sentence may be named only in its first row."""
     names = list(itertools.chain.from_iterable(_ROW_COLUMNS))
     table = read_table(path, names, layout=TableFormat(encoding=encoding), optional=names)
     found = [next((table.columns[name] for name in every if name in table.columns), None) for every in _ROW_COLUMNS]
-    marks, words, tags = found
-    if marks is None or words is None or (labeled and tags is None):
+    sentence_names, words, tags = found
+    if sentence_names is None or words is None or (labeled and tags is None):
         raise InputError(
             f"{path}: needs the columns Sentence #, Word and Tag, with a word in each row. Rename them, or give .jsonl "
             "with text and entities."
         )
-    numbers = list(itertools.accumulate(marks, lambda last, mark: mark.strip() or last))
+    numbers = list(itertools.accumulate(sentence_names, lambda last, name: name.strip() or last))
     sentences = []
     for _, group in itertools.groupby(range(len(table)), numbers.__getitem__):
         rows = list(group)
-        mine = None if tags is None else [tags[row].strip() for row in rows]
-        sentences.append(Sentence([words[row] for row in rows], mine, str(path), table.places[rows[0]], lined=True))
+        row_tags = None if tags is None else [tags[row].strip() for row in rows]
+        sentences.append(Sentence([words[row] for row in rows], row_tags, str(path), table.places[rows[0]], lined=True))
     return sentences
 
 
@@ -93,7 +93,7 @@ def _lines(path: Path, text: str) -> list[str]:
     return lines
 
 
-def _some(sentences: list[Sentence], path: Path) -> list[Sentence]:
+def _non_empty(sentences: list[Sentence], path: Path) -> list[Sentence]:
     if not sentences:
-        raise InputError(f"{path}: no sentence in it. Give a file with at least one.")
+        raise InputError(f"{path}: has no sentences. Give a file with at least one.")
     return sentences

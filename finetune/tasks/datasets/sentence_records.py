@@ -1,7 +1,7 @@
-"""Sentences from records: JSON, Parquet rows, or a single object or text.
+"""Sentences from records: JSON, Parquet rows, or a single object or string.
 
-JSON lines have one object per sentence, as has a list in a .json file. Adjacent ones with the same `document` (text or
-a number) form a document:
+JSON lines have one object per sentence, and so does a list in a .json file. Adjacent ones with the same `document`
+(a string or a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
@@ -36,13 +36,13 @@ _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # 
 
 
 def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
-    """A sentence from plain text, which `cut` splits into words, or from one JSON object, see above.
+    """Return a sentence from plain text, which `cut` splits into words, or from one JSON object, see above.
 
     It has no context until `in_documents` groups the sentences.
 
     Raises:
-        InputError: there is neither text nor tokens; the number of tags differs from that of the tokens; an entity
-            is outside the text or overlaps another.
+        InputError: there is neither text nor tokens; the numbers of tags and tokens differ; an entity is outside the
+            text or overlaps another.
     """
     return _sentence({"text": record} if isinstance(record, str) else usual_form(record), where, remarks, cut)
 
@@ -56,11 +56,11 @@ def _sentence(record: Any, where: str, remarks: Remarks, cut: Cut) -> Sentence:
     refuse_ids(record, where)
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
-    # A record without words may have its empty list of tags.
+    # A record without words may have an empty list of tags.
     without_tokens = not tokens and (bool(text) or tags is None)
     if text is not None and (without_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
-            raise InputError(f"{where}: tags need tokens that are strings. Give those, or entities.")
+            raise InputError(f"{where}: tags need tokens that are strings. Give such tokens, or entities.")
         one, tags = _from_text(text, where, cut), None
     elif tokens is not None:
         if text is not None and entities is not None:
@@ -76,14 +76,14 @@ def _sentence(record: Any, where: str, remarks: Remarks, cut: Cut) -> Sentence:
 
 
 def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
-    """(path, line from 1, value) of each line that is not blank, or (place, 0, item) of the list in a .json file."""
+    """Yield (path, line from 1, value) of each non-blank line, or (place, 0, item) of the list in a .json file."""
     place, numbered = json_values(path, text, kind)
     for number, value in numbered:
         yield (str(path), number, value) if place == ":" else (f"{path}{place}{number}", 0, value)
 
 
 def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """(place, 0, record) of each row; `InputError` if the file has neither tokens nor text."""
+    """Yield (place, 0, record) of each row; `InputError` if the file has neither tokens nor text."""
     table = read_table(path, _COLUMNS, optional=_COLUMNS)
     if not table.columns.keys() & {"text", "tokens"}:
         raise InputError(f"{path}: has neither a column tokens nor text. Rename the columns.")
@@ -94,12 +94,12 @@ def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
 def of_records(
     records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
-    """Sentences from (source, line or 0, record); `tag_names`: of tags that are numbers."""
+    """Return sentences from (source, line or 0, record); `tag_names` are the names of tags that are numbers."""
     listed = [(source, line, usual_form(named_tags(record, tag_names, _TAGS))) for source, line, record in records]
     usual = [record for _, _, record in listed]
-    made = in_characters(usual, cut)
+    in_code_points = in_characters(usual, cut)
     sentences: list[Sentence] = []
-    for (source, line, record), converted in zip(listed, made, strict=True):
+    for (source, line, record), converted in zip(listed, in_code_points, strict=True):
         where = f"{source}:{line}" if line else source
         if converted is not record:
             remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
@@ -113,7 +113,7 @@ def of_records(
 
 
 def of_texts(path: str, lines: list[str], cut: Cut) -> list[Sentence]:
-    """One document per line; an empty line is an empty document."""
+    """Return one document per line; an empty line is an empty document."""
     numbered = enumerate(lines if lines[-1] else lines[:-1], 1)
     return [
         replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", cut), source=path, line=number)
@@ -130,12 +130,12 @@ def _document_name(record: Mapping[str, Any], where: str) -> str | None:
     return str(name)
 
 
-def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -> Sentence:
-    """Words with their tags; if `text` is given, their offsets are found in it from left to right."""
+def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, redundant: str) -> Sentence:
+    """Return words with their tags; if `text` is given, their offsets are found in it from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise InputError(f"{where}: tokens is {shown(tokens)}; expected a list of strings.")
     words = [replaced(token) for token in tokens]
-    text, offsets = (None, None) if text is None else _find(words, text, where, needless)
+    text, offsets = (None, None) if text is None else _find(words, text, where, redundant)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
@@ -150,8 +150,8 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -
     return Sentence(words, tags, where, text=text, offsets=offsets)
 
 
-def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, np.ndarray]:
-    """The text, and int64 [W, 2]: character offsets of each word."""
+def _find(words: list[str], text: Any, where: str, redundant: str) -> tuple[str, np.ndarray]:
+    """Return (text, character offsets of each word, int64 [W, 2])."""
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {shown(text)}; expected text.")
     text, after = replaced(text), 0
@@ -161,7 +161,7 @@ def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, 
         if begin < 0:
             raise InputError(
                 f"{where}: token {number}, {shown(word)}, is not in the text from character {after} on. Leave out "
-                f'"{needless}", or give the tokens exactly as in the text.'
+                f'"{redundant}", or give the tokens exactly as in the text.'
             )
         after = begin + len(word)
         offsets[number] = begin, after
@@ -187,7 +187,7 @@ def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> S
 
 
 def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
-    """(start, end, type) of each entity, sorted; they are within the text and do not overlap."""
+    """Return (start, end, type) of each entity, sorted; they are within the text and do not overlap."""
     if not isinstance(entities, list):
         raise InputError(f"{where}: entities is {shown(entities)}; expected a list.")
     spans = []
@@ -224,7 +224,7 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
 
 
 def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
-    """Check that entities align with tokens: without a text, other offsets probably count tokens."""
+    """Check that entities align with tokens: without `text`, other offsets probably count tokens."""
     begins, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
     for begin, end, kind in spans:
         if begin not in begins or end not in ends:
@@ -237,7 +237,7 @@ def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: 
 def _tags_of(
     spans: list[tuple[int, int, str]], text: str, offsets: np.ndarray, where: str, remarks: Remarks
 ) -> list[str]:
-    """IOB2 tags of the words at `offsets`. A word belongs to the first entity that covers any of its characters."""
+    """Return IOB2 tags of the words at `offsets`; a word belongs to the first entity that covers any part of it."""
     tags = ["O"] * len(offsets)
     begins, ends = offsets[:, 0], offsets[:, 1]
     taken = 0
@@ -249,13 +249,13 @@ def _tags_of(
             raise InputError(f"{where}: the entity {kind} from {begin} to {end} is {quoted}, which contains no word.")
         if stop <= taken:
             remarks.add(
-                "an entity shares its word with the one before it and is left out; give `tokens` that separate them",
+                "an entity shares a word with the previous one and is left out; give `tokens` that separate them",
                 f"{where}, {quoted}",
             )
             continue
         if begins[first] < begin or ends[stop - 1] > end:
             remarks.add(
-                "an entity begins or ends inside a word; such entities are extended to whole words",
+                "an entity has a boundary inside a word; such entities are extended to whole words",
                 f"{where}, {quoted}",
             )
         first = max(first, taken)

@@ -1,4 +1,4 @@
-"""Records of other tools, as `sentence_records` wants them: a text, and entities with start, end and type.
+"""Convert records of other tools for `sentence_records`: text, and entities with start, end and type.
 
 Doccano       {"text": "", "label": [[0, 3, "PER"]]}, also `labels`; with ids {"entities": [{"start_offset": 0, ...}]}
 Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"value": {"start": 0, "end": 3, ...}}]}]},
@@ -20,7 +20,7 @@ _NAMES = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "typ
 
 
 def usual_form(record: Any) -> Any:
-    """`record` with its spans as `entities`; what is of none of these forms stays as it is."""
+    """Return `record` with its spans as `entities`; records of other forms are returned unchanged."""
     if isinstance(record, Sequence) and len(record) == 2 and isinstance(record[1], Mapping):
         record = {"text": record[0], **record[1]}
     if not isinstance(record, Mapping):
@@ -44,11 +44,11 @@ def usual_form(record: Any) -> Any:
 
 
 def in_characters(records: list[Any], cut: Cut) -> list[Any]:
-    """`records` with offsets of code points, if those of spans behind emoji are units of UTF-16, as in JavaScript.
+    """Convert offsets from UTF-16 units, as in JavaScript, to code points, if spans after emoji fit words better so.
 
-    Such spans begin and end with words more often if they are read as units.
+    Spans start and end at word boundaries more often in the right unit.
     """
-    made, gain = list(records), 0
+    converted_records, gain = list(records), 0
     for number, record in enumerate(records):
         text, spans = (record.get("text"), record.get("entities")) if isinstance(record, Mapping) else (None, None)
         if not isinstance(text, str) or not isinstance(spans, list) or max(text, default="") <= "\uffff":
@@ -56,11 +56,11 @@ def in_characters(records: list[Any], cut: Cut) -> list[Any]:
         places = utf16_places(text)
         converted = [_moved(span, places) for span in spans]
         begins, ends = (set(edges) for edges in cut(replaced(text)).T.tolist())
-        for every, sign in ((spans, -1), (converted, 1)):
-            places = [(one.get("start"), one.get("end")) for one in every if isinstance(one, Mapping)]
+        for candidates, sign in ((spans, -1), (converted, 1)):
+            places = [(one.get("start"), one.get("end")) for one in candidates if isinstance(one, Mapping)]
             gain += sign * sum(begin in begins and end in ends for begin, end in places)
-        made[number] = {**record, "entities": converted}
-    return made if gain > 0 else records
+        converted_records[number] = {**record, "entities": converted}
+    return converted_records if gain > 0 else records
 
 
 def _moved(span: Any, places: Sequence[int]) -> Any:
@@ -71,7 +71,7 @@ def _moved(span: Any, places: Sequence[int]) -> Any:
 
 
 def named_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
-    """`record` with names in place of the numbers of tags under one of `keys`; other numbers stay as they are."""
+    """Replace tag numbers under one of `keys` in `record` by their names; unknown numbers stay as they are."""
 
     def named(tag: Any) -> Any:
         return names[tag] if type(tag) is int and 0 <= tag < len(names) else tag
@@ -83,7 +83,7 @@ def named_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
 
 
 def _of_label_studio(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The text, and the spans in which all annotations agree."""
+    """Return the text, and the spans that all annotations agree on."""
     data = record["data"]
     text = data.get("text", next((value for value in data.values() if isinstance(value, str)), None))
     return {"id": record.get("id"), "text": text, "entities": of_task(record, _labels)}
@@ -98,7 +98,7 @@ def _are_spans(record: Mapping[str, Any], name: str) -> bool:
     value = record.get(name)
     if not isinstance(value, list):
         return False
-    if not value:  # no entity, unless it may be the tags of no words
+    if not value:  # empty: no entities, unless `labels` may be tags of no words
         return name != "labels" or bool(record.get("text") and not record.get("tokens"))
     return all(isinstance(one, Mapping) or (isinstance(one, list) and len(one) == 3) for one in value)
 

@@ -1,7 +1,7 @@
-"""Parts of a training set by class: what is held out of it, and the folds of a cross-validation.
+"""Stratified splits of a training set: held-out sets and folds of a cross-validation.
 
-They follow from hashes of the texts, so they are the same in every run, in whatever order the examples are. Examples
-with equal texts stay together. An example has one class, several (its labels, the types of its entities) or none.
+They depend on hashes of the strings, so they are the same in every run, in whatever order the examples are. Examples
+with equal strings stay together. An example has one class, several (its labels, the types of its entities) or none.
 """
 
 import hashlib
@@ -12,9 +12,9 @@ Classes = Sequence[Collection[str]]
 
 
 def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
-    """Whether each example has one of `count` texts to hold out, of which every class has its part.
+    """Return which examples to hold out: `count` distinct strings, stratified by class.
 
-    At least one text of each class is not held out.
+    At least one string of each class is not held out.
     """
     others: list[str] = []
     seen: set[str] = set()
@@ -29,20 +29,20 @@ def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
 
 
 def folds(texts: Sequence[str], classes: Classes, count: int) -> list[int]:
-    """The fold of each example, from 0 to `count` - 1: every class is spread over all of them."""
+    """Return the fold of each example, from 0 to `count` - 1: every class is spread over all of them."""
     fold = {text: number % count for number, text in enumerate(_by_class(texts, classes))}
     return [fold[text] for text in texts]
 
 
 def _by_class(texts: Sequence[str], classes: Classes) -> dict[str, set[str]]:
-    """Each distinct text and its classes: by its rarest class, rare ones first, then by a hash."""
+    """Return each distinct string and its classes, ordered by its rarest class (rare ones first), then by a hash."""
     groups: dict[str, set[str]] = {}
     for text, names in zip(texts, classes, strict=True):
         groups.setdefault(text, set()).update(names)
     counts = Counter(name for names in groups.values() for name in names)
 
-    def place(text: str) -> tuple[tuple[int, str], bytes]:
+    def sort_key(text: str) -> tuple[tuple[int, str], bytes]:
         rarest = min(((counts[name], name) for name in groups[text]), default=(0, ""))
         return rarest, hashlib.blake2b(text.encode(), digest_size=8).digest()
 
-    return {text: groups[text] for text in sorted(groups, key=place)}
+    return {text: groups[text] for text in sorted(groups, key=sort_key)}

@@ -14,7 +14,7 @@ Flat, one object per line (.jsonl), or a list of them, optionally under "data" (
 
 Tables (.parquet, .csv, .tsv) with columns of these names; in .csv and .tsv, `answers` is JSON.
 
-The keys determine the format. "version" does not, because it varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). Empty
+The keys determine the format, not "version", which varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). Empty
 answers (`[]`), or a blank one at -1, mean that the context does not answer the question. `answer_start` counts Unicode
 code points, as SQuAD does.
 """
@@ -61,7 +61,7 @@ class Question:
 
 
 def read(path: str, *, labeled: bool) -> list[Question]:
-    """The questions of a file (.json, .jsonl, .parquet, .csv, .tsv, also .gz, .bz2, .xz).
+    """Read the questions of a file (.json, .jsonl, .parquet, .csv, .tsv, also .gz, .bz2, .xz).
 
     Questions about the same context share one string.
 
@@ -69,11 +69,11 @@ def read(path: str, *, labeled: bool) -> list[Question]:
 
     Args:
         path: the file.
-        labeled: whether to leave out questions that say nothing about their answers; their number is logged.
+        labeled: leave out unlabeled questions (neither answers nor is_impossible); their number is logged.
 
     Raises:
         InputError: the file cannot be read, is not UTF-8, not JSON, has another format or is empty; two questions have
-            the same id; `labeled`, and no question says anything about its answers.
+            the same id; with `labeled`, all questions are unlabeled.
     """
     records = _READERS.get(plain_suffix(Path(path)), _document)(path)
     questions: list[Question] = []
@@ -88,7 +88,7 @@ def read(path: str, *, labeled: bool) -> list[Question]:
         if question.id in places:
             raise InputError(
                 f"{place}: id {question.id!r} is already used in {places[question.id]}. Predictions are "
-                f"identified by their ids: give each question its own."
+                f"identified by their ids: make them unique."
             )
         places[question.id] = place
         shared = contexts.setdefault(question.context, question.context)
@@ -102,7 +102,7 @@ def read(path: str, *, labeled: bool) -> list[Question]:
 
 
 def from_record(record: Any, place: str) -> Question:
-    """An unlabeled question from one JSON object; without an id, its `place` is the id."""
+    """Return an unlabeled question from one JSON object; without an id, its `place` is the id."""
     if not isinstance(record, Mapping):
         raise InputError(
             f"{place}: is {_kind(record)}. A span question needs a context: "
@@ -115,15 +115,15 @@ def from_record(record: Any, place: str) -> Question:
 def without_bad_answers(
     questions: Sequence[Question], path: str, policy: Literal["stop", "skip"], *, training: bool
 ) -> list[Question]:
-    """`questions` without bad answers: those whose text is not in the context at their answer_start.
+    """Handle bad answers: answers whose text is not in the context at their answer_start.
 
-    With "skip", a training set loses its bad answers, and the questions that have no others. A set to score on keeps
-    them, because scorers compare only the texts. Either way, their number is logged.
+    With "skip", bad answers are removed from a training set, and so are questions without a good one. A set to score
+    on keeps them, because scorers compare only the strings. Either way, their number is logged.
 
     Args:
         questions: labeled or not.
         path: their file, for messages.
-        policy: what to do about bad answers.
+        policy: stop at bad answers, or skip them.
         training: whether the model is trained on them.
 
     Raises:
@@ -146,7 +146,7 @@ def without_bad_answers(
             f"with bad_answers: skip."
         )
     if not training:
-        logger.warning("%s; kept, because scores compare only texts.", summary)
+        logger.warning("%s; kept, because scores compare only strings.", summary)
         return list(questions)
     good = [_with_good_answers(question) for question in questions]
     kept = [question for question in good if question is not None]
@@ -160,7 +160,7 @@ def without_bad_answers(
 
 
 def _with_good_answers(question: Question) -> Question | None:
-    """The question with its good answers; None if it has only bad ones."""
+    """Return the question with only its good answers; None if it has only bad ones."""
     answers = question.answers or ()
     good = tuple(answer for answer in answers if not _fault(question.context, answer, training=True))
     if len(good) == len(answers):
@@ -169,7 +169,7 @@ def _with_good_answers(question: Question) -> Question | None:
 
 
 def _fault(context: str, answer: Answer, *, training: bool) -> str:
-    """Why an answer is bad: what the context has at its place; "" if it is good."""
+    """Return why an answer is bad, "" if it is good."""
     text, start = answer.text, answer.start
     if training and not text.strip():
         return f"the answer {text!r} is blank"
@@ -189,7 +189,7 @@ def _fault(context: str, answer: Answer, *, training: bool) -> str:
 
 
 def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
-    """(place, record, context) for every question of a .json file."""
+    """Yield (place, record, context) for every question of a .json file."""
     text = _text(path)
     try:
         document = json.loads(text)
@@ -212,7 +212,7 @@ def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _item(item: dict[str, Any], place: str, identity: str) -> Iterator[tuple[str, Any, Any]]:
-    """(place, record, context) for every question of an article, of a paragraph, or of a flat record; else nothing."""
+    """Yield (place, record, context) for every question of an article, a paragraph or a flat record; else nothing."""
     if "paragraphs" in item:
         for number, paragraph in enumerate(_list(item, "paragraphs", place)):
             inner = f"{place}.paragraphs[{number}]"
@@ -233,7 +233,7 @@ def _paragraph(paragraph: dict[str, Any], place: str, identity: str = "") -> Ite
 
 
 def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
-    """(place, record, context) for every non-blank line of a .jsonl file."""
+    """Yield (place, record, context) for every question in a .jsonl file."""
     for number, record in json_values(Path(path), _text(path), "jsonl")[1]:
         place = f"{path}:{number}"
         found = list(_item(record, place, str(number))) if isinstance(record, dict) else []
@@ -248,7 +248,7 @@ def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _table(path: str) -> Iterator[tuple[str, Any, Any]]:
-    """(place, record, context) for every row."""
+    """Yield (place, record, context) for every row of a table."""
     table = read_table(path, _COLUMNS, optional=_COLUMNS[2:])
     for row, cells in enumerate(zip(*table.columns.values(), strict=True)):
         record = {
@@ -328,7 +328,7 @@ def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[A
 
 
 def _single_answer(record: Mapping[str, Any], place: str) -> Any:
-    """The answer of a record with one text and start, as a list; None if it has neither."""
+    """Return the answer of a record with answer_text and answer_start, as a list; None if one is missing."""
     text, start = record.get("answer_text"), record.get("answer_start")
     if text is None or start is None or (isinstance(start, str) and not start.strip()) or start != start:
         return None
@@ -339,7 +339,7 @@ def _single_answer(record: Mapping[str, Any], place: str) -> Any:
 
 
 def _rows(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    """[{"text", "answer_start"}] from {"text": [], "answer_start": []}."""
+    """Return [{"text", "answer_start"}] from {"text": [], "answer_start": []}."""
     texts, starts = columns.get("text"), columns.get("answer_start")
     if not isinstance(texts, list) or not isinstance(starts, list):
         raise InputError(
@@ -393,7 +393,7 @@ def _keys(mapping: Mapping[str, Any]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Quoted text, shortened for a message."""
+    """Return `text` quoted and shortened for a message."""
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 

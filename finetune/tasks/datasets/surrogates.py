@@ -10,12 +10,12 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def replaced(text: str) -> str:
-    """`text` with replacement characters for half surrogate pairs. The length stays the same."""
+    """Replace half surrogate pairs in `text` by replacement characters. The length stays the same."""
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def utf16_places(text: str) -> list[int]:
-    """The index in `text` of each of its UTF-16 units, and its length."""
+    """Return the index in `text` of each of its UTF-16 units, and finally its length."""
     places = [place for place, one in enumerate(text) for _ in range(1 + (one > "\uffff"))]
     return [*places, len(text)]
 
@@ -32,7 +32,7 @@ def check_whole(text: str, what: str, where: str) -> None:
 
 
 def check_id(value: Any, where: str) -> None:
-    """`check_whole` of a record's id, which may be any JSON."""
+    """Apply `check_whole` to a record's id, which may be any JSON."""
     if isinstance(value, list | dict):
         value = json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, str):

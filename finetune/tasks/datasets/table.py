@@ -1,4 +1,4 @@
-"""Labeled rows as columns: the table, and how it is requested."""
+"""Tables of labeled rows, stored by column, and requests for their columns."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Key = str | int
 """A column's name, or its number from 0."""
 
 ReadForms = Callable[[list[Any], Callable[[int], str]], list[Any]]
-"""Makes rows of records; the second argument gives the place of each record."""
+"""Converts records to rows; the second argument returns the location of a record."""
 
 Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet"]
 
 
 @dataclass(frozen=True)
 class TableFormat:
-    """How to read a file; empty values follow from its suffix."""
+    """Format of a file; its suffix determines empty values."""
 
     format: Format = ""
     encoding: str = "utf-8"  # a byte order mark of UTF-8 is skipped
     delimiter: str = ""  # one character; "" is a comma, in .tsv a tab
-    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; in .tsv none, and cells begin with no quote
+    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard; in .tsv none, and no cell may begin with a quote
     header: bool = True
     forms: ReadForms | None = None  # of annotation tools, in JSON
 
@@ -35,7 +35,7 @@ class TableFormat:
 class Table:
     """Columns of N cells: strings from text files, otherwise the types of the format. A missing cell is None."""
 
-    columns: dict[Key, list[Any]]  # the requested ones; optional ones if they exist
+    columns: dict[Key, list[Any]]  # the requested ones, optional ones only if they exist
     source: str  # the file or data set, for messages
     places: Sequence[int]  # [N], line or row number of each, from 1
     place: str  # separator of source and place: ":" before a line
@@ -46,28 +46,28 @@ class Table:
         return len(self.places)
 
     def only(self, rows: Sequence[int]) -> Table:
-        """The table of these rows."""
+        """Return the table of these rows."""
         columns = {name: [cells[row] for row in rows] for name, cells in self.columns.items()}
         others = [self.others[row] for row in rows] if self.others else ()
         return replace(self, columns=columns, places=[self.places[row] for row in rows], others=others)
 
     def where(self, row: int) -> str:
-        """File and line (or row) of a row, for messages."""
+        """Return file and line (or row) of a row, for messages."""
         return f"{self.source}{self.place}{self.places[row]}"
 
 
 @dataclass(frozen=True)
 class RequestedColumns:
-    """The requested columns, and other names that they may have."""
+    """The requested columns, and other names that they may have in a file."""
 
     columns: Sequence[Key]
     optional: Collection[Key] = ()
     aliases: Mapping[Key, str] = field(default_factory=dict)
-    others: bool = False  # whether all other columns are read, too
-    spare: Collection[Key] = ()  # those that are missing, not wrong, if a table has several of them
+    others: bool = False  # also read all other columns
+    spare: Collection[Key] = ()  # columns that count as missing if a table has several of them
 
     def among(self, names: Sequence[Any], source: str) -> dict[Key, str]:
-        """Column -> its name among `names`, without missing optional ones."""
+        """Return {column: its name among `names`}, without missing optional ones."""
         present: dict[Key, str] = {}
         for column in self.columns:
             if (name := self.single(column, names, source)) is not None:
@@ -77,7 +77,7 @@ class RequestedColumns:
         return present
 
     def single(self, column: Key, names: Sequence[Any], source: str) -> Key | None:
-        """`name` in a table, whose `names` may repeat; `InputError` if that of the column does."""
+        """Return `name` in a table, whose `names` may repeat; `InputError` if the column's name does."""
         name = self.name(column, names)
         if name is None or names.count(name) == 1:
             return name
@@ -86,7 +86,7 @@ class RequestedColumns:
         raise InputError(f"{source}: column {name!r} occurs {names.count(name)} times. Rename all but one.")
 
     def name(self, column: Key, names: Collection[Any]) -> Key | None:
-        """The name of the column among `names`; None if it is missing."""
+        """Return the name of the column among `names`; None if it is missing."""
         if column in names:
             return column
         alias = self.aliases.get(column)
@@ -94,13 +94,13 @@ class RequestedColumns:
 
 
 def listed(names: Collection[Any]) -> str:
-    """Names for a message, at most 20."""
+    """Format names for a message, at most 20."""
     # Quoted if blanks surround a name.
     shown = [str(name)[:40] if str(name) == str(name).strip() else repr(str(name)) for name in names]
     return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
 
 
 def shown(value: Any) -> str:
-    """A value as JSON for a message, at most 60 characters."""
+    """Format a value as JSON for a message, at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,6 +1,6 @@
 """Labeled rows as columns, from CSV, TSV, JSON and Parquet.
 
-Nothing is skipped or guessed: a row that does not fit is an `InputError` with its file and line.
+Nothing is skipped or guessed: an invalid row is an `InputError` with its file and line.
 """
 
 import json
@@ -42,19 +42,19 @@ def read_table(
     others: bool = False,
     skipped: Callable[[str], None] | None = None,
 ) -> Table:
-    """The named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
+    """Read the named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
 
     Args:
-        optional: those of `columns` that may be missing.
-        aliases: other names of `columns`, used if a column is not under its own.
-        spare: those of `optional` that count as missing if there are several; others are then an error.
-        others: whether to read all other columns, too, as `Table.others`.
-        skipped: called with the place of each row with a wrong number of columns, which is then left out;
+        optional: subset of `columns` that may be missing.
+        aliases: fallback names of `columns`.
+        spare: subset of `optional` that counts as missing if it occurs more than once; other duplicates are errors.
+        others: also read all other columns, as `Table.others`.
+        skipped: called with the location of each row with a wrong number of columns, which is then left out;
             None makes such a row an error.
 
     Raises:
-        InputError: no such file, unknown format, bytes that are not in the encoding, ragged rows, no such column or
-            several of it.
+        InputError: no such file, unknown format, bytes invalid in the encoding, ragged rows, a missing or duplicate
+            column.
     """
     path = Path(path).expanduser()
     kind = layout.format or _known_format(path)
@@ -73,24 +73,24 @@ def read_table(
 
 
 def _settled(table: Table, forms: ReadForms) -> Table:
-    """Label Studio's CSV, which has a row of each annotator, with what they agree on."""
+    """Merge the rows of all annotators in Label Studio's CSV into the labels that they agree on."""
     cells = zip(*table.columns.values(), strict=True)
     records = [
         {**rest, **dict(zip(table.columns, row, strict=True))} for rest, row in zip(table.others, cells, strict=True)
     ]
-    made = forms(records, table.where)
-    return replace(table, columns={key: [row.get(key) for row in made] for key in table.columns})
+    rows = forms(records, table.where)
+    return replace(table, columns={key: [row.get(key) for row in rows] for key in table.columns})
 
 
 def read_texts(path: Path | str, encoding: str = "utf-8") -> Table:
-    """The column `text` of a file with one text per line; an empty line is an empty text."""
+    """Read a file with one document per line as the column `text`; an empty line is an empty document."""
     path = Path(path).expanduser()
     lines = list(split_lines(opened(read_text(path, encoding, _OTHER_ENCODING))))
     return Table({"text": lines}, str(path), range(1, 1 + len(lines)), ":")
 
 
 def format_of(path: Path | str) -> Format:
-    """The format by the file's suffix; "" if the suffix is unknown."""
+    """Return the format that the file's suffix names; "" if the suffix is unknown."""
     return _FORMATS.get(plain_suffix(Path(path)), "")
 
 
@@ -106,9 +106,9 @@ def _known_format(path: Path) -> Format:
 
 
 def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
-    """(separator of file and number in messages, (number, value) of each line or of each item of a .json list).
+    """Parse a .jsonl file, or a .json file that is a list; `InputError` for invalid JSON.
 
-    `InputError` for a line that is not JSON.
+    Returns (separator of file and number in messages, (number, value) of each line or item).
     """
     whole = _parsed(text) if kind == "json" else None
     if isinstance(whole, list):
@@ -143,7 +143,7 @@ def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, fo
 
 
 def _parsed(text: str) -> Any:
-    """The value of a .json file, a list of objects or one object; None if it has one object per line."""
+    """Return the value of a .json file, a list of objects or one object; None if it has one object per line."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Text to token ids with character offsets, for any tokenizer of the BERT family."""
+"""Tokenization with character offsets, for any tokenizer of the BERT family."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from finetune.tasks.datasets.arrays import distinct, ragged
 from pretrain.common.errors import InputError
 
-_CHUNK = 4096  # texts per tokenizer call: encodings take 100 times the memory of their ids
-_WORDS_A_LINE = 64  # distinct words per text: one call and encoding per word would dominate the time
+_CHUNK = 4096  # strings per tokenizer call: encodings take 100 times the memory of their ids
+_WORDS_PER_LINE = 64  # distinct words per string: one encoding per word would dominate the time
 
 
 @dataclass(frozen=True)
 class Column:
-    """N tokenized texts (or words), concatenated, without special tokens."""
+    """N tokenized strings (documents or words), concatenated, without special tokens."""
 
     ids: np.ndarray  # int32 [T]
-    starts: np.ndarray  # int64 [N + 1], token offset of each text
-    offsets: np.ndarray  # int32 [T, 2], first character of each token in its text, and the index after its last
+    starts: np.ndarray  # int64 [N + 1], token offset of each string
+    offsets: np.ndarray  # int32 [T, 2], first character of each token in its string, and the index after its last
 
 
 class TextEncoder:
-    """A tokenizer, and how it adds special tokens to one text or a pair.
+    """A tokenizer, with the special tokens that it adds to a single document or a pair.
 
     Args:
         tokenizer: with its post-processor; the encoder disables its truncation and padding.
         max_length: maximum tokens per window, special tokens included.
-        segments: whether the model has token types for the two texts of a pair; if not, all tokens have type 0.
+        segments: the model has a token type for each half of a pair; if not, all tokens have type 0.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int, *, segments: bool = True) -> None:
@@ -55,24 +55,24 @@ class TextEncoder:
             ids[first[-1] + 1 : second[0]],
             ids[second[-1] + 1 :],
         )
-        # Byte-level BPE: a word within a text and at its beginning has different tokens.
+        # Byte-level BPE: a word has other tokens at the beginning of a string than within it.
         first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
         self._begins_with_space = first + second != both
         self.by_word = _cuts_at_spaces(tokenizer)
 
     def capacity(self, *, pair: bool) -> int:
-        """Text tokens that fit a window, for both texts together."""
+        """Return the number of tokens that fit a window besides special tokens; of a pair, both halves together."""
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 
     def encode(self, texts: Sequence[str]) -> Column:
-        """Tokenize texts in the tokenizer's own threads; repeated texts are tokenized once."""
+        """Tokenize strings in the tokenizer's threads; repeated strings are tokenized once."""
         if self.by_word:
             return self._encode_by_word(texts)
         once, which = distinct(texts)
         return _gather(self.encode_whole(once), which)
 
     def encode_words(self, words: Sequence[str]) -> Column:
-        """Tokenize pre-split words, each as a text of its own.
+        """Tokenize pre-split words, each as a separate string.
 
         Equals `is_pretokenized` of the Hugging Face tokenizers (for byte-level BPE with `add_prefix_space`).
         """
@@ -99,21 +99,21 @@ class TextEncoder:
         )
 
     def _encode_distinct(self, words: list[str]) -> tuple[Column, np.ndarray]:
-        """Tokens of each word, and its length in characters, int64 [words]. The tokenizer gets them as long lines."""
-        lines = [" ".join(words[n : n + _WORDS_A_LINE]) for n in range(0, len(words), _WORDS_A_LINE)]
+        """Return the tokens of each word, and its characters, int64 [words]; tokenizes many words per call."""
+        lines = [" ".join(words[n : n + _WORDS_PER_LINE]) for n in range(0, len(words), _WORDS_PER_LINE)]
         column = self.encode_whole(lines)
         characters = np.fromiter(map(len, words), np.int64, len(words))
         ends = np.cumsum(characters + 1)
         begins = ends - characters - 1  # of each word, in all lines joined with spaces
         line_T = np.repeat(np.arange(len(lines)), np.diff(column.starts))
-        place_T = column.offsets[:, 0] + begins[line_T * _WORDS_A_LINE]
+        place_T = column.offsets[:, 0] + begins[line_T * _WORDS_PER_LINE]
         word_T = np.searchsorted(ends, place_T, side="right")
-        within = (begins[word_T] - begins[line_T * _WORDS_A_LINE]).astype(np.int32)
+        within = (begins[word_T] - begins[line_T * _WORDS_PER_LINE]).astype(np.int32)
         starts = np.searchsorted(word_T, np.arange(len(words) + 1))
         return Column(column.ids, starts, column.offsets - within[:, None]), characters
 
     def encode_whole(self, texts: list[str]) -> Column:
-        """The tokens of whole texts, without special tokens, and their offsets."""
+        """Tokenize whole strings, without special tokens, with offsets."""
         ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
         for first in range(0, len(texts), _CHUNK):
             for encoding in self.tokenizer.encode_batch(texts[first : first + _CHUNK], add_special_tokens=False):
@@ -131,7 +131,7 @@ class FramedWindows:
     types: np.ndarray  # uint8 [T], 1 from the second text on
     starts: np.ndarray  # int64 [F + 1]
     first: np.ndarray  # int64 [F], row of the first text's first token
-    second: np.ndarray  # int64 [F], row of the second text's first token; that of the suffix if there is none
+    second: np.ndarray  # int64 [F], row of the second text's first token; of the suffix if there is none
 
 
 Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -139,7 +139,7 @@ Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> FramedWindows:
-    """Windows of `first`, or of `first` and `second`, with the tokenizer's special tokens."""
+    """Build windows of `first`, or of `first` and `second`, with the tokenizer's special tokens."""
     count = len(first[1])
     pieces = [_constant(encoder.prefix, count), first]
     if second is not None:
@@ -158,7 +158,7 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
 
 
 def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether a text's tokens are the concatenated tokens of its strings between spaces.
+    """Return whether the tokens of a string are the concatenated tokens of its parts between spaces.
 
     That holds for BERT's normalizer, which depends only on a character and its combining marks, with BERT's
     pre-tokenizer, which splits at every space, unless an added token contains or strips spaces.
@@ -179,7 +179,7 @@ def _constant(ids: np.ndarray, count: int) -> Slices:
 
 
 def _gather(column: Column, which: np.ndarray) -> Column:
-    """The texts with these indices, in this order, with repetitions."""
+    """Return the strings with these indices, in this order, with repetitions."""
     lengths = np.diff(column.starts)[which]
     rows = ragged(column.starts[which], lengths)
     return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), column.offsets[rows])

@@ -1,38 +1,38 @@
-"""Long texts, and pairs of them, as overlapping windows that show every token."""
+"""Cut long documents, and pairs of them, into overlapping windows that cover every token."""
 
 import numpy as np
 
 
 def slide(lengths: np.ndarray, capacity: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut texts into overlapping windows: (text number, begin, length), int64 [F] each.
+    """Cut documents of `lengths` tokens into overlapping windows: (document, start, length), int64 [F] each.
 
-    A text of at most `capacity` tokens is one window (also an empty one); of a longer one, each window begins
-    `capacity - overlap` tokens after the one before, and the last ends where the text ends (google-research/bert
+    A document of at most `capacity` tokens, or an empty one, is one window. In a longer one, each window starts
+    `capacity - overlap` tokens after the previous one; the last stops at the document's end (google-research/bert
     run_squad.py, convert_examples_to_features).
     """
     capacity = np.broadcast_to(np.asarray(capacity, np.int64), lengths.shape)
     stride = np.maximum(capacity - overlap, 1)
     counts = 1 + np.maximum(0, -(-(lengths - capacity) // stride))
-    text = np.repeat(np.arange(len(lengths)), counts)
-    number = np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = number * stride[text]
-    return text, begin, np.minimum(capacity[text], lengths[text] - begin)
+    document = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = number * stride[document]
+    return document, start, np.minimum(capacity[document], lengths[document] - start)
 
 
 def cut_pairs(
     first: np.ndarray, second: np.ndarray, capacity: int, overlap: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Windows over pairs of texts of `first` and `second` tokens, int64 [N] each.
+    """Cut pairs of documents of `first` and `second` tokens, int64 [N] each, into windows.
 
-    If the shorter text fits in half of the window, every window has all of it, and the longer text slides through the
+    If the shorter one fits in half of the window, every window has all of it, and the longer one slides through the
     rest. If both are longer than half a window, each slides through one half, with half the overlap. A window of one
-    is paired with the window of the other at the same relative position, so the longer text determines their number.
+    is paired with the window of the other at the same relative position, so the longer one determines their number.
 
     Returns:
-        (pair, begin in first, length, begin in second, length), int64 [F] each, in order of the pairs.
+        (pair, start in first, length, start in second, length), int64 [F] each, in order of the pairs.
     """
     shorter, longer = np.minimum(first, second), np.maximum(first, second)
-    # Columns of F: pair, begin and length in the shorter, begin and length in the longer.
+    # Columns of F: pair, start and length in the shorter, start and length in the longer.
     windows = np.concatenate(
         [
             _with_whole(shorter, longer, np.flatnonzero(shorter <= capacity // 2), capacity, overlap),
@@ -51,13 +51,13 @@ def cut_pairs(
     )
 
 
-def spread(examples: np.ndarray, count: int, most: int) -> np.ndarray:
-    """Rows of at most `most` windows of each of `count` examples, evenly from its first to its last.
+def spread(examples: np.ndarray, count: int, limit: int) -> np.ndarray:
+    """Select at most `limit` windows of each of `count` examples, evenly spaced from first to last; returns rows.
 
-    `examples`, int64 [F] and ascending, is the example of each window; an example has one at least.
+    `examples`, int64 [F] and ascending, is the example of each window; each example has at least one.
     """
     counts = np.bincount(examples, minlength=count)
-    kept = np.minimum(counts, most)
+    kept = np.minimum(counts, limit)
     example, number = _numbered(kept)
     steps = np.maximum(kept - 1, 1)[example]
     number = (2 * number * (counts[example] - 1) + steps) // (2 * steps)  # rounded
@@ -65,15 +65,15 @@ def spread(examples: np.ndarray, count: int, most: int) -> np.ndarray:
 
 
 def _with_whole(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int) -> np.ndarray:
-    """int64 [5, F]: the shorter whole in each window."""
-    pair, begin, length = slide(longer[pairs], capacity - shorter[pairs], overlap)
-    return np.stack([pairs[pair], np.zeros_like(begin), shorter[pairs][pair], begin, length])
+    """Return int64 [5, F]: windows that each contain the whole shorter document."""
+    pair, start, length = slide(longer[pairs], capacity - shorter[pairs], overlap)
+    return np.stack([pairs[pair], np.zeros_like(start), shorter[pairs][pair], start, length])
 
 
 def _side_by_side(
     shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int
 ) -> np.ndarray:
-    """int64 [5, F]: both in windows of half the capacity."""
+    """Return int64 [5, F]: both documents in windows of half the capacity."""
     half = capacity // 2
     short, long = slide(shorter[pairs], half, overlap // 2), slide(longer[pairs], capacity - half, overlap // 2)
     shorts, longs = (np.bincount(side[0], minlength=len(pairs)) for side in (short, long))
@@ -85,6 +85,6 @@ def _side_by_side(
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(which, number within it from 0 on), int64 [sum of counts] each, for `counts` items of each."""
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    """Return (group, index within the group), int64 [sum of counts] each, for groups of `counts` items."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -5,8 +5,8 @@ The model tags the first token of each word, so plain text must be segmented lik
 
 The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece is a class (word, number,
 initial, ideograph, or a letter of another script without blanks) or a symbol. A word is a sequence of pieces; its
-probability is that of their trigrams. Words of several pieces that occur more than once have their own frequency
-("Mr.", "'s"). Text is split at white space, and each chunk between is segmented into the most probable words (Viterbi).
+probability is the product of its trigrams'. Words of several pieces that occur more than once have a separate count
+("Mr.", "'s"). Text is split at white space, and each chunk is segmented into the most probable words (Viterbi).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import numpy as np
 from finetune.tasks.datasets.words import cut_words
 from pretrain.common import scripts
 
-_MOST_ENTRIES = 5000  # of each table: the most frequent ones
-_MOST_PIECES = 48  # per word
+_MAX_ENTRIES = 5000  # of each table: the most frequent ones
+_MAX_PIECES = 48  # per word
 _START, _END = "start", "end"
 _WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
 _KATAKANA, _HIRAGANA, _COMPLEX = "katakana", "hiragana", "complex"
 _SPELLED = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH, _KATAKANA, _HIRAGANA, _COMPLEX}
-_LETTER = math.log(1 / 50)  # log probability of any one letter; a symbol is its own class
+_LETTER = math.log(1 / 50)  # log probability of any one letter; each symbol is a class
 _UNSEEN = 0.1  # count of a symbol that is not in the training set
 # A training set does not show the spaces around a symbol: "a - b" and "a-b" may be the same three words. A symbol
-# between two words without spaces is rarely a word of its own.
+# between two words without spaces is rarely a separate word.
 _ENCLOSED = math.log(0.01)
-_TYPED = str.maketrans("‘’“”‐‑", "''\"\"--")
+_TO_ASCII = str.maketrans("‘’“”‐‑", "''\"\"--")
 _NOT = "n't"
-_NOT_AT_AN_END = re.compile(rf"{_NOT}(?!\w)")
+_NOT_AT_WORD_END = re.compile(rf"{_NOT}(?!\w)")
 
 
 class WordCuts:
@@ -51,8 +51,8 @@ class WordCuts:
     def __init__(self, total: int, trigrams: Mapping[tuple[str, str, str], int], kept: Mapping[str, int]) -> None:
         self._total, self._trigrams, self._kept = total, dict(trigrams), dict(kept)
         contexts: Counter[tuple[str, str]] = Counter()
-        for (one, two, _), count in trigrams.items():
-            contexts[one, two] += count
+        for (first_class, second_class, _), count in trigrams.items():
+            contexts[first_class, second_class] += count
         words = contexts[_START, _START]
         scale = math.log(words / total) if words else 0.0
         self._log_trigrams = {
@@ -71,7 +71,7 @@ class WordCuts:
         kept: Counter[str] = Counter()
         total = 0
         for word, count in Counter(words).items():
-            word = word.translate(_TYPED)
+            word = word.translate(_TO_ASCII)
             pieces = _pieces(word)
             if not pieces or any(letter.isspace() for letter in word):
                 continue
@@ -83,15 +83,15 @@ class WordCuts:
                 continue  # such words are known only individually, through `kept`
             weight = count if len(pieces) == 1 else 1
             padded = [_START, _START, *classes, _END]
-            trigrams.update({key: weight * number for key, number in Counter(_threes(padded)).items()})
-        return cls(total, dict(trigrams.most_common(_MOST_ENTRIES)), dict(kept.most_common(_MOST_ENTRIES)))
+            trigrams.update({key: weight * number for key, number in Counter(_trigrams(padded)).items()})
+        return cls(total, dict(trigrams.most_common(_MAX_ENTRIES)), dict(kept.most_common(_MAX_ENTRIES)))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> WordCuts:
         """Restore from the return value of `state`."""
         return cls(
             state["total"],
-            {(one, two, three): count for one, two, three, count in state["trigrams"]},
+            {(first, second, third): count for first, second, third, count in state["trigrams"]},
             state["kept"],
         )
 
@@ -101,7 +101,7 @@ class WordCuts:
         return {"total": self._total, "trigrams": trigrams, "kept": self._kept}
 
     def __call__(self, text: str) -> np.ndarray:
-        """int64 [W, 2]: first character of each word of `text`, and the index after its last. Words have no spaces."""
+        """Return int64 [W, 2]: the first character of each word of `text`, and the index after its last."""
         pieces = cut_words(text)
         if len(pieces) < 2:
             return pieces
@@ -110,64 +110,64 @@ class WordCuts:
         words = [pieces[begins[counts == 1]]]
         for first, count in zip(begins[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
             begin, end = int(pieces[first, 0]), int(pieces[first + count - 1, 1])
-            places = begin + np.array((0, *self._word_ends(text[begin:end])), np.int64)
-            words.append(np.stack([places[:-1], places[1:]], axis=1))
+            bounds = begin + np.array((0, *self._word_ends(text[begin:end])), np.int64)
+            words.append(np.stack([bounds[:-1], bounds[1:]], axis=1))
         spans = np.concatenate(words)
         return spans[np.argsort(spans[:, 0])]
 
     def _word_ends(self, chunk: str) -> tuple[int, ...]:
-        """Ends of the words of a chunk without white space."""
+        """Return the ends of the words of a chunk without white space."""
         ends = self._known.get(chunk)
         if ends is None:
-            if len(self._known) > _MOST_ENTRIES:
+            if len(self._known) > _MAX_ENTRIES:
                 self._known.clear()
-            ends = self._known[chunk] = self._viterbi(chunk.translate(_TYPED))
+            ends = self._known[chunk] = self._viterbi(chunk.translate(_TO_ASCII))
         return ends
 
     def _viterbi(self, chunk: str) -> tuple[int, ...]:
-        places = self._places(chunk)
-        pieces = [chunk[begin:end] for begin, end in pairwise(places)]
+        bounds = self._places(chunk)
+        pieces = [chunk[begin:end] for begin, end in pairwise(bounds)]
         classes = [_class_of(piece) for piece in pieces]
         count = len(pieces)
         best, before = [0.0, *[-math.inf] * count], [0] * (count + 1)
         for first in range(count):
-            for end, log_probability in self._words(chunk, places, pieces, classes, first):
+            for end, log_probability in self._words(chunk, bounds, pieces, classes, first):
                 if best[first] + log_probability > best[end]:
                     best[end], before[end] = best[first] + log_probability, first
         ends = []
         while count:
-            ends.append(places[count])
+            ends.append(bounds[count])
             count = before[count]
         return tuple(reversed(ends))
 
     def _words(
-        self, chunk: str, places: list[int], pieces: list[str], classes: list[str], first: int
+        self, chunk: str, bounds: list[int], pieces: list[str], classes: list[str], first: int
     ) -> Iterable[tuple[int, float]]:
-        """(piece after it, log probability) of each word that may begin with the piece `first`."""
-        one, two, sofar = _START, _START, 0.0
-        for end in range(first + 1, min(len(pieces), first + _MOST_PIECES) + 1):
-            three = classes[end - 1]
-            sofar += self._log_trigrams.get((one, two, three), -math.inf)
-            sofar += len(pieces[end - 1]) * _LETTER if three in _SPELLED else 0.0
-            one, two = two, three
-            log_probability = sofar + self._log_trigrams.get((one, two, _END), -math.inf)
+        """Yield (index after the last piece, log probability) of each word that may start with the piece `first`."""
+        first_class, second_class, log_prefix = _START, _START, 0.0
+        for end in range(first + 1, min(len(pieces), first + _MAX_PIECES) + 1):
+            third_class = classes[end - 1]
+            log_prefix += self._log_trigrams.get((first_class, second_class, third_class), -math.inf)
+            log_prefix += len(pieces[end - 1]) * _LETTER if third_class in _SPELLED else 0.0
+            first_class, second_class = second_class, third_class
+            log_probability = log_prefix + self._log_trigrams.get((first_class, second_class, _END), -math.inf)
             if end == first + 1:
-                unseen = self._log_unseen + (len(pieces[first]) * _LETTER if three in _SPELLED else 0.0)
+                unseen = self._log_unseen + (len(pieces[first]) * _LETTER if third_class in _SPELLED else 0.0)
                 log_probability = max(log_probability, unseen)
                 if _is_enclosed(classes, first):
                     log_probability += _ENCLOSED
-            log_probability = max(log_probability, self._log_kept.get(chunk[places[first] : places[end]], -math.inf))
+            log_probability = max(log_probability, self._log_kept.get(chunk[bounds[first] : bounds[end]], -math.inf))
             if log_probability > -math.inf:
                 yield end, log_probability
-            if sofar == -math.inf and end - first >= self._longest_kept:
+            if log_prefix == -math.inf and end - first >= self._longest_kept:
                 return
 
     def _places(self, chunk: str) -> list[int]:
-        """Possible word boundaries: all piece boundaries, and before "n't" if the training set splits there."""
-        places = {0, *cut_words(chunk)[:, 1].tolist()}
+        """Return possible word boundaries: all piece boundaries, and before "n't" if the training set splits there."""
+        bounds = {0, *cut_words(chunk)[:, 1].tolist()}
         if _NOT in self._kept:
-            places |= {match.start() for match in _NOT_AT_AN_END.finditer(chunk)}
-        return sorted(places)
+            bounds |= {match.start() for match in _NOT_AT_WORD_END.finditer(chunk)}
+        return sorted(bounds)
 
 
 def _pieces(word: str) -> list[str]:
@@ -187,7 +187,7 @@ def _class_of(piece: str) -> str:
 
 
 def _is_enclosed(classes: list[str], place: int) -> bool:
-    """Whether the piece is a symbol directly between two words."""
+    """Return whether the piece is a symbol directly between two words."""
     return (
         classes[place] not in _SPELLED
         and 0 < place < len(classes) - 1
@@ -196,5 +196,5 @@ def _is_enclosed(classes: list[str], place: int) -> bool:
     )
 
 
-def _threes(classes: list[str]) -> Iterable[tuple[str, str, str]]:
+def _trigrams(classes: list[str]) -> Iterable[tuple[str, str, str]]:
     return zip(classes, classes[1:], classes[2:], strict=False)

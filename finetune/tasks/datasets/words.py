@@ -1,4 +1,4 @@
-"""A rule-based segmentation of plain text into words, and the character offsets of given words."""
+"""Rule-based segmentation of plain text into words, and the character offsets of given words."""
 
 import unicodedata
 
@@ -10,12 +10,12 @@ _SPACE, _RUN, _ALONE, _MARK = range(4)
 
 
 def cut_words(text: str) -> np.ndarray:
-    """int64 [W, 2]: first character of each word of `text`, and the index after its last.
+    """Return int64 [W, 2]: the first character of each word of `text`, and the index after its last.
 
     Follows BERT's pre-tokenizer (google-research/bert tokenization.py, BasicTokenizer): white space separates words;
-    each punctuation mark and CJK character is a word; any other run of characters is one word. Unlike BERT, symbols of
-    any script (currency, arrows, emoji) are words too, because entities end at them, and letters of scripts without
-    blanks (kana, Thai, Khmer). Combining marks, joiners and control characters belong to the preceding character.
+    each punctuation mark and CJK character is a word; any other run of characters is one word. Unlike in BERT, each
+    symbol (currency, arrow, emoji) is a word too, because entities end at them, and so is each letter of a script
+    without blanks (kana, Thai, Khmer). Combining marks, joiners and control characters belong to the character before.
     """
     if not text:
         return np.zeros((0, 2), np.int64)
@@ -35,7 +35,7 @@ def cut_words(text: str) -> np.ndarray:
 
 
 def joined(words: list[str]) -> np.ndarray:
-    """int64 [W, 2]: character offsets of `words` in the text that joins them with spaces."""
+    """Return int64 [W, 2]: the character offsets of `words` after joining them with spaces."""
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     ends = np.cumsum(lengths + 1) - 1
     return np.stack([ends - lengths, ends], axis=1)

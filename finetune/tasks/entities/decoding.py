@@ -1,4 +1,4 @@
-"""Logits to tags and entities, their official scores, and the file that conlleval reads."""
+"""Turn logits into tags and entities, with their official scores and the input file of conlleval."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,37 +14,37 @@ from pretrain.common.errors import InputError
 
 Predictions = Sequence[Mapping[str, Any]]
 
-_BEGINS, _INSIDES = slice(1, None, 2), slice(2, None, 2)  # of the labels
-PENALTIES = tuple(number / 4 for number in range(-4, 17))  # of O, in nats, that are tried on the dev set
+_BEGIN, _INSIDE = slice(1, None, 2), slice(2, None, 2)  # of the labels
+PENALTIES = tuple(number / 4 for number in range(-4, 17))  # of O, in nats, to try on the dev set
 
 
 def label_names(types: Sequence[str]) -> tuple[str, ...]:
-    """The labels in order of the outputs: O, then B and I of each type."""
+    """Return the labels in order of the outputs: O, then B and I of each type."""
     return ("O", *chain.from_iterable((f"B-{name}", f"I-{name}") for name in types))
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """How logits become tags.
+    """Turns logits into tags.
 
     Attributes:
-        types: of entities, in the order of the outputs.
-        outside_penalty: nats that are subtracted from the logits of O first.
+        types: entity types in the order of the outputs.
+        outside_penalty: nats to subtract from the logits of O first.
     """
 
     types: tuple[str, ...]
     outside_penalty: float = 0.0
 
     def predictions(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
-        """One prediction per example, as `Entities` describes it, from logits float32 [R, C]."""
+        """Return one prediction per example, as `Entities` describes it, from logits float32 [R, C]."""
         starts = _word_starts(examples)
         log_probabilities = self._log_probabilities(windows, logits, starts)
         return _predictions(self.types, examples, starts, log_probabilities, self._tags(log_probabilities, starts))
 
     def best_penalty(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray, metric: str) -> float:
-        """Of `PENALTIES`, the one with the best `metric` on these labeled examples; ties go to the one nearest to 0.
+        """Return the one of `PENALTIES` with the best `metric` on these labeled examples; ties: the nearest to 0.
 
-        Where entities are rare, the best F1 is below the probability of one half (Lipton et al. 2014,
+        If entities are rare, the threshold with the best F1 is below a probability of one half (Lipton et al. 2014,
         arXiv:1402.1892).
         """
         starts = _word_starts(examples)
@@ -58,17 +58,17 @@ class Decoder:
         return max(sorted(PENALTIES, key=abs), key=value)
 
     def _log_probabilities(self, windows: Windows, logits: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """float64 [W, C] of all words. A word without a token begins no entity; nothing else is known of it."""
+        """Return float64 [W, C] of all words. A word without a token cannot start an entity, but may continue one."""
         example = windows.examples[np.searchsorted(windows.starts, windows.queries, "right") - 1]
         shifted = logits.astype(np.float64)
         shifted -= shifted.max(-1, keepdims=True, initial=-np.inf)
         made = np.zeros((starts[-1], len(self.types) * 2 + 1))
-        made[:, _BEGINS] = -np.inf
+        made[:, _BEGIN] = -np.inf
         made[starts[example] + windows.extra["word"]] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
         return made
 
     def _tags(self, log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """int64 [W]: numbers of the labels."""
+        """Return label indices, int64 [W]."""
         penalized = log_probabilities.copy()
         has_token = np.isfinite(log_probabilities).all(-1)
         penalized[:, 0] -= self.outside_penalty * has_token
@@ -76,7 +76,7 @@ class Decoder:
 
 
 def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The most probable valid IOB2 tags of N sentences, in which I-X follows B-X or I-X alone: Viterbi's algorithm.
+    """Return the most probable IOB2 tags of N sentences (I-X only after B-X or I-X) by Viterbi's algorithm.
 
     Args:
         log_probabilities: float64 [W, C] of the words of all sentences, in the order of `label_names`.
@@ -86,25 +86,25 @@ def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndar
         int64 [W]: numbers of the labels.
     """
     lengths = np.diff(starts)
-    order = np.argsort(-lengths, kind="stable")  # sentences that have a word at a place come before those that ended
+    order = np.argsort(-lengths, kind="stable")  # longest first: the sentences with a word at a position are a prefix
     first, lengths = starts[:-1][order], lengths[order]
     with_word = [int(np.searchsorted(-lengths, -place, "left")) for place in range(int(lengths.max(initial=0)))]
     outputs = log_probabilities.shape[1]
-    before = np.zeros(log_probabilities.shape, np.int64)  # the best label of the word before, for each of this word
+    before = np.zeros(log_probabilities.shape, np.int64)  # best label of the previous word, by label of this word
     total = np.full((len(lengths), outputs), -np.inf)
     for place, number in enumerate(with_word):
         at = first[:number] + place
         if place == 0:
             reached = np.zeros((number, outputs))
-            reached[:, _INSIDES] = -np.inf
+            reached[:, _INSIDE] = -np.inf
         else:
             past = total[:number]
             best = past.argmax(-1)
             before[at] = best[:, None]
             reached = np.repeat(past.max(-1)[:, None], outputs, axis=1)
-            continues = past[:, _INSIDES] > past[:, _BEGINS]
-            reached[:, _INSIDES] = np.where(continues, past[:, _INSIDES], past[:, _BEGINS])
-            before[at, _INSIDES] = np.arange(1, outputs, 2) + continues
+            continues = past[:, _INSIDE] > past[:, _BEGIN]
+            reached[:, _INSIDE] = np.where(continues, past[:, _INSIDE], past[:, _BEGIN])
+            before[at, _INSIDE] = np.arange(1, outputs, 2) + continues
         total[:number] = reached + log_probabilities[at]
     tags = np.zeros(len(log_probabilities), np.int64)
     last = total.argmax(-1)
@@ -149,7 +149,7 @@ def _predictions(
 
 
 def conll_columns(examples: Sequence[Sentence], predictions: Predictions) -> str:
-    """Columns separated by blanks: word, gold tag if all words have one, predicted tag. IOB2."""
+    """Return columns separated by blanks: word, gold tag if all words have one, predicted tag; IOB2."""
     lines = []
     for one, prediction in zip(examples, predictions, strict=True):
         gold = [one.tags] if one.tags is not None else []
@@ -159,12 +159,12 @@ def conll_columns(examples: Sequence[Sentence], predictions: Predictions) -> str
 
 
 def score(types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions) -> dict[str, float]:
-    """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
+    """Return precision, recall, f1 (conlleval, seqeval's default), macro_f1, strict_* (IOB2), accuracy of tags."""
     return _scores(*both(types, examples, predictions))
 
 
 def details(types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions) -> dict[str, Any]:
-    """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
+    """Return {"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
     gold, predicted = both(types, examples, predictions)
     counts = metrics.count(gold, predicted)
     return {
@@ -176,7 +176,7 @@ def details(types: tuple[str, ...], examples: Sequence[Sentence], predictions: P
 
 
 def _word_starts(examples: Sequence[Sentence]) -> np.ndarray:
-    """int64 [N + 1]: first word of each sentence."""
+    """Return the first word of each sentence, int64 [N + 1]."""
     counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
     return np.concatenate([[0], np.cumsum(counts)])
 
@@ -196,7 +196,7 @@ def _gold(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.Tagge
 def both(
     types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions
 ) -> tuple[metrics.TaggedSentences, metrics.TaggedSentences]:
-    """Gold and predicted tags."""
+    """Return gold and predicted tags."""
     gold = _gold(types, examples)
     return gold, metrics.tagged([prediction["tags"] for prediction in predictions], gold.names)
 
@@ -213,12 +213,12 @@ def _scores(gold: metrics.TaggedSentences, predicted: metrics.TaggedSentences) -
 
 
 def _as_field(word: str) -> str:
-    """A word or tag as one column for readers that split at white space."""
+    """Format a word or tag as one column for readers that split at white space."""
     return "_".join(word.split()) or "_"
 
 
 def _groups(owner: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """(number, places) of each run of equal numbers."""
+    """Yield (number, slice) of each run of equal numbers."""
     edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)]
     for first, end in pairwise(edges):
         if end > first:

@@ -1,4 +1,4 @@
-"""Entities from columns of tags, and their official scores: conlleval's, and those of seqeval's two modes.
+"""Entities from columns of tags, and their official scores, as in conlleval and in both modes of seqeval.
 
 Tags are `O`, or a prefix and a type: `B-PER`. Prefixes are B and I; BIOES also has E and S. All functions work on the
 concatenated words of all sentences (W words), because a set has 100,000 words or more and a Python loop is slow.
@@ -15,11 +15,11 @@ from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.intervals import bootstrap
 
 Rule = Literal["conlleval", "iob2"]
-"""How tags are decoded to entities.
+"""Rules that decode tags to entities.
 
-    conlleval  every word that is not O belongs to an entity. A new one begins at B and S, after E, S and O, and
+    conlleval  every word that is not O belongs to an entity. A new one starts at B and S, after E, S and O, and
                if the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
-    iob2       only B begins an entity; an I that does not continue one is ignored (seqeval mode="strict", scheme=IOB2)
+    iob2       only B starts an entity; an I that does not continue one is ignored (seqeval mode="strict", scheme=IOB2)
 """
 
 Scheme = Literal["iob1", "iob2", "bioes"]
@@ -76,7 +76,7 @@ def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> Tag
 
 
 def split(tag: str) -> tuple[int, str]:
-    """A tag's prefix, as an index into PREFIXES, and its type; ValueError if the prefix is unknown."""
+    """Return a tag's prefix, as an index into PREFIXES, and its type; ValueError if the prefix is unknown."""
     prefix = PREFIXES.find(tag[0]) if tag else -1
     if prefix < 0 or (tag[1:2] not in ("", "-")):
         raise ValueError(f"{tag!r} is not a tag: expected O, or one of B, I, E, S, a hyphen and a type")
@@ -84,7 +84,7 @@ def split(tag: str) -> tuple[int, str]:
 
 
 def find(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpans:
-    """The entities in `tags`, decoded by `rule`."""
+    """Return the entities in `tags`, decoded by `rule`."""
     prefixes = tags.prefixes
     previous, same = _before(tags)
     if rule == "conlleval":
@@ -101,7 +101,7 @@ def find(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpans:
 
 
 def write(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """uint8 [W]: the prefixes of `spans` in `scheme`, for sentences that begin at `starts` [N + 1]."""
+    """Return the prefixes of `spans` in `scheme`, uint8 [W], for sentences that start at `starts` [N + 1]."""
     prefixes = np.full(starts[-1], OUTSIDE, np.uint8)
     lengths = spans.end - spans.first
     prefixes[ragged(spans.first, lengths)] = INSIDE
@@ -118,14 +118,14 @@ def write(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
 
 
 def scheme_violations(tags: TaggedSentences, scheme: Scheme) -> np.ndarray:
-    """int64: the words whose prefix violates `scheme`, given the entities that conlleval decodes."""
+    """Return the words whose prefix violates `scheme`, int64, given the entities that conlleval decodes."""
     return np.flatnonzero(write(find(tags), tags.starts, scheme) != tags.prefixes)
 
 
 def detect(tags: TaggedSentences) -> Scheme:
-    """BIOES if there is an E or S, else IOB1 or IOB2, whichever fewer tags violate.
+    """Return BIOES if there is an E or S, else IOB1 or IOB2, whichever fewer tags violate.
 
-    In valid IOB2, no entity begins with I; in IOB1, almost all do.
+    In valid IOB2, no entity starts with I; in IOB1, almost all do.
     """
     if has_ends(tags):
         return "bioes"
@@ -133,7 +133,7 @@ def detect(tags: TaggedSentences) -> Scheme:
 
 
 def has_ends(tags: TaggedSentences) -> bool:
-    """Whether there is an E or S, which only BIOES has."""
+    """Return whether there is an E or S, which only BIOES has."""
     return bool(_is(tags.prefixes, END, SINGLE).any())
 
 
@@ -144,7 +144,7 @@ class EntityCounts:
     names: tuple[str, ...]
     gold: np.ndarray  # int64 [K]
     predicted: np.ndarray  # int64 [K]
-    correct: np.ndarray  # int64 [K], equal in both ends and type
+    correct: np.ndarray  # int64 [K], equal in start, end and type
 
     @property
     def overall(self) -> dict[str, float]:
@@ -182,7 +182,7 @@ def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conll
 
 
 def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[float, float] | None:
-    """The bootstrap interval of f1 over all entities, from resampled sentences."""
+    """Return the bootstrap interval of f1 over all entities, from resampled sentences."""
     theirs, ours, right = _matched(gold, predicted, "conlleval")
     sentences = len(gold.starts) - 1
     # Word i is in the sentence with the last start at or before it; empty sentences have none.
@@ -200,7 +200,7 @@ def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[floa
 def _matched(
     gold: TaggedSentences, predicted: TaggedSentences, rule: Rule
 ) -> tuple[EntitySpans, EntitySpans, np.ndarray]:
-    """(true entities, predicted ones, whether each of these is correct)."""
+    """Return (true entities, predicted ones, whether each predicted one is correct)."""
     theirs, ours = find(gold, rule), find(predicted, rule)
     end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
     end[theirs.first], types[theirs.first] = theirs.end, theirs.types
@@ -208,14 +208,14 @@ def _matched(
 
 
 def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:
-    """Fraction of words whose whole tag is correct; 0 without words."""
+    """Return the fraction of words whose whole tag is correct; 0 without words."""
     if not len(gold):
         return 0.0
     return float(((gold.prefixes == predicted.prefixes) & (gold.types == predicted.types)).mean())
 
 
 def shares(correct: int, predicted: int, gold: int) -> dict[str, float]:
-    """Precision, recall and F1, as fractions of 1, from numbers of entities; 0 where a denominator is 0."""
+    """Return precision, recall and F1, as fractions of 1, from numbers of entities; 0 where a denominator is 0."""
     precision = correct / predicted if predicted else 0.0
     recall = correct / gold if gold else 0.0
     total = precision + recall
@@ -223,7 +223,7 @@ def shares(correct: int, predicted: int, gold: int) -> dict[str, float]:
 
 
 def _before(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
-    """[W] each: the previous word's prefix, O at the start of a sentence; whether its type is the same."""
+    """Return (previous word's prefix, O at the start of a sentence; whether its type is the same), [W] each."""
     previous, same = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
     previous[1:], same[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
     fresh = tags.starts[:-1][tags.starts[:-1] < len(tags)]

@@ -45,14 +45,14 @@ class EntitiesSettings(Section):
     )
     encoding: str = Field(default="utf-8", description="Encoding of the files, such as utf-8 or latin-1.")
     labels: tuple[str, ...] = Field(
-        default=(), description="Entity types, such as PER. Empty: those of the training file."
+        default=(), description="Entity types, such as PER. Empty: all in the training file."
     )
     document_context: bool | int = Field(
         default=False,
         description="Show the model adjacent sentences of the same document. true fills the window (BERT "
         "paper); a number is tokens on each side (FLERT: 64). In columns, documents end at -DOCSTART- or `# newdoc`; "
         "without these, the file is one document. In records, adjacent ones with the same `document` form one. Each "
-        "sentence still has a window of its own, so this costs time.",
+        "sentence still has a separate window, so this costs time.",
     )
     tune_outside: bool = Field(
         default=False,
@@ -63,7 +63,7 @@ class EntitiesSettings(Section):
         default="f1",
         description="Score that chooses the checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (its mean over "
         "types), strict_f1 (seqeval's strict mode), or accuracy (fraction of correct tags). "
-        "A function of your own is my_package.scores:name.",
+        "A custom function is my_package.scores:name.",
     )
 
     @field_validator("metric")

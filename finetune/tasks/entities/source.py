@@ -1,4 +1,4 @@
-"""Where sentences come from: files in any tagging scheme, converted to IOB2 with the known types."""
+"""Sources of sentences: files in any tagging scheme, converted to IOB2 with the known types."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 _BILOU = str.maketrans("LU", "ES")
 
 Part = Literal["train", "dev", "other"]
-"""What a file is for. Types that the model does not know are refused in a dev set, and said of others."""
+"""Use of a file. Types that the model does not know are an error in a dev set, and a remark elsewhere."""
 
 
 class SentenceSource:
-    """Sentences of one config. The training file defines types, scheme and how words are cut.
+    """Sentences of one config. The training file defines types, tagging scheme and word segmentation.
 
     Args:
         state: what `state()` of a trained model returned.
 
     Attributes:
         types: entity types in the order of the labels; () until they are known.
-        remarks: what was odd in the files without being wrong, as logged.
+        remarks: warnings about the files, as logged.
     """
 
     def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
@@ -53,7 +53,7 @@ class SentenceSource:
 
     @property
     def cut(self) -> Cut:
-        """Finds the words of a text as the training set has them."""
+        """Segments plain text into words like those of the training set."""
         return self._cuts or cut_words
 
     def state(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class SentenceSource:
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 
     def read_train(self) -> list[Sentence]:
-        """The training set without what `dev_share` holds out; types, scheme and cuts are known from now on."""
+        """Return the training set without the part that `dev_share` holds out; learn types, scheme and segmentation."""
         if not self._settings.train:
             raise InputError("train: empty. Give the file of labeled training sentences.")
         sentences = self._read(self._settings.train, labeled=True, part="train")
@@ -71,13 +71,13 @@ class SentenceSource:
         return self._part(sentences, held_out=False) if self._settings.dev_share else sentences
 
     def read_held_out(self) -> list[Sentence]:
-        """The dev set, or what `dev_share` holds out of the training set; [] without both."""
+        """Return the dev set, or the part of the training set that `dev_share` holds out; [] without both."""
         if self._settings.dev_share:
             return self._part(self.read(self._settings.train, labeled=True, part="dev"), held_out=True)
         return self.read(self._settings.dev, labeled=True, part="dev") if self._settings.dev else []
 
     def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
-        """Those that `dev_share` holds out, by the types of their entities, or the others."""
+        """Return the sentences that `dev_share` holds out, stratified by entity type, or the others."""
         share = self._settings.dev_share
         types = [{metrics.split(tag)[1] for tag in cast(Sequence[str], one.tags) if tag != "O"} for one in sentences]
         texts = ["\0".join(one.words) for one in sentences]
@@ -90,13 +90,13 @@ class SentenceSource:
             )
         return part
 
-    def read(self, path: str, *, labeled: bool, texts: bool = False, part: Part = "other") -> list[Sentence]:
-        """Another file; `texts`: a .txt may hold one text per line."""
+    def read(self, path: str, *, labeled: bool, plain: bool = False, part: Part = "other") -> list[Sentence]:
+        """Read another file; with `plain`, a .txt may hold one document per line."""
         if not self._is_trained:
             self.read_train()
-        return self._read(path, labeled=labeled, texts=texts, part=part)
+        return self._read(path, labeled=labeled, plain=plain, part=part)
 
-    def _read(self, path: str, *, labeled: bool, part: Part, texts: bool = False) -> list[Sentence]:
+    def _read(self, path: str, *, labeled: bool, part: Part, plain: bool = False) -> list[Sentence]:
         remarks, settings = Remarks(), self._settings
         sentences = read_sentences(
             path,
@@ -105,7 +105,7 @@ class SentenceSource:
             label_column=settings.label_column,
             encoding=settings.encoding,
             labeled=labeled,
-            texts=texts,
+            plain=plain,
             cut=cut_words if part == "train" else self.cut,
             tag_names=settings.tag_names,
         )
@@ -126,7 +126,7 @@ class SentenceSource:
         return sentences
 
     def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, part: Part) -> list[Sentence]:
-        """`sentences` with IOB2 tags in place of those of the files' scheme."""
+        """Convert the tags of `sentences` from the file's scheme to IOB2."""
         tags = _read_tags(sentences)
         scheme = self._scheme_of(sentences, tags, is_train=part == "train")
         if part == "train":
@@ -141,7 +141,7 @@ class SentenceSource:
 
     def _scheme_of(self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool) -> metrics.Scheme:
         scheme = "iob2" if all(one.from_spans for one in sentences) else self._scheme
-        # A file may use another scheme than the training file: conlleval reads the same entities off both.
+        # A file may use another scheme than the training file: conlleval finds the same entities in both.
         differs = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
         if scheme is None or differs:
             scheme = metrics.detect(tags)
@@ -160,7 +160,7 @@ class SentenceSource:
             self.types = tuple(sorted(tags.names))
 
     def _check_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences, remarks: Remarks | None) -> None:
-        """Refuse types that the model does not know, or add them to the `remarks`."""
+        """Raise `InputError` for types that the model does not know, or add them to the `remarks`."""
         unknown = np.array([name not in self.types for name in tags.names] + [False])
         if not unknown.any():
             return
@@ -177,7 +177,7 @@ class SentenceSource:
 
 
 def _read_tags(sentences: list[Sentence]) -> metrics.TaggedSentences:
-    """The tags of all sentences; BILOU's L and U become E and S."""
+    """Return the tags of all sentences; BILOU's L and U become E and S."""
     distinct = {tag for one in sentences for tag in cast(Sequence[str], one.tags)}
     known = {tag: tag[:1].upper().translate(_BILOU) + tag[1:] for tag in distinct}
     _check_tags(sentences, distinct)
@@ -232,6 +232,6 @@ def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
 
 
 def _place(sentences: list[Sentence], tags: metrics.TaggedSentences, word: int) -> str:
-    """File and line of a word, counted over all sentences."""
+    """Return file and line of a word, counted over all sentences."""
     number = int(np.searchsorted(tags.starts, word, "right")) - 1
     return sentences[number].where(word - int(tags.starts[number]))

@@ -1,7 +1,7 @@
 """Named entities: a tag for every word, predicted at its first subword (Devlin et al. 2018, section 5.3).
 
-The labels are IOB2 over the types, whatever the scheme of the files. Gold of other schemes is converted, and what
-conlleval reads off it stays the same. Words without a token (control characters, unusual blanks) are O.
+The labels are IOB2 over the types, whatever the scheme of the files. Gold tags of other schemes are converted without
+changing the entities that conlleval finds. Words without a token (control characters, unusual blanks) are O.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Entities(Task[Sentence]):
 
     `start` and `end` (exclusive) count characters of the text, or of the tokens joined by blanks if there is no text;
     `last_word` is inclusive. `score` is the mean probability of the words' tags. With `decoding: argmax`, tags may
-    break IOB2; entities are read off them as conlleval does.
+    break IOB2; entities are decoded from them as conlleval does.
 
-    Texts are cut into words as the training set is, see `WordCuts`.
+    Plain text is segmented into words like the training set, see `WordCuts`.
     """
 
     kind = "entities"
@@ -49,7 +49,7 @@ class Entities(Task[Sentence]):
     head: Head = "tokens"
     objective: Objective = "classes"
     summary = "Finds named entities"
-    sample = "a text of any length"
+    sample = "text of any length"
 
     def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
@@ -69,13 +69,13 @@ class Entities(Task[Sentence]):
 
     @property
     def remarks(self) -> list[str]:
-        """What was odd in the files without being wrong, as logged."""
+        """Warnings about the files, as logged."""
         return self._source.remarks
 
     def state(self) -> dict[str, Any]:
-        """{"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}.
+        """Return {"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}.
 
-        With `tune_outside` also "outside_penalty", nats.
+        With `tune_outside`, also "outside_penalty", in nats.
         """
         tuned = {"outside_penalty": self.outside_penalty} if self.tunes else {}
         return {**self._source.state(), **tuned}
@@ -107,10 +107,10 @@ class Entities(Task[Sentence]):
         return {"test": self._source.read(self.settings.test, labeled=False)} if self.settings.test else {}
 
     def read_file(self, path: str, *, labeled: bool = True) -> list[Sentence]:
-        return self._source.read(path, labeled=labeled, texts=not labeled)
+        return self._source.read(path, labeled=labeled, plain=not labeled)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Sentence:
-        """From text, {"text": ...} or {"tokens": [...]}; labels in it are ignored.
+        """Return a sentence from a string, {"text": ...} or {"tokens": [...]}; its labels are ignored.
 
         `with_context` adds its neighbors.
         """
@@ -129,7 +129,7 @@ class Entities(Task[Sentence]):
         return any(one.tags is not None for one in examples)
 
     def record(self, example: Sentence) -> dict[str, Any]:
-        """{"id", "text", "gold": its tags}, as far as they are known."""
+        """Return {"id", "text", "gold": its tags}, without unknown ones."""
         record = {"id": example.id, "text": example.characters()[0]}
         gold = {} if example.tags is None else {"gold": list(example.tags)}
         return {key: value for key, value in record.items() if value is not None} | gold
@@ -153,13 +153,13 @@ class Entities(Task[Sentence]):
         return decoding.Decoder(self._source.types, self.outside_penalty)
 
     def scorer_files(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Columns for conlleval; none for unlabeled texts, whose words are of our own cutting."""
+        """Return columns for conlleval; {} for unlabeled text, which has no official segmentation into words."""
         if all(one.from_text and one.tags is None for one in examples):
             return {}
         return {".tags.conll": decoding.conll_columns(*_labeled(examples, predictions))}
 
     def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
+        """Return precision, recall, f1 (conlleval, seqeval's default), macro_f1, strict_* (IOB2), accuracy of tags."""
         examples, predictions = _labeled(examples, predictions)
         scores = decoding.score(self._source.types, examples, predictions)
         tags = [one.tags for one in examples], [one["tags"] for one in predictions]
@@ -170,16 +170,15 @@ class Entities(Task[Sentence]):
         return metrics.f1_interval(*tags) if self.metric == "f1" else None
 
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
+        """Return {"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
         return decoding.details(self._source.types, *_labeled(examples, predictions))
 
     # ------------------------------------------------------------ windows
 
     def windows(self, examples: Sequence[Sentence], encoder: TextEncoder, *, training: bool) -> Windows:
-        """Windows in which every word that has a token is queried once, at its first token, where it has most context.
+        """Build windows that query every word with tokens once, at its first token, in the window with most context.
 
-        In training each window counts as an example, since nothing joins them: a sentence of any length fits into
-        micro-batches.
+        In training, each window counts as an example, so a sentence of any length fits into micro-batches.
         """
         capacity = encoder.capacity(pair=False)
         if capacity < 1:
@@ -187,7 +186,7 @@ class Entities(Task[Sentence]):
         sentences = _align(examples, encoder, with_documents=bool(self.settings.document_context))
         example, start, length = self._cut(sentences, capacity)
         window, word = _assign(sentences, example, start, length)
-        # A window in the middle of one endless word has no query position.
+        # A window in the middle of one very long word has no query position.
         kept = np.bincount(window, minlength=len(example)) > 0
         if not training:  # every example keeps a window, even without words
             kept |= np.bincount(example[kept], minlength=len(examples))[example] == 0
@@ -208,7 +207,7 @@ class Entities(Task[Sentence]):
         )
 
     def _cut(self, sentences: _AlignedSentences, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(example, first token, number of tokens), int64 [F] each."""
+        """Return (example, first token, number of tokens), int64 [F] each."""
         first, end = sentences.column.starts[sentences.first], sentences.column.starts[sentences.end]
         overlap = 2 * min(_OVERLAP, capacity // 4)
         example, start, length = slide(end - first, capacity, overlap)
@@ -219,14 +218,14 @@ class Entities(Task[Sentence]):
         start, length = start - short_by, length + short_by
         context = self.settings.document_context
         if context:
-            most = capacity if context is True else int(context)
-            around_start, around_length = _with_neighbors(sentences, first, end, capacity, most)
+            limit = capacity if context is True else int(context)
+            around_start, around_length = _with_neighbors(sentences, first, end, capacity, limit)
             start = np.where(is_long, start, around_start[example])
             length = np.where(is_long, length, around_length[example])
         return example, start, length
 
     def _numbers(self, examples: Sequence[Sentence], example: np.ndarray, word: np.ndarray) -> np.ndarray:
-        """int64 [R]: label of each row, from its example and the word's number in it; 0 if unlabeled or unknown."""
+        """Return the label of each row, int64 [R], from its example and the word's index; 0 if unlabeled or unknown."""
         numbers = {tag: number for number, tag in enumerate(self.labels)}
         counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
         tags = chain.from_iterable(one.tags if one.tags is not None else ["O"] * len(one.words) for one in examples)
@@ -237,14 +236,14 @@ class Entities(Task[Sentence]):
 def _labeled(
     examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Sentence], list[Mapping[str, Any]]]:
-    """The examples that have tags, if any has, and their predictions."""
+    """Return the examples that have tags, and their predictions."""
     both = [(one, made) for one, made in zip(examples, predictions, strict=True) if one.tags is not None]
     return ([one for one, _ in both], [made for _, made in both]) if both else (list(examples), list(predictions))
 
 
 @dataclass(frozen=True)
 class _AlignedSentences:
-    """The words of all texts end to end as tokens, with the extents of the N examples and of their documents."""
+    """Tokenized words of all documents, concatenated, with the bounds of the N examples and of their documents."""
 
     column: Column
     first: np.ndarray  # int64 [N], first word
@@ -277,15 +276,15 @@ def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents
 
 
 def _with_neighbors(
-    sentences: _AlignedSentences, first: np.ndarray, end: np.ndarray, capacity: int, most: int
+    sentences: _AlignedSentences, first: np.ndarray, end: np.ndarray, capacity: int, limit: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(first token, number of tokens) of each sentence with its context: whole words of its document.
+    """Return (first token, number of tokens) of each sentence with its context: whole words of its document.
 
-    At most `most` tokens on each side. Both sides get the same, unless the document ends; the other side gets the rest.
+    At most `limit` tokens on each side. Both sides get the same number; if one is too short, the other gets the rest.
     """
     starts = sentences.column.starts
-    before = np.minimum(first - starts[sentences.document_first], most)
-    after = np.minimum(starts[sentences.document_end] - end, most)
+    before = np.minimum(first - starts[sentences.document_first], limit)
+    after = np.minimum(starts[sentences.document_end] - end, limit)
     spare = np.maximum(capacity - (end - first), 0)
     left = np.minimum(before, spare // 2)
     right = np.minimum(after, spare - left)
@@ -298,7 +297,7 @@ def _with_neighbors(
 def _assign(
     sentences: _AlignedSentences, example: np.ndarray, start: np.ndarray, length: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(window, word), int64 [R] each, in order: every word that has a token, once.
+    """Return (window, word), int64 [R] each, in order: every word that has a token, once.
 
     If several windows show a word, it goes to the one with the largest context on its smaller side
     (google-research/bert run_squad.py, _check_is_max_context).
@@ -316,7 +315,7 @@ def _assign(
     if not len(rival):
         return window, word
     one, it = window[rival], word[rival]
-    # The sentence's ends need no exception: the first and the last window miss nothing there.
+    # The bounds of a sentence need no exception: the first and the last window miss nothing there.
     before, after = starts[it] - start[one], start[one] + length[one] - starts[it + 1]
     order = np.lexsort((one, -np.minimum(before, after), it, example[one]))
     is_first = np.ones(len(order), bool)

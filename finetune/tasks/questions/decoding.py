@@ -1,4 +1,4 @@
-"""Logits to answers, their official scores, and the files that SQuAD's scripts read."""
+"""Turn logits into answers, with their official scores and the input files of SQuAD's scripts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from finetune.tasks.datasets.squad import Question
 from finetune.tasks.questions.metrics import Golds, best_threshold, means, score_v1, score_v2, squad_v1, squad_v2
 from pretrain.common.errors import InputError
 
-N_BEST = 20  # starts and ends to combine in each window, and answers to list (run_squad.py)
-CELLS = 1 << 22  # largest table that decoding makes: 32 MiB of float64
+N_BEST = 20  # start and end positions to combine in each window, and answers to list (run_squad.py)
+CELLS = 1 << 22  # of the largest table in decoding: 32 MiB of float64
 
 Predictions = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class AnswerDecoder:
-    """How answers are chosen among the logits, and scored."""
+    """Chooses answers from logits and scores them."""
 
     max_answer_tokens: int
     unanswerable: bool  # whether a question may have no answer (SQuAD v2.0)
     threshold: float  # no answer if its score exceeds the best answer's by more
 
     def predictions(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
-        """One prediction per question, as `Questions.decode` describes it, from logits float32 [R, 2]."""
+        """Return one prediction per question, as `Questions.decode` describes it, from logits float32 [R, 2]."""
         spans = _spans(windows, logits, self.max_answer_tokens)
         texts = _Texts(examples, windows, spans)
         first_F = np.searchsorted(windows.examples, np.arange(len(examples)))
@@ -45,7 +45,7 @@ class AnswerDecoder:
         ]
 
     def _prediction(self, question: Question, entries: list[_Entry], null: float, windows: int) -> dict[str, Any]:
-        # Without any candidate, one with logits of 0 (run_squad.py, "nonce prediction").
+        # Without a candidate, add one with logits of 0 (run_squad.py, "nonce prediction").
         best = entries[0] if entries else _Entry("", 0, 0, 0.0)
         nothing = _Entry("", 0, 0, null)
         no_answer = null - best.score if self.unanswerable else 0.0
@@ -71,7 +71,7 @@ class AnswerDecoder:
         }
 
     def scorer_files(self, predictions: Predictions) -> dict[str, str]:
-        """{id: answer}, and for SQuAD v2.0 also {id: probability of no answer}, each as JSON."""
+        """Return {id: answer}, and for SQuAD v2.0 also {id: probability of no answer}, each as JSON."""
         files = {".answers.json": _json(self._answers(predictions))}
         if self.unanswerable:
             files[".no-answer.json"] = _json(
@@ -80,7 +80,7 @@ class AnswerDecoder:
         return files
 
     def best_threshold(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> float:
-        """The threshold with the best `metric`, f1 or exact."""
+        """Return the threshold with the best `metric`, f1 or exact."""
         golds, by_id = _golds(examples), {one["id"]: one for one in predictions}
         best = {question: one["best_non_empty"] for question, one in by_id.items()}
         column = 0 if metric == "exact" else 1
@@ -89,11 +89,11 @@ class AnswerDecoder:
         highest, threshold = best_threshold(golds, best, scores, no_answer)
         if highest > sum(not texts for texts in golds.values()) / len(scores):
             return threshold
-        # Answering nothing at all is best. The script then returns 0; our scores are logits and may be below it.
+        # Answering nothing is best. The script then returns 0; our scores are logits and may be below it.
         return min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
 
     def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
-        """As `Questions.score`."""
+        """Return the scores that `Questions.score` describes."""
         golds, answers = _golds(examples), self._answers(predictions)
         if not any(question in answers for question in golds):
             raise InputError(
@@ -107,20 +107,20 @@ class AnswerDecoder:
         return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
 
     def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
-        """float64 [N]: f1 or exact match of each question; `score` has their mean."""
+        """Return f1 or exact match of each question, float64 [N]; `score` has their mean."""
         one = score_v2 if self.unanswerable else score_v1
         golds, answers = self.compared(examples, predictions)
         scores = [one(texts, answer) for texts, answer in zip(golds, answers, strict=True)]
         return np.array(scores, np.float64).reshape(-1, 2)[:, int(metric == "f1")]
 
     def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
-        """The right answers of each question that has a prediction, and the predicted one."""
+        """Return the gold answers of each question that has a prediction, and the predicted ones."""
         golds, answers = _golds(examples), self._answers(predictions)
         asked = [question for question in golds if question in answers]
         return [golds[question] for question in asked], [answers[question] for question in asked]
 
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
-        """{"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
+        """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
         answers = self._answers(predictions)
         one_score = score_v2 if self.unanswerable else score_v1
         groups: dict[str, list[tuple[float, float]]] = {}
@@ -133,7 +133,7 @@ class AnswerDecoder:
         }
 
     def _answers(self, predictions: Predictions) -> dict[str, str]:
-        """The answers by question at the current threshold."""
+        """Return {id: answer} at the current threshold."""
         return {
             one["id"]: "" if self._is_nothing(float(one["no_answer_score"])) else one["best_non_empty"]
             for one in predictions
@@ -157,9 +157,9 @@ class _Spans:
 
 
 def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
-    """Answers of at most `max_tokens` tokens, combined from the `N_BEST` starts and ends of each window.
+    """Combine the `N_BEST` start and end positions of each window to answers of at most `max_tokens` tokens.
 
-    If these give an example no answer, all its starts and ends are combined.
+    If these give an example no answer, all its positions are combined.
     """
     length_F = windows.extra["context_length"]
     starting_T = has_most_context(windows.examples, windows.extra["context_token"], length_F)
@@ -177,7 +177,7 @@ def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
 def _combined(
     windows: Windows, logits: np.ndarray, chosen: np.ndarray, starting_T: np.ndarray, n: int, max_tokens: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """(examples, first, last, scores) as in `_Spans`, of the windows `chosen`, unordered.
+    """Yield (examples, first, last, scores) as in `_Spans`, of the windows `chosen`, unordered.
 
     starting_T: bool, whether an answer may start here, for the context tokens of all windows end to end.
     """
@@ -211,11 +211,11 @@ def _combined(
 
 
 def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """bool [sum of lengths]: whether this window shows a token with the most context of all windows.
+    """Return which tokens have more context in their window than in any other one, bool [sum of lengths].
 
-    As _check_is_max_context of run_squad.py: the context of a token is the smaller of its two sides; of equal windows
-    the first wins. The script adds a hundredth of the window's length, which makes no difference: only the last
-    window is shorter.
+    As in _check_is_max_context of run_squad.py, the context of a token is the smaller of its two sides; of equal
+    windows, the first wins. The script adds a hundredth of the window's length, which makes no difference: only the
+    last window is shorter.
     """
     total = int(lengths.sum())
     owned = np.ones(total, bool)
@@ -269,7 +269,7 @@ class _Texts:
         self._scores = spans.scores.tolist()
 
     def best(self, number: int, n: int) -> list[_Entry]:
-        """The best `n` answers with distinct texts to question `number`, the best first."""
+        """Return the best `n` distinct answers to question `number`, the best first."""
         entries: dict[str, _Entry] = {}
         for span, start, end in self._places(number):
             text = self._examples[number].context[start:end]
@@ -280,7 +280,7 @@ class _Texts:
         return list(entries.values())
 
     def _places(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """(span, start, end) of each answer, stripped of white space."""
+        """Yield (span, start, end) of each answer, stripped of white space."""
         context = self._examples[number].context
         for span in range(self._bounds[number], self._bounds[number + 1]):
             start, end = self._start[span], self._end[span]
@@ -295,7 +295,7 @@ class _Texts:
 
 
 def _with_marks(context: str, end: int, limit: int) -> int:
-    """`end`, moved past combining marks that belong to no token: BERT's normalizer drops accents."""
+    """Move `end` past combining marks without a token: BERT's normalizer drops accents."""
     limit = min(limit, len(context))
     while end < limit and unicodedata.category(context[end])[0] == "M":
         end += 1

@@ -45,7 +45,7 @@ def squad_v2(
 
     Args:
         golds: gold answers of each question.
-        answers: predicted texts, "" for no answer.
+        answers: predicted answers, "" for no answer.
         no_answer_scores: likelihood that each question has no answer.
 
     The best_ scores use the best threshold; for them, `answers` should not contain "" because of a threshold. The
@@ -76,13 +76,13 @@ def best_threshold(
     scores: Mapping[str, float],
     no_answer_scores: Mapping[str, float],
 ) -> tuple[float, float]:
-    """(best mean score, its threshold on the no-answer score), as find_best_thresh of evaluate-v2.0.py.
+    """Return (best mean score, its threshold on the no-answer score), as find_best_thresh of evaluate-v2.0.py.
 
     Two quirks of the script are kept: the threshold is 0.0 if answering no question is best, and the scan may stop
     between questions with equal no-answer scores, which `score > threshold` cannot separate.
 
     Args:
-        scores: exact match or F1 of each answer given.
+        scores: exact match or F1 of each answer.
     """
     current = best = float(sum(not texts for texts in golds.values()))
     threshold = 0.0
@@ -96,12 +96,12 @@ def best_threshold(
 
 
 def score_v1(golds: Sequence[str], answer: str) -> tuple[float, float]:
-    """(exact match, F1) of one answer to one question, the best over its golds."""
+    """Return (exact match, F1) of one answer to one question, the best over its golds."""
     return _best(golds, answer, _f1_v1)
 
 
 def score_v2(golds: Sequence[str], answer: str) -> tuple[float, float]:
-    """(exact match, F1) of one answer to one question; no golds means that only "" is right."""
+    """Return (exact match, F1) of one answer to one question; no golds means that only "" is right."""
     return _best([text for text in golds if normalize_answer(text)] or [""], answer, _f1_v2)
 
 
@@ -125,7 +125,7 @@ def _f1_v2(gold: list[str], answer: list[str]) -> float:
 
 
 def means(scores: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """The means of (exact match, F1), and how many there are."""
+    """Return the means of (exact match, F1), and their count."""
     total = len(scores)
     return {
         "exact": sum(exact for exact, _ in scores) / total,

@@ -49,8 +49,8 @@ class QuestionsSettings(Section):
     )
     metric: str = Field(
         default="f1",
-        description="Score that chooses checkpoint and threshold: f1, or exact, v1.1's exact_match. A function of your "
-        "own is my_package.scores:name.",
+        description="Score that chooses checkpoint and threshold: f1, or exact, v1.1's exact_match. A custom "
+        "function is my_package.scores:name.",
     )
 
     @field_validator("metric")

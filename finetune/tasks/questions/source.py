@@ -1,4 +1,4 @@
-"""Where questions come from: files, checked against what the model can answer."""
+"""Sources of questions: files, checked against what the model can answer."""
 
 from typing import Literal
 
@@ -9,30 +9,30 @@ from pretrain.common.errors import InputError
 
 
 class QuestionSource:
-    """Questions of one config. The first labeled set settles whether a question may have no answer.
+    """Questions of one config. The first labeled set decides whether a question may have no answer.
 
     Args:
-        unanswerable: what a trained model knows of it; None before training.
+        unanswerable: the trained model's value of the attribute; None before training.
 
     Attributes:
-        unanswerable: whether a question may have no answer; None until that is settled.
+        unanswerable: whether a question may have no answer; None until decided.
     """
 
     def __init__(self, settings: QuestionsSettings, unanswerable: bool | None) -> None:
         self._settings = settings
-        # Scores compare only texts, and who evaluates or predicts cannot change the settings.
+        # Scores compare only strings, and the settings of a trained model cannot be changed.
         self._policy: Literal["stop", "skip"] = settings.bad_answers if unanswerable is None else "skip"
         known = unanswerable if settings.unanswerable == "auto" else settings.unanswerable
         self.unanswerable: bool | None = None if known is None else bool(known)
 
     def read_train(self) -> list[Question]:
-        """The training set; `InputError` if the config names none."""
+        """Return the training set; `InputError` if the config names none."""
         if not self._settings.train:
             raise InputError("questions.train: empty. Give a file of questions with their answers.")
         return self.read(self._settings.train, labeled=True, training=True)
 
     def read(self, path: str, *, labeled: bool, training: bool = False, check: bool = True) -> list[Question]:
-        """A file; `check`: refuse questions without an answer if the model always answers."""
+        """Read a file; with `check`, refuse questions without an answer if the model always answers."""
         questions = squad.read(path, labeled=labeled)
         policy = self._settings.bad_answers if training else self._policy
         questions = squad.without_bad_answers(questions, path, policy, training=training)

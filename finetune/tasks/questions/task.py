@@ -30,7 +30,7 @@ class Questions(Task[Question]):
 
     Args:
         settings: the section `questions` of the config.
-        state: what `state()` of the trained model returned; a threshold in the settings overrides its own.
+        state: what `state()` of the trained model returned; a threshold in the settings overrides its threshold.
     """
 
     kind = "questions"
@@ -38,7 +38,7 @@ class Questions(Task[Question]):
     head: Head = "spans"
     objective: Objective = "span"
     outputs = 2
-    summary = "Answers questions with a span of a text"
+    summary = "Answers questions with a span of the context"
 
     def __init__(self, settings: QuestionsSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
@@ -56,7 +56,7 @@ class Questions(Task[Question]):
 
     @property
     def unanswerable(self) -> bool:
-        """Whether a question may have no answer, so that it is decoded and scored as in SQuAD v2.0."""
+        """True if a question may have no answer, so that it is decoded and scored as in SQuAD v2.0."""
         return bool(self._source.unanswerable)
 
     def state(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Questions(Task[Question]):
         return any(one.answers is not None for one in examples)
 
     def record(self, example: Question) -> dict[str, Any]:
-        """{"id", "question", "context", "gold": the texts of its answers, [] if it has none}."""
+        """Return {"id", "question", "context", "gold": its answers as strings, [] if it has none}."""
         record: dict[str, Any] = {"id": example.id, "question": example.text, "context": example.context}
         if example.answers is not None:
             record["gold"] = [answer.text for answer in example.answers]
@@ -92,25 +92,25 @@ class Questions(Task[Question]):
     # ------------------------------------------------------------ predictions and scores
 
     def decode(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
-        """{"id", "answer", "start", "end", "score", "no_answer_score", "best_non_empty", "nbest", "windows"} each.
+        """Return {"id", "answer", "start", "end", "score", "no_answer_score", "best_non_empty", "nbest", "windows"}.
 
         answer: `context[start:end]`, or "" with 0, 0.
         score: its probability among the n best.
-        no_answer_score: the score of no answer minus that of the best answer; 0 if there always is an answer.
+        no_answer_score: the score of no answer minus the best answer's; 0 if there always is an answer.
         best_non_empty: the best answer, whatever the threshold.
         nbest: {"text", "start", "end", "probability"}, best first.
         windows: number of windows of the question.
 
         google-research/bert run_squad.py (write_predictions) and transformers' postprocess_qa_predictions
         (examples/pytorch/question-answering/utils_qa.py) mostly agree. Where they differ, we follow Google in two
-        points: an answer starts only in the window with most context around it, and equal texts are listed once. We
-        follow transformers in using the original characters. Unlike both, we take the best n starts and ends among
-        the context's rows, not among all rows; if none of these make an answer, further ones are tried.
+        points: an answer starts only in the window with most context around it, and equal answers are listed once. We
+        follow transformers in using the original characters. Unlike both, we take the best n start and end positions
+        among the context's rows, not among all rows; if none of these make an answer, further ones are tried.
         """
         return self._decoder().predictions(examples, windows, logits)
 
     def scorer_files(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """{id: answer} for evaluate-v1.1.py and evaluate-v2.0.py; for the latter also {id: probability of no answer}.
+        """Return {id: answer} for evaluate-v1.1.py or -v2.0.py; for the latter also {id: probability of no answer}.
 
         The probability compares no answer with the best answer alone, so it orders questions as `no_answer_score`
         does. None exceeds 1, the script's own threshold, so the script scores the answers as they are.
@@ -128,10 +128,10 @@ class Questions(Task[Question]):
             self.threshold = self._decoder().best_threshold(examples, predictions, self.settings.metric)
 
     def score(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """evaluate-v1.1.py's exact_match and f1, or what evaluate-v2.0.py reports.
+        """Return evaluate-v1.1.py's exact_match and f1, or the scores of evaluate-v2.0.py.
 
-        exact, f1, HasAns_ and NoAns_ use the current threshold. best_ are the best scores that any threshold gives,
-        and best_*_thresh those thresholds.
+        exact, f1, HasAns_ and NoAns_ use the current threshold. best_ are the best scores with any threshold, and
+        best_*_thresh the thresholds of the best scores.
 
         Raises:
             InputError: no example has a prediction.
@@ -146,7 +146,7 @@ class Questions(Task[Question]):
         return bootstrap(lambda rows: float(means[rows].mean()), len(means))
 
     def details(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """{"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
+        """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
         return self._decoder().details(examples, predictions)
 
     def _decoder(self) -> AnswerDecoder:
@@ -156,7 +156,7 @@ class Questions(Task[Question]):
     # ------------------------------------------------------------ windows
 
     def windows(self, examples: Sequence[Question], encoder: TextEncoder, *, training: bool) -> Windows:
-        """Windows that share `stride` tokens of context, the same ones for training and prediction.
+        """Build windows that share `stride` tokens of context, the same ones for training and prediction.
 
         In training each window counts as an example, as run_qa's features do: a context may be of any length.
         A window that does not hold the whole answer is labeled as having none (transformers
@@ -205,7 +205,7 @@ class Questions(Task[Question]):
         framed: FramedWindows,
         cut: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(labels uint8 [T, 2], weights float32 [T]) of the windows `cut` (example, start, length; int64 [F])."""
+        """Return (labels uint8 [T, 2], weights float32 [T]) of windows `cut` (example, start, length; int64 [F])."""
         example, start, length = cut
         first, last, counted_N = _answer_tokens(examples, contexts, context_N)
         holds = (first[example] >= start) & (last[example] < start + length)
@@ -247,7 +247,7 @@ class Questions(Task[Question]):
             )
 
     def _report_divided(self, examples: Sequence[Question], answered: np.ndarray, held: np.ndarray) -> None:
-        """answered: bool [N]; held: int64, the examples of the windows that hold an answer."""
+        """Warn about answers that fit no window; `held`: the examples of windows with an answer, int64."""
         whole = np.bincount(held, minlength=len(examples)) > 0
         divided = np.flatnonzero(answered & ~whole)
         if len(divided):
@@ -263,9 +263,9 @@ class Questions(Task[Question]):
 def _answer_tokens(
     examples: Sequence[Question], contexts: Column, context_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(first int64 [N], last int64 [N], counted bool [N]): tokens of each context that cover its answer.
+    """Return (first int64 [N], last int64 [N], counted bool [N]): tokens of each context that cover its answer.
 
-    Both are -1 if there is no answer. Questions that are unlabeled, or whose answer has no token, are not counted.
+    first and last are -1 if there is no answer. Unlabeled questions, or answers without a token, are not counted.
     A character without a token (an accent that the normalizer drops) belongs to the token before it at the answer's
     end, and to the token after it at the answer's start.
     """
