@@ -1,4 +1,4 @@
-"""Prepare a corpus, train on it, export what was trained: what the commands call, and `import pretrain` offers."""
+"""Prepare a corpus, train on it, export the model: the functions behind the commands and of `import pretrain`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = N
     Args:
         config: a YAML file, the name of an example, nested values or a `PretrainConfig`. Relative paths start at the
             working directory.
-        overrides: settings by dotted key, such as {"corpus.processes": 2}; or texts `key.path=value`.
+        overrides: settings by dotted key, such as {"corpus.processes": 2}; or strings `key.path=value`.
         start_from: checkpoint whose tokenizer is used: folder or address of a released model, an export or a run, the
-            name of a run in runs/, or what `train` or `export` returned; it replaces that of the config.
+            name of a run in runs/, or a result of `train` or `export`; it replaces the config's `start_from`.
 
-    Raises a `RunError`: `InputError` for what is wrong in the config or the sources, `MachineError` for a full disk or
-    a killed process, `StoppedError` after Ctrl-C.
+    Raises a `RunError`: `InputError` for errors in the config or the sources, `MachineError` for a full disk or a
+    killed process, `StoppedError` after Ctrl-C.
     """
     expect("prepare", "mwparserfromhell", "pyarrow", "rensa", "sentencex")
     from pretrain.corpus import prepare
@@ -58,20 +58,20 @@ def train(
 ) -> Run[PretrainConfig]:
     """Train an encoder on a prepared corpus to the end, with its progress on standard output.
 
-    Ctrl-C saves a checkpoint and stops the run; a second one ends it at once.
+    Ctrl-C saves a checkpoint and stops the run; a second Ctrl-C stops it immediately.
 
     Args:
         config, overrides, start_from: as for `prepare`. {"scheduling.workers": 2} trains in two processes.
-        fork_from: "RUN@STEP", a checkpoint of another run with which this one begins; overrides that of the config.
-        resume: continue the run from its newest checkpoint, if there is one.
+        fork_from: "RUN@STEP", a checkpoint of another run from which this one starts; overrides the config's.
+        resume: continue the run from its latest checkpoint, if there is one.
         minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
         ray: use Ray also for one worker on this machine.
         no_ray: train in this process.
-        callbacks: functions (hook, record), and objects with methods step_end(record), evaluation, checkpoint, run_end.
-            They are told what the run does, as are those of the config. Other processes get copies.
+        callbacks: functions (hook, record), and objects with methods step_end(record), evaluation, checkpoint, run_end,
+            called in addition to the callbacks of the config. Other processes get copies.
 
-    Raises a `RunError`: `InputError` for what is wrong in the config or the corpus, or if the run was begun before and
-    `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, which `resume` continues.
+    Raises a `RunError`: `InputError` for errors in the config or the corpus, or if the run was started before and
+    `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, from which `resume` continues.
     """
     from pretrain.run.fork import begin_fork, undone_if_refused
 
@@ -82,7 +82,7 @@ def train(
     resume = resume or forks
 
     @contextlib.contextmanager
-    def beside(config: PretrainConfig) -> Iterator[None]:
+    def background(config: PretrainConfig) -> Iterator[None]:
         with undone_if_refused(config) if forks else contextlib.nullcontext(), probes.probing(config):
             yield
 
@@ -92,7 +92,7 @@ def train(
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
         metrics=objective_of(read).metrics,
-        beside=beside,
+        background=background,
         callbacks=tuple(callbacks),
     )
     before = launch.config_before(read, resume)
@@ -107,16 +107,16 @@ def export(
     averaged: bool = False,
     average: Sequence[Any] = (),
 ) -> Written:
-    """Write a run's checkpoint in the Hugging Face layout, or in bertrain's own if no released layout holds the model.
+    """Write a run's checkpoint in the Hugging Face layout, or in bertrain's if no released layout fits the model.
 
     Args:
-        run: what `train` returned, a run folder, the name of a run in runs/, or an address.
+        run: a result of `train`, a run folder, the name of a run in runs/, or an address.
         folder: folder or address to write.
-        checkpoint: its name, or "best"; None for the newest.
+        checkpoint: its name, or "best"; None for the latest.
         averaged: write the mean of the last steps' weights (phases.N.averaged_share).
         average: other runs of the same model, such as forks of one run; the mean of all their weights is written.
 
-    Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or another one.
+    Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or does not match.
     """
     from pretrain.checkpoint import hf
     from pretrain.storage.runs import StoredRun
@@ -126,16 +126,18 @@ def export(
     if checkpoint and is_remote(address):
         stored = StoredRun(address, path)
         stored.download_checkpoints(stored.names())
-    own = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(one) for one in average])
+    unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(one) for one in average])
     if is_remote(place):
         for part in objective_of(config_of(path)).exported:
             store_target(f"{place}{part.suffix}")
-    loader = f"written. transformers loads it with {hf.auto_class(out)}.from_pretrained." if not own else ""
-    why = f"written for bertrain's own commands. transformers cannot load it ({own})."
-    return Written(out, place, f"{place}: {loader or why}")
+    if unsupported:
+        usage = f"written for bertrain's own commands. transformers cannot load it ({unsupported})."
+    else:
+        usage = f"written. transformers loads it with {hf.auto_class(out)}.from_pretrained."
+    return Written(out, place, f"{place}: {usage}")
 
 
-# ---------------------------------------------------------------- parts that a dry run needs, too
+# ---------------------------------------------------------------- parts that a dry run also needs
 
 
 def read_config(
@@ -147,15 +149,15 @@ def read_config(
     resume: bool = False,
     dry_run: bool = False,
 ) -> PretrainConfig:
-    """The config, with the model and vocabulary that a checkpoint decides.
+    """Read the config, with the model and vocabulary that a checkpoint determines.
 
     A run at an address that is to `resume` is fetched first, except for a `dry_run`.
     """
     settings = with_start(overrides, start_from) + as_overrides({"fork_from": fork_from} if fork_from else {})
-    given = given_values(config, PretrainConfig, settings)
+    values = given_values(config, PretrainConfig, settings)
     if resume and not dry_run:
-        launch.download(given.get("run_dir"))
-    if given.get("start_from") or (resume and began_from(run_folder(given))):
+        launch.download(values.get("run_dir"))
+    if values.get("start_from") or (resume and began_from(run_folder(values))):
         from pretrain.checkpoint.start import start_overrides
 
         settings += start_overrides(config, settings, resume=resume)
@@ -163,7 +165,7 @@ def read_config(
 
 
 def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
-    """What the preparation takes from the checkpoint in start_from: its `tokenizer`, and what that `declared`."""
+    """Return the `tokenizer` of the checkpoint in start_from for the preparation, and the settings it `declared`."""
     if not config.start_from:
         return {}
     from pretrain.checkpoint.start import start_tokenizer
@@ -176,7 +178,7 @@ def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
 
 
 def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:
-    """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
+    """Return the config with as many steps as fit into `minutes` here; a resumed run keeps its number of steps."""
     from pretrain.planning import pace
     from pretrain.planning.text import mean_lengths
 
@@ -187,26 +189,26 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
     preflight.check_corpus(config)
     if not dry_run:
         with preflight.run_folder(config, None, changed_for_resume, resume=resume):
-            pass  # what would be refused after the measurement is refused before it
+            pass  # raise before the measurement the errors that would come after it
     return pace.fit(config, minutes, mean_lengths(config))
 
 
 def _lengths(config: PretrainConfig) -> Iterator[str]:
-    """Mean tokens of a sequence of each phase, which decide what a step costs."""
+    """Describe the mean sequence length of each phase, which determines the cost of a step."""
     from pretrain.planning.text import measured_phases
 
     # Text that is too short for the phases is prepared all the same; the run refuses it.
     with contextlib.suppress(InputError):
         for number, text in enumerate(measured_phases(config)):
-            most = config.phases[number].sequence_length
+            longest = config.phases[number].sequence_length
             yield (
-                f"phases.{number}: {text.samples_per_epoch:,} sequences in an epoch, of {text.mean_length:.1f} tokens "
-                f"in the mean ({most} at most)"
+                f"phases.{number}: {text.samples_per_epoch:,} sequences in an epoch, {text.mean_length:.1f} tokens on "
+                f"average (max {longest})"
             )
 
 
 def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
-    """Check what the run reads, and print what it begins from; returns its steps."""
+    """Check the inputs of the run, and print which checkpoint it starts from; returns its number of steps."""
     from pretrain.corpus.stored import fetch_corpus, is_streamed
     from pretrain.model.cost import check_names
 
@@ -217,8 +219,8 @@ def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
         print(
             f"{config.corpus.dir}: streamed; at most {config.corpus.cache.human_readable(decimal=True)} are kept here"
         )
-    begins = config.start_from and not (resume and began_from(config.folder))
-    if begins:
+    starts_from = config.start_from and not (resume and began_from(config.folder))
+    if starts_from:
         from pretrain.checkpoint.start import check_start_corpus, start_table
 
         check_start_corpus(config)
@@ -228,6 +230,6 @@ def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
 
         objective.check(read_frozen)
     probes.check(config)
-    if begins:
+    if starts_from:
         print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")
     return config.total_steps

@@ -1,4 +1,4 @@
-"""Arguments of command lines that name what is stored: runs that are read, targets that are written."""
+"""Command-line arguments for runs to read and targets to write, as paths or addresses."""
 
 import argparse
 from pathlib import Path
@@ -8,24 +8,24 @@ from pretrain.common.addresses import is_remote, local
 from pretrain.common.commands import at, run_argument
 
 
-def add_run(parser: argparse.ArgumentParser, name: str, what: str) -> None:
-    """Add the positional `name`, a folder or address of `what`."""
-    parser.add_argument(name, type=run_path, metavar=name.upper(), help=at(what))
+def add_run(parser: argparse.ArgumentParser, name: str, content: str) -> None:
+    """Add the positional `name`, a folder or address of `content`."""
+    parser.add_argument(name, type=run_path, metavar=name.upper(), help=at(content))
 
 
-def run_path(given: Any) -> Path:
-    """The folder of a run or model, as `run_argument` takes it; one at an address is fetched.
+def run_path(run: Any) -> Path:
+    """Return the folder of a run or model, in any form that `run_argument` takes; fetch it if it is at an address.
 
     Raises `InputError` if nothing is stored at the address.
     """
     from pretrain.storage.runs import fetched_model
 
-    place = run_argument(given)
-    return place if isinstance(place, Path) else fetched_model(place)
+    location = run_argument(run)
+    return location if isinstance(location, Path) else fetched_model(location)
 
 
 def store_target(target: Path | str) -> None:
-    """Store what was written to the local folder of `target`, a `target_path`, if that is an address."""
+    """Upload the local folder of `target`, a `target_path`, if that is an address."""
     from pretrain.storage.folders import store
 
     if is_remote(target):

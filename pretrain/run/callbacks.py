@@ -1,9 +1,9 @@
-"""The user's own functions and objects that are told what a run does. They get copies of records and change nothing.
+"""The user's callbacks: functions and objects that are called during a run, with copies of its records.
 
-A function is called with the name of a hook and a record; of an object, the method with the name of the hook is called
-with the record. The setting `callbacks` names functions, and classes that are made with the options of their entries.
-`train` also takes functions and objects, which are pickled on the way to another process. Rank 0 is told; with an
-attribute `every_rank` that is true, each rank is.
+A function is called with the name of a hook and a record. On an object, the method with the name of the hook is called
+with the record. The setting `callbacks` names functions, and classes that are instantiated with the options of their
+entries. `train` also takes functions and objects, which are pickled for other processes. Callbacks run on rank 0; with
+a true attribute `every_rank`, on each rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOOKS = ("step_end", "evaluation", "checkpoint", "run_end")
 
 
 class KIND:
-    """What the name of a callback has to be."""
+    """Check of the objects that the setting `callbacks` names."""
 
     @staticmethod
     def check(found: Any, name: str) -> None:
@@ -43,7 +43,7 @@ class KIND:
             inspect.signature(found).bind("step_end", {})
         except (TypeError, ValueError):
             raise InputError(
-                f"{name}: is no callback. Give a function (hook, record), or a class or an object with some of the "
+                f"{name}: is not a callback. Pass a function (hook, record), or a class or an object with some of the "
                 f"methods {', '.join(f'{hook}(record)' for hook in HOOKS)}."
             ) from None
 
@@ -61,55 +61,55 @@ def check_options(entries: Sequence[Any]) -> None:
             raise InputError(f"callbacks.{number}: {name}: {error}. Give the options that it takes.") from None
 
 
-def carried(objects: Sequence[Any], *, elsewhere: bool) -> tuple[Any, ...]:
-    """The objects themselves, or texts that another process makes them of: with their class, if a notebook defines it.
+def transferable(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, ...]:
+    """Return the objects, or strings from which another process restores them, with classes defined in a notebook.
 
-    Raises `InputError` if one is no callback, or cannot be pickled.
+    Raises `InputError` if one is not a callback, or cannot be pickled.
     """
     for number, one in enumerate(objects):
         KIND.check(one, f"callbacks.{number}: {_name(one)}")
-    return tuple(map(_packed, objects)) if elsewhere else tuple(objects)
+    return tuple(map(_packed, objects)) if pickled else tuple(objects)
 
 
-def _packed(given: Any) -> str:
+def _packed(callback: Any) -> str:
     import cloudpickle
 
-    function = given
+    function = callback
     while isinstance(function, functools.partial):
         function = function.func
     module = function.__module__ or "builtins"
     if module.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
         module = ""
-    else:  # it may lie beside the program, where workers do not look
+    else:  # it may be in the program's folder, where workers do not look
         ask_for([module], Path(sys.path[0]))
     try:
-        return f"{module} {base64.b64encode(cloudpickle.dumps(given)).decode()}"
+        return f"{module} {base64.b64encode(cloudpickle.dumps(callback)).decode()}"
     except Exception as error:
         raise InputError(
-            f"callbacks: {_name(given)} cannot be sent to the workers ({error}). Open such things in its first hook."
+            f"callbacks: {_name(callback)} cannot be sent to the workers ({error}). Open them in its first hook."
         ) from None
 
 
-def _unpacked(text: str) -> Any:
-    """What `_packed` got. The text comes from the start of this run, not from a file that others may write."""
-    module, data = text.split(" ")
+def _unpacked(packed: str) -> Any:
+    """Restore the argument of `_packed`. The string comes from this run's launcher, never from a file."""
+    module, data = packed.split(" ")
     if module:
         own(module)
     return pickle.loads(base64.b64decode(data))
 
 
 class Callbacks:
-    """Those of a run, on this rank.
+    """The callbacks of a run on this rank.
 
     Args:
         entries: the setting.
-        objects: what `carried` returned.
+        objects: the result of `transferable`.
         rank: of this worker.
         log: records an event.
-        waiting: wraps a call, which may take long.
+        waiting: wraps each call, which may take long.
 
     Attributes:
-        stop_reason: why the run is to stop after a checkpoint; "" if it is not.
+        stop_reason: why the run is to stop after a checkpoint; "" if it continues.
     """
 
     def __init__(
@@ -121,19 +121,19 @@ class Callbacks:
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._log, self._waiting, self._rank, self.stop_reason = log, waiting, rank, ""
-        self._said: set[int] = set()
-        given = [(name, stops, own(name), options) for name, stops, options in map(callback_options, entries)]
-        made = [_unpacked(one) if isinstance(one, str) else one for one in objects]
-        given += [(_name(one), getattr(one, "on_error", "") == "stop", one, {}) for one in made]
-        self._made = [
-            (name, stops, _made(name, found, options))
-            for name, stops, found, options in given
-            if rank == 0 or getattr(found, "every_rank", False)
+        self._reported: set[int] = set()
+        targets = [(name, stops, own(name), options) for name, stops, options in map(callback_options, entries)]
+        restored = [_unpacked(one) if isinstance(one, str) else one for one in objects]
+        targets += [(_name(one), getattr(one, "on_error", "") == "stop", one, {}) for one in restored]
+        self._callbacks = [
+            (name, stops, _callable(name, target, options))
+            for name, stops, target, options in targets
+            if rank == 0 or getattr(target, "every_rank", False)
         ]
 
     def tell(self, hook: str, record: Mapping[str, Any]) -> None:
-        """Call all with a copy of the record. An error is recorded once; it may ask the run to stop."""
-        for number, (name, stops, function) in enumerate(self._made):
+        """Call all with a copy of the record. A callback's first error is recorded; it may stop the run."""
+        for number, (name, stops, function) in enumerate(self._callbacks):
             try:
                 with self._waiting():
                     function(hook, MappingProxyType(copy.deepcopy(dict(record))))
@@ -143,36 +143,37 @@ class Callbacks:
                     f"the callback {name} raised {type(error).__name__} in {hook} of step {record['step']}: {reason}"
                 )
                 self.stop_reason = self.stop_reason or (message if stops else "")
-                if number not in self._said:
-                    self._said.add(number)
+                if number not in self._reported:
+                    self._reported.add(number)
                     logger.warning("%s", message, exc_info=error)
-                    advice = "the run stops" if stops else "the run goes on, without a word about its later errors"
-                    message += f"; {advice}. logs/training-{self._rank}.log has the traceback"
+                    effect = "the run stops" if stops else "the run continues; its later errors are not reported"
+                    message += f"; {effect}. logs/training-{self._rank}.log has the traceback"
                     self._log(event_of("callback", message, step=record["step"]))
 
     def tell_all(self, hook: str, records: list[dict[str, Any]]) -> None:
-        """Tell of `records`, which are cleared: those of the checkpoints that were written in the background."""
+        """Call `hook` with each of `records`, such as checkpoints written in the background, and clear the list."""
         while records:
             self.tell(hook, records.pop(0))
 
 
-def _made(name: str, found: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
-    """What is called with a hook and a record: of a function, a class or an object."""
+def _callable(name: str, target: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
+    """Return the callable `(hook, record)` of a function, class or instance."""
     try:
-        made = found(**options) if isinstance(found, type) else found
+        instance = target(**options) if isinstance(target, type) else target
     except Exception as error:
         logger.warning("%s", name, exc_info=error)
         raise InputError(
-            f"callbacks: {name} raises {type(error).__name__} when it is made ({error}). logs/training-0.log has the "
-            "traceback."
+            f"callbacks: {name} raises {type(error).__name__} when it is created ({error}). See logs/training-0.log."
         ) from None
-    return (lambda hook, record: getattr(made, hook, lambda _: None)(record)) if _has_hooks(made) else made
+    if not _has_hooks(instance):
+        return instance
+    return lambda hook, record: getattr(instance, hook, lambda _: None)(record)
 
 
-def _has_hooks(found: Any) -> bool:
-    return any(callable(getattr(found, hook, None)) for hook in HOOKS)
+def _has_hooks(target: Any) -> bool:
+    return any(callable(getattr(target, hook, None)) for hook in HOOKS)
 
 
-def _name(found: Any) -> str:
-    kind = found if hasattr(found, "__qualname__") else type(found)
+def _name(target: Any) -> str:
+    kind = target if hasattr(target, "__qualname__") else type(target)
     return f"{kind.__module__}:{kind.__qualname__}"

@@ -26,20 +26,20 @@ def add_to(commands: Any) -> None:
     _add_pretrain(commands)
 
 
-# ---------------------------------------------------------------- what the commands do
+# ---------------------------------------------------------------- the commands
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
     from pretrain.run import api
 
-    given, start_from = overrides(arguments), arguments.start_from
+    settings, start_from = overrides(arguments), arguments.start_from
     if not arguments.dry_run:
-        print(api.prepare(arguments.config, overrides=given, start_from=start_from))
+        print(api.prepare(arguments.config, overrides=settings, start_from=start_from))
         return
     from pretrain.corpus.description import describe
     from pretrain.planning import estimate
 
-    config = api.read_config(arguments.config, given, start_from=start_from)
+    config = api.read_config(arguments.config, settings, start_from=start_from)
     plan = describe(config, api.start_tokenizer_of(config).get("tokenizer"))
     print(for_terminal(estimate.preparation_lines(plan)))
 
@@ -52,12 +52,12 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 
     run = api.train(arguments.config, fork_from=arguments.fork, minutes=arguments.minutes, **run_options(arguments))
     if run.trained:
-        own = f" --import {run.config.objective}" if run.config.objective else ""
-        print(f"{run} Next: {program()} export {shlex.quote(str(run.place))} DIR{own}")
+        imports = f" --import {run.config.objective}" if run.config.objective else ""
+        print(f"{run} Next: {program()} export {shlex.quote(str(run.place))} DIR{imports}")
 
 
 def _plan(arguments: argparse.Namespace) -> str:
-    """Return what a dry run prints: the run's state and what it would cost."""
+    """Return the text that a dry run prints: the run's state and its estimated cost."""
     from pretrain.planning import estimate
     from pretrain.planning.text import mean_lengths, reading_lines
     from pretrain.run import api, preflight
@@ -81,11 +81,11 @@ def _plan(arguments: argparse.Namespace) -> str:
     )
     if config.fork_from and state == "new":
         step, _ = find_fork(config)
-        state = f"new; forks from {config.fork_from}, so that {config.total_steps - step:,} steps are left"
+        state = f"new; forks from {config.fork_from}, with {config.total_steps - step:,} steps left"
     return f"Run\n  {shown(config.folder)}: {state}\n\n{estimates}"
 
 
-# ---------------------------------------------------------------- their parsers
+# ---------------------------------------------------------------- the parsers
 
 
 def _add_prepare(commands: Any) -> None:
@@ -125,7 +125,7 @@ def _add_pretrain(commands: Any) -> None:
     parser.add_argument(
         "--fork",
         metavar="RUN@STEP",
-        help="begin with a checkpoint of another run, its moments and its place in the data",
+        help="start from a checkpoint of another run, with its moments and its position in the data",
     )
     add_workers(parser)
     add_run_options(parser)

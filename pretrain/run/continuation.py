@@ -1,6 +1,6 @@
-"""A pretraining that continues from a checkpoint, on one worker: its corpora, its first weights, its rates.
+"""Continued pretraining from a checkpoint, on one worker: its corpora, initial weights and learning rates.
 
-Without `start_from` all of this is as if it were not there.
+Without `start_from` nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Corpora:
-    """The token shards of a run: its own corpus and, if one is named, the general one.
+    """The token shards of a run: its corpus and, if one is named, the general corpus.
 
     Attributes:
-        own: training split of the run's corpus.
-        training: what is trained on: `own`, and replayed text of the general corpus.
+        domain: training split of the run's corpus.
+        training: the shards trained on: `domain`, and replayed text of the general corpus.
         held_out: validation split of the run's corpus.
-        replay_corpus: validation split of the general corpus; None without one, or if `held_out` is empty.
+        replay_corpus: validation split of the general corpus; None without such a corpus, or if `held_out` is empty.
     """
 
-    own: TokenShards
+    domain: TokenShards
     training: TokenShards
     held_out: TokenShards
     replay_corpus: TokenShards | None = None
 
     @classmethod
     def open(cls, config: PretrainConfig) -> Corpora:
-        """Open what `config` names; raises as `open_shards` and `with_replay`."""
+        """Open the corpora that `config` names; raises the errors of `open_shards` and `with_replay`."""
         adaptation = config.adaptation
-        own, held_out = open_corpus(config.corpus, "train"), open_corpus(config.corpus, "validation")
+        domain, held_out = open_corpus(config.corpus, "train"), open_corpus(config.corpus, "validation")
         if not adaptation.replay_corpus:
-            return cls(own, own, held_out)
+            return cls(domain, domain, held_out)
         general = local(adaptation.replay_corpus)
-        training = own
+        training = domain
         if adaptation.replay_share:
-            training = with_replay(own, open_shards(general, "train"), adaptation.replay_share)
+            training = with_replay(domain, open_shards(general, "train"), adaptation.replay_share)
         if not held_out.shards:
-            return cls(own, training, held_out)
-        return cls(own, training, held_out, open_shards(general, "validation"))
+            return cls(domain, training, held_out)
+        return cls(domain, training, held_out, open_shards(general, "validation"))
 
     def fingerprints(self) -> dict[str, str]:
-        """Of each corpus, by the setting that names it."""
-        replayed = None if self.training is self.own else self.training
+        """Return the fingerprint of each corpus, by the setting that names it."""
+        replayed = None if self.training is self.domain else self.training
         parts = {
-            "corpus.dir": self.own,
+            "corpus.dir": self.domain,
             "adaptation.replay_share": replayed,
             "adaptation.replay_corpus": self.replay_corpus,
         }
@@ -75,7 +75,7 @@ class Corpora:
 
 
 class Continuation:
-    """What a run takes from the checkpoint in `start_from`, and what its checkpoints remember of it.
+    """Initial weights and learning rates from the checkpoint in `start_from`, and the record of it in checkpoints.
 
     Args:
         config: the run.
@@ -84,29 +84,29 @@ class Continuation:
 
     Attributes:
         lr_scales: by parameter, for `scaled_groups`.
-        identity: what each checkpoint of the run keeps; filled when the run begins or resumes.
+        identity: stored in each checkpoint of the run; filled when the run starts or resumes.
     """
 
     def __init__(self, config: PretrainConfig, corpora: Corpora, state: Mapping[str, Tensor]) -> None:
         self._config, self._corpora = config, corpora
         self._state = dict(state) if config.start_from else {}
         self.lr_scales = lr_scales(state, config.adaptation, config.model.layers)
-        self._old_share = self.lr_scales[_WORDS]
-        # One parameter has old rows and added ones, so its rate cannot be that of an optimizer group.
+        self._old_rows_scale = self.lr_scales[_WORDS]
+        # One parameter has both old and added rows, so an optimizer group's rate cannot fit all of it.
         if config.corpus.vocabulary.added_words:
             self.lr_scales[_WORDS] = 1.0
         self.identity: dict[str, Any] = {
             "fingerprint": corpora.training.fingerprint,
             "sampler": SAMPLER,
-            "tokenizer": tokenizer_digest(corpora.own.folder),
+            "tokenizer": tokenizer_digest(corpora.domain.folder),
         }
 
     def begin(self, engine: Engine) -> None:
-        """Give `engine` the checkpoint's weights, and new ones for what it lacks; every rank reads them itself."""
+        """Load the checkpoint's weights into `engine`, and initialize missing ones; every rank reads the files."""
         if not self._config.start_from:
             return
         shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
-        start = read_start(self._config, shapes, self._corpora.own)
+        start = read_start(self._config, shapes, self._corpora.domain)
         check_same_data({"start_from": start.fingerprint})
         engine.load(InitialWeights({**self._state, **start.state}))
         self._state = {}
@@ -128,10 +128,10 @@ class Continuation:
                     SENTENCE: start.sentence,
                 },
             )
-        logger.info("began from %s (%s)\n%s", self._config.start_from, start.fingerprint[:12], start.table)
+        logger.info("started from %s (%s)\n%s", self._config.start_from, start.fingerprint[:12], start.table)
 
     def resume(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        """Take over what the checkpoint with this `state` remembers. `start_from` is not read again."""
+        """Restore `identity` and the rates from a checkpoint's `state`. `start_from` is not read again."""
         self._state = {}
         if "start" in state:
             self.identity["start"] = state["start"]
@@ -139,6 +139,6 @@ class Continuation:
 
     def _slow_old_rows(self, engine: Engine) -> None:
         rows, width = engine.shapes[_WORDS]
-        if self._old_share != self.lr_scales[_WORDS]:
+        if self._old_rows_scale != self.lr_scales[_WORDS]:
             old = min(rows, int(self.identity["start"]["old_entries"]))
-            engine.slow_entries(_WORDS, old * width, self._old_share)
+            engine.slow_entries(_WORDS, old * width, self._old_rows_scale)

@@ -1,6 +1,6 @@
-"""A run that forks from another: it begins with a checkpoint of it, and goes on as its own config says.
+"""Forks a run: the new run starts from a checkpoint of another and continues with its config.
 
-The checkpoint comes into the new run's folder as if the run had written it; everything after that is a resume.
+The checkpoint is copied into the new run's folder as if that run had written it; the rest is a resume.
 """
 
 import contextlib
@@ -28,12 +28,13 @@ from pretrain.tracking.mirror import new_id
 
 
 def begin_fork(config: PretrainConfig) -> bool:
-    """Put the checkpoint of `fork_from` into the run's folder, unless that has others; whether the run begins with it.
+    """Put the checkpoint of `fork_from` into the run's folder, unless the folder has others.
 
-    The records of the steps before it come, too. Nothing is copied where both folders are on one file system.
+    The records of earlier steps are copied, too. On one file system the checkpoint is linked, not copied.
+    Returns whether the run starts from this checkpoint.
 
     Raises:
-        InputError: there is no such checkpoint, it is damaged, or `config` differs in what lies before it.
+        InputError: there is no such checkpoint, it is damaged, or `config` differs in settings of earlier steps.
     """
     from pretrain.run.preflight import only_run
     from pretrain.storage.runs import StoredRun
@@ -44,7 +45,7 @@ def begin_fork(config: PretrainConfig) -> bool:
         if names or (config.address and StoredRun(config.address, config.folder).names()):
             fork = read_fork(config.folder)
             is_same = fork.get("run") == _recorded(run, find_run(local_run(run))) and fork.get("step") == step
-            return is_same and names == [_name(step)]  # which was not begun yet
+            return is_same and names == [_name(step)]  # a fork that has not taken a step yet
         _, checkpoint = find_fork(config)
         if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
@@ -56,13 +57,13 @@ def begin_fork(config: PretrainConfig) -> bool:
 
 @contextlib.contextmanager
 def undone_if_refused(config: PretrainConfig) -> Iterator[None]:
-    """Around the training of a fork: one that is refused before its first step leaves nothing to go on with."""
+    """Wrap the training of a fork: remove its checkpoint and records if it is refused before its first step."""
     try:
         yield
     except InputError:
         folder, step = config.folder, read_fork(config.folder)["step"]
-        newest = max((one.get("step", 0) for one in read_records(folder)), default=0)
-        if newest <= step and checkpoint_names(folder) == [_name(step)]:
+        latest = max((one.get("step", 0) for one in read_records(folder)), default=0)
+        if latest <= step and checkpoint_names(folder) == [_name(step)]:
             shutil.rmtree(folder / "checkpoints" / _name(step))
             for name in (FORK_FILE, METRICS, PROBES, START_FILE):
                 (folder / name).unlink(missing_ok=True)
@@ -70,7 +71,7 @@ def undone_if_refused(config: PretrainConfig) -> Iterator[None]:
 
 
 def find_fork(config: PretrainConfig) -> tuple[int, Path]:
-    """(step, checkpoint) of `fork_from`, not fetched; raises `InputError` if there is none, or no step is left."""
+    """Find (step, checkpoint) of `fork_from`, without fetching; `InputError` if there is none, or no step is left."""
     from pretrain.storage.runs import StoredRun
 
     run, step = _parent(config)
@@ -83,13 +84,13 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
             raise InputError(f"fork_from: {run} has no checkpoint: no run is there, or it has not written one yet.")
         nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}"
         raise InputError(
-            f"fork_from: {run} has no checkpoint of step {step}; {nearest}. checkpoint.keep_at keeps those of chosen "
-            "steps."
+            f"fork_from: {run} has no checkpoint of step {step}; {nearest}. checkpoint.keep_at keeps the checkpoints "
+            "of chosen steps."
         )
     if step >= config.total_steps:
         raise InputError(
             f"fork_from: step {step} is not before the end of the phases, which have {config.total_steps} steps. Add "
-            "what the run is to do after it."
+            "the steps that the fork is to take."
         )
     return step, folder / "checkpoints" / name
 
@@ -109,7 +110,7 @@ def _recorded(run: str, folder: Path) -> str:
 
 
 def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
-    """Raise `InputError` if the checkpoint is damaged, or `config` differs in what lies before its step."""
+    """Raise `InputError` if the checkpoint is damaged, or `config` differs in settings of earlier steps."""
     from pretrain.checkpoint import store
     from pretrain.run.preflight import trained_with
 
@@ -118,7 +119,7 @@ def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     if others := changed_for_resume(before, config, step):
         raise InputError(
             f"fork_from: {config.fork_from}: other settings before step {step}: {', '.join(others)}. Set them to the "
-            f"old values; where something is to change, end the phase at step {step} and add another."
+            f"old values; to change something, end the phase at step {step} and add another."
         )
 
 
@@ -132,7 +133,7 @@ def _take(config: PretrainConfig, step: int, checkpoint: Path) -> None:
         with atomic_open(folder / name, "w") as file:
             file.writelines(f"{json.dumps(one)}\n" for one in records)
     fork = {
-        "id": new_id(config),  # of W&B's run, however often the first start is repeated
+        "id": new_id(config),  # of W&B's run, the same if the first start is repeated
         "run": _recorded(_parent(config)[0], parent),
         "name": before["name"],
         "step": step,

@@ -29,12 +29,12 @@ class ForwardBackward:
     ) -> None:
         """`task` is a `TrainingTask` or an objective.
 
-        `timed` wraps what a rank does without waiting for others: the forward pass, or all of a recorded one.
+        `timed` wraps the work that a rank does without waiting for others: the forward pass, or a whole recorded pass.
         """
         self._engine, self._task, self._timed = engine, task, timed
 
     def run(self, micro_batch: Any, weights: Sequence[float], *, last: bool) -> Tensor:
-        """Add a micro-batch's gradients, `last` of the step or not, and return its totals; recorded if it can be."""
+        """Add a micro-batch's gradients, `last` of the step or not, and return its totals; recorded if possible."""
         if not self._engine.records_passes:
             return self.launch(micro_batch, weights, last=last)
         return self._engine.recorded_pass(micro_batch, weights, self._loss_and_totals, last=last, timed=self._timed)

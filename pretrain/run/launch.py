@@ -21,7 +21,7 @@ from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker, torchrun_place
 from pretrain.config import R, RunConfig, SchedulingConfig
 from pretrain.run import preflight
-from pretrain.run.callbacks import carried, check_options
+from pretrain.run.callbacks import check_options, transferable
 from pretrain.storage.runs import StoredRun, storing
 from pretrain.tracking import live
 from pretrain.tracking.logs import process_restored
@@ -29,34 +29,34 @@ from pretrain.tracking.logs import process_restored
 
 @dataclass(frozen=True)
 class RunKind(Generic[R]):
-    """What starting a run needs to know of its kind, pretraining or fine-tuning."""
+    """The parts of starting a run that differ between pretraining and fine-tuning."""
 
     target: str  # "package.module:function", called in each worker with a `TrainingRequest` and a `Worker`
     # Called before anything is written, with the config and whether this process trains. Returns the number of training
-    # steps, or None if the run is finished already.
+    # steps, or None if the run is already finished.
     check: Callable[[R, bool], int | None]
     is_finished: Callable[[R], bool]  # whether the run folder holds the finished run
-    changed: Callable[[R, R, int], list[str]]  # as of `preflight.run_folder`
-    metrics: Mapping[str, Metric]  # what its records have, for the line on the terminal
-    # What goes on beside the training; it may wait at the end of one that finishes.
-    beside: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-    callbacks: tuple[Any, ...] = ()  # functions and objects that are told what the run does, beside those of the config
+    changed: Callable[[R, R, int], list[str]]  # as in `preflight.run_folder`
+    metrics: Mapping[str, Metric]  # the fields of its records, for the line on the terminal
+    # Runs alongside the training; on exit it may wait, if the training has finished.
+    background: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    callbacks: tuple[Any, ...] = ()  # functions and objects, in addition to the config's callbacks
 
 
 def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
-    """Check that the run can start, record it in its folder and train it to the end; `api.train` has the options.
+    """Check that the run can start, record it in its folder and train it to the end; see `api.train` for the options.
 
     Under torchrun only the first process checks, records and prints. The others only train.
 
     Args:
         before: the config that an earlier start recorded, if the run resumes (`config_before`).
 
-    Returns whether this process started the training; it may be finished already. Raises a `RunError` if the run cannot
-    start, diverged, or was stopped.
+    Returns whether this process started the training, which may be finished already. Raises a `RunError` if the run
+    cannot start, diverged, or was stopped.
     """
     alone = is_alone(config.scheduling.workers, no_ray)
     where = _where(config.scheduling, ray=ray, alone=alone)
-    kind = replace(kind, callbacks=carried(kind.callbacks, elsewhere=not alone))
+    kind = replace(kind, callbacks=transferable(kind.callbacks, pickled=not alone))
     try:
         if is_follower():
             if not kind.is_finished(config):
@@ -75,25 +75,25 @@ def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ra
             preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
             print(where)
             with (
-                _end_recorded(config.folder),
+                _recording_end(config.folder),
                 live.follow(config.folder, steps, metrics=kind.metrics),
-                kind.beside(config),
+                kind.background(config),
             ):
                 _train(kind, config, resume, alone=alone, ray=ray)
         return True
-    except (KeyboardInterrupt, Interrupted):  # when no workers run
+    except (KeyboardInterrupt, Interrupted):  # while no workers run
         raise _stopped(config.folder) from None
 
 
 def config_before(config: R, resume: bool) -> R | None:
-    """The config that an earlier start recorded, for the process that starts a run which is to `resume`; else None."""
+    """Return the config that an earlier start recorded, if this process starts a run that is to `resume`; else None."""
     return preflight.recorded_config(config) if resume and not is_follower() else None
 
 
 def check_start(config: RunConfig, alone: bool) -> None:
-    """Check what the config says of processes: options of callbacks, and whether the workers fit on this machine.
+    """Check the options of callbacks, and whether the workers fit on this machine.
 
-    Clusters are checked when the run starts. Raises `InputError` for the callbacks, `MachineError` for the workers.
+    Clusters are checked when the run starts. Raises `InputError` for callbacks, `MachineError` for workers.
     """
     check_options(config.callbacks)
     if alone or config.scheduling.address:
@@ -105,7 +105,7 @@ def check_start(config: RunConfig, alone: bool) -> None:
 
 
 def is_alone(workers: int, no_ray: bool) -> bool:
-    """Whether this process trains, by itself or as one of torchrun's; `InputError` if it cannot."""
+    """Return whether this process trains, alone or as one of torchrun's; `InputError` if it cannot."""
     if no_ray and workers > 1:
         raise InputError(
             f"--no-ray: trains in one process, but scheduling.workers is {workers}. "
@@ -115,22 +115,22 @@ def is_alone(workers: int, no_ray: bool) -> bool:
 
 
 def is_follower() -> bool:
-    """Whether this is a process of torchrun's, but not the first."""
+    """Return whether this is a process of torchrun, but not the first."""
     place = torchrun_place()
     return place is not None and place[0] > 0
 
 
 def download(run_dir: Any) -> None:
-    """Fetch what a resume needs of the run at the address `run_dir`; nothing for a path.
+    """Fetch the files that a resume needs from the run at the address `run_dir`; do nothing for a path.
 
-    Of torchrun's processes, the first verifies what is here, and fetches the best checkpoint, too.
+    Of torchrun's processes, the first verifies the local files, and fetches the best checkpoint, too.
     """
     if is_remote(run_dir):
         StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), follows=is_follower())
 
 
 def _where(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
-    """Where the run trains, for the terminal."""
+    """Describe where the run trains, for the terminal."""
     if torchrun_place():
         return "processes of torchrun, without Ray"
     if alone:
@@ -145,7 +145,7 @@ def _is_in_ray(scheduling: SchedulingConfig, ray: bool) -> bool:
 
 
 def _expect_packages(config: RunConfig, *, in_ray: bool) -> None:
-    """Raise `MachineError` if a package that the run needs is not installed; say if W&B is left out."""
+    """Raise `MachineError` if a package that the run needs is not installed; print a line if W&B is left out."""
     wanted = config.tracking.wandb in ("online", "offline")
     expect("training", "deepspeed", *(["ray"] if in_ray else []), *(["wandb"] if wanted else []))
     if config.tracking.wandb == "auto" and not is_installed("wandb"):
@@ -153,7 +153,7 @@ def _expect_packages(config: RunConfig, *, in_ray: bool) -> None:
 
 
 @contextlib.contextmanager
-def _end_recorded(folder: Path) -> Iterator[None]:
+def _recording_end(folder: Path) -> Iterator[None]:
     """Record in the run `folder` why the training in the block ended early."""
     try:
         yield
@@ -161,31 +161,31 @@ def _end_recorded(folder: Path) -> Iterator[None]:
         error = ended if isinstance(ended, DivergedError) else _stopped(folder, ended)
         event = "diverged" if isinstance(error, DivergedError) else "stop"
         try:
-            records.note_end(folder, event, str(error), int(_newest(folder).removeprefix("step-")))
+            records.note_end(folder, event, str(error), int(_latest(folder).removeprefix("step-")))
         except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
             print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise error from None
 
 
 def _stopped(folder: Path, by: BaseException | None = None) -> StoppedError:
-    """The error of a run that was stopped: `by`, if it is one, with the name of the latest checkpoint.
+    """Return the error of a run that was stopped: `by`, if it is one, with the name of the latest checkpoint.
 
-    It is a `NothingSavedError` if no step is saved.
+    Returns a `NothingSavedError` if no step is saved.
     """
     error = by if isinstance(by, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
-    newest = _newest(folder)
-    if isinstance(error, NothingSavedError) or (newest > UNTRAINED and newest in str(error)):
+    latest = _latest(folder)
+    if isinstance(error, NothingSavedError) or (latest > UNTRAINED and latest in str(error)):
         return error
-    kind, saved = (StoppedError, f"Checkpoint {newest}") if newest > UNTRAINED else (NothingSavedError, "No step")
+    kind, saved = (StoppedError, f"Checkpoint {latest}") if latest > UNTRAINED else (NothingSavedError, "No step")
     return kind(f"{str(error).removesuffix(error.CONTINUE)} {saved} is saved.{error.CONTINUE}")
 
 
-def _newest(folder: Path) -> str:
+def _latest(folder: Path) -> str:
     return max(checkpoint_names(folder), default=UNTRAINED)
 
 
 def _give_up(folder: Path) -> NoReturn:
-    """End this process, which a library holds although a stop is requested and there is nothing to save."""
+    """Exit this process: a stop is requested, nothing has to be saved, and a library blocks the process."""
     error = _stopped(folder)
     print_error(error)
     os._exit(error.exit_code)

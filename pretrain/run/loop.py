@@ -26,7 +26,7 @@ from pretrain.run.callbacks import Callbacks
 from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress, Stopwatch, Window, checkpoint_state, restore
-from pretrain.run.session import collective_timeout, newest_checkpoint
+from pretrain.run.session import collective_timeout, latest_checkpoint
 from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
 from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
 from pretrain.run.stragglers import RankTimes
@@ -36,11 +36,11 @@ from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-LONG_SECONDS = 1800.0  # the most that an evaluation, a save without retries or a rollback may take
-STOP_SECONDS = 5.0  # that a stop waits for the step in progress, which may be compiled for minutes
+LONG_SECONDS = 1800.0  # limit of an evaluation, of a save without retries and of a rollback
+STOP_SECONDS = 5.0  # how long a stop waits for the step in progress, which may be compiled for minutes
 _STORAGE = "the run folder's storage"
-_MAX_BAD_STEPS = 5  # in a row, with a loss or gradient that is not finite, before the run rolls back
-_MAX_ROLLBACKS = 3  # without a checkpoint past the step that failed, before the run stops as diverged
+_MAX_BAD_STEPS = 5  # consecutive steps with a loss or gradient that is not finite, before the run rolls back
+_MAX_ROLLBACKS = 3  # without a checkpoint past the failed step, before the run stops as diverged
 
 
 def fit(
@@ -52,12 +52,12 @@ def fit(
     stop_requested: Callable[[], bool],
     **parts: Any,
 ) -> None:
-    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end; `parts` are those of `Fit`.
+    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end; `parts` as for `Fit`.
 
     Raises:
-        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. Bad steps are
-            waited for.
-        DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
+        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. A stop waits for
+            a good step.
+        DivergedError: steps without a finite loss or gradient, or loss spikes, after the maximum of rollbacks.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
     training = Fit(engine, task, plan, progress, **parts)
@@ -80,7 +80,7 @@ def fit(
 
 
 class _PatientRecorder:
-    """A recorder whose storage may pause."""
+    """A recorder whose storage may be slow; waiting for it does not count as a hang."""
 
     def __init__(self, recorder: Recorder, engine: Engine) -> None:
         self._recorder, self._engine = recorder, engine
@@ -128,7 +128,7 @@ class Fit(Generic[S]):
         self.scale_search = LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # of the last step
-        self.validation: dict[str, Any] = {}  # of the last evaluation, what `rank` reads
+        self.validation: dict[str, Any] = {}  # the last evaluation, as `rank` reads it
         self.save_due = False  # a save waits for a good step
         self.saved_at = time.monotonic()
 
@@ -151,7 +151,7 @@ class Fit(Generic[S]):
             self.stop()
 
     def _take_steps(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
-        """`train`, which `Interrupted` may end between two steps."""
+        """`train`; `Interrupted` may be raised between two steps."""
         progress, plan, stopping = self.progress, self.plan, False
         for stop, failure, timed in self.outcomes(stop_requested):
             progress.step += 1
@@ -167,7 +167,7 @@ class Fit(Generic[S]):
                 best = plan.keep_best and not progress.evaluations_without_gain
             stopping = stopping or stop
             self.save_due = self.save_due or due.save or stop or timed
-            # Bad steps may come from bad weights, to which a rollback or a resume would return for ever.
+            # The weights themselves may be bad; rolling back or resuming would loop forever.
             if last and progress.bad_in_a_row:
                 return self._bad_steps(progress.step)
             if last or best or (self.save_due and not progress.bad_in_a_row):
@@ -179,52 +179,52 @@ class Fit(Generic[S]):
         return None
 
     def stop(self) -> NoReturn:
-        """End with `StoppedError` once the checkpoint of this step is written."""
+        """Raise `StoppedError` once the checkpoint of this step is written."""
         with self.saving():
             self.wait_for_save()
-        step, why = self.progress.step, self.callbacks.stop_reason
+        step, reason = self.progress.step, self.callbacks.stop_reason
         raise StoppedError(
-            f"{why and f'{why}; '}stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} "
-            f"is saved.{StoppedError.CONTINUE}"
+            f"{reason and f'{reason}; '}stopped at step {step} of {self.plan.total_steps}; checkpoint "
+            f"{store.name_of(step)} is saved.{StoppedError.CONTINUE}"
         )
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps what leaves the state as it was after the last step, so that a stop need not wait for it.
+        """Wrap code that keeps the state as it was after the last step, so that a stop need not wait for it.
 
-        Several ranks would first have to agree, unless there is nothing to save.
+        Several ranks would first have to agree on the stop, unless there is nothing to save.
         """
         alone = self.engine.world_size == 1 or not self.launched
-        waits = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # for a good step, to be saved
+        waits = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # for a good step to save
         return self.interrupts.after(STOP_SECONDS if alone and not waits else math.inf)
 
     def steps(self) -> Iterator[S]:
-        """The task's steps from here on. A wait for one is not a hang: a phase may have to open its data."""
+        """Yield the task's steps from here on. Waiting for one is not a hang: a phase may have to open its data."""
         steps = self.task.batches(self.progress.step, self.progress.skipped)
         part = None
         while True:
-            began = time.perf_counter()
+            started = time.perf_counter()
             with self.engine.watch.awaiting("a batch"), self.interruptible():
                 step = next(steps, None)
             if step is None:
                 return
             before, part = part, self.task.validation_set()
-            # The first batch of a phase opens the data; so does the first one after a start or a rollback.
+            # The first batch of a phase opens the data, as does the first one after a start or a rollback.
             if part == before:
-                self.stragglers.waited_once(time.perf_counter() - began)
+                self.stragglers.add_wait(time.perf_counter() - started)
             yield step
 
     def outcomes(self, stop_requested: Callable[[], bool]) -> Iterator[StepOutcome]:
-        """Take the steps from here on; the outcome of each.
+        """Take the steps from here on, and yield the outcome of each.
 
-        On a GPU an outcome is read when the next step has been launched, so that the device does not wait for the host:
-        a failure is noticed then, and the launched step is dropped by the rollback. Where something is due after a
-        step, or a stop was requested, its outcome is read at once. So progress and weights are of the same step.
+        On a GPU an outcome is read after the next step is launched, so that the device does not wait for the host. A
+        failure is noticed then, and the rollback drops the launched step. If something is due after a step, or a stop
+        was requested, its outcome is read immediately, so that progress and weights are of the same step.
         """
         stop, save, unread = False, False, None
         try:
             for number, step in enumerate(self.steps(), self.progress.step):
                 with self.engine.watch.awaiting(_STORAGE):
-                    requested = stop_requested() or bool(self.callbacks.stop_reason)  # the first reads files
+                    requested = stop_requested() or bool(self.callbacks.stop_reason)  # `stop_requested` reads files
                 launched = self.launch_step(number, step, requested)
                 if unread is not None:
                     earlier = self.read_step(unread)
@@ -237,13 +237,13 @@ class Fit(Generic[S]):
                     yield StepOutcome(stop or outcome.stop, outcome.failure, save or outcome.save)
                     save, unread = False, None
         except Interrupted:
-            # The weights of a step that is unread are there already. After one that fails, the last checkpoint counts.
+            # The weights of an unread step are already updated. If it failed, the last checkpoint counts.
             if unread is not None and self.read_step(unread).failure is None:
                 yield StepOutcome(stop=True, failure=None)
             raise
 
     def launch_step(self, number: int, step: S, stop_here: bool) -> LaunchedStep[S]:
-        """Launch an optimizer step; `stop_here` is whether a stop was requested on this rank."""
+        """Launch an optimizer step; `stop_here`: a stop was requested on this rank."""
         engine, task = self.engine, self.task
         totals: Tensor | None = None
         flops, weights = 0.0, task.loss_weights(step)
@@ -267,7 +267,7 @@ class Fit(Generic[S]):
         )
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
-        # Before the step: behind its gathers, this sum would wait for all of them.
+        # Before the step, since this sum would queue behind the step's gathers.
         shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
         result = engine.step(rate, self.plan.weight_decay(number))
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
@@ -275,14 +275,14 @@ class Fit(Generic[S]):
         return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
-        """Wait for the numbers of a step, and add it to the progress."""
+        """Wait for the numbers of a step, and add them to the progress."""
         engine, progress, step = self.engine, self.progress, launched.step
         *sums, stop, save, failed, all_flops, all_stalled, norm = launched.numbers.wait().tolist()
         if failed:
-            self.saver.wait()  # raises on every rank
+            self.saver.wait()  # raises the error on every rank
         applied = math.isfinite(norm)
         averaged = self.plan.averages(launched.number)
-        if applied or averaged <= 1:  # also a step that is left out ends the mean of the phase before
+        if applied or averaged <= 1:  # a skipped step, too, closes the mean of the phase before
             engine.average(averaged if applied else 0)
         self.rate, self.epoch = launched.rate, step.epoch
         self._enter(launched.part)
@@ -292,12 +292,12 @@ class Fit(Generic[S]):
         return StepOutcome(stop > 0, failure, save > 0)
 
     def _count(self, step: S, norm: float, sums: list[float]) -> TrainingFailure | None:
-        """Add a step to the progress; returns the failure that the step is or completes, if any.
+        """Add a step to the progress; returns the failure that it causes or completes, if any.
 
         Args:
             step: the step.
-            norm: that of its gradients; inf if the optimizer left it out.
-            sums: the totals over micro-batches and workers.
+            norm: norm of the gradients; inf if the optimizer skipped the step.
+            sums: totals over micro-batches and workers.
         """
         progress, applied = self.progress, math.isfinite(norm)
         progress.samples += step.sequences
@@ -328,21 +328,21 @@ class Fit(Generic[S]):
         return TrainingFailure(f"{count} in a row up to step {last} had a loss or gradient that is not finite")
 
     def _enter(self, part: str) -> None:
-        """Drop the losses of another phase: longer sequences have higher losses at first."""
+        """Drop the losses of the previous phase: longer sequences have higher losses at first."""
         progress = self.progress
         if progress.part not in ("", part):
             progress.recent, progress.best, progress.evaluations_without_gain = [], None, 0
         progress.part = part
 
     def tell_step(self, logged: dict[str, Any] | None) -> None:
-        """Tell the callbacks of the last step, of what was `logged` after it, and of checkpoints since."""
+        """Call the callbacks with the last step and the record `logged` after it, and with checkpoints since."""
         numbers = {"loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "logged": logged}
         counts = {name: getattr(self.progress, name) for name in ("step", "samples", "tokens")}
         self.callbacks.tell("step_end", {**counts, "epoch": self.epoch, **numbers})
         self.callbacks.tell_all("checkpoint", self.saver.written)
 
     def log(self) -> dict[str, Any]:
-        """Record the window, and start a new one; the record."""
+        """Record the window, and start a new one; returns the record."""
         progress, engine, window = self.progress, self.engine, self.progress.window
         seconds = window.seconds + self.stopwatch.lap()
         progress.seconds += seconds
@@ -369,11 +369,11 @@ class Fit(Generic[S]):
         return record
 
     def evaluate(self, *, judge: bool = True) -> None:
-        """Evaluate, record the means, and note whether they are the best so far; not if `judge` is false."""
-        began = time.perf_counter()
-        means = self._evaluated()
-        seconds = time.perf_counter() - began
-        self.stopwatch.leave_out("evaluation", seconds)
+        """Evaluate and record the means; with `judge`, note whether they are the best so far."""
+        started = time.perf_counter()
+        means = self._evaluate()
+        seconds = time.perf_counter() - started
+        self.stopwatch.exclude("evaluation", seconds)
         if means:
             if judge:
                 self.judge(means)
@@ -382,7 +382,7 @@ class Fit(Generic[S]):
             self.recorder.log(record)
             self.callbacks.tell("evaluation", record)
 
-    def _evaluated(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float]:
         self.engine.module.eval()
         with torch.no_grad(), self.engine.watch.allow(LONG_SECONDS), self.interruptible():  # it may be compiled
             means = self.task.evaluate(self.engine)
@@ -390,12 +390,12 @@ class Fit(Generic[S]):
         return means
 
     def evaluate_average(self) -> None:
-        """Record how good the averaged weights of the last checkpoint are; the engine computes with them afterward."""
+        """Evaluate the averaged weights of the last checkpoint; the engine computes with them afterward."""
         engine, step = self.engine, self.progress.step
         checkpoint = self.checkpoints / store.name_of(step)
         with engine.watch.allow(LONG_SECONDS), store.CheckpointReader(checkpoint, averaged=True) as reader:
             engine.load(reader, engine.state())
-        means = self._evaluated()
+        means = self._evaluate()
         if not means:
             return
         value, last = self.task.to_minimize(means), self.validation.get("validation_loss")
@@ -404,18 +404,18 @@ class Fit(Generic[S]):
         self.recorder.log(event_of("average", f"{message}{other}", step=step, **means))
 
     def judge(self, means: dict[str, float]) -> None:
-        """Note whether an evaluation is the best one so far."""
+        """Note whether an evaluation is the best so far."""
         progress, value = self.progress, self.task.to_minimize(means)
         self.validation = {"step": progress.step, "validation_loss": value, "held_out_loss": means["loss"]}
-        place = rank(self.validation)
-        if place is not None and (progress.best is None or list(place) < progress.best):
-            progress.best, progress.evaluations_without_gain = list(place), 0
+        score = rank(self.validation)
+        if score is not None and (progress.best is None or list(score) < progress.best):
+            progress.best, progress.evaluations_without_gain = list(score), 0
         else:
             progress.evaluations_without_gain += 1
 
     def save(self) -> None:
         """Save a checkpoint of this step, in the background."""
-        began = time.perf_counter()
+        started = time.perf_counter()
         self.save_due, self.saved_step, self.saved_at = False, self.progress.step, time.monotonic()
         self.progress.window.seconds += self.stopwatch.lap()
         current = self.validation.get("step") == self.progress.step
@@ -428,43 +428,43 @@ class Fit(Generic[S]):
             "kept": self.progress.is_kept(self.plan.config.checkpoint),
         }
         with self.saving():
-            self.wait_for_save()  # the one before it, where the storage is slow
+            self.wait_for_save()  # the previous one, if the storage is slow
             state = checkpoint_state(self.engine, self.progress, extra_state)
             self.saver.save(self.progress.step, self.engine.fragments(), state)
         self.log_storage_trouble()
-        self.stopwatch.leave_out("checkpoint", time.perf_counter() - began)
+        self.stopwatch.exclude("checkpoint", time.perf_counter() - started)
 
     def save_is_due(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed, by the clock of rank 0."""
+        """Return whether `checkpoint.every_minutes` have passed, by the clock of rank 0."""
         minutes = self.plan.config.checkpoint.every_minutes
         return self.engine.rank == 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_at
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps saves and waits for them: the waits between their retries add up to twice `SAVE_RETRY_SECONDS`."""
+        """Wrap saves and waits for them: the waits between their retries add up to twice `SAVE_RETRY_SECONDS`."""
         return self.engine.watch.allow(LONG_SECONDS + 2 * SAVE_RETRY_SECONDS)
 
     def wait_for_save(self) -> None:
-        """Wait until the save in progress ends. Raises its error, on every rank."""
+        """Wait for the save in progress. Raises its error, on every rank."""
         with self.engine.watch.awaiting(_STORAGE):
             self.saver.wait()
 
     def log_storage_trouble(self) -> None:
-        """Record that a save had to wait for the storage, which looks like a hang while it lasts."""
+        """Record that a save had to wait for the storage, which looked like a hang meanwhile."""
         if self.saver.trouble:
             message, self.saver.trouble = self.saver.trouble, ""
             self.recorder.log(event_of("storage", message, step=self.progress.step))
 
     def roll_back(self, failure: TrainingFailure) -> None:
-        """Go back to the last checkpoint and skip the data since.
+        """Restore the last checkpoint and skip the data since.
 
-        Raises `DivergedError` after too many rollbacks without a checkpoint past the step that failed.
+        Raises `DivergedError` after too many rollbacks without a checkpoint past the failed step.
         """
         progress = self.progress
         if progress.window.tokens:  # not just logged
             self.log()
         with self.saving():
             self.wait_for_save()
-            checkpoint = newest_checkpoint(self.checkpoints, self.engine.workers)
+            checkpoint = latest_checkpoint(self.checkpoints, self.engine.workers)
         if checkpoint is not None and store.step_of(checkpoint) >= progress.failed_step:
             progress.rollbacks = 0
         if checkpoint is None or progress.rollbacks >= _MAX_ROLLBACKS:
@@ -489,8 +489,8 @@ class Fit(Generic[S]):
 
 
 def reads_late(engine: Engine) -> bool:
-    """Whether the outcome of a step is read when the next one has been launched.
+    """Return whether the outcome of a step is read after the next one is launched.
 
-    fp16's loss scaler, which is on the host, waits for the device in each step anyway.
+    fp16's loss scaler, on the host, waits for the device in each step anyway.
     """
     return engine.device.type == "cuda" and engine.loss_scale is None

@@ -1,4 +1,4 @@
-"""What a machine can do for a run, measured: for the command `doctor`, which is handed this module's name."""
+"""Measurements of a machine for the command `doctor`, which is passed this module's name."""
 
 from pretrain.model.precision import is_faster_in_fp32, measure_matmul
 
@@ -6,7 +6,7 @@ __all__ = ["deepspeed_version", "is_faster_in_fp32", "measure_matmul"]
 
 
 def deepspeed_version() -> str:
-    """The version of DeepSpeed; fails as its import does."""
+    """Return the version of DeepSpeed; raises the errors of its import."""
     from pretrain.training.engine import import_deepspeed
 
     return import_deepspeed().__version__

@@ -1,4 +1,4 @@
-"""What each field of metrics.jsonl means: one definition of every training metric, with its unit."""
+"""Definitions and units of the fields of metrics.jsonl, one for every training metric."""
 
 from pretrain.common.records import Metric
 from pretrain.objectives import objective_metrics

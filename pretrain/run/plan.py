@@ -1,4 +1,4 @@
-"""The schedule of a training: its steps and learning rates, and what is due after which step."""
+"""The schedule of a training: its steps, learning rates and periodic actions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ class TrainingPlan:
     evaluate_every_steps: int
     checkpoint_every_steps: int
     keep_best: bool = False  # save when an evaluation is the best so far, for a task that returns to it at the end
-    patience: int = (
-        0  # consecutive evaluations without a better score after which training ends; 0 disables early stopping
-    )
-    warmup_step: bool = True  # step the largest batch before the first step, so that one that is too large fails early
+    patience: int = 0  # consecutive evaluations without a better score before training stops; 0 disables early stopping
+    warmup_step: bool = True  # step the largest batch before the first step, so that too large a batch fails early
     weight_decay: Callable[[int], float | None] = lambda _: None  # of the 0-based step; None keeps the optimizer's
-    averages: Callable[[int], int] = lambda _: 0  # of how many steps the mean of the weights is after a 0-based step
-    evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
+    averages: Callable[[int], int] = lambda _: 0  # number of steps in the mean of the weights after a 0-based step
+    evaluate_first: bool = False  # before the first step, for a run that does not start from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
     def due(self, steps: int) -> DueActions:
-        """What is due after so many steps."""
+        """Return the actions that are due after so many steps."""
         last = steps == self.total_steps
         return DueActions(
             last=last,
@@ -41,7 +39,7 @@ class TrainingPlan:
 
 
 class DueActions(NamedTuple):
-    """What is due after a step."""
+    """Actions that are due after a step."""
 
     last: bool
     log: bool

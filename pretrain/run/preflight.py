@@ -46,8 +46,8 @@ def check_corpus(config: PretrainConfig) -> None:
     """Open the corpus and compare its sources and vocabulary with the config.
 
     Raises:
-        InputError: the corpus is missing, damaged, or was prepared with other source weights or another vocabulary, or
-            lacks a source that a phase weighs.
+        InputError: the corpus is missing or damaged, was prepared with other source weights or another vocabulary, or
+            lacks a source that a phase weights.
     """
     from pretrain.corpus.manifest import source_name
     from pretrain.corpus.shards import verify_shards
@@ -71,12 +71,12 @@ def check_corpus(config: PretrainConfig) -> None:
         verify_shards(folder)
     if config.adaptation.replay_corpus and not open_corpus(config.corpus, "validation").shards:
         print(
-            f"warning: adaptation.replay_corpus is not evaluated, since {folder} has no held-out text beside which its "
-            "losses are recorded. Prepare it with a corpus.validation_fraction above 0.",
+            f"warning: adaptation.replay_corpus is not evaluated, since {folder} has no held-out text. Prepare it with "
+            "a corpus.validation_fraction above 0.",
             file=sys.stderr,
         )
     vocabulary = config.corpus.vocabulary
-    advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the one that was used."
+    advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the vocabulary that was used."
     # A small corpus yields fewer entries than the config allows, never more.
     if not vocabulary.path and size > vocabulary.size:
         raise InputError(f"{folder}: has {size} vocabulary entries; the config has {vocabulary.size}. {advice}")
@@ -99,13 +99,13 @@ def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
 
 
 def recorded_config(config: R) -> R | None:
-    """The config that an earlier start in the run's folder recorded; None before the first."""
+    """Read the config that an earlier start recorded in the run's folder; None before the first start."""
     path = config.folder / CONFIG_FILE
     return load_recorded(path, type(config)) if path.is_file() else None
 
 
 def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
-    """The config in the state of a checkpoint. Raises `InputError` if another version wrote it."""
+    """Return the config in the state of a checkpoint. Raises `InputError` if another version wrote it."""
     try:
         return kind.model_validate(state["config"])
     except ValidationError:
@@ -114,20 +114,20 @@ def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R
 
 @contextlib.contextmanager
 def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[str]], *, resume: bool) -> Iterator[R]:
-    """Lock the run folder, and check what the run writes to: W&B's names, and checkpoints, which must fit this config.
+    """Lock the run folder, and check W&B's names and the folder's checkpoints, which must match this config.
 
     Args:
         config: the run.
         before: the `recorded_config` of a run that resumes.
-        resume: continue from the newest checkpoint, if there is one.
-        changed: names the settings that differ between two configs and must not when a run resumes after so many steps.
+        resume: continue from the latest checkpoint, if there is one.
+        changed: names the settings that differ between two configs and must not if a run resumes after so many steps.
 
-    Yields the config; one that resumes has the precision that an earlier start resolved.
+    Yields the config; for a resume, with the precision that an earlier start resolved.
 
     Raises:
         InputError: W&B would refuse a name; another process trains in the folder; it cannot be written, or has a
-            config.yaml of the user's; it holds checkpoints and `resume` is off; or a resumed run's config changes which
-            samples are used or how they are weighted.
+            config.yaml that no run wrote; it has checkpoints and `resume` is off; or a resumed run's config changes
+            which samples are used or how they are weighted.
     """
     config.tracking.check_names()
     folder = config.folder
@@ -135,7 +135,7 @@ def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[
         checkpoints = checkpoint_names(folder)
         if checkpoints and not resume:
             raise InputError(
-                f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to "
+                f"{folder}: already holds checkpoints (latest {checkpoints[-1]}). Add --resume to "
                 "continue that run, or choose another name or run_dir to start a new one."
             )
         path = folder / CONFIG_FILE
@@ -147,7 +147,7 @@ def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[
 
 
 def check_unchanged(where: Path, before: R, config: R, done: int, changed: Callable[[R, R, int], list[str]]) -> None:
-    """Raise `InputError` if a run that resumes after `done` steps changes settings of `before`, found at `where`."""
+    """Raise `InputError` if a run that resumes after `done` steps changes settings of `before`, read from `where`."""
     if others := changed(before, config, done):
         raise InputError(
             f"{where}: the run was started with other settings: {', '.join(others)}. "
@@ -156,26 +156,26 @@ def check_unchanged(where: Path, before: R, config: R, done: int, changed: Calla
 
 
 def is_finished(config: PretrainConfig) -> bool:
-    """Whether the run folder holds the checkpoint of the last step, undamaged."""
+    """Return whether the run folder has an intact checkpoint of the last step."""
     last = config.folder / "checkpoints" / f"step-{config.total_steps:08d}"
     if not (last / MANIFEST).is_file():
         return False
-    with contextlib.suppress(InputError, OSError):  # resuming says what is wrong with it
+    with contextlib.suppress(InputError, OSError):  # a resume reports the error
         verify_manifest(last)
         return True
     return False
 
 
 def run_state(folder: Path, *, finished: bool) -> str:
-    """What the run folder holds, for a dry run."""
+    """Describe the state of the run folder, for a dry run."""
     if finished:
         return "finished already"
     checkpoints = checkpoint_names(folder)
-    return f"has checkpoints (newest {checkpoints[-1]}); --resume continues the run" if checkpoints else "new"
+    return f"has checkpoints (latest {checkpoints[-1]}); --resume continues the run" if checkpoints else "new"
 
 
 def with_resolved_precision(config: R) -> R:
-    """`config` with what an earlier start in its run folder resolved (`pretrain.config.keep_precision`)."""
+    """Return `config` with the precision that an earlier start in its run folder resolved (`keep_precision`)."""
     before = recorded_config(config)
     return keep_precision(config, before) if before else config
 
@@ -188,7 +188,7 @@ def record_config(config: RunConfig) -> None:
 
 
 def record_run(config: RunConfig, command: Sequence[str]) -> None:
-    """Write the resolved config and the environment into the run folder; warn of modules that are not as before."""
+    """Write the resolved config and the environment into the run folder; warn of modules that have changed."""
     record_config(config)
     path, now = config.folder / ENVIRONMENT_FILE, hashes()
     known = checkpoint_names(config.folder) and path.is_file()
@@ -199,7 +199,7 @@ def record_run(config: RunConfig, command: Sequence[str]) -> None:
 
 
 def environment(command: Sequence[str]) -> dict[str, Any]:
-    """Versions, machine and command line of this run, for environment.json."""
+    """Return the versions, machine and command line of this run, for environment.json."""
     return {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -217,7 +217,7 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_entries(folder: Path, corpus: CorpusConfig, advice: str) -> None:
-    """The prepared corpus in `folder` must have the entries of the vocabulary that the config names."""
+    """Raise `InputError` if the corpus in `folder` has other entries than the vocabulary that the config names."""
     from pretrain.corpus.description import given_tokenizer
     from pretrain.corpus.vocabulary import entries_of, read_vocabulary
 
@@ -230,17 +230,17 @@ def _check_entries(folder: Path, corpus: CorpusConfig, advice: str) -> None:
 
 
 def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None:
-    """A corpus must be as cased as the config says; a whole tokenizer.json keeps its own case."""
+    """Raise `InputError` if the corpus's casing differs from the config's; a complete tokenizer.json has its casing."""
     settings = folder / "tokenizer_config.json"
     if vocabulary.path.endswith(".json") or vocabulary.kind == "released" or not settings.exists():
         return
     written = json.loads(settings.read_text(encoding="utf-8"))
     lowercase, accents = written.get("do_lower_case", vocabulary.lowercase), written.get("strip_accents")
-    for name, own in (("lowercase", lowercase), ("strip_accents", lowercase if accents is None else accents)):
-        if (wanted := getattr(vocabulary, name)) not in (None, own):
+    for name, actual in (("lowercase", lowercase), ("strip_accents", lowercase if accents is None else accents)):
+        if (expected := getattr(vocabulary, name)) not in (None, actual):
             raise InputError(
-                f"{folder}: its vocabulary was made with {name}: {json.dumps(own)}; the config has "
-                f"{json.dumps(wanted)}. {advice}"
+                f"{folder}: its vocabulary was made with {name}: {json.dumps(actual)}; the config has "
+                f"{json.dumps(expected)}. {advice}"
             )
 
 
@@ -252,7 +252,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the running code, with `-dirty` if files were changed; None outside a repository."""
+    """Return the commit of the running code, with `-dirty` if files were changed; None outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -262,7 +262,7 @@ def _git_commit() -> str | None:
 
 
 def _line_of(path: Path, key: str) -> str | None:
-    """The value of the first `key : value` line of a file under /proc."""
+    """Return the value of the first `key : value` line of a file under /proc."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

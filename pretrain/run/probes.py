@@ -1,7 +1,7 @@
-"""Starts the process that scores a run's checkpoints while the run goes on (`evaluation.probes`), and ends it.
+"""Starts and stops the process that scores a run's checkpoints during training (`evaluation.probes`).
 
-It is the console command: `evaluate-pretrained RUN --follow` with the paths of the config. It writes probes.jsonl.
-Nothing waits for it but the end of a run that finishes.
+The process is the console command `evaluate-pretrained RUN --follow` with the paths of the config. It writes
+probes.jsonl. Only a run that finishes waits for it.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ WAIT_SECONDS = 600.0  # for the last scores of a run that finishes
 _SETTING = "evaluation.probes"
 _BLIMP_PAIRS = 20  # of each of BLiMP's 67 paradigms: the mean to 1.4 percentage points
 _LOWEST_PRIORITY = 19
-_GRACE_SECONDS = 5.0  # for the process to end
-# Of this process's place among others: a submitted job's cluster, torchrun's workers.
-_PLACES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+_GRACE_SECONDS = 5.0  # for the process to exit
+# Variables that make a process part of a submitted job's cluster or of torchrun's workers.
+_CLUSTER_VARIABLES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 
 def check(config: PretrainConfig) -> None:
     """Raise `InputError` if a path to score on does not exist, or the command is not installed."""
     settings = config.evaluation.probes
-    if missing := [text for text in settings.texts if not (text and _absolute(text).exists())]:
+    if missing := [path for path in settings.texts if not (path and _absolute(path).exists())]:
         raise InputError(f"{_SETTING}.texts: {missing[0]!r} does not exist. Give held-out text.")
     if settings.blimp and not any(_absolute(settings.blimp).glob("*.jsonl")):
         raise InputError(f"{_SETTING}.blimp: {settings.blimp!r} has no .jsonl file. Give the folder `data` of BLiMP.")
@@ -49,8 +49,8 @@ def check(config: PretrainConfig) -> None:
 def probing(config: PretrainConfig) -> Iterator[None]:
     """Score checkpoints of the run during the block, if the config says so.
 
-    After the block, wait for the scores of the last checkpoint, for a limited time. An error in the block ends the
-    process at once; the next start of the run continues.
+    After the block, wait for the scores of the last checkpoint, for a limited time. An error in the block terminates
+    the process immediately; the next start of the run continues.
     """
     settings, folder = config.evaluation.probes, config.folder
     names = checkpoint_names(folder)
@@ -60,27 +60,27 @@ def probing(config: PretrainConfig) -> Iterator[None]:
         return
     (folder / LOGS).mkdir(exist_ok=True)
     with append_open(folder / LOGS / "probes.log") as log:
-        words = [*_command(config), "--pid", str(os.getpid())]
-        kept = {name: value for name, value in environment().items() if not name.startswith(_PLACES)}
-        own = {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
-        # In a session of its own: Ctrl-C is the run's.
+        command = [*_command(config), "--pid", str(os.getpid())]
+        kept = {name: value for name, value in environment().items() if not name.startswith(_CLUSTER_VARIABLES)}
+        variables = {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
+        # In a new session, so that Ctrl-C reaches only the run.
         child = subprocess.Popen(
-            words, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    with contextlib.suppress(OSError):  # it has ended at once, or the system allows no such share
+    with contextlib.suppress(OSError):  # it has exited already, or the system does not allow this
         os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
         os.sched_setaffinity(child.pid, sorted(os.sched_getaffinity(0))[-settings.threads :])
         # A session is a scheduling group, and a nice value counts within its group only (autogroup in sched(7)).
         Path(f"/proc/{child.pid}/autogroup").write_text(f"{_LOWEST_PRIORITY}", encoding="utf-8")
-    ending = threading.Event()
-    watch = threading.Thread(target=_watch, args=(child, ending, str(log.name)), name="probes", daemon=True)
+    stopping = threading.Event()
+    watch = threading.Thread(target=_watch, args=(child, stopping, str(log.name)), name="probes", daemon=True)
     watch.start()
     try:
         yield
         _wait(child, config)
     finally:
-        ending.set()
-        child.terminate()  # does nothing if it has ended
+        stopping.set()
+        child.terminate()  # does nothing if it has exited
         watch.join(_GRACE_SECONDS)
         child.kill()
         watch.join()
@@ -88,35 +88,35 @@ def probing(config: PretrainConfig) -> Iterator[None]:
 
 
 def _command(config: PretrainConfig) -> list[str]:
-    given = importlib.metadata.entry_points(group="console_scripts", name="bertrain")
-    if not (module := next((entry.module for entry in given), "")):
+    entries = importlib.metadata.entry_points(group="console_scripts", name="bertrain")
+    if not (module := next((entry.module for entry in entries), "")):
         raise InputError(f"{_SETTING}: need the command bertrain, which is not installed. Install the package.")
     return [sys.executable, "-m", module, *_options(config)]
 
 
 def _options(config: PretrainConfig) -> list[str]:
-    """The command's name and arguments."""
+    """Return the command's name and arguments."""
     settings, options = config.evaluation.probes, list[str]()
     if settings.texts:
-        words = ["common_words"] if settings.common_words else []
-        options += ["--texts", *(str(_absolute(text)) for text in settings.texts)]
-        options += ["--text-scores", "held_out", *words]
+        scores = ["held_out", *(["common_words"] if settings.common_words else [])]
+        options += ["--texts", *(str(_absolute(path)) for path in settings.texts)]
+        options += ["--text-scores", *scores]
     if settings.blimp:
         options += ["--blimp", str(_absolute(settings.blimp)), "--blimp-limit", str(_BLIMP_PAIRS)]
-    own = ["--import", config.objective] if config.objective else []
-    return ["evaluate-pretrained", str(config.folder), *options, *own, "--follow"]
+    imports = ["--import", config.objective] if config.objective else []
+    return ["evaluate-pretrained", str(config.folder), *options, *imports, "--follow"]
 
 
 def _absolute(path: str) -> Path:
-    """The path as an argument, which cannot be taken for an option."""
+    """Return an absolute path, which as an argument cannot be mistaken for an option."""
     return Path(path).expanduser().absolute()
 
 
-def _watch(child: subprocess.Popen[bytes], ending: threading.Event, log: str) -> None:
-    """Say so if the process ends before it is done."""
-    if child.wait() and not ending.is_set():
-        what = f"no more checkpoints are scored; the process ended with code {child.returncode} (see {log})"
-        print(f"warning: evaluation.probes: {what}. The run goes on.", file=sys.stderr)
+def _watch(child: subprocess.Popen[bytes], stopping: threading.Event, log: str) -> None:
+    """Print a warning if the process exits before it is done."""
+    if child.wait() and not stopping.is_set():
+        problem = f"no more checkpoints are scored; the process exited with code {child.returncode} (see {log})"
+        print(f"warning: evaluation.probes: {problem}. The run continues.", file=sys.stderr)
 
 
 def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
@@ -130,5 +130,5 @@ def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
             child.wait(WAIT_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # the run itself is finished
         command = f"{program()} {shlex.join(_options(config))}"
-        why = "the last checkpoint is not scored yet; the run no longer waits"
-        print(f"warning: {why}. {command} does it.", file=sys.stderr)
+        reason = "the last checkpoint is not scored yet; the run no longer waits"
+        print(f"warning: {reason}. {command} scores it.", file=sys.stderr)

@@ -38,20 +38,20 @@ class Stopwatch:
     """Seconds of training; evaluation and checkpoints are counted separately."""
 
     def __init__(self) -> None:
-        self._began, self._away = time.perf_counter(), 0.0
+        self._started, self._excluded_lap = time.perf_counter(), 0.0
         self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
 
     def lap(self) -> float:
         """Seconds of training since the last lap."""
         now = time.perf_counter()
-        seconds = now - self._began - self._away
-        self._began, self._away = now, 0.0
+        seconds = now - self._started - self._excluded_lap
+        self._started, self._excluded_lap = now, 0.0
         return seconds
 
-    def leave_out(self, what: str, seconds: float) -> None:
-        """Count these seconds as `what` and not as training."""
-        self.excluded[what] += seconds
-        self._away += seconds
+    def exclude(self, activity: str, seconds: float) -> None:
+        """Count these seconds as `activity` and not as training."""
+        self.excluded[activity] += seconds
+        self._excluded_lap += seconds
 
 
 @dataclass
@@ -70,13 +70,13 @@ class Progress:
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
     rollbacks: int = 0  # without a checkpoint past `failed_step`
-    failed_step: int = 0  # where the last rollback began
-    skipped: dict[str, Any] = field(default_factory=dict)  # by rollbacks, as `TrainingTask.skip` says
+    failed_step: int = 0  # from which the last rollback went back
+    skipped: dict[str, Any] = field(default_factory=dict)  # data skipped by rollbacks, as `TrainingTask.skip` returns
     window: Window = field(default_factory=Window)  # since the last record
-    saved_tokens: int = 0  # those at the last checkpoint
+    saved_tokens: int = 0  # `tokens` at the last checkpoint
 
     def is_kept(self, settings: CheckpointConfig) -> bool:
-        """Whether the checkpoint of this step stays when later ones come. Called once for each, before it is saved."""
+        """Return whether later checkpoints do not replace this step's. Call once for each, before it is saved."""
         every, before, self.saved_tokens = settings.keep_every_tokens, self.saved_tokens, self.tokens
         return self.step in settings.keep_at or (every > 0 and self.tokens // every > before // every)
 
@@ -88,7 +88,7 @@ class Progress:
 
 
 def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:
-    """What state.json holds: the progress, what `restore` needs, and `extra_state`."""
+    """Return the content of state.json: the progress, the engine's state that `restore` needs, and `extra_state`."""
     return {
         **dataclasses.asdict(progress),
         **engine.state(),
@@ -97,7 +97,7 @@ def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, 
 
 
 def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
-    """The state.json of a verified checkpoint; `InputError` when its parameters are not those of `engine`."""
+    """Read the state.json of a verified checkpoint; `InputError` if its parameters differ from the engine's."""
     state = store.read_state(checkpoint)
     saved, wanted = state["shapes"], {name: list(shape) for name, shape in engine.shapes.items()}
     for name in {**wanted, **saved}:
@@ -112,21 +112,21 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
 def check_settings(
     state: dict[str, Any], checkpoint: Path, config: R, changed: Callable[[R, R, int], list[str]]
 ) -> None:
-    """Raise `InputError` if `config` has other settings than the run had when it wrote the checkpoint with this state.
+    """Raise `InputError` if `config` differs from the config with which the checkpoint of this state was written.
 
     The run folder's config.yaml is compared before the start, but it may be missing.
 
     Args:
-        changed: as of `preflight.run_folder`.
+        changed: as in `preflight.run_folder`.
     """
     before = preflight.trained_with(type(config), state, checkpoint)
     preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
 
 
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
-    """Bring `engine` to the state of a verified checkpoint; returns what `read_state` does."""
+    """Load a verified checkpoint into `engine`; returns its state.json."""
     state = read_state(engine, checkpoint)
-    return_freed_memory()  # the pages of the checkpoint's files need memory in addition
+    return_freed_memory()  # the page cache of the checkpoint's files needs memory, too
     with store.CheckpointReader(checkpoint) as reader:
         engine.load(reader, state)
     return_freed_memory()

@@ -1,4 +1,4 @@
-"""What the functions for Python return. In a notebook, each shows what its command prints."""
+"""Results of the Python functions. In a notebook, each shows what the command prints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Written:
 
 @dataclass(frozen=True, repr=False)
 class Run(Generic[R]):
-    """A run that has trained to its end; `trained` is False if it had before, so that nothing was done."""
+    """A run that has trained to its end; `trained` is False if it had finished before, so that nothing was done."""
 
     config: R
     trained: bool

@@ -1,4 +1,4 @@
-"""One training on one worker, from its checkpoint to its end, the same for pretraining and fine-tuning."""
+"""Training on one worker, from its checkpoint to its end, the same for pretraining and fine-tuning."""
 
 import dataclasses
 import logging
@@ -18,7 +18,7 @@ from pretrain.run.callbacks import Callbacks
 from pretrain.run.loop import LONG_SECONDS, fit
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress, read_state, restore
-from pretrain.run.session import newest_checkpoint, total_matmul_peak
+from pretrain.run.session import latest_checkpoint, total_matmul_peak
 from pretrain.run.task import S, TrainingTask
 from pretrain.run.warmup_step import warmup_step
 from pretrain.tracking import live
@@ -33,12 +33,12 @@ class Training(Generic[S]):
     """The parts of `run` that depend on the kind of training.
 
     Attributes:
-        task: what is trained; `run` closes it.
+        task: the task to train; `run` closes it.
         plan: the schedule; `run` measures its `peak_flops`.
         job_type: the tracker's name for runs of this kind.
         card: facts about the data for the tracker.
         identity: facts about the data that each checkpoint keeps, for `check`.
-        begin: called on every rank when there is no checkpoint to resume from, before the first one is written.
+        begin: called on every rank if there is no checkpoint to resume from, before the first one is written.
         check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
             if it belongs to another run.
         finish: called on every rank when all steps are done.
@@ -62,7 +62,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
     """
     task, plan, config = training.task, training.plan, training.plan.config
     checkpoints, progress, state = config.folder / "checkpoints", Progress(), {}
-    checkpoint = newest_checkpoint(checkpoints, engine.workers) if request.resume else None
+    checkpoint = latest_checkpoint(checkpoints, engine.workers) if request.resume else None
     if checkpoint is not None:
         state = read_state(engine, checkpoint)
         training.check(state, checkpoint)
@@ -71,7 +71,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
     else:
         with engine.watch.allow(LONG_SECONDS):
             training.begin()
-    fork = _began_as_fork(config.folder, state)
+    fork = _starting_fork(config.folder, state)
     tracker = Tracker(
         config,
         config.folder,
@@ -117,7 +117,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
 
 
 def _end_record(step: int, folder: Path) -> dict[str, Any]:
-    """What callbacks get at the end of a run, of the error that ends it now, if any."""
+    """Return the record that callbacks get at the end of a run, with the current error, if any."""
     error = sys.exc_info()[1]
     outcomes = {StoppedError: "stopped", Interrupted: "stopped", DivergedError: "diverged", type(None): "finished"}
     outcome = outcomes.get(type(error), "failed")
@@ -125,7 +125,7 @@ def _end_record(step: int, folder: Path) -> dict[str, Any]:
 
 
 def _close(tracker: Tracker, ended: RunError | None) -> None:
-    """Close it; its own error gives way to the one that `ended` the run, whose exit code job scripts read."""
+    """Close the tracker; only log its error if another `ended` the run, whose exit code job scripts read."""
     try:
         tracker.close()
     except (RunError, OSError) as error:
@@ -142,7 +142,7 @@ def _prepared(
     extra_state: dict[str, Any],
     resumed: Path | None,
 ) -> TrainingPlan:
-    """Rehearse if the plan says so, and measure before the first step; returns the plan with its `peak_flops`."""
+    """Take the warm-up step if the plan has one, and measure; returns the plan with its `peak_flops`."""
     config = training.plan.config
 
     def begin(phase: str) -> None:
@@ -162,7 +162,7 @@ def _prepared(
 
 
 def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[str, Any]]:
-    """What the run begins with, unless it begins anew: the fork, or else the checkpoint."""
+    """Return the event of a start from a fork or, if it is not one, from a checkpoint; [] for a new run."""
     if fork:
         return [event_of("fork", f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}")]
     if checkpoint is None:
@@ -173,13 +173,13 @@ def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[st
     return [event_of("resume", message)]
 
 
-def _began_as_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """What the run forked from, if it begins with the checkpoint of this state, which is the other's; else {}."""
+def _starting_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the fork's record if the run starts from its parent's checkpoint, which has this state; else {}."""
     fork = read_fork(folder)
     return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
 
 
 def _was_evaluated(folder: Path, engine: Engine) -> bool:
-    """Whether rank 0's records have an evaluation."""
-    found = engine.rank == 0 and any(record.get("split") == "validation" for record in read_records(folder))
-    return engine.workers.gather_objects(found)[0]
+    """Return whether rank 0's records have an evaluation."""
+    evaluated = engine.rank == 0 and any(record.get("split") == "validation" for record in read_records(folder))
+    return engine.workers.gather_objects(evaluated)[0]

@@ -1,4 +1,4 @@
-"""The setup of every worker around its training: process group, watchdog, device, newest checkpoint, matmul peak."""
+"""The setup of every worker around its training: process group, watchdog, device, latest checkpoint, matmul peak."""
 
 import contextlib
 import logging
@@ -29,20 +29,20 @@ from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
 from pretrain.training.watchdog import Watchdog
 
-_OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
+_OTHER_FILES = 256  # open in a worker: libraries, shards, logs, connections of collectives
 _CONNECT_TIMEOUT = timedelta(minutes=30)
 _TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
-# With which a user sets up torch's allocator of device memory; it takes either.
+# Either configures torch's allocator of device memory.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Where things are, of which `check_same_data` compares the contents: a machine may have paths of its own.
-_PLACES = ("corpus.dir", "start_from", "adaptation.replay_corpus", *READ_BY_OBJECTIVES)
+# Paths, which may differ between machines; `check_same_data` compares the contents.
+_PATHS = ("corpus.dir", "start_from", "adaptation.replay_corpus", *READ_BY_OBJECTIVES)
 _WATCHED = ("hang_seconds",)  # the settings of `scheduling` that workers read
-# A restart rarely helps a worker that waits for a batch or for storage: so many times hang_seconds.
+# A restart rarely helps a worker that waits for a batch or for storage, so its limit is this multiple of hang_seconds.
 _STALL_FACTOR = 10
-# A machine may have a run_dir of its own, too, if it leads to the same folder (`check_shared`).
-_OF_A_MACHINE = (
+# run_dir may differ between machines, too, if it leads to the same folder (`check_shared`).
+_MACHINE_SPECIFIC = (
     "run_dir",
-    *_PLACES,
+    *_PATHS,
     *(f"scheduling.{name}" for name in SchedulingConfig.model_fields if name not in _WATCHED),
 )
 
@@ -56,17 +56,17 @@ logger = logging.getLogger(__name__)
 def started(
     config: R, worker: Worker, *, resume: bool, launching: Sequence[str]
 ) -> Iterator[tuple[R, torch.device, Watchdog]]:
-    """A worker ready to train, or to `resume`: logging, process group, watchdog, device and seed.
+    """Set up a worker to train, or to `resume`: logging, process group, watchdog, device and seed.
 
-    `launching` are the task's modules and functions that only launch kernels, for the watchdog.
+    `launching` names the task's modules and functions that only launch kernels, for the watchdog.
 
     Yields:
-        (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report its
-        progress).
+        (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report
+        its progress).
 
     Raises:
         InputError: the workers have different configs, or do not share the run folder.
-        MachineError: the device cannot compute in the run's precision, or there are too few open files.
+        MachineError: the device cannot compute in the run's precision, or the limit of open files is too low.
     """
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     if worker.rank == 0 and worker.world_size > 1:
@@ -90,9 +90,9 @@ def started(
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group, by MASTER_ADDR; one of this process only if the worker is alone. It takes the GPU.
+    """Select the GPU and set up the process group, by MASTER_ADDR; a single worker's group has this process only.
 
-    While it lasts, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
+    Inside, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
     take_gpu(worker)
@@ -123,33 +123,33 @@ def process_group(worker: Worker) -> Iterator[None]:
         agreed = True
         raise
     finally:
-        # NCCL's end is a collective, too: after an error of this rank alone it would wait, and nobody would learn of
-        # the error. The process ends without it.
+        # Destroying NCCL's group is a collective: after an error of this rank alone it would block and hide the error.
+        # The process exits without it.
         if agreed or backend == "gloo" or worker.world_size == 1:
             end_process_group()
 
 
 def collective_timeout(config: RunConfig) -> timedelta:
-    """After which a collective fails: later than the watchdog's limits, as only the watchdog names the cause."""
+    """Return the time-out of collectives: above the watchdog's limits, since only the watchdog names the cause."""
     return max(_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
 
 
 def take_gpu(worker: Worker) -> None:
-    """Make this worker's GPU, if there is one, the current one: before anything is allocated or sent, which uses it."""
+    """Make this worker's GPU, if any, the current device; call it before anything is allocated or sent."""
     if not torch.cuda.is_available():
         return
     _let_segments_grow()
-    # In a process that sees only its own GPU, that GPU has the number 0.
+    # In a process that sees a single GPU, that GPU has the number 0.
     number = worker.local_rank % torch.cuda.device_count()
     torch.cuda.set_device(number)
-    os.environ["LOCAL_RANK"] = str(number)  # which DeepSpeed takes for the number of the GPU (_set_distributed_vars)
+    os.environ["LOCAL_RANK"] = str(number)  # DeepSpeed uses it as the number of the GPU (_set_distributed_vars)
 
 
 def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
-    """(the config with its precision resolved, this worker's device): the current GPU, or the CPU.
+    """Return the config with its precision resolved, and this worker's device: the current GPU, or the CPU.
 
-    `engine.precision: auto` becomes the same precision in all workers. The first start of a run decides, and writes it
-    into the run's config.yaml, where restarts read it.
+    `engine.precision: auto` becomes the same precision in all workers. The first start of a run chooses it, and writes
+    it into the run's config.yaml, where restarts read it.
 
     Raises:
         MachineError: the device cannot compute in the requested precision.
@@ -164,10 +164,10 @@ def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
 
 
 def _let_segments_grow() -> None:
-    """Let the segments of device memory grow, unless the user has set the allocator up.
+    """Let the segments of device memory grow, unless the user has configured the allocator.
 
-    Batches of changing shapes leave gaps in segments of fixed sizes, which count as used. This must come before the
-    first allocation. A variable in the environment would be too late: torch reads it while it is loaded
+    Batches of changing shapes leave gaps in segments of fixed sizes, which count as used. Call it before the first
+    allocation. A variable in the environment would be too late: torch reads it while it is loaded
     (c10/cuda/CUDACachingAllocator.cpp, BackendStaticInitializer).
     """
     if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
@@ -179,7 +179,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
     chosen = config.engine.precision
     advice = (
         "Continue a run on the kind of device that it was started on; for a new run, engine.precision: auto chooses "
-        "what is fastest here."
+        "the fastest precision here."
     )
     if device.type == "cpu":
         if chosen == "fp16":
@@ -187,8 +187,9 @@ def check_device(config: RunConfig, device: torch.device) -> None:
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     has = f"{name} has {capability[0]}.{capability[1]}"
-    if why := precision.unsupported(config.engine, capability):
-        raise MachineError(f"{why}; {has}. {advice if why.startswith('engine.precision') else 'Set it to false.'}")
+    if reason := precision.unsupported(config.engine, capability):
+        advice = advice if reason.startswith("engine.precision") else "Set it to false."
+        raise MachineError(f"{reason}; {has}. {advice}")
     known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
     if known and 10 * capability[0] + capability[1] < min(known):
         raise MachineError(
@@ -211,33 +212,33 @@ def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
     return config
 
 
-def check_same_data(found: Mapping[str, str]) -> None:
-    """Raise `InputError` on every rank if a rank has found other data than rank 0.
+def check_same_data(fingerprints: Mapping[str, str]) -> None:
+    """Raise `InputError` on every rank if a rank has other data than rank 0.
 
     Args:
-        found: a fingerprint of what each setting names.
+        fingerprints: of the data at each setting's path.
     """
-    pairs = changes(first_object(dict(found)), dict(found))
+    pairs = changes(first_object(dict(fingerprints)), dict(fingerprints))
     others = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
     _refuse(others, "Give every machine the same files.")
 
 
 def _check_same_config(config: RunConfig, resume: bool) -> None:
-    """Raise `InputError` on every rank if a rank's settings differ from rank 0's, as those of torchrun's may."""
+    """Raise `InputError` on every rank if a rank's settings differ from rank 0's, which can happen with torchrun."""
     # Not validated: another version may have other settings.
     resumes, first = first_object((resume, config.model_dump()))
     if config.engine.precision == "auto":  # rank 0 has what an earlier start of the run resolved
         config = with_precision(config, first["engine"]["precision"])
     mine = config.model_dump()
-    # What one rank reads and another does not is compared by no `check_same_data`, and its collectives would not meet.
+    # `check_same_data` would not compare data that only one rank reads, and the ranks' collectives would not match.
     missing = [
         f"{name} ({old or 'none'} -> {new or 'none'})"
         for name, (old, new) in changes(first, mine).items()
-        if name in _PLACES and not (old and new)
+        if name in _PATHS and not (old and new)
     ]
     _refuse(
         [
-            *differences(first, mine, free=_OF_A_MACHINE),
+            *differences(first, mine, free=_MACHINE_SPECIFIC),
             *missing,
             *([f"--resume ({resumes} -> {resume})"] if resume != resumes else []),
         ],
@@ -246,14 +247,14 @@ def _check_same_config(config: RunConfig, resume: bool) -> None:
 
 
 def _refuse(others: Sequence[str], advice: str) -> None:
-    """Raise `InputError` on every rank if one has `others`: names, with rank 0's value and its own."""
+    """Raise `InputError` on every rank if one has `others`: names, with rank 0's value and the rank's value."""
     for rank, (host, theirs) in enumerate(gather_objects((socket.gethostname(), list(others)))):
         if theirs:
             raise InputError(f"worker {rank} on {host} differs from worker 0: {', '.join(theirs)}. {advice}")
 
 
 def check_shared(config: RunConfig, worker: Worker) -> None:
-    """Raise `InputError` on every rank if one does not see rank 0's run folder: checkpoints and stops go by it."""
+    """Raise `InputError` on every rank if one does not see rank 0's run folder, which checkpoints and stops need."""
     if worker.world_size == 1:
         return
     mark = config.folder.absolute() / f".seen-{secrets.token_hex(4)}"
@@ -272,20 +273,20 @@ def check_shared(config: RunConfig, worker: Worker) -> None:
         )
 
 
-def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:
-    """The checkpoint to resume from, the same on all ranks. Each of them verifies a share of its files.
+def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:
+    """Find the checkpoint to resume from, the same on all ranks. Each rank verifies a share of its files.
 
-    If one of them finds damage, rank 0 verifies all of it, and those before it, until one is intact.
+    If a rank finds damage, rank 0 verifies all of it, then earlier checkpoints, until one is intact.
 
     Raises:
-        RunError: there are checkpoints, but the newest cannot be read, or all are damaged; see `store.newest`. Or a
-            rank reads other content than rank 0.
+        RunError: there are checkpoints, but the latest cannot be read, or all are damaged; or a rank reads other
+            content than rank 0.
     """
 
     def find(content: bool) -> str | None:
         store.remove_leftovers(checkpoints)
-        newest = store.newest(checkpoints, set_aside=True, content=content)
-        return newest and newest.name
+        latest = store.newest(checkpoints, set_aside=True, content=content)
+        return latest and latest.name
 
     def damage(checkpoint: Path) -> str | None:
         try:
@@ -297,17 +298,17 @@ def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
     name = store.agree(group, lambda: find(False) if group.rank == 0 else None)
     if name is None:
         return None
-    found = store.agree(group, lambda: damage(checkpoints / name), lambda each: next(filter(None, each), None))
-    if found is not None:
+    error = store.agree(group, lambda: damage(checkpoints / name), lambda each: next(filter(None, each), None))
+    if error is not None:
         intact = store.agree(group, lambda: find(True) if group.rank == 0 else None)
         if intact == name:
-            raise MachineError(f"{found} Another machine reads the content that was written: check the storage.")
+            raise MachineError(f"{error} Another machine reads the content that was written: check the storage.")
         name = intact
     return name and checkpoints / name
 
 
 def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Watchdog:
-    """Ends this process when a rank hangs, so that the run is restarted. The rest of the start is watched too."""
+    """Return the watchdog, which terminates this process if a rank hangs, during startup too, so that it restarts."""
     return Watchdog(
         worker.rank,
         worker.world_size,
@@ -321,10 +322,10 @@ def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Watc
 
 
 def total_matmul_peak(engine: Engine) -> float:
-    """Measured matmul peak of all workers together at the engine's precision, FLOP/s."""
+    """Measure the matmul peak of all workers together at the engine's precision, FLOP/s."""
     device, kind = str(engine.device), engine.settings.resolved_precision
     if engine.world_size == 1:
         return precision.matmul_peak(device, kind)
-    engine.workers.barrier()  # all measure at once, as they train
+    engine.workers.barrier()  # all measure simultaneously, as in training
     mine = precision.measure_matmul(device, kind)
     return engine.workers.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()

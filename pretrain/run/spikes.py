@@ -1,4 +1,4 @@
-"""Harmful steps: loss spikes, by comparison with the losses before, and steps that fp16 goes on leaving out."""
+"""Harmful steps: loss spikes, by comparison with earlier losses, and steps that fp16 keeps skipping."""
 
 import math
 import statistics
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from pretrain.config import SpikeConfig
 
 REMEMBERED = 64  # steps whose losses define the usual loss
-_ENOUGH = 32  # fewest losses with which a spike can be detected
-_LEAST_SHARE = 0.2  # of the usual loss, that a spike exceeds it by
-_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
+_MIN_LOSSES = 32  # needed to detect a spike
+_MIN_SHARE = 0.2  # of the usual loss, by which a spike exceeds it
+_MAX_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
 _SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 
 
 def is_spike(before: Sequence[float], loss: float, settings: SpikeConfig) -> bool:
-    """Whether `loss` is a spike above the losses of the steps before it; never while these are too few.
+    """Return whether `loss` is a spike above the losses of the steps before it; False if these are too few.
 
     The bound uses their median and median absolute deviation, which a single outlier hardly changes.
     """
-    if not settings.spike_sigmas or len(before) < _ENOUGH:
+    if not settings.spike_sigmas or len(before) < _MIN_LOSSES:
         return False
     if not math.isfinite(loss):
         return True
     usual = statistics.median(before)
     sigma = _SIGMA * statistics.median(abs(one - usual) for one in before)
-    return loss > usual + max(settings.spike_sigmas * sigma, _LEAST_SHARE * abs(usual))
+    return loss > usual + max(settings.spike_sigmas * sigma, _MIN_SHARE * abs(usual))
 
 
 class LossScaleSearch:
@@ -37,8 +37,8 @@ class LossScaleSearch:
         """Record a step skipped at this scale; returns whether the scale will not be lowered further."""
         self._skips = self._skips + 1 if scale == self._scale else 1
         self._scale = scale
-        return scale <= 1 or self._skips > _SKIPS_AT_ONE_SCALE
+        return scale <= 1 or self._skips > _MAX_SKIPS_AT_ONE_SCALE
 
     def applied(self) -> None:
-        """A step was applied."""
+        """Record that a step was applied."""
         self._skips = 0

@@ -1,4 +1,4 @@
-"""One step of the training loop: what was launched, and its outcome."""
+"""One step of the training loop: launched, and its outcome."""
 
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
@@ -9,7 +9,7 @@ from pretrain.run.task import S
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """The last steps were harmful, and training must go back to a checkpoint."""
+    """The reason why training must go back to a checkpoint: the last steps were harmful."""
 
     reason: str  # one clause, for messages
     remedy: str = ""  # continues "Lower the learning rate"
@@ -25,7 +25,7 @@ class StepOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchedStep(Generic[S]):
-    """A step that the device has been given, and whose numbers may not be there yet.
+    """A step that is launched on the device, and whose numbers may not be available yet.
 
     Attributes:
         number: of the step, from 0 on.

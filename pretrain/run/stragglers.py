@@ -1,8 +1,8 @@
-"""How long each rank computes and waits for data: which rank slows down the others.
+"""Times that each rank computes and waits for data, to find a rank that slows down the others.
 
-A step takes all ranks equally long, since they wait for one another. A forward pass does not, apart from waits for the
-weights of others. On CPUs these are left out; on GPUs, and in ZeRO 3, they are not, and can hide a slow rank. So the
-times of forward passes show which rank is slow.
+A step takes equally long on all ranks, since they wait for one another. The times of forward passes show which rank is
+slow. They contain waits only for other ranks' weights. On CPUs these waits are subtracted; on GPUs and with ZeRO 3
+they are not, and can hide a slow rank.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ _RECORDS = 3
 _FACTOR = 1.5  # of the median of the other ranks
 _SECONDS = 10.0
 _NOISE_SECONDS = 0.005  # of a forward pass
-STALL_SECONDS = 5.0  # a wait for one batch is an event from this length on
+STALL_SECONDS = 5.0  # a wait for one batch of at least this length is an event
 
 
 class RankTimes:
-    """Seconds of this rank since the last record, gathered with those of the other ranks for each record.
+    """Seconds of this rank since the last record, gathered from all ranks for each record.
 
     A rank is a straggler if its forward passes take `_FACTOR` times the median of the others.
     """
@@ -45,7 +45,7 @@ class RankTimes:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """One forward pass of this rank."""
+        """Time one forward pass of this rank."""
         self._passes += 1
         if self._engine.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -54,19 +54,19 @@ class RankTimes:
             end.record()
             self._events.append((start, end))
             return
-        began, waited = time.perf_counter(), self._engine.usage().waited_seconds
+        started, waited = time.perf_counter(), self._engine.usage().waited_seconds
         yield
-        self._seconds += time.perf_counter() - began - (self._engine.usage().waited_seconds - waited)
+        self._seconds += time.perf_counter() - started - (self._engine.usage().waited_seconds - waited)
 
-    def waited_once(self, seconds: float) -> None:
-        """This rank has waited `seconds` for one batch."""
+    def add_wait(self, seconds: float) -> None:
+        """Note that this rank waited `seconds` for one batch."""
         self._longest_wait = max(self._longest_wait, seconds)
 
     def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
-        """Seconds of each rank since the last record: the mean of a forward pass, and those waited for data.
+        """Return each rank's seconds since the last record: the mean of a forward pass, and the wait for data.
 
         A rank that is a straggler in all records for a while is reported in the log and by an event. A long wait for a
-        batch is an event too, with the rank that waited longest. Every rank calls this.
+        batch is an event, too, with the rank that waited longest. Call it on every rank.
 
         Args:
             recorder: takes the events.
@@ -87,7 +87,7 @@ class RankTimes:
         if seconds >= STALL_SECONDS:
             message = f"rank {rank} waited {seconds:.0f} s for a batch"
             recorder.log(event_of("data_stall", message, step=step, rank=rank, seconds=seconds))
-        # Of many ranks, these are most of a record. More digits would be noise.
+        # With many ranks, these are most of a record. More digits would be noise.
         values = {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
         return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
 
@@ -115,7 +115,7 @@ class _Slow:
 
 
 def find_stragglers(seconds: list[float], factor: float) -> dict[int, float]:
-    """The ranks that take `factor` times the others' median and some milliseconds, each with its own factor."""
+    """Return the ranks that take over `factor` times the others' median, plus some milliseconds, with their ratio."""
     stragglers = {}
     for rank, mine in enumerate(seconds):
         others = [*seconds[:rank], *seconds[rank + 1 :]]

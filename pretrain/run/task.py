@@ -34,26 +34,26 @@ class TrainingTask(Protocol[S]):
     """
 
     def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[S]:
-        """The steps from the 0-based `start_step` on, to the end of training; `skipped` is of `skip`, {} at first."""
+        """Yield the steps from the 0-based `start_step` to the end of training; `skipped` is `skip`'s result, or {}."""
         ...
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
-        """What lets `batches` start again at `step` with the data after those of the first `failed` steps, as JSON.
+        """Return, as JSON, what `batches` needs to restart at `step` with the data that follows the `failed` step.
 
-        `skipped` is what they were read with.
+        `skipped` is the value with which `batches` was last called.
         """
         ...
 
     def largest(self) -> S:
-        """A step of one micro-batch, as large as any that can come."""
+        """Return a step of one micro-batch, of the largest possible size."""
         ...
 
     def loss_weights(self, step: S) -> tuple[float, ...]:
-        """What each loss of a micro-batch is multiplied by: its weight over its global count."""
+        """Return the factor of each loss of a micro-batch: its weight over its global count."""
         ...
 
     def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
-        """This micro-batch's part of the global mean loss, to be differentiated; `weights` as `loss_weights`."""
+        """Return this micro-batch's part of the global mean loss; `weights` as returned by `loss_weights`."""
         ...
 
     def totals(self, output: Any) -> Tensor:
@@ -81,7 +81,7 @@ class TrainingTask(Protocol[S]):
         ...
 
     def validation_set(self) -> str:
-        """Which held-out samples `evaluate` uses now. Results on different sets are not comparable."""
+        """Name the held-out samples that `evaluate` uses now. Results on different sets are not comparable."""
         ...
 
     def stalled_seconds(self) -> float:

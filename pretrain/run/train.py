@@ -1,6 +1,6 @@
-"""Pretraining on one worker: corpus, model, engine and training loop put together.
+"""Pretraining on one worker: combines corpus, model, engine and training loop.
 
-`main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
+`main` is the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
 import contextlib
@@ -49,13 +49,13 @@ from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import scaled_groups
 
 LAUNCHING = (objective_of.__module__,)  # only launches kernels on a GPU
-_FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
+_FETCH_SECONDS = 86400.0  # limit for fetching a corpus to this machine
 
 logger = logging.getLogger(__name__)
 
 
 def main(request: TrainingRequest, worker: Worker) -> None:
-    """Train `request.config` (of a PretrainConfig), from the newest checkpoint with `request.resume`.
+    """Train `request.config` (of a PretrainConfig), from the latest checkpoint with `request.resume`.
 
     Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
@@ -65,7 +65,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
         check_same_data(corpora.fingerprints())
-        rows = config.model.rows(corpora.own.vocabulary_size)
+        rows = config.model.rows(corpora.domain.vocabulary_size)
         config = with_chosen_graphs(config, rows, device)
         objective = objective_of(config, rows)
         objective.build(read_frozen)
@@ -73,10 +73,10 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             check_same_data({objective.setting: read["fingerprint"]})
         continuation = Continuation(config, corpora, objective.model.state_dict())
         continuation.identity.update(objective.identity)
-        shares = continuation.lr_scales
+        scales = continuation.lr_scales
         engine = Engine(
             objective.model,
-            lambda named: make_optimizer(config.optimizer, scaled_groups(named, config.weight_decay(0), shares)),
+            lambda named: make_optimizer(config.optimizer, scaled_groups(named, config.weight_decay(0), scales)),
             config.engine,
             watchdog,
         )
@@ -111,14 +111,14 @@ def main(request: TrainingRequest, worker: Worker) -> None:
 
 
 def with_chosen_graphs(config: PretrainConfig, rows: int, device: torch.device) -> PretrainConfig:
-    """`config` with `engine.cuda_graphs: auto` resolved on GPUs: what rank 0 finds best for those of all ranks."""
+    """Return `config` with `engine.cuda_graphs: auto` resolved on GPUs: rank 0 chooses for all ranks."""
     if device.type == "cpu" or config.engine.cuda_graphs != "auto":
         return config
     gpus = gather_objects(torch.cuda.get_device_name(device))
     on = False
     if dist.get_rank() == 0:
         lengths: list[Any] = [None] * len(config.phases)
-        with contextlib.suppress(InputError):  # the loader says what is wrong with the text
+        with contextlib.suppress(InputError):  # the loader reports what is wrong with the text
             lengths = mean_lengths(config) or lengths
         on, reason = choose_graphs(config, rows, lengths, gpus)
         logger.info("engine.cuda_graphs: %s; %s", "on" if on else "off", reason)
@@ -126,7 +126,7 @@ def with_chosen_graphs(config: PretrainConfig, rows: int, device: torch.device) 
 
 
 def _machines(engine: Engine, worker: Worker) -> int:
-    """On how many machines the ranks are, if there are equally many neighbors on each; otherwise 1."""
+    """Return the number of machines, if each has equally many consecutive ranks; otherwise 1."""
     ranks, size = engine.world_size, worker.local_world_size
     facts = torch.tensor([size, size**2, worker.rank % size != worker.local_rank], dtype=torch.float64)
     engine.workers.sum_over_workers(facts)
@@ -147,7 +147,7 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
 
 
 def _export(config: PretrainConfig, tracker: Tracker) -> None:
-    """Rank 0, if W&B mirrors the run: export the run's last checkpoint as an artifact."""
+    """Export the run's last checkpoint as an artifact if W&B mirrors the run (on rank 0)."""
     if not tracker.mirrored:
         return
     hf.export_run(config.folder, config.folder / "export")
@@ -155,7 +155,7 @@ def _export(config: PretrainConfig, tracker: Tracker) -> None:
 
 
 class Pretraining:
-    """An objective on the samples of a corpus, as a `TrainingTask`."""
+    """A `TrainingTask`: an objective on the samples of a corpus."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Pretraining:
         self._loader: Loader | None = None
         self._stalled_before = 0.0
         self._phase = 0
-        self._steps = 0  # that were begun
+        self._steps = 0  # started so far
         self._history: AttentionHistory | None = None
         if len(objective.shapes) == 1:  # of two models, one may read the other's tables
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
@@ -242,33 +242,33 @@ class Pretraining:
         means = self._means(engine, self._validation[self._phase])
         general = self._means(engine, self._general.get(self._phase, []))
         if self._history is not None:
-            # Rank 0 records; the others only lend their parts of the weights.
+            # Rank 0 records; the others only contribute their parts of the weights.
             with self._engine.whole_parameters() as parameters:
                 if self._engine.rank == 0:
                     self._history.record(self._steps, parameters, self._config.model_in(self._phase))
         return {**means, **{f"general_{name}": value for name, value in general.items()}} if means else {}
 
     def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
-        """The means over held-out batches, and the loss of each of several texts; {} without any."""
+        """Return the means over held-out batches, and the loss of each source if there are several; {} without any."""
         if not steps:
             return {}
-        texts = list(dict.fromkeys(step.text for step in steps))
-        sums: list[Tensor] = []  # on the device, which is not waited for
+        sources = list(dict.fromkeys(step.text for step in steps))
+        sums: list[Tensor] = []  # on the device, without waiting for it
         counts: list[Tensor] = []
-        for text in texts:
-            own = [step for step in steps if step.text == text]
-            outputs = ((engine.forward(batch.to(self._device)), one) for one in own for batch in one.micro_batches)
+        for source in sources:
+            of_source = [step for step in steps if step.text == source]
+            outputs = ((engine.forward(mb.to(self._device)), one) for one in of_source for mb in one.micro_batches)
             sums.append(torch.stack([self.totals(output).double() / one.copies for output, one in outputs]).sum(0))
-            counts.append(torch.stack([self.counts(step) / step.copies for step in own]).sum(0))
+            counts.append(torch.stack([self.counts(step) / step.copies for step in of_source]).sum(0))
         totals = torch.stack(sums)
         engine.workers.sum_over_workers(totals)
         count = torch.stack(counts).sum(0).tolist()
         if not count[0]:
             return {}
         means = self.metrics(totals.sum(0).tolist(), count)
-        if len(texts) > 1:
-            own = zip(texts, totals.tolist(), counts, strict=True)
-            means |= {f"{SOURCE_LOSS}{text}": self.metrics(one, n.tolist())["loss"] for text, one, n in own}
+        if len(sources) > 1:
+            by_source = zip(sources, totals.tolist(), counts, strict=True)
+            means |= {f"{SOURCE_LOSS}{name}": self.metrics(one, n.tolist())["loss"] for name, one, n in by_source}
         return means
 
     def to_minimize(self, means: dict[str, float]) -> float:
@@ -288,22 +288,22 @@ class Pretraining:
         self._shards.close()
 
     def _rotate(self) -> None:
-        """Let the model rotate by the frequencies of the phase, without recordings of another one's."""
-        own = self._config.phases[self._phase]
-        self._engine.variant = own.rotary_base, own.local_rotary_base
-        now = self._config.model_in(self._phase)
+        """Set the model's rotary frequencies to the phase's; recordings of other phases are not replayed."""
+        phase = self._config.phases[self._phase]
+        self._engine.variant = phase.rotary_base, phase.local_rotary_base
+        model = self._config.model_in(self._phase)
         for module in self._engine.module.modules():
             if isinstance(module, Encoder):
-                module.use_rotary_bases(now.rotary_base, now.local_rotary_base)
+                module.use_rotary_bases(model.rotary_base, model.local_rotary_base)
 
     def open_loader(self, phase: int, start_step: int, rollback: Rollback | None) -> None:
-        """Read from a step of a phase on; `rollback` as for `Loader`."""
+        """Open the loader at a step of a phase; `rollback` as for `Loader`."""
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
         self._phase = phase
         self._rotate()
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         self._loader = Loader(
             self._shards,
             self._config,
@@ -316,7 +316,7 @@ class Pretraining:
             machines=self._machines,
             exchange=self._exchange,
         )
-        self._stalled_before += time.perf_counter() - began
+        self._stalled_before += time.perf_counter() - started_at
 
 
 def check_state(
@@ -326,10 +326,10 @@ def check_state(
     shards: TokenShards,
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
-    """Raise `InputError` unless a run with this config can go on from a checkpoint with this state."""
+    """Raise `InputError` unless a run with this config can continue from a checkpoint with this state."""
     if state.get("sampler") != SAMPLER:  # the order of the samples
         raise InputError(of_another_version(checkpoint, "Train again."))
-    _check_read(state, checkpoint, config, shards, mixtures)
+    _check_mixtures(state, checkpoint, config, shards, mixtures)
     check_settings(state, checkpoint, config, changed_for_resume)
     if state["step"] > config.total_steps:
         raise InputError(
@@ -337,39 +337,39 @@ def check_state(
         )
 
 
-def _check_read(
+def _check_mixtures(
     state: dict[str, Any],
     checkpoint: Path,
     config: PretrainConfig,
     shards: TokenShards,
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
-    """Raise `InputError` if the phases that have begun would have read other text. Sources may have been added."""
-    has = {shards.source_fingerprint(number) for number in range(len(shards.sources))}
-    for number, before in zip(_begun(config, state["step"]), state["mixtures"], strict=False):
-        if why := _other_reading(before, mixtures[number], number, has):
-            raise InputError(f"{checkpoint}: {why}")
+    """Raise `InputError` if the phases started so far would have read other text. Sources may have been added."""
+    available = {shards.source_fingerprint(number) for number in range(len(shards.sources))}
+    for number, before in zip(_started_phases(config, state["step"]), state["mixtures"], strict=False):
+        if difference := _mixture_difference(before, mixtures[number], number, available):
+            raise InputError(f"{checkpoint}: {difference}")
 
 
-def _begun(config: PretrainConfig, step: int) -> range:
-    """The phases of the first `step` steps."""
+def _started_phases(config: PretrainConfig, step: int) -> range:
+    """Return the numbers of the phases that have started after `step` steps."""
     if step >= config.total_steps:
         return range(len(config.phases))
     number, within = config.phase_at(step)
     return range(number + (within > 0))
 
 
-def _other_reading(before: list[list[Any]], now: list[list[Any]], phase: int, has: set[str]) -> str:
-    """What a phase that has begun reads otherwise than before; "" if nothing.
+def _mixture_difference(before: list[list[Any]], now: list[list[Any]], phase: int, available: set[str]) -> str:
+    """Describe how a started phase would now read other data than before; "" if it would not.
 
-    Both are as `Sampler.identity`; `has` are the fingerprints of the corpus.
+    `before` and `now` are as `Sampler.identity`; `available` are the fingerprints of the corpus's sources.
     """
     if before == now:
         return ""
     where, names = f"phases.{phase}", {fingerprint: name for name, fingerprint, _ in now}
     known = {fingerprint: name for name, fingerprint, _ in before}
     added = [name for fingerprint, name in names.items() if fingerprint not in known]
-    if lost := [name for fingerprint, name in known.items() if fingerprint not in has]:
+    if lost := [name for fingerprint, name in known.items() if fingerprint not in available]:
         return (
             f"has read {' and '.join(lost)} in {where}, which the corpus lacks or has with other text. Restore the "
             "corpus, or start a new run."
@@ -382,24 +382,24 @@ def _other_reading(before: list[list[Any]], now: list[list[Any]], phase: int, ha
     if added:
         zero = ", ".join(f"{name}: 0" for name in added)
         return (
-            f"has not read {' and '.join(added)} in {where}, which has begun. Set {where}.weights: {{{zero}}}; phases "
-            "that have not begun may read it."
+            f"has not read {' and '.join(added)} in {where}, which has started. Set {where}.weights: {{{zero}}}; later "
+            "phases may read it."
         )
     return (
         f"has read the sources of {where} in other shares than its weights, temperature and max_epochs now make. Set "
-        "them, and the steps if max_epochs binds, to the old values; end the phase here to go on with others."
+        "them, and the steps if max_epochs binds, to the old values; end the phase here to continue with others."
     )
 
 
 def full_lengths(config: PretrainConfig, workers: int) -> list[int]:
-    """The sequences of the largest micro-batch: of the longest phase, and a shorter one that fills the rest."""
+    """Return the lengths of the largest micro-batch: the longest phase's, and a shorter one that fills the rest."""
     longest = max(phase.sequence_length for phase in config.phases)
     count, rest = divmod(micro_batch_tokens(config, workers), longest)
-    return [*([rest] if rest > 2 else []), *[longest] * count]  # one of two special tokens has nothing to mask
+    return [*([rest] if rest > 2 else []), *[longest] * count]  # two special tokens alone have nothing to mask
 
 
 def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
-    """A micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
+    """Return a micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     masked = [max(1, min(round(config.largest_masking_share * length), length - 2)) for length in lengths]

@@ -1,4 +1,4 @@
-"""The trial step of the largest batch, before training: too large a batch fails in the first minute."""
+"""A trial step of the largest batch before training, so that too large a batch fails in the first minute."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,10 +22,10 @@ def warmup_step(
     extra_state: dict[str, Any],
     resumed: Path | None,
 ) -> None:
-    """Step the largest micro-batch, with a checkpoint written before and read back after.
+    """Step the largest micro-batch, then restore the checkpoint of `progress`.
 
-    Leaves the training state bitwise as the checkpoint of `progress` has it: the one that the run is `resumed` from,
-    which need not have been restored before, or else one that is written first, as step 0.
+    Leaves the training state bitwise equal to that checkpoint: the one that the run is `resumed` from, which need not
+    have been restored before, or else one that is first written here, as step 0.
 
     Raises:
         MachineError: the largest micro-batch does not fit the device.
@@ -38,9 +38,9 @@ def warmup_step(
     step, forward_backward = task.largest(), ForwardBackward(engine, task)
     weights = task.loss_weights(step)
     try:
-        # A second micro-batch needs memory besides the first one's gradients; a resumed run has tested that before.
+        # A second micro-batch needs memory in addition to the first one's gradients; a resumed run has tested this.
         lasts = (True,) if progress.step else (False, True)
-        if engine.records_passes:  # other shapes will be launched while recordings keep their memory
+        if engine.records_passes:  # recordings keep their memory while other shapes are launched
             for _ in range(LAUNCHED + 1):
                 _take_step(engine, forward_backward.run, step.micro_batches[0], weights, lasts)
         _take_step(engine, forward_backward.launch, step.micro_batches[0], weights, lasts)

@@ -28,7 +28,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
 from pretrain.run.loop import Fit
 from pretrain.run.progress import Progress
-from pretrain.run.session import newest_checkpoint
+from pretrain.run.session import latest_checkpoint
 from pretrain.storage.runs import best_of
 from pretrain.training.engine import RankGroup
 from tests.distributed import Alone, run_workers
@@ -373,7 +373,7 @@ def find_newest_and_note_reads(folder: Path, trouble: str = "") -> tuple[Path | 
 
     store.verify_content, Path.read_bytes, store.READ_WAIT_SECONDS = noted, late, 0.0
     try:
-        return newest_checkpoint(folder, group), read
+        return latest_checkpoint(folder, group), read
     except MachineError as error:
         return str(error), read
 

@@ -159,7 +159,7 @@ def test_a_run_with_checkpoints_is_not_restarted_without_resume(config_file: Pat
     add_checkpoint(Path("runs/trial"))
     assert cli("pretrain", config_file) == 2
     assert error_of(capsys) == (
-        "error: runs/trial: already holds checkpoints (newest step-00000002). Add --resume to continue that run, "
+        "error: runs/trial: already holds checkpoints (latest step-00000002). Add --resume to continue that run, "
         "or choose another name or run_dir to start a new one."
     )
     assert calls == []
@@ -329,7 +329,7 @@ def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(prepare, "prepare", lambda config, **_: f"prepared {config.corpus.dir}")
     assert cli("prepare", config_file) == 0
-    line = re.compile(r"phases\.0: [\d,]+ sequences in an epoch, of \d+\.\d tokens in the mean \(\d+ at most\)")
+    line = re.compile(r"phases\.0: [\d,]+ sequences in an epoch, \d+\.\d tokens on average \(max \d+\)")
     first, second = capsys.readouterr().out.splitlines()
     assert first == "prepared corpus"
     assert line.fullmatch(second), second

@@ -115,7 +115,7 @@ def test_a_record_has_shares_of_every_head_and_matrices_of_some(model: Any, corp
     special = open_shards(corpus, "validation").special_ids
     assert (found["picture"][0], found["picture"][-1]) == (special["cls"], special["sep"])
     special_ids = set(special.values())
-    for text in written._texts:  # the picture ends with a separator of its own
+    for text in written._sequences:  # the picture ends with a separator of its own
         assert special_ids.isdisjoint(text[1:-1].tolist())
     for matrix in map(unpacked, record["matrices"]):
         assert matrix.shape == (24, 24)

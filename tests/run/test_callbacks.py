@@ -17,7 +17,7 @@ from starts import Start, pretraining, records, starts
 
 from finetune.cli import main
 from pretrain.common import extensions
-from pretrain.run.callbacks import Callbacks, carried
+from pretrain.run.callbacks import Callbacks, transferable
 from tests.distributed import run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -108,8 +108,8 @@ def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.Lo
             callbacks.tell("step_end", {"step": 1})
     assert not callbacks.stop_reason
     assert [event["message"] for event in events] == [
-        "the callback told.hooks:Fails raised SystemExit in step_end of step 1: enough; the run goes on, without a "
-        "word about its later errors. logs/training-0.log has the traceback"
+        "the callback told.hooks:Fails raised SystemExit in step_end of step 1: enough; the run continues; its "
+        "later errors are not reported. logs/training-0.log has the traceback"
     ]
     assert caplog.text.count("hooks.py") == 1
 
@@ -117,8 +117,11 @@ def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("[told.hooks:Silent]", "callbacks.0: told.hooks:Silent: is no callback. Give a function (hook, record), or"),
-        ("[json:dumps]", "callbacks.0: json:dumps: is no callback."),
+        (
+            "[told.hooks:Silent]",
+            "callbacks.0: told.hooks:Silent: is not a callback. Pass a function (hook, record), or",
+        ),
+        ("[json:dumps]", "callbacks.0: json:dumps: is not a callback."),
         ("[told.hooks:tells]", "told/hooks.py has no tells; did you mean tell?"),
         ("[told.hooks]", "callbacks.0: 'told.hooks' is no dotted name of your own such as my_package.module:name"),
         ("[7]", "callbacks.0: give my_package.module:name, or a section with it as `call`"),
@@ -140,7 +143,7 @@ def test_what_is_no_callback_is_one_line(
 
 
 def test_functions_of_any_origin_are_carried() -> None:
-    assert len(carried([functools.partial(os.path.join, "x"), {}.setdefault], elsewhere=True)) == 2
+    assert len(transferable([functools.partial(os.path.join, "x"), {}.setdefault], pickled=True)) == 2
 
 
 OBJECTS = """
@@ -208,6 +211,6 @@ def test_objects_are_told_here_and_in_workers(tmp_path: Path, workers: int) -> N
     assert [one[2] for one in here[:3]] == pytest.approx([one[2] for one in ranks[0][:3]], rel=1e-5)
     assert (tmp_path / "here.txt").read_text() == (tmp_path / "workers.txt").read_text() == "1\n2\n"  # rank 0 alone
     refused, unsent = done.stdout.splitlines()[-2:]
-    assert refused.startswith("callbacks.0: _io:TextIOWrapper: is no callback. Give a function (hook, record), or")
+    assert refused.startswith("callbacks.0: _io:TextIOWrapper: is not a callback. Pass a function (hook, record), or")
     assert unsent.startswith("callbacks: __main__:Seen cannot be sent to the workers (")
     assert not (tmp_path / "no").exists()

@@ -17,7 +17,7 @@ from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.run.fork import begin_fork
-from pretrain.run.train import _check_read
+from pretrain.run.train import _check_mixtures
 from tests.corpus.test_growth import config, source, write_lines
 from tests.corpus.test_prepare import text
 from tests.distributed import run_workers
@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources
     assert not read_fork(other)
     state = store.read_state(whole / "checkpoints" / store.name_of(5))
     with pytest.raises(InputError, match=r"has read one and two in phases\.0, which the corpus lacks or has"):
-        _check_read(state, whole, PretrainConfig.model_validate(values), shards_of_others(sources), [[], []])
+        _check_mixtures(state, whole, PretrainConfig.model_validate(values), shards_of_others(sources), [[], []])
     values["fork_from"], values["run_dir"] = f"{whole}@4", str(tmp_path / "third")
     assert begin_fork(PretrainConfig.model_validate(values))
     assert train(values, resume=True) == ""
@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources
 
 
 CHANGED: list[tuple[list[dict[str, Any]], str]] = [
-    ([{}, {}], "has not read three and four in phases.0, which has begun. Set phases.0.weights: {three: 0, fo"),
+    ([{}, {}], "has not read three and four in phases.0, which has started. Set phases.0.weights: {three: 0, fo"),
     ([{"weights": {**ZERO, "two": 3}}, {}], "has read the sources of phases.0 in other shares than its weights"),
     ([{"weights": {**ZERO, "two": 0}}, {}], "has read two in phases.0, which now has no weight there"),
     ([{"weights": ZERO, "temperature": 0.5}, {}], "in other shares than its weights, temperature and max_epochs"),

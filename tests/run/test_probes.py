@@ -126,7 +126,7 @@ def test_a_finished_run_waits_for_a_limited_time(fake: Path, monkeypatch: Any, c
     said = capsys.readouterr()
     assert "waiting up to 0 s for the scores of the last checkpoint" in said.out
     texts = f"--texts {fake / 'sleep'} --text-scores held_out"
-    assert f"evaluate-pretrained {fake / 'run'} {texts} --follow does it." in said.err
+    assert f"evaluate-pretrained {fake / 'run'} {texts} --follow scores it." in said.err
 
 
 def test_sigterm_ends_the_wait_and_not_the_run(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ def test_a_process_that_fails_is_one_line_and_the_run_goes_on(fake: Path, capsys
     with probes.probing(config(fake, "fail")):
         started(fake / "run")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: evaluation.probes: no more checkpoints are scored; the process ended with code 7")
+    assert line.startswith("warning: evaluation.probes: no more checkpoints are scored; the process exited with code 7")
 
 
 def test_scores_of_steps_that_are_done_again_are_dropped(fake: Path) -> None:

@@ -102,7 +102,7 @@ def test_the_first_batch_of_a_loader_is_not_a_stall(tmp_path: Path) -> None:
     run.engine, run.progress = Engine(tmp_path), Progress()
     run.task = SimpleNamespace(batches=batches, validation_set=lambda: f"phase {phase}")
     run.interrupts, run.first_step = Interrupts(lambda: False), 0
-    run.stragglers = SimpleNamespace(waited_once=lambda seconds: waits.append(run.progress.step))
+    run.stragglers = SimpleNamespace(add_wait=lambda seconds: waits.append(run.progress.step))
     for start in (0, 1):
         waits.clear()
         run.progress.step = start
@@ -115,11 +115,11 @@ def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:
     engine, logged = Engine(tmp_path, size=3, rank=1), list[dict[str, Any]]()
     times = RankTimes(engine)  # type: ignore[arg-type]
     recorder = SimpleNamespace(log=logged.append)
-    times.waited_once(4.0)
-    times.waited_once(3.0)
+    times.add_wait(4.0)
+    times.add_wait(3.0)
     times.lap(recorder, 10)  # type: ignore[arg-type]
     assert not logged, "below the seconds that are worth an event"
-    times.waited_once(40.0)
+    times.add_wait(40.0)
     times.waited = 1 / 3
     engine.others[2] = torch.tensor([6.0, 0.0, 31.0])
     record = times.lap(recorder, 20)  # type: ignore[arg-type]

@@ -357,7 +357,7 @@ def test_without_own_held_out_text_a_run_says_that_general_text_is_not_evaluated
     corpora = Corpora.open(config)
     assert corpora.replay_corpus is None
     # Workers with another text to replay are refused all the same.
-    assert corpora.training.fingerprint != corpora.own.fingerprint
+    assert corpora.training.fingerprint != corpora.domain.fingerprint
     assert corpora.training.fingerprint in corpora.fingerprints().values()
     preflight.check_corpus(config)
     assert "warning: adaptation.replay_corpus is not evaluated" in capsys.readouterr().err

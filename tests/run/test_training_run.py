@@ -38,7 +38,7 @@ class Calls:
         monkeypatch.setattr(live, "write_phase", lambda folder, phase: self.phases.append(phase))
         monkeypatch.setattr(live, "end_phases", lambda folder: self.phases.append("end"))
         stand_ins = {
-            "newest_checkpoint": self._newest,
+            "latest_checkpoint": self._newest,
             "read_state": lambda engine, checkpoint: self._note("read state", saved),
             "Tracker": self._tracker,
             "warmup_step": lambda *given: self._note("warmup_step"),

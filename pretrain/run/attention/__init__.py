@@ -1,1 +1,1 @@
-"""What the heads attend to on average, recorded while a model trains; `pretrain/reporting/attention` shows it."""
+"""Statistics of the heads' attention, recorded while a model trains; `pretrain/reporting/attention` shows them."""

@@ -1,7 +1,7 @@
-"""What the heads of a model in training attend to, recorded at its evaluations: `attention.json` in the run folder.
+"""Attention of the heads of a model in training, recorded at its evaluations in `attention.json` of the run folder.
 
-A few held-out texts, the same at every evaluation and for every number of workers. Recording reads the weights and
-nothing else: it draws no random number and changes no state of the training.
+A few held-out sequences are used, the same at every evaluation and for every number of workers. Recording reads only
+the weights: it draws no random number and changes no state of the training.
 """
 
 import base64
@@ -26,52 +26,52 @@ from pretrain.run.attention.kinds import HeadStatistics, MarkedTokens
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-# Tokens of a recorded text tell their neighbors and special tokens, but not the words that they belong to.
+# The kinds that need only token ids and positions; the words that tokens belong to are not known here.
 RECORDED = ("self", "previous", "next", "first", "separator", "same_token")
-_TEXTS, _LENGTH = 8, 64
-_PICTURE_LENGTH = 24  # tokens of the text whose matrices are kept
+_NUM_SEQUENCES, _LENGTH = 8, 64
+_PICTURE_LENGTH = 24  # tokens of the sequence whose attention matrices are kept
 _PICTURES = 24  # heads whose matrices are kept, spread over the model
-_MOST_RECORDS = 32  # per file, which stays below about 1 MB; of more, they are thinned evenly
+_MAX_RECORDS = 32  # per file, which stays below about 1 MB; more than these are thinned evenly
 
 
 class AttentionHistory:
-    """Writes the history of one run.
+    """Writes the attention history of one run.
 
     Args:
         folder: of the run.
         model: shape of the encoder.
-        held_out: the validation split, from which the texts are taken.
+        held_out: the validation split, from which the sequences are taken.
     """
 
     def __init__(self, folder: Path, model: ModelConfig, held_out: TokenShards) -> None:
         self._path, self._model = folder / HISTORY, model
-        self._texts = _texts(held_out, min(_LENGTH, model.max_positions))
-        self._picture = self._texts[0][:_PICTURE_LENGTH].copy() if self._texts else np.zeros(0, np.int64)
+        self._sequences = _sequences(held_out, min(_LENGTH, model.max_positions))
+        self._picture = self._sequences[0][:_PICTURE_LENGTH].copy() if self._sequences else np.zeros(0, np.int64)
         if len(self._picture) == _PICTURE_LENGTH:
             self._picture[-1] = held_out.special_ids["sep"]
         self._special = held_out.special_ids
 
     def rewind(self, step: int) -> None:
-        """Drop what was recorded after `step`, from which training continues."""
+        """Drop the records after `step`, from which training continues."""
         if content := read_history(self._path.parent):
             self._write({**content, "records": [one for one in content["records"] if one["step"] <= step]})
 
     def record(self, step: int, parameters: Mapping[str, Tensor], model: ModelConfig | None = None) -> None:
-        """Add the attention of the weights after `step` steps, unless there is a record of that step.
+        """Record the attention of the weights after `step` steps, unless there is a record of that step.
 
-        Averaged weights are evaluated at the same step, after the weights that are trained.
-        A file that cannot be written is reported in the log; the training goes on.
+        Averaged weights are evaluated at the same step, after the trained weights.
+        A file that cannot be written is reported in the log; the training continues.
 
         Args:
             step: optimizer steps taken.
-            parameters: the encoder's, by name, whole, in any precision and on any device; heads are ignored.
+            parameters: whole tensors of the encoder by name, in any precision and on any device; heads are ignored.
         """
         earlier = read_history(self._path.parent).get("records", [])
-        if not self._texts or any(one["step"] == step for one in earlier):
+        if not self._sequences or any(one["step"] == step for one in earlier):
             return
         encoder = PaddedEncoder(model or self._model, {name: tensor.detach() for name, tensor in parameters.items()})
         statistics = HeadStatistics()
-        for ids in self._texts:
+        for ids in self._sequences:
             statistics.add(self._weights(encoder, ids), _marked(ids, self._special))
         pictures = self._weights(encoder, self._picture)
         record = {
@@ -92,15 +92,15 @@ class AttentionHistory:
         )
 
     def _weights(self, encoder: PaddedEncoder, ids: np.ndarray) -> list[np.ndarray]:
-        some = next(encoder.parameters())
-        ids_1L = torch.from_numpy(ids)[None].to(some.device)
+        device = next(encoder.parameters()).device
+        ids_1L = torch.from_numpy(ids)[None].to(device)
         collected: list[Tensor] = []
         with torch.no_grad():
             encoder.encode(ids_1L, torch.ones_like(ids_1L), None, attention=collected)
         return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
 
     def _heads(self) -> list[tuple[int, int]]:
-        """(layer, head) of the heads whose matrices are kept: all, or as many in even distances."""
+        """Return (layer, head) of the heads whose matrices are kept: all, or `_PICTURES` evenly spaced ones."""
         count = self._model.depth * self._model.heads
         kept = min(count, _PICTURES)
         return [divmod(number * count // kept, self._model.heads) for number in range(kept)]
@@ -114,7 +114,7 @@ class AttentionHistory:
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
-    """The content of a run's attention.json; {} if there is none that this version reads."""
+    """Read a run's attention.json; {} if there is none that this version reads."""
     try:
         content = json.loads((run_dir / HISTORY).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -123,7 +123,7 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 
 
 def unpacked(matrix: str) -> np.ndarray:
-    """Float32 [L, L], the attention weights in a record's `matrices`, to 1/255."""
+    """Return float32 [L, L], the attention weights in a record's `matrices`, exact to 1/255."""
     packed = np.frombuffer(base64.b64decode(matrix), np.uint8)
     side = round(len(packed) ** 0.5)
     return packed.reshape(side, side).astype(np.float32) / 255
@@ -133,16 +133,17 @@ def _packed(weights_LL: np.ndarray) -> str:
     return base64.b64encode(np.rint(weights_LL * 255).astype(np.uint8).tobytes()).decode()
 
 
-def _texts(shards: TokenShards, length: int) -> list[np.ndarray]:
-    """Up to `_TEXTS` sequences of at most `length` tokens, from documents that are far apart: int64 [L]."""
-    special, texts = shards.special_ids, []
+def _sequences(shards: TokenShards, length: int) -> list[np.ndarray]:
+    """Return up to `_NUM_SEQUENCES` sequences of at most `length` tokens, from distant documents: int64 [L]."""
+    special, sequences = shards.special_ids, []
     documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
-    for number in range(min(_TEXTS, len(documents))):
-        shard, document = documents[number * len(documents) // _TEXTS if len(documents) > _TEXTS else number]
+    count = min(_NUM_SEQUENCES, len(documents))
+    for number in range(count):
+        shard, document = documents[number * len(documents) // count]
         begin, end = (int(shard.documents[at, 1]) for at in (document, document + 1))
         tokens = shard.tokens[begin : min(end, begin + length - 2)].astype(np.int64)
-        texts.append(np.array([special["cls"], *tokens, special["sep"]], np.int64))
-    return texts
+        sequences.append(np.array([special["cls"], *tokens, special["sep"]], np.int64))
+    return sequences
 
 
 def _marked(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
@@ -152,8 +153,8 @@ def _marked(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
 
 
 def thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most `_MOST_RECORDS`: the one between the nearest neighbors goes first, the first and last never."""
-    while len(records) > _MOST_RECORDS:
+    """Drop records until `_MAX_RECORDS` are left, first those with the closest neighbors; never the first or last."""
+    while len(records) > _MAX_RECORDS:
         gaps = [records[at + 1]["step"] - records[at - 1]["step"] for at in range(1, len(records) - 1)]
         del records[1 + gaps.index(min(gaps))]
     return records

@@ -1,6 +1,6 @@
-"""What heads attend to on average, after Clark et al. 2019, "What Does BERT Look At?", arXiv:1906.04341, section 3.
+"""Average attention of heads by kind of token (Clark et al. 2019, "What Does BERT Look At?", arXiv:1906.04341).
 
-Shape letters: L tokens of a text, N heads of a layer, Y layers, K kinds.
+Shape letters: L tokens of a sequence, N heads of a layer, Y layers, K kinds.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # The kinds of token that attention can go to, seen from the token that attends. They overlap: the next token may be a
-# separator. Section 3.1 has relative positions, 3.2 separators and punctuation.
+# separator. Section 3.1 of the paper has relative positions, 3.2 separators and punctuation.
 KINDS = {
     "self": "itself",
     "previous": "the previous token",
@@ -25,7 +25,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class MarkedTokens:
-    """The tokens of one text with what the kinds depend on; arrays of L entries.
+    """The tokens of one sequence, with the attributes that the kinds depend on; arrays of L entries.
 
     Attributes:
         ids: int64, token ids.
@@ -33,7 +33,7 @@ class MarkedTokens:
         separator: bool, the other special tokens.
         punctuation: bool, full stops and commas.
         word: int64, a number for each distinct word; -1 where there is none.
-        place: int64, a number for each word of the text, the same for its tokens; -1 where there is none.
+        place: int64, the index in the sequence of the token's word; -1 where there is none.
     """
 
     ids: np.ndarray
@@ -50,7 +50,7 @@ class MarkedTokens:
         itself = np.eye(length, dtype=bool)
         same_token = (self.ids[:, None] == self.ids) & ordinary & ~itself
         same_word = (self.word[:, None] == self.word) & (self.place[:, None] != self.place) & (self.word >= 0)
-        found = {
+        by_kind = {
             "self": itself,
             "previous": np.eye(length, k=-1, dtype=bool),
             "next": np.eye(length, k=1, dtype=bool),
@@ -60,11 +60,11 @@ class MarkedTokens:
             "same_token": same_token,
             "same_word": same_word,
         }
-        return np.stack([found[kind] for kind in KINDS]).astype(np.float32)
+        return np.stack([by_kind[kind] for kind in KINDS]).astype(np.float32)
 
 
 class HeadStatistics:
-    """Shares of attention by kind, and entropies, averaged over all tokens of the texts that are added."""
+    """Shares of attention by kind, and entropies, averaged over all tokens of the sequences that are added."""
 
     def __init__(self) -> None:
         self.texts, self.tokens = 0, 0
@@ -74,11 +74,11 @@ class HeadStatistics:
         self._even_entropy = 0.0
 
     def add(self, weights: Sequence[np.ndarray], tokens: MarkedTokens) -> None:
-        """Count a text.
+        """Add a sequence.
 
         Args:
             weights: the attention weights of each layer, float32 [N, L, L]; a row is what one token attends to.
-            tokens: of the text.
+            tokens: of the sequence.
         """
         length, selectors = len(tokens.ids), tokens.selectors()
         flat_KS = selectors.reshape(len(KINDS), -1)
@@ -90,12 +90,12 @@ class HeadStatistics:
 
     @property
     def shares(self) -> dict[str, np.ndarray]:
-        """Kind -> [Y, N], the share of a head's attention that goes to it, averaged over the attending tokens."""
+        """Kind -> [Y, N], the share of a head's attention to that kind, averaged over the attending tokens."""
         return dict(zip(KINDS, self._mass / self.tokens, strict=True))
 
     @property
     def entropy(self) -> np.ndarray:
-        """[Y, N], the mean entropy of a token's weights in nats: low where a head attends to few tokens."""
+        """[Y, N], the mean entropy of a token's attention weights in nats: low if a head attends to few tokens."""
         return self._entropy / self.tokens
 
     @property
@@ -105,7 +105,7 @@ class HeadStatistics:
 
     @property
     def even_entropy(self) -> float:
-        """The entropy in nats of such a head, the highest there is."""
+        """The entropy in nats of such a head, the maximum."""
         return self._even_entropy / self.tokens
 
 
