@@ -1,7 +1,7 @@
-"""Runs workers on this machine or on a Ray cluster. It knows their work only as a dotted name.
+"""Run workers on this machine or on a Ray cluster. Their function is known only by its dotted name.
 
 Workers are started with `cluster.workers.launch.run`, which does not import `ray` itself: a child process does.
-`submit` is what the command of this name calls. Importing the package loads nothing heavy.
+The command `submit` calls `submit`. Importing the package loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def submit(
     """Run a config as a job on a cluster, or continue its run there: `cluster.submit(pretrain.train, "my.yaml")`.
 
     `function` is `pretrain.train`, `pretrain.prepare` or `finetune.train`. `job` are options of
-    `cluster.jobs.submission.make_job`, the others those of `cluster.jobs.client.Jobs`.
+    `cluster.jobs.submission.make_job`, the others are options of `cluster.jobs.client.Jobs`.
     """
     from cluster.jobs.client import Jobs
     from cluster.jobs.submission import make_job
 
-    made = make_job(function, config, **job)
-    return Jobs(address, plain_http=plain_http).submit(made, wait_for_nodes=wait_for_nodes)
+    request = make_job(function, config, **job)
+    return Jobs(address, plain_http=plain_http).submit(request, wait_for_nodes=wait_for_nodes)

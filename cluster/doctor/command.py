@@ -1,4 +1,4 @@
-"""The command `doctor`. It imports what it needs when it runs."""
+"""The command `doctor`. Its imports are deferred until it runs."""
 
 import argparse
 import functools
@@ -36,7 +36,7 @@ def add_to(commands: Any, measures: str) -> None:
 
 
 def _doctor(measures: str, arguments: argparse.Namespace) -> int:
-    """Print the findings; the exit code is that of an unsuitable machine if a check fails, not if one warns."""
+    """Print the findings. Return the exit code of `MachineError` if a check fails; warnings do not count."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -46,17 +46,17 @@ def _doctor(measures: str, arguments: argparse.Namespace) -> int:
     address, folder = arguments.address, arguments.dir or Path.cwd()
     check_effects({"--cluster": (arguments.cluster, not address, "with --address")})
     on_cluster = arguments.cluster or bool(address)
-    what = f"the cluster {without_password(address)}".rstrip() if on_cluster else "this machine"
-    with Console(stderr=True).status(escape(f"checking {what}")):
-        found = (
+    target = f"the cluster {without_password(address)}".rstrip() if on_cluster else "this machine"
+    with Console(stderr=True).status(escape(f"checking {target}")):
+        findings = (
             remote.check(measures, address, folder, plain_http=arguments.allow_plain_http)
             if on_cluster
             else machine.check(measures, folder)
         )
-    count = Counter(row.mark for row in found)
+    count = Counter(row.mark for row in findings)
     if arguments.json:
-        print(json.dumps([asdict(row) for row in found], indent=2, ensure_ascii=False))
+        print(json.dumps([asdict(row) for row in findings], indent=2, ensure_ascii=False))
     else:
-        rows.show(found, Console())
+        rows.show(findings, Console())
         print(", ".join(f"{count[mark]} {mark}" for mark in (rows.PASS, rows.WARN, rows.FAIL)))
     return MachineError.exit_code if count[rows.FAIL] else 0

@@ -1,6 +1,6 @@
 """The job that checks a cluster from within: one task on each node, then one all-reduce among them.
 
-Ray starts it as `python -m cluster.doctor.driver`; `cluster.doctor.remote` submits it and reads what it prints.
+Ray starts it as `python -m cluster.doctor.driver`; `cluster.doctor.remote` submits it and reads its output.
 """
 
 import json
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _check(measures: str, folder: Path) -> None:
-    os.environ.update(environment())  # as for workers, which get our path
+    os.environ.update(environment())  # puts this project on the path, as for workers
     address = os.environ["RAY_ADDRESS"]
     choose_token(address)
     join_ray(address, lambda error: print(f"error: {error}", flush=True))
@@ -62,7 +62,7 @@ def _check(measures: str, folder: Path) -> None:
 def _on_each(
     nodes: Sequence[dict[str, Any]], function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], seconds: float
 ) -> list[Any]:
-    """What `function` returns on each node for its arguments, or the error."""
+    """Call `function` on each node with its arguments; return the results, or errors in their place."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -70,8 +70,8 @@ def _on_each(
     calls = [
         task.options(
             num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(*given)
-        for node, given in zip(nodes, arguments, strict=True)
+        ).remote(*values)
+        for node, values in zip(nodes, arguments, strict=True)
     ]
     ready, _ = ray.wait(calls, num_returns=len(calls), timeout=seconds)
     outcomes = []
@@ -91,19 +91,19 @@ def _processors(node: dict[str, Any]) -> tuple[int, int]:
 
 def _name(node: dict[str, Any], alive: Sequence[dict[str, Any]]) -> str:
     address = node["NodeManagerAddress"]
-    alone = [one["NodeManagerAddress"] for one in alive].count(address) == 1
-    return address if alone else f"{address} {node['NodeID'][:4]}"
+    is_unique = [one["NodeManagerAddress"] for one in alive].count(address) == 1
+    return address if is_unique else f"{address} {node['NodeID'][:4]}"
 
 
 def compare_versions(rows: Sequence[Finding]) -> list[Finding]:
-    """The rows; those of a library fail on nodes whose version differs from the first one's."""
+    """Return the rows; the row of a library fails on nodes whose version differs from the first one's."""
     first: dict[str, Finding] = {}
     compared = []
     for row in rows:
-        wanted = first.setdefault(row.what, row)
-        if row.what in _VERSIONS and row.found != wanted.found:
+        expected = first.setdefault(row.what, row)
+        if row.what in _VERSIONS and row.found != expected.found:
             advice = "Install the same .venv and files on all nodes, with the versions of requirements.lock."
-            row = replace(row, found=f"{row.found}; {wanted.where} has {wanted.found}", mark=FAIL, advice=advice)
+            row = replace(row, found=f"{row.found}; {expected.where} has {expected.found}", mark=FAIL, advice=advice)
         compared.append(row)
     return compared
 
@@ -113,7 +113,7 @@ def _reduce(nodes: Sequence[dict[str, Any]], host: str) -> Finding:
     with_gpus = [node for node in nodes if _processors(node)[1]]
     members = with_gpus or [node for node in nodes if _processors(node)[0]]
     if len(members) < 2:
-        return Finding("all-reduce", f"not measured: {len(members)} node runs workers, without traffic between nodes")
+        return Finding("all-reduce", f"not measured: {len(members)} node runs workers, so nodes exchange nothing")
     backend, store = "nccl" if with_gpus else "gloo", reduce.serve_store(host)
     arguments = [
         (backend, node["NodeManagerAddress"], host, store.port, rank, len(members)) for rank, node in enumerate(members)

@@ -1,4 +1,4 @@
-"""What one machine has and how fast it is; `cluster.doctor.verdicts` judges it."""
+"""Measurements of one machine; `cluster.doctor.verdicts` judges them."""
 
 import hashlib
 import importlib
@@ -26,7 +26,7 @@ _PACKAGES = ("cluster", "pretrain", "finetune")
 
 
 def check(measures: str, folder: Path) -> list[Finding]:
-    """The rows of this machine; runs would be stored in `folder`.
+    """Return the rows of this machine; runs would be stored in `folder`.
 
     `measures` is the dotted name of the module that knows what a run needs, such as `pretrain.run.machine`.
     """
@@ -35,11 +35,11 @@ def check(measures: str, folder: Path) -> list[Finding]:
 
 
 def check_node(measures: str, folder: Path, lock: str, cpus: int, gpus: int) -> list[Finding]:
-    """The rows of this machine as a node of a cluster.
+    """Return the rows of this machine as a node of a cluster.
 
     Args:
         lock: name of the lock file in `folder` that the job holds; empty for none.
-        cpus: those that Ray uses here. Without CPUs and `gpus` no workers run here, so its speed is not measured.
+        cpus: the number that Ray uses here. Without CPUs and `gpus` no workers run here, so its speed is not measured.
     """
     import torch
 
@@ -53,27 +53,27 @@ def _rows(name: str, folder: Path, *, measure: bool) -> list[Finding]:
     import torch
 
     measures: Any = importlib.import_module(name)
-    found, gpus = versions(measures), torch.cuda.device_count()
+    installed, gpus = versions(measures), torch.cuda.device_count()
     files, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
     return [
-        *verdicts.judge_versions(found),
+        *verdicts.judge_versions(installed),
         verdicts.judge_cores(len(os.sched_getaffinity(0)), psutil.cpu_percent(_BUSY_SECONDS) / 100),
         verdicts.judge_memory(*machine_memory()),
         *_disks(folder),
         verdicts.judge_compiler(*try_compiler()),
-        verdicts.judge_gpus(files, gpus, found, visible),
+        verdicts.judge_gpus(files, gpus, installed, visible),
         *(_speed(measures, gpus) if measure else []),
     ]
 
 
 def versions(measures: Any) -> dict[str, str]:
-    """Versions that must agree wherever workers run; "none" with the reason if an import fails."""
+    """Return the versions that must agree wherever workers run; "none" with the reason if an import fails."""
     return {
         "Python": platform.python_version(),
-        **{name: _version(lambda of=of: of(importlib.import_module("torch"))) for name, of in _OF_TORCH.items()},
+        **{name: _version(lambda get=get: get(importlib.import_module("torch"))) for name, get in _OF_TORCH.items()},
         "DeepSpeed": _version(measures.deepspeed_version),
         "Ray": _version(lambda: importlib.import_module("ray").__version__),
-        "bertrain": own_version(),
+        "bertrain": source_version(),
     }
 
 
@@ -94,8 +94,8 @@ def _version(read: Callable[[], str]) -> str:
         return f"{NONE}: {one_line(error)}"
 
 
-def own_version() -> str:
-    """A digest of our sources: two checkouts may have the same version, and need not be installed."""
+def source_version() -> str:
+    """Return a digest of our sources: checkouts may have equal versions, and need not be installed."""
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -104,23 +104,23 @@ def own_version() -> str:
 
 
 def _disks(folder: Path) -> list[Finding]:
-    """A row for each folder: below the first size it warns, below the second nothing works."""
+    """Return a row for each folder: below the first size it warns, below the second nothing works."""
     folders = [
         # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
         ("disk", folder, 10 * GIB, GIB),
         ("disk, temporary", Path(tempfile.gettempdir()), GIB, GIB // 4),
-        # Ray's objects, for which it needs at least 75 MiB, and NCCL's buffers.
+        # Ray's object store (75 MiB or more) and NCCL's buffers.
         ("shared memory", Path("/dev/shm"), GIB // 4, GIB // 12),
     ]
     return [
-        verdicts.judge_disk(what, path, shutil.disk_usage(path).free, wanted, least)
-        for what, path, wanted, least in folders
+        verdicts.judge_disk(what, path, shutil.disk_usage(path).free, wanted, minimum)
+        for what, path, wanted, minimum in folders
         if path.is_dir()
     ]
 
 
 def try_compiler() -> tuple[str, str, str]:
-    """Compiler, Python's header file, and why they cannot compile an extension like those of torch.compile."""
+    """Return the compiler, Python's header file, and why they cannot compile an extension as torch.compile does."""
     compiler = shutil.which("g++") or shutil.which("c++") or ""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     headers = str(header) if header.exists() else ""
@@ -143,7 +143,7 @@ def try_compiler() -> tuple[str, str, str]:
 
 
 def _speed(measures: Any, gpus: int) -> list[Finding]:
-    """Matrix products of each device."""
+    """Measure the matrix products of each device."""
     import torch
 
     devices = {"cpu": f"CPU, threads: {torch.get_num_threads()}"}

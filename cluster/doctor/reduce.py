@@ -15,7 +15,7 @@ from cluster.workers.target import bind_gloo
 
 _TIMEOUT = timedelta(seconds=20)  # for the processes to connect, and for each reduction
 _BYTES = 64 << 20
-# Between nodes, bytes/s: one gigabit, and the least that GPU nodes should have. BERT-Base has 220 MB of gradients.
+# Between nodes, bytes/s: one gigabit, and the minimum for GPU nodes. BERT-Base has 220 MB of gradients.
 _SLOW = {"gloo": 0.1e9, "nccl": 1e9}
 
 
@@ -33,7 +33,7 @@ def row_here() -> Finding:
 
 
 def serve_store(address: str) -> Any:
-    """A store at which the members of a group find each other, on a free port of this address only."""
+    """Serve a store at which the members of a group find each other, on a free port of this address only."""
     import torch.distributed as dist
 
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -44,12 +44,12 @@ def serve_store(address: str) -> Any:
 
 
 def seconds_of(backend: str, address: str, host: str, port: int, rank: int, world: int, gpu: int = 0) -> float:
-    """Seconds of one all-reduce of 64 MiB, as member `rank` of a group.
+    """Return the seconds of one all-reduce of 64 MiB, as member `rank` of a group.
 
     Args:
         address: of this machine, as the other members reach it.
         host: where `serve_store` listens at `port`.
-        gpu: the one to use with NCCL.
+        gpu: number of the GPU to use with NCCL.
     """
     import torch
     import torch.distributed as dist
@@ -65,10 +65,10 @@ def seconds_of(backend: str, address: str, host: str, port: int, rank: int, worl
         dist.all_reduce(torch.ones(1 << 18, device=device))  # opens the connections
         numbers = torch.ones(_BYTES // 4, device=device)
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce(numbers)
         total = numbers[-1].item()  # waits for a GPU
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -78,7 +78,7 @@ def seconds_of(backend: str, address: str, host: str, port: int, rank: int, worl
 
 
 def judge(backend: str, outcomes: Sequence[float | BaseException], members: str, slow: float | None = None) -> Finding:
-    """The row for what `seconds_of` returned or raised in each member; below `slow` bytes/s it is a warning.
+    """Return the row for the results or errors of `seconds_of` in each member; below `slow` bytes/s it warns.
 
     The bandwidth is 2 (n-1)/n of the bytes over the time, as in nccl-tests.
     """

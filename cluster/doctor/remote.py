@@ -14,7 +14,7 @@ from cluster.doctor.rows import WARN, Finding
 from cluster.jobs import client
 from pretrain.common.errors import MachineError, RunError
 
-_JOB_SECONDS = 300.0  # more than the sum of the job's limits
+_JOB_SECONDS = 300.0  # more than the sum of the job's time limits
 _STOP_SECONDS = 10.0
 
 

@@ -12,7 +12,7 @@ from pretrain.common.wording import counted
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLORS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_NAMED = 3
+_MAX_NAMES = 3
 _WHERE_COLUMNS = 16  # an address; further ones are wrapped
 
 
@@ -38,7 +38,7 @@ def above(value: float, warn: float, fail: float) -> str:
 
 
 def show(rows: Sequence[Finding], console: Console) -> None:
-    """Print rows as a table, with advice below those that did not pass. Of many passing nodes, only one is shown."""
+    """Print rows as a table, with advice unless they passed. Only one of many passing nodes is shown."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     has_nodes = any(row.where for row in rows)
     table.add_column()
@@ -58,18 +58,18 @@ def show(rows: Sequence[Finding], console: Console) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    """Join the first few names, and say how many more there are."""
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shortened(rows: Sequence[Finding]) -> Iterator[Finding]:
-    """One row for all nodes that pass a check, with the first one's finding; one for each other finding."""
+    """Yield one row for all nodes that pass a check, with the first one's finding; one for each other finding."""
     for _, group in groupby(rows, key=lambda row: row.what):
-        alike: dict[tuple[str, str], list[Finding]] = {}
+        by_finding: dict[tuple[str, str], list[Finding]] = {}
         for row in group:
-            alike.setdefault(("", "") if row.mark == PASS else (row.found, row.advice), []).append(row)
-        for same in alike.values():
+            by_finding.setdefault(("", "") if row.mark == PASS else (row.found, row.advice), []).append(row)
+        for same in by_finding.values():
             first, differ = same[0], len({row.found for row in same}) > 1
             found = f"{first.found} ({first.where}; --json has the others)" if differ else first.found
             merged = len(same) > 1 and first.mark == PASS

@@ -1,4 +1,4 @@
-"""Whether the nodes of a cluster share a folder and its locks: the job holds a lock, and each node tries to take it."""
+"""Check that the nodes of a cluster share a folder and its locks: the job holds a lock, each node tries to take it."""
 
 import contextlib
 import secrets
@@ -11,14 +11,14 @@ from cluster.workers.outcomes import one_line
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import locked
 
-SEEN_SECONDS = 5.0  # network file systems may show others' files a little later
+SEEN_SECONDS = 5.0  # network file systems may show new files of other nodes a little later
 _TAKEN = "locked by another"
 _WRITE = "Allow all nodes to write there, or give another shared folder with --dir."
 
 
 @contextlib.contextmanager
 def hold_lock(folder: Path) -> Iterator[tuple[str, Finding | None]]:
-    """Hold a new lock file in `folder`; its name, or a failure. The file is removed at the end."""
+    """Hold a new lock file in `folder`; yield its name, or a failure. The file is removed at the end."""
     name = f".doctor-{secrets.token_hex(8)}.lock"
     with contextlib.ExitStack() as stack:
         problem = None
@@ -33,7 +33,7 @@ def hold_lock(folder: Path) -> Iterator[tuple[str, Finding | None]]:
 
 
 def try_lock(folder: Path, name: str) -> Finding:
-    """The row of a machine that tries to take the lock which another process holds."""
+    """Try to take the lock that another process holds; return this machine's row."""
     deadline = time.monotonic() + SEEN_SECONDS
     while not (folder / name).exists():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Judges what was measured on one machine. Nothing is measured here, so that tests can judge made-up values."""
+"""Judge the measurements of one machine. Nothing is measured here, so that tests can judge made-up values."""
 
 import contextlib
 import netrc
@@ -26,14 +26,14 @@ def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
     rows = []
     for name, version in versions.items():
         if name == "Python":
-            right = (3, 10) <= tuple(map(int, version.split(".")[:2])) < (3, 14)
-            rows.append(Finding(name, version, PASS if right else FAIL, "Use Python 3.10 to 3.13."))
+            supported = (3, 10) <= tuple(map(int, version.split(".")[:2])) < (3, 14)
+            rows.append(Finding(name, version, PASS if supported else FAIL, "Use Python 3.10 to 3.13."))
         else:
-            lacks = name in _NEEDED and version.startswith(NONE)
-            rows.append(Finding(name, version, FAIL if lacks else PASS, advice))
+            is_missing = name in _NEEDED and version.startswith(NONE)
+            rows.append(Finding(name, version, FAIL if is_missing else PASS, advice))
         if name in _OPTIONAL and not is_installed(name.lower()):
-            to_do = f"{_OPTIONAL[name]}. To install it: {install_command(name.lower())}"
-            rows[-1] = Finding(name, f"{NONE}: not installed", WARN, to_do)
+            advice = f"{_OPTIONAL[name]}. To install it: {install_command(name.lower())}"
+            rows[-1] = Finding(name, f"{NONE}: not installed", WARN, advice)
     return rows
 
 
@@ -50,32 +50,32 @@ def judge_memory(total: int, free: int) -> Finding:
     return Finding("memory", f"{total / GIB:.0f} GiB, {free / GIB:.1f} free", mark, advice)
 
 
-def judge_disk(what: str, path: Path, free: int, wanted: int, least: int) -> Finding:
-    """The row of a folder's free space: below `wanted` bytes it is scarce, below `least` nothing works."""
+def judge_disk(what: str, path: Path, free: int, wanted: int, minimum: int) -> Finding:
+    """The row of a folder's free space: below `wanted` bytes it is scarce, below `minimum` nothing works."""
     other = {
         "disk": "or work in another folder",
         "disk, temporary": "or set TMPDIR to another folder",
         "shared memory": "or give the container more (docker run --shm-size)",
     }[what]
-    mark = below(free, wanted, least)
+    mark = below(free, wanted, minimum)
     return Finding(what, f"{free / GIB:.1f} GiB free on {path}", mark, f"Free {wanted / GIB:g} GiB, {other}.")
 
 
 def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
-    """The row of the C++ compiler: its path, that of Python.h ("": missing), and the error of a test build, if any."""
-    rest = ", or set engine.compile: false."
+    """The row of the C++ compiler: its path, the path of Python.h ("": missing), and the error of a test build."""
+    alternative = ", or set engine.compile: false."
     if not compiler:
-        return Finding("C++ compiler", NONE, FAIL, f"Install g++ (apt-get install g++){rest}")
+        return Finding("C++ compiler", NONE, FAIL, f"Install g++ (apt-get install g++){alternative}")
     if not headers:
-        advice = f"torch.compile needs Python.h (apt-get install python3-dev){rest}"
+        advice = f"torch.compile needs Python.h (apt-get install python3-dev){alternative}"
         return Finding("C++ compiler", f"{compiler}, but no Python.h", FAIL, advice)
     if error:
-        return Finding("C++ compiler", f"{compiler} cannot compile an extension: {error}", FAIL, f"Fix it{rest}")
+        return Finding("C++ compiler", f"{compiler} cannot compile an extension: {error}", FAIL, f"Fix it{alternative}")
     return Finding("C++ compiler", f"{compiler} compiles an extension for Python")
 
 
 def judge_gpus(files: int, count: int, versions: Mapping[str, str], visible: str | None) -> Finding:
-    """Whether torch sees (`count`) the GPUs that the driver shows (`files`), and can connect them."""
+    """The row of the GPUs: the driver shows `files` of them, torch sees `count`, and NCCL must connect them."""
     if count and versions["NCCL"] == NONE:
         return Finding("GPUs", f"{count}, but torch has no NCCL", FAIL, "Install a torch with NCCL.")
     if count:
@@ -104,7 +104,7 @@ def wandb_key() -> Finding:
     has_key = bool(os.environ.get("WANDB_API_KEY"))
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         has_key = has_key or "api.wandb.ai" in netrc.netrc().hosts
-    absent = f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
+    missing = f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
     if not is_installed("wandb"):
-        absent = f"{NONE}: W&B is not installed"
-    return Finding("W&B key", "present" if has_key else absent)
+        missing = f"{NONE}: W&B is not installed"
+    return Finding("W&B key", "present" if has_key else missing)

@@ -43,13 +43,13 @@ from pretrain.common.worker import WAITING_FILE
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
-_JOB_BYTES = 90 << 20  # of a waiting job on the head: Ray's supervisor takes 73 MiB, our process 13
+_JOB_BYTES = 90 << 20  # per waiting job on the head: 73 MiB for Ray's supervisor, 13 for our process
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _MONITOR_SECONDS = 2.5  # within which Ray's own monitor of a job notices its end
 _AGENT_SECONDS = 20.0
-_MOST_NODES = 10_000  # that a dashboard lists, and not just 100
-_OTHER_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray would prefer them to the address it is given
+_MAX_NODES = 10_000  # to list; by default a dashboard lists 100
+_OTHER_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray would prefer them to the address passed to it
 _NOT_FOUND = 127  # the exit code of a shell that does not find a command
 _MEANING = {
     InputError.exit_code: "your input is wrong; see its log",
@@ -96,7 +96,7 @@ class SubmittedJob:
     jobs: Jobs
 
     def state(self) -> str:
-        """Such as "running", or why it ended."""
+        """Return the state, such as "running", or why it stopped."""
         return state(self.jobs.get(self.name))
 
     def __repr__(self) -> str:
@@ -111,8 +111,8 @@ class Jobs:
         plain_http: send the token over http to other machines, too.
 
     Attributes:
-        address: that URL, as it was given.
-        shown: the same for messages, without a password.
+        address: the URL, as passed.
+        shown: the URL for messages, without its password.
 
     Raises:
         InputError: not a URL; no local cluster; the token is missing or wrong, or would leave this machine unencrypted.
@@ -123,7 +123,7 @@ class Jobs:
         expect("jobs on a cluster", "ray")
         cluster = local.find() if not address else None
         # How long Ray's supervisor lets a stopped job save its last checkpoint; Ray's default is 3 s. A cluster of `up`
-        # has it set already, and workers without a special environment start sooner.
+        # has set it already, and workers without a custom environment start sooner.
         wait = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
         self._runtime_env = {} if cluster else wait
         if not address and cluster is None:
@@ -147,7 +147,7 @@ class Jobs:
             self.client.list_jobs()  # the constructor's request needs no token; this one does
 
     def is_open(self) -> bool:
-        """Whether the cluster answers without a token, so that anybody who reaches it can run code there."""
+        """Return whether the cluster answers without a token, so that anyone who reaches it can run code there."""
         return answers_without_token(self.address)
 
     def submit(self, job: Job, *, wait_for_nodes: bool = False) -> SubmittedJob:
@@ -186,8 +186,8 @@ class Jobs:
     def start(self, name: str, command: str, metadata: dict[str, str]) -> None:
         """Run `command` on the cluster as a job of this name; `InputError` if there is one already."""
         deadline = time.monotonic() + _AGENT_SECONDS
-        with self.answering(), tempfile.TemporaryDirectory(prefix="bertrain-") as aside:
-            environment = carrying(self._runtime_env, Path(aside))
+        with self.answering(), tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
+            environment = carrying(self._runtime_env, Path(scratch))
             while True:
                 try:
                     self.client.submit_job(
@@ -208,11 +208,11 @@ class Jobs:
                 time.sleep(_POLL_SECONDS)
 
     def find(self, name: str) -> JobDetails | None:
-        """The job of this name; None if there is none."""
+        """Return the job of this name, or None."""
         return next((job for job in self.all() if job.submission_id == name), None)
 
     def get(self, name: str) -> JobDetails:
-        """The job of this name; `InputError` if there is none."""
+        """Return the job of this name; `InputError` if there is none."""
         job = self.find(name)
         if job is None:
             known = ", ".join(str(job.submission_id) for job in self.all()) or "none"
@@ -220,20 +220,20 @@ class Jobs:
         return job
 
     def all(self) -> list[JobDetails]:
-        """Jobs in the order of their submission, without Ray's other drivers."""
+        """List the jobs in the order of their submission, without Ray's other drivers."""
         with self.answering():
             jobs = [job for job in self.client.list_jobs() if job.submission_id]
         return sorted(jobs, key=lambda job: job.start_time or 0)
 
     def log(self, name: str) -> str:
-        """All that the job has printed."""
+        """Return all that the job has printed."""
         self.get(name)
         return self._log(name)
 
     def end_of(self, job: JobDetails) -> tuple[int, str]:
-        """(Exit code of a process that followed a job to its end, its state); a stopped training says what is saved.
+        """Return (exit code for a process that followed a job until it finished, its state).
 
-        That is in its log, or in its run folder, if that is on this machine.
+        For a stopped training the state names the saved step, from the log or a run folder on this machine.
         """
         metadata, code = job.metadata or {}, job.driver_exit_code
         if job.status != "STOPPED" or "resumes" not in metadata:
@@ -244,22 +244,22 @@ class Jobs:
             log = self._log(str(job.submission_id)).rstrip()
         if log.endswith(f"{job.submission_id}: {DONE}"):
             return 0, "stopped, but had finished"
-        said = _SAVED.findall(log)
-        newest = said[-1] if said else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
-        if not newest and _STEP.search(log):  # it ended without its last words, and its folder is on another machine
+        saved = _SAVED.findall(log)
+        latest = saved[-1] if saved else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
+        if not latest and _STEP.search(log):  # killed before it could report, and its folder is on another machine
             return StoppedError.exit_code, "stopped; its log does not say which step is saved"
-        if newest in ("", UNTRAINED, _NO_STEP):
+        if latest in ("", UNTRAINED, _NO_STEP):
             return NothingSavedError.exit_code, "stopped; no step is saved"
-        return StoppedError.exit_code, f"stopped; checkpoint {newest} is saved"
+        return StoppedError.exit_code, f"stopped; checkpoint {latest} is saved"
 
     def _log(self, name: str) -> str:
         with self.answering():
             return self.client.get_job_logs(name)
 
     def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
-        """For those of `jobs` (`all`) that wait for their turn: name -> "queued behind OTHERS".
+        """Return name -> "queued behind OTHERS" for each of `jobs` (`all`) that waits for its turn.
 
-        Ray calls them running. They say that they wait in their output, which is read unless a job is the oldest one.
+        Ray calls them running. Their output says that they wait; it is read for all but the oldest job.
         """
         active = [job for job in jobs if job.status not in FINISHED and "workers" in (job.metadata or {})]
         queued = {}
@@ -270,7 +270,7 @@ class Jobs:
         return queued
 
     def follow(self, name: str) -> Iterator[str]:
-        """What the job prints, piece by piece, until it finishes; `MachineError` if the connection is lost."""
+        """Yield the output of the job as it arrives, until it finishes; `MachineError` if the connection is lost."""
         import asyncio
 
         self.get(name)
@@ -288,7 +288,7 @@ class Jobs:
                         f"running: `logs -f {name}` follows it again."
                     ) from None
         finally:
-            for task in asyncio.all_tasks(loop):  # after Ctrl-C: the piece that is awaited
+            for task in asyncio.all_tasks(loop):  # after Ctrl-C: the output that is awaited
                 task.cancel()
                 loop.run_until_complete(asyncio.wait([task]))
             loop.run_until_complete(pieces.aclose())
@@ -305,7 +305,7 @@ class Jobs:
     def wait(
         self, name: str, seconds: float = float("inf"), advice: str = "Check its `status` again later."
     ) -> JobDetails:
-        """The job when it has finished; `MachineError`, with `advice`, if it has not after `seconds`."""
+        """Return the job when it has finished; `MachineError`, with `advice`, if it has not after `seconds`."""
         deadline = time.monotonic() + seconds
         while (job := self.get(name)).status not in FINISHED:
             if time.monotonic() > deadline:
@@ -322,14 +322,14 @@ class Jobs:
 
     def _forget(self, job: JobDetails) -> None:
         # Ray's own monitor polls a job once a second, and would record a job that is gone as failed.
-        passed = time.time() - (job.end_time or 0) / 1000
-        time.sleep(min(_MONITOR_SECONDS, max(0.0, _MONITOR_SECONDS - passed)))
+        elapsed = time.time() - (job.end_time or 0) / 1000
+        time.sleep(min(_MONITOR_SECONDS, max(0.0, _MONITOR_SECONDS - elapsed)))
         with self.answering():
             self.client.delete_job(str(job.submission_id))
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Turn what Ray's client raises into one-line errors."""
+        """Turn exceptions of Ray's client into one-line errors."""
         import requests
         from ray.exceptions import AuthenticationError
 
@@ -361,7 +361,7 @@ def _check_capacity(nodes: list[dict[str, Any]], job: Job, address: str) -> None
 
 
 def check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
-    """Refuse (`MachineError`) a job for which the head lacks memory: it would bring down all others with it."""
+    """Refuse (`MachineError`) a job for which the head lacks memory: all jobs would fail with the head."""
     memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
     if memory and (jobs + 1) * _JOB_BYTES > memory:
         raise MachineError(
@@ -371,14 +371,14 @@ def check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
 
 
 def nodes_of(dashboard: str) -> list[dict[str, Any]]:
-    """The alive nodes, as the dashboard reports them: node_id, resources_total and more. The token must be set."""
+    """Return the alive nodes, with node_id, resources_total and more, from the dashboard. The token must be set."""
     from ray.util.state import list_nodes
 
     try:
         nodes = list_nodes(
             address=dashboard,
             filters=[("state", "=", "ALIVE")],  # Ray remembers a thousand dead nodes
-            limit=_MOST_NODES,
+            limit=_MAX_NODES,
             timeout=int(_ANSWER_SECONDS),
             raise_on_missing_output=False,
         )
@@ -390,7 +390,7 @@ def nodes_of(dashboard: str) -> list[dict[str, Any]]:
 
 
 def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path | None:
-    """The run folder of a job; None if no cluster is named and none runs here, or if that one has no such job."""
+    """Return a job's run folder; None if no cluster is named and none runs here, or if the local one lacks the job."""
     if not address and local.find() is None:
         return None
     jobs = Jobs(address, plain_http=plain_http)
@@ -400,7 +400,7 @@ def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pat
 
 
 def describe(job: JobDetails, queued: str = "") -> str:
-    """One job for the terminal: its state, what that means, and the progress of its run."""
+    """Describe one job for the terminal: its state, what that means, and the progress of its run."""
     lines = [f"{job.submission_id}: {state(job, queued)}"]
     lines.append(f"  submitted {date(job.start_time)}, {_duration(job)}")
     metadata = job.metadata or {}
@@ -411,7 +411,7 @@ def describe(job: JobDetails, queued: str = "") -> str:
 
 
 def state(job: JobDetails, queued: str = "") -> str:
-    """What a job waits for (`Jobs.queued`), or Ray's name of its state, and what its exit code means."""
+    """Return what a job waits for (`Jobs.queued`), or Ray's name of its state and the meaning of its exit code."""
     if queued:
         return queued
     word = str(job.status.value).lower()
@@ -424,7 +424,7 @@ def state(job: JobDetails, queued: str = "") -> str:
 
 
 def progress(job: JobDetails) -> list[str]:
-    """The progress of a job's run, from its folder, and what it waits for; [] if the folder is not on this machine."""
+    """Return a run's progress from its folder, and what it waits for; [] if the folder is not on this machine."""
     run_dir = local_run((job.metadata or {}).get("run_dir", "/nowhere"))
     return [*(_waiting(run_dir) if job.status not in FINISHED else ()), *_trained(run_dir)]
 
@@ -452,7 +452,7 @@ def _trained(run_dir: Path) -> list[str]:
 
 
 def job_metadata(job: Job) -> dict[str, str]:
-    """All that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
+    """Return all that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
     return {
         **({"runs": str(runs())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
@@ -467,7 +467,7 @@ def job_metadata(job: Job) -> dict[str, str]:
 
 
 def date(milliseconds: int | None) -> str:
-    """A time that Ray reports, in this machine's time zone."""
+    """Format a time of Ray in this machine's time zone."""
     return time.strftime("%F %T", time.localtime((milliseconds or 0) / 1000))
 
 

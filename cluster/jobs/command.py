@@ -1,4 +1,4 @@
-"""The commands for a cluster on this machine and for the jobs of any. Each imports what it needs, as Ray, when run."""
+"""Commands for a cluster on this machine and for the jobs of any cluster. Imports, such as Ray, are deferred."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pretrain.common.wording import print_table
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
 
-Functions = Callable[[], Mapping[str, Callable[..., Any]]]  # what `submit` runs, by command
+Functions = Callable[[], Mapping[str, Callable[..., Any]]]  # the functions that `submit` runs, by command
 
 
 def add_to(commands: Any, functions: Functions) -> None:
@@ -37,9 +37,9 @@ def _up(arguments: argparse.Namespace) -> None:
 def _submit(functions: Functions, arguments: argparse.Namespace) -> int:
     from cluster.jobs.submission import make_job, read_words
 
-    command, config, given = read_words(arguments.run)
-    made = make_job(functions()[command], config, workers=arguments.workers, folder=arguments.dir, **given)
-    job = _jobs(arguments).submit(made, wait_for_nodes=arguments.wait_for_nodes)
+    command, config, options = read_words(arguments.run)
+    request = make_job(functions()[command], config, workers=arguments.workers, folder=arguments.dir, **options)
+    job = _jobs(arguments).submit(request, wait_for_nodes=arguments.wait_for_nodes)
     if arguments.follow:
         return follow_log(job.jobs, job.name)
     print(f"{job} Follow it with {program()} logs -f {job.name}")
@@ -138,7 +138,7 @@ def _add_submit(commands: Any, functions: Functions) -> None:
   ./launch.sh submit -- finetune configs/finetune/sst2.yaml --from runs/bert-mini""",
     )
     _add_address(parser)
-    parser.add_argument("--workers", metavar="N|MIN-MAX", help="number of worker processes, or an elastic range of it")
+    parser.add_argument("--workers", metavar="N|MIN-MAX", help="number of worker processes, or an elastic range")
     add_follow(parser, "print the job's output until it finishes")
     parser.add_argument(
         "--wait-for-nodes",

@@ -14,7 +14,7 @@ from pretrain.common.addresses import RUNS_VARIABLE
 
 
 def run(functions: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Run the job; `functions` are called when it is its turn, as they import a lot."""
+    """Run the job; `functions` is called when it is its turn, as it imports a lot."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     change_folder(metadata["folder"], "Submit with --dir and a folder")
     name, config = metadata["job_submission_id"], json.loads(metadata["config"])

@@ -1,7 +1,7 @@
 """The queue of a cluster: a job waits until the jobs submitted before it leave enough capacity.
 
 Hundreds of jobs may wait on the head. So neither Ray nor torch is imported here. All jobs are read once; then a few of
-them are polled, one by one, through the dashboard's REST interface.
+them are polled, one by one, through the dashboard's REST API.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ QUEUED = "queued behind "  # the last line of a waiting job's output is `NAME: q
 DONE = "finished"  # the last line of a training that has ended is `NAME: finished`
 
 _ANSWER_SECONDS = 10.0
-_SILENCE_SECONDS = 600.0  # of the cluster's head, while a job waits; a lost head ends the job anyway
+_SILENCE_SECONDS = 600.0  # of the cluster's head, while a job waits; a job dies with its head anyway
 _STOP_SECONDS = 0.5  # within which a stop takes effect
-_SHORTEST_PAUSE_SECONDS = 2.0
-_LONGEST_PAUSE_SECONDS = 30.0
-_FEW = 3  # names of jobs, in the log
-_NODES_SECONDS = 60.0  # after which the nodes are read again, though no job has finished
+_MIN_PAUSE_SECONDS = 2.0
+_MAX_PAUSE_SECONDS = 30.0
+_MAX_NAMES = 3  # of jobs, in the log
+_NODES_SECONDS = 60.0  # after which the nodes are read again even if no job has finished
 
-# Prints the dashboard's URL. In a process of its own: importing Ray takes 60 MB, which Python does not give back.
+# Prints the dashboard's URL. Runs in a child process: importing Ray takes 60 MB, which Python does not free.
 _FIND_DASHBOARD = (
     "import os; from ray.dashboard.utils import ray_address_to_api_server_url as find; "
     "print(find(os.environ['RAY_ADDRESS']))"
@@ -70,7 +70,7 @@ def wait_in_queue(name: str) -> None:
     try:
         wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(stopped))
     except MachineError:
-        if stopped:  # the signal has ended the program that looks for the dashboard, too
+        if stopped:  # the signal has stopped the child that looks for the dashboard, too
             raise StoppedError(f"{name}: stopped; nothing was started.") from None
         raise
     finally:
@@ -78,7 +78,7 @@ def wait_in_queue(name: str) -> None:
 
 
 def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
-    """Wait until the job may start. Raises `StoppedError` if it is `stopped` before."""
+    """Wait until the job may start. Raises `StoppedError` if it is `stopped` earlier."""
     queue: Queue | None = None
     answered, shown = time.monotonic(), ""
     while True:
@@ -86,7 +86,7 @@ def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) 
             if queue is None:
                 queue = Queue(name, dashboard)
             may_start, answered = queue.poll(), time.monotonic()
-        except MachineError:  # a head that is away for a while
+        except MachineError:  # the head may be unreachable for a while
             may_start = False
             if time.monotonic() - answered > _SILENCE_SECONDS:
                 raise
@@ -97,21 +97,21 @@ def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) 
             if shown:
                 print(f"{name}: starts", flush=True)
             return
-        if queue and shown != (shown := _few(queue.ahead)):
+        if queue and shown != (shown := _join_names(queue.ahead)):
             print(f"{name}: {QUEUED}{shown}", flush=True)
         sleep(pause(len(queue.ahead) if queue else 0), stopped)
 
 
 def pause(ahead: int) -> float:
-    """Seconds between two polls with `ahead` jobs before this one: 100 jobs send about 20 requests a second."""
-    return min(_SHORTEST_PAUSE_SECONDS * (1 + ahead / 8), _LONGEST_PAUSE_SECONDS)
+    """Return the seconds between two polls with `ahead` jobs in front: 100 jobs send about 20 requests a second."""
+    return min(_MIN_PAUSE_SECONDS * (1 + ahead / 8), _MAX_PAUSE_SECONDS)
 
 
 class Queue:
     """The jobs before one, until they finish.
 
-    Each poll reads the oldest, since it started first, and one of the others in turn. As long as one of them has
-    finished, the next ones are read at once.
+    Each poll reads the oldest, since it started first, and one of the others in turn. If either has finished, the
+    next ones are read immediately.
 
     Raises:
         InputError: the dashboard knows no such job.
@@ -137,7 +137,7 @@ class Queue:
         return [job.name for job in self._ahead]
 
     def poll(self) -> bool:
-        """Whether the job may start."""
+        """Return whether the job may start."""
         while finished := {job.name for job in self._due() if self._has_finished(job)}:
             self._ahead = [job for job in self._ahead if job.name not in finished]
             self._nodes_read = float("-inf")  # there may be capacity now
@@ -162,10 +162,10 @@ class Queue:
 
 
 def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], mine: WaitingJob) -> bool:
-    """Whether the bundles of `mine` fit beside those of the jobs before it on `nodes`.
+    """Return whether the bundles of `mine` fit on `nodes` beside the bundles of the jobs ahead.
 
-    Jobs before it run, or will run, with as many workers as they may; it can start with the fewest. A job before it
-    that does not fit itself waits for nodes, and is not overtaken.
+    Jobs ahead count with their maximum of workers, `mine` with its minimum. A job ahead that does not fit itself waits
+    for nodes, and is not overtaken.
     """
     free = [list(node) for node in nodes]
     for job in ahead:
@@ -174,21 +174,21 @@ def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], mine
     return _place(free, nodes, mine, mine.low) == mine.low
 
 
-def _place(free: list[list[int]], nodes: Sequence[NodeSize], job: WaitingJob, most: int) -> int:
-    """Take up to `most` of the job's bundles from `free`, each from the fullest node on which it fits; how many fit."""
+def _place(free: list[list[int]], nodes: Sequence[NodeSize], job: WaitingJob, limit: int) -> int:
+    """Take up to `limit` of the job's bundles from `free`, each on the fullest node that fits; return how many fit."""
     try:
         cpus = job.cpus or cpus_that_fit(nodes, job.low, job.high, 0, "")
     except MachineError:
         return 0
     gpus = 1 if any(gpu for _, gpu in nodes) else 0
-    for placed in range(most):
+    for placed in range(limit):
         fitting = [node for node in free if node[0] >= cpus and node[1] >= gpus]
         if not fitting:
             return placed
         chosen = min(fitting, key=lambda node: (node[1], node[0]))
         chosen[0] -= cpus
         chosen[1] -= gpus
-    return most
+    return limit
 
 
 class Dashboard:
@@ -201,15 +201,15 @@ class Dashboard:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def jobs(self) -> list[dict[str, Any]]:
-        """All submitted jobs, with their metadata."""
+        """Return all submitted jobs, with their metadata."""
         return [job for job in self._get("/api/jobs/") or () if job["submission_id"]]
 
     def job(self, name: str) -> dict[str, Any] | None:
-        """One job; None if it was deleted."""
+        """Return one job; None if it was deleted."""
         return self._get(f"/api/jobs/{quote(name, safe='')}")
 
     def nodes(self) -> list[NodeSize]:
-        """(CPUs, GPUs) of the alive nodes."""
+        """Return (CPUs, GPUs) of the alive nodes."""
         answer = self._get("/api/v0/nodes?detail=1&limit=10000") or {}
         nodes = [node["resources_total"] for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"]
         return [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
@@ -231,9 +231,9 @@ class Dashboard:
             connection.close()
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more
+def _join_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _waiting(job: Mapping[str, Any]) -> WaitingJob:
@@ -244,7 +244,7 @@ def _waiting(job: Mapping[str, Any]) -> WaitingJob:
 
 
 def find_dashboard() -> str:
-    """URL of the dashboard of the cluster that this job runs on."""
+    """Return the URL of the dashboard of the cluster that this job runs on."""
     done = subprocess.run([sys.executable, "-c", _FIND_DASHBOARD], capture_output=True, text=True)
     url = (done.stdout.split() or [""])[-1]
     if done.returncode or not url.startswith("http"):
@@ -254,7 +254,7 @@ def find_dashboard() -> str:
 
 
 def _token() -> str:
-    """The cluster's token, from where Ray reads it; empty if there is none."""
+    """Return the cluster's token, from where Ray reads it; empty if there is none."""
     if "RAY_AUTH_TOKEN" in os.environ:
         return os.environ["RAY_AUTH_TOKEN"]
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

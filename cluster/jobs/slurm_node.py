@@ -1,8 +1,8 @@
 """One node of a SLURM job: its part of the job's Ray cluster. The first node also runs the job's command.
 
 srun starts `python -m cluster.jobs.slurm_node ADDRESS CPUS GPUS COMMAND...` on each node (manifest slurm).
-`ray symmetric-run` would do the same, but its nodes notice the end only after a minute, and `ray stop` ends the Ray of
-other jobs, too. Here each node owns its Ray, which ends with it, and nothing stays in its temporary folder.
+`ray symmetric-run` would do the same, but its nodes notice only after a minute that the command has finished, and `ray
+stop` kills the Ray of other jobs, too. Here each node owns its Ray, which stops with it and leaves no temporary files.
 """
 
 import contextlib
@@ -26,28 +26,28 @@ from pretrain.common.worker import JOB_VARIABLE
 
 _POLL_SECONDS = 0.5
 _START_SECONDS = 300.0  # for the head's Ray to accept connections
-_REFUSALS = 3  # in a row: the head's Ray has ended
-_CLEAN_SECONDS = 10  # of SLURM's KillWait, not for a checkpoint: what is killed cannot clean up
+_REFUSALS = 3  # in a row: the head's Ray has stopped
+_CLEAN_SECONDS = 10  # of SLURM's KillWait, reserved for cleaning up, which killed processes cannot do
 
 
 def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
-    """Run this node until the command on the first node ends. Returns the exit code of srun's task.
+    """Run this node until the command on the first node finishes. Returns the exit code of srun's task.
 
-    The command reports its own exit code elsewhere: any code but 0 is that of a node which failed.
+    The command reports its exit code elsewhere: any code but 0 means that a node failed.
     """
-    # The same path on all nodes, as Ray wants it; a job has its nodes to itself.
+    # The same path on all nodes, as Ray requires; a job has its nodes to itself.
     folder = Path("/tmp") / f"bertrain-{os.environ['SLURM_JOB_ID']}"
-    os.environ["TMPDIR"] = str(folder)  # what libraries leave there goes, too
+    os.environ["TMPDIR"] = str(folder)  # so that files of libraries are removed, too
     term = _Term()
-    with contextlib.ExitStack() as ends:
+    with contextlib.ExitStack() as cleanup:
         try:
             _claim(folder)
-            # Left from the last to the first: the processes end, then their files are removed.
-            ends.callback(_remove, folder)
+            # Runs in reverse order: the processes are killed, then their files are removed.
+            cleanup.callback(_remove, folder)
             if os.environ["SLURM_NODEID"] == "0":
-                _lead(folder, address, cpus, gpus, command, term, ends)
+                _lead(folder, address, cpus, gpus, command, term, cleanup)
             else:
-                _follow(folder, address, cpus, gpus, term, ends)
+                _follow(folder, address, cpus, gpus, term, cleanup)
         except MachineError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return error.exit_code
@@ -55,56 +55,56 @@ def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
 
 
 class _Term:
-    """When SIGTERM came; SLURM sends it to all processes of a job that is canceled, requeued or out of time."""
+    """The time since SIGTERM, which SLURM sends to all processes of a job that is canceled, requeued or out of time."""
 
     def __init__(self) -> None:
-        self._came: float | None = None
+        self._received: float | None = None
         signal.signal(signal.SIGTERM, self._on_signal)
         self._seconds = max(1, _kill_wait() - _CLEAN_SECONDS)
 
-    def is_over(self) -> bool:
-        """Whether the time to save a checkpoint has passed since."""
-        return self._came is not None and time.monotonic() > self._came + self._seconds
+    def has_expired(self) -> bool:
+        """Return whether the time to save a checkpoint has passed since SIGTERM."""
+        return self._received is not None and time.monotonic() > self._received + self._seconds
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._came is None:
-            self._came = time.monotonic()
+        if self._received is None:
+            self._received = time.monotonic()
 
 
 def _kill_wait() -> int:
-    """SLURM's setting, or its default where SLURM's commands are not at hand, as in a container."""
+    """Return SLURM's KillWait in seconds, or its default where SLURM's commands are missing, as in a container."""
     if not shutil.which("scontrol"):
         return 30
     shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"^KillWait *= *(\d+)", shown, re.MULTILINE)
-    return int(found[1]) if found else 30
+    match = re.search(r"^KillWait *= *(\d+)", shown, re.MULTILINE)
+    return int(match[1]) if match else 30
 
 
 def _lead(
-    folder: Path, address: str, cpus: int, gpus: int, command: list[str], term: _Term, ends: contextlib.ExitStack
+    folder: Path, address: str, cpus: int, gpus: int, command: list[str], term: _Term, cleanup: contextlib.ExitStack
 ) -> None:
     host, _, port = address.rpartition(":")
     head = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
     with without_stop_signals():
-        ray = start_node(folder, cpus, [*head, f"--num-gpus={gpus}", f"--temp-dir={folder}/{RAY_FOLDER}"], ends)
+        ray = start_node(folder, cpus, [*head, f"--num-gpus={gpus}", f"--temp-dir={folder}/{RAY_FOLDER}"], cleanup)
     _await_head(address, term, ray, folder)
-    # In a session of its own, with all that it starts.
+    # In a new session, with all processes that it starts.
     run = subprocess.Popen(command, start_new_session=True)
-    ends.callback(end_session, run.pid)
-    while run.poll() is None and not term.is_over():
+    cleanup.callback(end_session, run.pid)
+    while run.poll() is None and not term.has_expired():
         _check(ray, folder)
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait(_POLL_SECONDS)
 
 
-def _follow(folder: Path, address: str, cpus: int, gpus: int, term: _Term, ends: contextlib.ExitStack) -> None:
+def _follow(folder: Path, address: str, cpus: int, gpus: int, term: _Term, cleanup: contextlib.ExitStack) -> None:
     _await_head(address, term)
-    if _is_over():
+    if _has_finished():
         return
     with without_stop_signals():
-        ray = start_node(folder, cpus, [f"--address={address}", f"--num-gpus={gpus}"], ends)
+        ray = start_node(folder, cpus, [f"--address={address}", f"--num-gpus={gpus}"], cleanup)
     refusals = 0
-    while refusals < _REFUSALS and not term.is_over() and not _is_over():
+    while refusals < _REFUSALS and not term.has_expired() and not _has_finished():
         refusals = refusals + 1 if _connects(address) is False else 0
         if refusals == 0:
             _check(ray, folder)
@@ -113,21 +113,21 @@ def _follow(folder: Path, address: str, cpus: int, gpus: int, term: _Term, ends:
 
 def _await_head(address: str, term: _Term, ray: subprocess.Popen[bytes] | None = None, folder: Path = Path()) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while not _connects(address) and not _is_over():
+    while not _connects(address) and not _has_finished():
         if ray is not None:
             _check(ray, folder)
-        if time.monotonic() > deadline or term.is_over():
+        if time.monotonic() > deadline or term.has_expired():
             raise MachineError(f"{os.uname().nodename}: Ray's head at {address} did not answer. See the first node.")
         time.sleep(_POLL_SECONDS)
 
 
-def _is_over() -> bool:
-    """Whether the command has ended: it may do so before another node sees the head."""
+def _has_finished() -> bool:
+    """Return whether the command has finished, possibly before this node saw the head."""
     return (Path(os.environ[JOB_VARIABLE]) / "exit-code").exists()
 
 
 def _connects(address: str) -> bool | None:
-    """Whether something listens there; None if the network does not tell."""
+    """Return whether something listens there; None if the network does not tell."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
@@ -147,13 +147,13 @@ def _check(ray: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _claim(folder: Path) -> None:
-    """Make the folder. What earlier starts of this job left, and jobs of which nothing runs any more, is removed.
+    """Make the folder. Remove what earlier starts of this job left, and jobs without running processes.
 
-    After the loss of another node SLURM may not have ended this one's processes, nor a lost node have cleaned up.
+    After the loss of another node SLURM may not have killed this node's processes, and a lost node has not cleaned up.
     """
-    words = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    command_lines = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     for one in {folder, *folder.parent.glob("bertrain-[0-9]*")}:
-        users = [process for process, line in words if any(f"{one}/" in word for word in line)]
+        users = [process for process, line in command_lines if any(f"{one}/" in word for word in line)]
         if one == folder:
             for process in users:
                 with contextlib.suppress(ProcessLookupError):
@@ -167,7 +167,7 @@ def _claim(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Ray's processes may still write there for a moment after they were killed."""
+    """Remove the folder; Ray's killed processes may still write there for a moment."""
     for _ in range(10):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

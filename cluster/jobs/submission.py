@@ -1,4 +1,4 @@
-"""A job made of a config and sent to a cluster, checked here before anything is sent."""
+"""Jobs made from configs. All that can be checked here is checked before anything is sent to a cluster."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def make_job(
     workers: int | str | None = None,
     folder: Path | str | None = None,
 ) -> Job:
-    """A job that runs a config.
+    """Make a job that runs a config.
 
     Args:
         function: `pretrain.train`, `pretrain.prepare` or `finetune.train`; its module reads the config.
-        config, overrides, start_from: as for `pretrain.train`.
+        config, overrides, start_from: as in `pretrain.train`.
         workers: number of worker processes, or an elastic range such as "2-4".
         folder: working directory of the job, shared by the cluster's machines; None for the current one.
 
@@ -46,21 +46,21 @@ def make_job(
     if command is None:
         raise InputError(f"submit: {function!r} cannot be a job. Pass one of the functions {', '.join(_COMMANDS)}.")
     trains = command != "prepare"
-    given = with_start([*as_overrides(overrides), *([] if workers is None else _workers(str(workers)))], start_from)
-    read = sys.modules[module].load_config(config, given, imports=True)  # a checkpoint to start from is the cluster's
-    values = read.model_dump(mode="json")
-    if isinstance(read, PretrainConfig) and read.start_from:
-        values |= _undecided(config, given, values)
+    settings = with_start([*as_overrides(overrides), *([] if workers is None else _workers(str(workers)))], start_from)
+    loaded = sys.modules[module].load_config(config, settings, imports=True)  # `start_from` is read on the cluster
+    values = loaded.model_dump(mode="json")
+    if isinstance(loaded, PretrainConfig) and loaded.start_from:
+        values |= _undecided(config, settings, values)
     if trains:
-        read.tracking.check_names()
-        values["tracking"]["run_id"] = read.tracking.run_id or read.name
-    scheduling = read.scheduling
+        loaded.tracking.check_names()
+        values["tracking"]["run_id"] = loaded.tracking.run_id or loaded.name
+    scheduling = loaded.scheduling
     return Job(
         kind=command,
         resumes=trains,
-        name=read.name if trains else f"{command}-{read.name}"[:63],
+        name=loaded.name if trains else f"{command}-{loaded.name}"[:63],
         config=values,
-        run_dir=read.address or str(read.folder),
+        run_dir=loaded.address or str(loaded.folder),
         folder=Path(folder or Path.cwd()).absolute(),
         workers=(scheduling.min_workers or scheduling.workers, scheduling.workers),
         cpus_per_worker=scheduling.cpus_per_worker,
@@ -82,10 +82,10 @@ def read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
 
 
 def _undecided(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
-    """The sections that a checkpoint on the cluster decides, only as they are given: defaults would contradict it."""
-    given = given_values(config, PretrainConfig, overrides)
-    vocabulary = given.get("corpus", {}).get("vocabulary", {})
-    return {"model": given.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}
+    """Return the sections that a checkpoint on the cluster decides, without defaults, which would contradict it."""
+    explicit = given_values(config, PretrainConfig, overrides)
+    vocabulary = explicit.get("corpus", {}).get("vocabulary", {})
+    return {"model": explicit.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}
 
 
 def _workers(text: str) -> list[str]:

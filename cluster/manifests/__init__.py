@@ -1,1 +1,1 @@
-"""Manifests for real clusters, made from the config of a run: KubeRay, SLURM."""
+"""Manifests for clusters (KubeRay, SLURM), rendered from the config of a run."""

@@ -1,4 +1,4 @@
-"""./launch.sh manifest: the manifest of a run, printed or written to a file."""
+"""The command `manifest`: print the manifest of a run, or write it to a file."""
 
 import argparse
 import functools
@@ -13,7 +13,7 @@ KINDS = ("kuberay", "slurm")
 
 
 def add_to(commands: Any, config_type: Callable[[Path], Any]) -> None:
-    """Add `manifest` to the subcommands of a parser; `config_type` says of what kind a config is."""
+    """Add `manifest` to the subcommands of a parser; `config_type` returns the class of a config file."""
     parser = add_command(
         commands,
         "manifest",
@@ -37,14 +37,14 @@ cluster/manifests/templates/kuberay.yaml.j2 or slurm.sbatch.j2.""",
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
 
 
-def _manifest(config_type: Callable[[Path], Any], given: argparse.Namespace) -> None:
+def _manifest(config_type: Callable[[Path], Any], arguments: argparse.Namespace) -> None:
     from cluster.manifests.render import render
 
-    if given.out is not None:
-        expect_other([given.out], [path for path in (given.config, given.template) if path])
-    text = render(given.kind, config_type(given.config), given.config, given.set, given.template)
-    if given.out is None:
+    if arguments.out is not None:
+        expect_other([arguments.out], [path for path in (arguments.config, arguments.template) if path])
+    text = render(arguments.kind, config_type(arguments.config), arguments.config, arguments.set, arguments.template)
+    if arguments.out is None:
         print(text, end="")
         return
-    with disk_errors(given.out), atomic_open(given.out, "w") as file:
+    with disk_errors(arguments.out), atomic_open(arguments.out, "w") as file:
         file.write(text)

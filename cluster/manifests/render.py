@@ -1,4 +1,4 @@
-"""The manifest of a run, of each kind: a template, filled in."""
+"""The manifest of a run, rendered from the template of its kind."""
 
 import json
 import shlex
@@ -21,45 +21,45 @@ KIND_SETTINGS = {"kuberay": (KubeRaySettings, "kuberay.yaml.j2"), "slurm": (Slur
 def render(
     kind: str, run_type: type[RunConfig], config: Path | str, overrides: Sequence[str] = (), copy: Path | None = None
 ) -> str:
-    """The manifest of the run in the YAML file `config`, as the text of one file.
+    """Return the manifest of the run in the YAML file `config`, as the text of one file.
 
-    `overrides` are `key.path=value`, also below `place.`; `copy` is the user's own template. `InputError` on bad input.
+    `overrides` are `key.path=value`, also below `place.`; `copy` is a template of the user. `InputError` on bad input.
     """
     return fill(kind, values_of(config, run_type, KIND_SETTINGS[kind][0], overrides), copy)
 
 
 def fill(kind: str, values: dict[str, Any], copy: Path | None = None) -> str:
-    """The text of a template with `values`. An error names its line, and from which file it can be copied again."""
-    own = Path(__file__).parent / "templates" / KIND_SETTINGS[kind][1]
+    """Render a template with `values`. An error names its line, and the file from which it can be copied again."""
+    builtin = Path(__file__).parent / "templates" / KIND_SETTINGS[kind][1]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {one.__name__: one for one in (tojson, sh, block, comment, heredoc, counted)}
     try:
-        return environment.from_string((copy or own).read_text(encoding="utf-8")).render(values)
+        return environment.from_string((copy or builtin).read_text(encoding="utf-8")).render(values)
     except Exception as error:  # whatever its expressions raise
         if not copy:
             raise
         frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
         line = getattr(error, "lineno", None) or (frames or [0])[-1]
-        said = f"line {line}: {error}" if line else getattr(error, "strerror", None) or str(error)
-        said = " ".join(said.split()).rstrip(".")
-        raise InputError(f"{copy}: {said}. Correct it, or start with a copy of {own}.") from None
+        problem = f"line {line}: {error}" if line else getattr(error, "strerror", None) or str(error)
+        problem = " ".join(problem.split()).rstrip(".")
+        raise InputError(f"{copy}: {problem}. Correct it, or start with a copy of {builtin}.") from None
 
 
 def tojson(value: Any) -> str:
-    """JSON that is YAML on one line: what could be taken for a line break, or not be seen, is escaped."""
+    """Return JSON that is YAML on one line: line separators and invisible characters are escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in text)
 
 
 def sh(value: Any) -> str:
-    """One word of a shell."""
+    """Quote a value as one word of a shell."""
     return shlex.quote(str(value))
 
 
 def block(text: str, width: int) -> str:
-    """A literal block of YAML with so many spaces before each line, or a quoted scalar where a block may not be."""
+    """Return a literal block of YAML, indented by `width`, or a quoted scalar where a block is not allowed."""
     lines = text.removesuffix("\n").split("\n")
     if not text.endswith("\n") or not lines[-1] or lines[0][:1] in ("", " ") or not all(map(str.isprintable, lines)):
         return tojson(text)

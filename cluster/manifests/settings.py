@@ -1,4 +1,4 @@
-"""The section `place` of a config: what a manifest of each kind is told about the cluster."""
+"""The section `place` of a config: settings of the cluster, for a manifest of each kind."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -7,7 +7,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from pretrain.common.sections import SEVERAL_LINES, LocalPath, Section
 
-_OBJECT = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # the name of something in Kubernetes; may be empty
+_OBJECT = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # name of a Kubernetes object; may be empty
 _ObjectName = Annotated[str, StringConstraints(pattern=_OBJECT, min_length=1)]
 _IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
@@ -19,9 +19,9 @@ _START_SECONDS = 120  # for Ray, torch and a minute by which SLURM's warning may
 class ManifestSettings(Section):
     """The nodes for the workers, of all kinds."""
 
-    workers_per_node: int = Field(default=8, ge=1, description="Workers of each node; with GPUs, one for each.")
+    workers_per_node: int = Field(default=8, ge=1, description="Workers per node; with GPUs, one per GPU.")
     gpus: bool = Field(default=True, description="Whether each worker has a GPU; false trains on CPUs.")
-    cpus_per_worker: int = Field(default=8, ge=1, description="CPU cores of each, if scheduling.cpus_per_worker is 0.")
+    cpus_per_worker: int = Field(default=8, ge=1, description="Cores per worker if scheduling.cpus_per_worker is 0.")
     prepare: bool = Field(default=False, description="Prepare the corpus on the cluster first, if it is not ready.")
     grace_seconds: int = Field(default=300, ge=30, description="Seconds to save a checkpoint when nodes are preempted.")
 
@@ -40,7 +40,7 @@ class KubeRaySettings(ManifestSettings):
         default="/shared", pattern=r"^/[^:]*$", description="Where the claim is mounted; the run's working directory."
     )
     storage_claim: _ObjectName = Field(default="bertrain", description="ReadWriteMany PersistentVolumeClaim of pods.")
-    memory_per_worker_gib: int = Field(default=32, ge=2, description="GiB for each worker, with its shared memory.")
+    memory_per_worker_gib: int = Field(default=32, ge=2, description="GiB per worker, with its shared memory.")
     queue: str = Field(
         default="", pattern=_OBJECT, description="LocalQueue of Kueue, where the run waits for all pods; empty: none."
     )
@@ -79,15 +79,15 @@ class SlurmSettings(ManifestSettings):
     @model_validator(mode="after")
     def _check_time(self) -> "SlurmSettings":
         """SLURM warns up to a minute early, and not before the start."""
-        least = self.grace_seconds + _START_SECONDS
-        if 0 < _seconds(self.time_limit) < least:
+        minimum = self.grace_seconds + _START_SECONDS
+        if 0 < _seconds(self.time_limit) < minimum:
             needed = f"grace_seconds ({self.grace_seconds}) to save, and {_START_SECONDS} s to start"
-            raise ValueError(f"time_limit ({self.time_limit}) is less than {least} s: {needed}")
+            raise ValueError(f"time_limit ({self.time_limit}) is less than {minimum} s: {needed}")
         return self
 
 
 def _seconds(time_limit: str) -> int:
-    """Of [days-]hours:minutes:seconds as `man sbatch` reads it: without days, fewer numbers begin at the minutes."""
+    """Parse [days-]hours:minutes:seconds as `man sbatch` does: without days, fewer numbers start at the minutes."""
     days, *numbers = map(int, re.split("[-:]", time_limit if "-" in time_limit else f"0-{time_limit}"))
     if "-" not in time_limit and len(numbers) < 3:
         numbers.insert(0, 0)

@@ -1,7 +1,7 @@
 """The worker processes of one attempt: Ray actors, each on its bundle of one placement group.
 
-Ray Core does all of it: it places the processes, starts them and reports which one died. A controller between it and us
-(Ray Train's) would be one more process that imports torch before the first step, and one more that can die.
+Ray Core does all of it: it places the processes, starts them and reports which one died. A controller in
+between (Ray Train's) would be one more process that imports torch before the first step, and one more that can die.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cluster.workers.target import RankAssignment, run_worker
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
-_LAST_LINES_SECONDS = 2.0  # after the first failure, in which the other workers can report theirs
-# For all processes to start where Ray has placed them. A head starts some hundred a minute.
+_LAST_LINES_SECONDS = 2.0  # after the first failure, for the other workers to report theirs
+# For all processes to start where Ray has placed them. A head starts about a hundred a minute.
 _START_SECONDS, _START_SECONDS_PER_WORKER = 120.0, 0.5
 _POLL_SECONDS = 1.0  # between two checks for a stop while workers start
 _NODE_LABEL = "ray.io/node-id"
@@ -32,11 +32,11 @@ _MIG = "MIG-"
 
 
 class WorkersNotStartedError(Exception):
-    """The workers could not be started now: the cluster lacks capacity, or the reason that is given."""
+    """The workers could not be started now: the cluster lacks capacity, or there is another reason, in the message."""
 
 
 class WorkersFailedError(Exception):
-    """Workers failed: their exceptions by rank, `WorkerError` for those that reported, Ray's for those that died."""
+    """Workers failed: their exceptions by rank, `WorkerError` if a worker reported, Ray's if it died."""
 
     def __init__(self, failures: dict[int, Exception]) -> None:
         super().__init__(failures)
@@ -44,10 +44,10 @@ class WorkersFailedError(Exception):
 
 
 class WorkerGroup:
-    """`workers` processes with `resources` each, ready to run; use as a context manager, which ends them.
+    """`workers` processes with `resources` each, ready to run; use as a context manager, which kills them.
 
     None is placed on the nodes with the ids `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them within
-    `patience` seconds, or they need more than `start_seconds` from then on (0: a time that grows with their number).
+    `placement_seconds`, or if their start then takes over `start_seconds` (0: a limit that grows with their number).
     Until they have started, `check_stop` is called every second and may raise.
     """
 
@@ -55,7 +55,7 @@ class WorkerGroup:
         self,
         workers: int,
         resources: dict[str, float],
-        patience: float,
+        placement_seconds: float,
         avoid: Collection[str],
         check_stop: Callable[[], None],
         start_seconds: float = 0.0,
@@ -65,7 +65,7 @@ class WorkerGroup:
 
         self._group = request_bundles(workers, resources, avoid)
         try:
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + placement_seconds
             while not self._group.wait(_POLL_SECONDS):
                 check_stop()
                 if time.monotonic() > deadline:
@@ -98,7 +98,7 @@ class WorkerGroup:
         self.locations = [locations[number] for number in order]
 
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
-        """`cluster.workers.target.run_worker` in each, until all have finished; what each returned, by rank.
+        """Call `cluster.workers.target.run_worker` in each until all have finished; return the results by rank.
 
         Raises `WorkersFailedError` as soon as one fails, with what the others report about it.
         """
@@ -111,15 +111,15 @@ class WorkerGroup:
         failures: dict[int, Exception] = {}
         pending, deadline = list(runs), None
         while pending:
-            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-            done, pending = ray.wait(pending, num_returns=1, timeout=patience)
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
             if not done:
                 break
             rank = runs.index(done[0])
             try:
                 outcomes[rank] = ray.get(done[0])
             except RayTaskError as error:
-                cause = error.cause or error  # of another class if the process could not even load our code
+                cause = error.cause or error  # of another class if the process could not load our code
                 failures[rank] = cause if isinstance(cause, WorkerError) else WorkerError(CRASH, one_line(cause))
             except RayError as error:
                 failures[rank] = error
@@ -167,7 +167,7 @@ class WorkerGroup:
         )
 
     def _nodes_of(self, workers: Sequence[int]) -> list[str]:
-        """Addresses of the nodes on which these were placed."""
+        """Return the addresses of the nodes on which these workers were placed."""
         import ray
         from ray.util.placement_group import placement_group_table
 
@@ -182,7 +182,7 @@ class WorkerGroup:
 
 
 def request_bundles(workers: int, resources: dict[str, float], avoid: Collection[str] = ()) -> Any:
-    """A placement group of `workers` bundles, pending until they fit: Ray's autoscaler sees it and starts nodes for it.
+    """Request a placement group of `workers` bundles, pending until they fit; Ray's autoscaler starts nodes for it.
 
     It is removed when this process exits. A request through `ray.autoscaler.sdk.request_resources` would outlive it,
     and all users of a cluster share a single such request.
@@ -201,11 +201,11 @@ class WorkerLocation:
     node: str  # its id
     address: str  # of the node
     port: int  # a free one there
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them: numbers, UUIDs or ids of MIG instances
+    gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES: numbers, UUIDs or ids of MIG instances
 
 
 class WorkerActor:
-    """What runs in each process. Ray pickles it by its name, so workers must be able to import this module."""
+    """The actor of each worker process. Ray pickles it by name, so workers must be able to import this module."""
 
     def locate(self) -> WorkerLocation:
         import ray
@@ -224,18 +224,18 @@ class WorkerActor:
         return run_worker(attempt, assignment)
 
 
-PROCESS_TITLE = f"ray::{WorkerActor.__name__}"  # the beginning of a worker's title in the list of processes
+PROCESS_TITLE = f"ray::{WorkerActor.__name__}"  # start of a worker's title in the list of processes
 
 
 def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
-    """The rank of each worker, in the order of `locations`; the workers meet at the address of rank 0."""
+    """Return the rank of each worker, in the order of `locations`; they connect at the address of rank 0."""
     sizes = Counter(one.node for one in locations)
     seen: Counter[str] = Counter()
     assignments = []
     for rank, one in enumerate(locations):
         visible = sorted({gpu for other in locations if other.node == one.node for gpu in other.gpus}, key=_gpu_order)
         if any(gpu.startswith(_MIG) for gpu in visible):
-            visible = one.gpus  # CUDA shows a process one MIG instance only, the first that is named
+            visible = one.gpus  # CUDA shows a process only one MIG instance, the first one listed
         assignments.append(
             RankAssignment(
                 rank=rank,
@@ -253,5 +253,5 @@ def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
 
 
 def _gpu_order(gpu: str) -> tuple[bool, int, str]:
-    """Numbers by their value, then UUIDs and ids of MIG instances."""
+    """Sort key: numbers by their value, then UUIDs and ids of MIG instances."""
     return (True, 0, gpu) if not gpu.isdigit() else (False, int(gpu), "")

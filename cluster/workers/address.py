@@ -12,14 +12,14 @@ ANSWER_SECONDS = 3.0
 
 
 def without_password(address: str) -> str:
-    """An address for messages: user and password in it become `***`. It need not be a valid URL."""
+    """Return an address for messages, with `***` for user and password. It need not be a valid URL."""
     before, at, host = address.rpartition("@")
     scheme = before.partition("//")[0] + "//" if "//" in before else ""
     return f"{scheme}***@{host}" if at else address
 
 
 def redacted(error: BaseException, address: str) -> str:
-    """An exception on one line, without the password of `address`."""
+    """Return an exception on one line, without the password of `address`."""
     text = one_line(error).replace(address, without_password(address))
     userinfo = address.rpartition("@")[0].rpartition("//")[2]
     password = userinfo.partition(":")[2]
@@ -60,7 +60,7 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
 
 
 def answers_without_token(address: str) -> bool:
-    """Whether the cluster lists its jobs without a token, and so would run anybody's job."""
+    """Return whether the cluster lists its jobs without a token, and so would run anyone's job."""
     import requests
 
     try:
@@ -84,7 +84,7 @@ def _parts(address: str) -> SplitResult:
 
 
 def token_refused(where: str) -> InputError:
-    """The error about a cluster that rejects this process's token."""
+    """Return the error about a cluster that rejects this process's token."""
     first = "Unset RAY_AUTH_TOKEN, which is preferred to files, and put" if "RAY_AUTH_TOKEN" in os.environ else "Put"
     return InputError(
         f"{where}: the cluster rejects this token. {first} the cluster's token into RAY_AUTH_TOKEN_PATH "
@@ -93,7 +93,7 @@ def token_refused(where: str) -> InputError:
 
 
 def _is_local(host: str) -> bool | None:
-    """Whether all addresses of `host` are this machine's own; None if this machine knows none."""
+    """Return whether all addresses of `host` are loopback addresses; None if it cannot be resolved."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
@@ -115,7 +115,7 @@ def _check_unencrypted(shown: str, is_local: bool | None) -> None:
 
 
 def _avoid_proxy(address: str, host: str) -> None:
-    """Add `host` to `no_proxy`: a proxy would ask its own machine instead, and see the token."""
+    """Add `host` to `no_proxy`: a proxy would connect to itself instead, and see the token."""
     from requests.utils import should_bypass_proxies
 
     if not should_bypass_proxies(address, no_proxy=None):

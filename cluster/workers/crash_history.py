@@ -1,4 +1,4 @@
-"""The crashes of a run: how many count against its limit, and on which nodes they were. Plain data, without Ray."""
+"""The crashes of a run: how many count against its limit, and on which nodes they happened. Plain data, without Ray."""
 
 import time
 from collections import Counter
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 _LOST_SECONDS = 60.0  # after a crash; the loss of one of its nodes within this time explains it
 _MEMORY_SECONDS = 24 * 3600.0  # for which a crash counts against its node
 _CRASHES_OF_A_BAD_NODE = 2
-_FEWEST_LOSSES = 10  # which a run survives without a new checkpoint, even with a lower limit of failures
+_ALLOWED_LOSSES = 10  # without a new checkpoint, even with a lower limit of failures
 _LOSSES_PER_FAILURE = 3
 
 
@@ -16,7 +16,7 @@ _LOSSES_PER_FAILURE = 3
 class _Crash:
     time: float
     nodes: frozenset[str]  # of all workers
-    blamed: str  # the node of the worker that crashed first; empty if unknown
+    blamed: str  # id of the node whose worker crashed first; empty if unknown
 
 
 class CrashHistory:
@@ -65,7 +65,7 @@ class CrashHistory:
     def forgive(self, staying: Collection[str]) -> list[str]:
         """Drop the crashes of the last minute whose nodes are not all in `staying`.
 
-        Returns the addresses of the lost nodes, or the ids of those on which no worker ran.
+        Returns the addresses of the lost nodes, or their ids if no worker ran on them.
         """
         lost: set[str] = set()
         for crash in list(self._remembered):
@@ -79,16 +79,16 @@ class CrashHistory:
 
     @property
     def exhausted(self) -> bool:
-        """Whether more crashes count than the limit allows."""
+        """True if more crashes count than the limit allows."""
         return len(self._counted) > self._limit
 
     @property
     def lost_too_often(self) -> bool:
-        """Whether more nodes were lost without a new checkpoint than preemptions explain."""
-        return self.losses > max(_FEWEST_LOSSES, _LOSSES_PER_FAILURE * self._limit)
+        """True if more nodes were lost without a new checkpoint than preemptions explain."""
+        return self.losses > max(_ALLOWED_LOSSES, _LOSSES_PER_FAILURE * self._limit)
 
     def bad_nodes(self) -> dict[str, str]:
-        """Addresses, by id, of the nodes on which workers crashed twice within a day."""
+        """Return the addresses, by id, of the nodes on which workers crashed twice within a day."""
         now = self._clock()
         crashes = Counter(one.blamed for one in self._remembered if now - one.time <= _MEMORY_SECONDS and one.blamed)
         return {node: self._addresses[node] for node, count in crashes.items() if count >= _CRASHES_OF_A_BAD_NODE}

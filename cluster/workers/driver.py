@@ -44,9 +44,9 @@ _POLL_SECONDS = 0.5
 _HEAD_SECONDS = 30.0  # for a busy head to list the nodes
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum is 75 MiB
 
-# Memory that one thread of a worker frees must serve the others (pretrain/common/memory.py): one heap for all threads.
+# One heap for all threads, so that they reuse each other's freed memory (pretrain/common/memory.py).
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-# Set in the driver; Ray passes them to its workers, and to the other processes of a Ray of our own.
+# Set in the driver; Ray passes them to its workers, and to the other processes of a local Ray.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
     "REPORTER_UPDATE_INTERVAL_MS": "600000",  # the load of all processes, every 5 s by default, for a dashboard
@@ -75,7 +75,7 @@ def main(request_path: str, work: Callable[[Any], None]) -> None:
 
 def _run(request: LaunchRequest) -> None:
     """Start or join Ray if it is needed, run the workers until they finish, and leave Ray again."""
-    fewest = request.fewest_workers
+    required = request.required_workers
     waited: list[dict[str, Any]] = []
 
     def fit(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> LaunchRequest:
@@ -87,11 +87,11 @@ def _run(request: LaunchRequest) -> None:
                 where += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
         else:
             nodes = find_sizes()
-        cpus = cpus_that_fit(nodes, fewest, request.workers, request.cpus_per_worker, where)
+        cpus = cpus_that_fit(nodes, required, request.workers, request.cpus_per_worker, where)
         return replace(request, cpus_per_worker=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
     if not request.address:  # checked before torch and Ray are loaded
-        nodes_fit([(_cores(), 0)], fewest, request.cpus_per_worker, _here())
+        nodes_fit([(_cores(), 0)], required, request.cpus_per_worker, _here())
     session = ray_session(request, fit) if request.in_ray else contextlib.nullcontext(fit(_sizes_here, _here()))
     with session as fitted:
         supervise(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=waited)
@@ -99,24 +99,24 @@ def _run(request: LaunchRequest) -> None:
 
 @contextlib.contextmanager
 def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str], R]) -> Iterator[R]:
-    """A Ray of our own, or the cluster at `request.address`; left at the end. Yields the request as `fit` completed it.
+    """Start a local Ray, or join the cluster at `request.address`; leave it at the end. Yields the request from `fit`.
 
     Args:
         fit: called with a function that finds the sizes of the nodes, and their name for messages. Returns the request
-            with what depends on them; raises `MachineError` if the request does not fit. A Ray of our own is started
-            with just the CPUs that this request needs.
+            with what depends on them; raises `MachineError` if the request does not fit. A local Ray is started with
+            only the CPUs that this request needs.
     """
     choose_token(request.address)  # Ray reads it while it is imported
     import ray
 
     if request.address:
-        with _ends_on_stop(request.launch):
+        with _exits_on_stop(request.launch):
             join_ray(request.address, lambda error: _write_outcome(request.launch, error))
         where = f"the cluster at {request.address}"
         fitted = fit(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], where)
     else:
         fitted = fit(_sizes_here, _here())
-        with _ends_on_stop(request.launch):
+        with _exits_on_stop(request.launch):
             _start_ray(fitted)
     try:
         yield fitted
@@ -129,7 +129,7 @@ def _sizes_here() -> list[NodeSize]:
 
 
 def choose_token(address: str) -> None:
-    """A Ray of our own gets its own token, which no file keeps; a cluster gets the user's, if there is one."""
+    """Set a new token for a local Ray, which no file keeps; for a cluster use the user's, if there is one."""
     if not address:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         return
@@ -139,7 +139,7 @@ def choose_token(address: str) -> None:
 
 
 def _start_ray(request: DriverRequest) -> None:
-    """A Ray of our own with just the cores that are needed, closed to everybody without this run's token."""
+    """Start a local Ray with only the cores that are needed, closed to everyone without this run's token."""
     import ray
 
     if Path("/sys/class/net/lo").exists():
@@ -164,11 +164,11 @@ def _start_ray(request: DriverRequest) -> None:
 
 
 def _trim_node() -> None:
-    """End the process that reads the workers' logs ten times a second to print them here, which we do not ask for.
+    """Stop the process that reads the workers' logs ten times a second to print them here, which we do not use.
 
-    In the end, kill the others at once: they do not get the SIGTERM after which Ray waits for a second each.
+    At shutdown, kill the others immediately, without the SIGTERM after which Ray waits for a second each.
     """
-    from ray._private.worker import global_worker  # there is no public way
+    from ray._private.worker import global_worker  # there is no public API
 
     node: Any = global_worker.node
     kill = node.kill_all_processes
@@ -188,7 +188,7 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
     advice = "Check scheduling.address, and that the cluster runs and accepts this machine."
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:  # the last of a port beyond 65535
+    except (OSError, ValueError, OverflowError) as error:  # OverflowError: a port beyond 65535
         raise MachineError(f"No Ray cluster answers at {address} ({one_line(error)}). {advice}") from None
     import ray
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # as `ray health-check` does
@@ -200,8 +200,8 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
         with _limit(_ANSWER_SECONDS, lambda: on_timeout(MachineError(no_ray))):
             GcsClient(address=address)
         limit = _limit(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow)))
-        with limit, tempfile.TemporaryDirectory(prefix="bertrain-") as aside:
-            ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env(Path(aside)))
+        with limit, tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
+            ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env(Path(scratch)))
     except AuthenticationError:
         raise token_refused(address) from None
     except Exception as error:
@@ -209,16 +209,16 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
         raise MachineError(f"Ray at {address} did not accept this driver ({one_line(error)}). {advice}") from None
 
 
-def _runtime_env(aside: Path) -> dict[str, Any]:
-    """Where the workers find this project, and the user's own modules. In a job the cluster's own environment names the
-    project, as it did for the job, which has the modules; workers without a special environment start sooner."""
+def _runtime_env(scratch: Path) -> dict[str, Any]:
+    """Where the workers find this project, and the user's modules. In a job the cluster's environment names the
+    project, as it did for the job, which has the modules; workers without a custom environment start sooner."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
-    return carrying({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}, aside)
+    return carrying({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}, scratch)
 
 
 @contextlib.contextmanager
-def _ends_on_stop(launch: Launch) -> Iterator[None]:
+def _exits_on_stop(launch: Launch) -> Iterator[None]:
     """Exit this process, with its outcome, if a stop is requested during the block, since nothing interrupts Ray."""
     left = threading.Event()
 
@@ -247,7 +247,7 @@ def _limit(seconds: float, on_timeout: Callable[[], None]) -> Iterator[None]:
     def give_up() -> None:
         try:
             on_timeout()
-        finally:  # though nobody may be there to hear it
+        finally:  # even if `on_timeout` fails
             os._exit(MachineError.exit_code)
 
     timer = threading.Timer(seconds, give_up)
@@ -263,7 +263,7 @@ def _write_outcome(launch: Launch, error: RunError | None) -> None:
 
 
 def _keep_ray_logs(launch: Launch) -> None:
-    """Copy the logs of our own Ray to the run's logs, where they are kept after it exits."""
+    """Copy the logs of the local Ray to the run's logs, where they are kept after it exits."""
     source = launch.ray_dir / RAY_FOLDER / "session_latest" / LOGS
     kept = launch.run_dir / LOGS / "ray"
     with contextlib.suppress(OSError, shutil.Error):
@@ -289,9 +289,9 @@ def _here() -> str:
 
 
 def exit_with_parent(parent: int, folder: Path | None = None) -> None:
-    """End this session and remove `folder` once `parent` is gone: a killed launcher leaves no processes and files.
+    """Kill this session and remove `folder` once `parent` is gone: a killed launcher leaves no processes or files.
 
-    It may be gone already: this process has imported a lot before it calls this.
+    The parent may be gone already: this process imports a lot before it calls this.
     """
 
     def watch() -> None:

@@ -10,14 +10,14 @@ GAUGES = {
     "tokens_per_second": "Tokens per second since the last record, of all workers.",
     "data_stall_fraction": "Share of the time since the last record that workers waited for data.",
     "restarts": "Starts of the workers after the first one of this command.",
-    "checkpoint_timestamp_seconds": "Unix time of the newest checkpoint that this start wrote.",
+    "checkpoint_timestamp_seconds": "Unix time of the latest checkpoint that this start wrote.",
 }
 
 
 class Gauges:
     """A callback that sets `ray_bertrain_*{run=NAME}` on the node of this process."""
 
-    every_rank = True  # of those that have it
+    every_rank = True  # called on each rank that has it
 
     def __init__(self, run: str, restarts: int) -> None:
         from ray.util.metrics import Gauge

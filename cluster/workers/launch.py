@@ -1,8 +1,8 @@
 """Run a function in worker processes, and return how it finished: done, a `RunError`, or a crash.
 
-A child process (`cluster.workers.driver`) has them, and Ray if it is needed, in a session of its own. So this process
+A child process (`cluster.workers.driver`) runs them, and Ray if it is needed, in a separate session. So this process
 keeps its signal handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang it, and
-every process that was started belongs to that session and can be ended by id.
+every process that was started belongs to that session and can be killed by id.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _KILL_SECONDS = 5.0  # for the processes of a session to disappear
 
 # Ray opens its temporary folder to all (mode 0777), so it gets one within a private folder.
 RAY_FOLDER = "ray"
-# It keeps unix sockets there, and their paths may have 107 bytes.
-_LONGEST_TEMPORARY_FOLDER = 36
+# Ray keeps unix sockets there, whose paths may have 107 bytes.
+_MAX_FOLDER_LENGTH = 36
 _PROJECT = Path(__file__).resolve().parents[2]
 
 
@@ -80,15 +80,15 @@ def run(
     A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a
     worker restarts all of them with `training.resume`, at most `max_failures` times without a new checkpoint;
     then a `MachineError` names the worker's log and its last line. SIGTERM, SIGINT or SIGHUP to this process creates
-    `run_dir`/stop and waits for the workers to finish; a second SIGINT ends everything at once. Call from the main
-    thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
+    `run_dir`/stop and waits for the workers to finish; a second SIGINT kills everything immediately. Call from the main
+    thread: elsewhere Python allows no signal handlers, and signals keep their previous handlers.
 
     Args:
         workers: how many processes, at most.
         cpus_per_worker: 0 divides the cores among the workers.
-        address: "host:port" of a Ray cluster, which must see the same files. Empty starts a Ray of our own on this
-            machine, closed to others and gone when this returns.
-        in_ray: use Ray also for one worker without an address, which otherwise is a child process of ours.
+        address: "host:port" of a Ray cluster, which must see the same files. Empty starts a local Ray,
+            closed to others and stopped when this returns.
+        in_ray: use Ray even for one worker without an address, which otherwise is a child process.
         min_workers: if not 0, there are as many workers as the cluster holds, between this and `workers`: fewer when
             nodes are lost or drained, more when they return.
         wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if the cluster holds fewer workers.
@@ -128,7 +128,7 @@ def drive(
 ) -> None:
     """Run a driver of Ray, `python -m MODULE request.pickle`, until it exits, and raise its error, if any.
 
-    Signals are those of `run`.
+    Signals act as in `run`.
 
     Args:
         make_request: the driver's request for this launch.
@@ -153,17 +153,17 @@ def drive(
         )
         with disk_errors(run_dir), Signals(launch.stop_flag()) as signals:
             exit_code = _run_driver(module, make_request(launch), signals, poll)
-            _raise_outcome(launch, exit_code, signals.ended_at_once)
+            _raise_outcome(launch, exit_code, signals.was_killed)
 
 
 def _run_driver(module: str, request: DriverRequest, signals: Signals, poll: Callable[[], None] | None) -> int | None:
-    """The driver's exit code; at the end its whole session is gone."""
+    """Run the driver and return its exit code; at the end its whole session is gone."""
     folder = request.launch.ray_dir
     path = folder / "request.pickle"  # only this user can read or write the folder
     path.write_bytes(pickle.dumps(request))
     with append_open(request.launch.run_dir / LOGS / RAY_LOG) as log:
         child = start_session([interpreter(folder), "-m", module, str(path)], log)
-        signals.on_second = lambda: end_session(child.pid)
+        signals.on_second_signal = lambda: end_session(child.pid)
         try:
             _wait(child, poll)
         finally:
@@ -199,10 +199,10 @@ def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()
 
 @contextlib.contextmanager
 def without_stop_signals() -> Iterator[None]:
-    """A process that is started in this block, and all that it starts, never gets the stop signals.
+    """Keep the stop signals from any process that is started in this block, and from its children.
 
-    Stopping a job or a service signals all its processes; the launcher decides what follows. A handler could not do
-    that: `ray.init` sets its own, which ends the process.
+    Stopping a job or a service signals all its processes; the launcher decides what follows. A handler would not
+    do: `ray.init` replaces it by one that exits the process.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -212,11 +212,11 @@ def without_stop_signals() -> Iterator[None]:
 
 
 def check_address(address: str) -> None:
-    """Refuse (`InputError`) what Ray would accept as an address though it is not the host:port of a cluster."""
+    """Refuse (`InputError`) an address that Ray would accept though it is not the host:port of a cluster."""
     if address == "auto" or "://" in address or "@" in address:
         raise InputError(
             f"scheduling.address: {without_password(address)!r} is not host:port. "
-            "Give the head node's own address, such as 10.0.0.5:6379."
+            "Give the head node's address, such as 10.0.0.5:6379."
         )
 
 
@@ -231,7 +231,7 @@ def end_session(session: int) -> None:
 
 
 def _session_processes(session: int) -> list[int]:
-    """Ids of the processes of a session, without zombies and the caller."""
+    """List the ids of a session's processes, without zombies and the caller."""
     pids = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
@@ -246,9 +246,9 @@ def _session_processes(session: int) -> list[int]:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder for Ray's session, readable by this user only, removed at the end."""
+    """Make a folder for Ray's session, readable by this user only, removed at the end."""
     parent = tempfile.gettempdir()
-    if len(parent) > _LONGEST_TEMPORARY_FOLDER or " " in parent:
+    if len(parent) > _MAX_FOLDER_LENGTH or " " in parent:
         parent = "/tmp"
     with disk_errors(Path(parent)):
         folder = Path(tempfile.mkdtemp(prefix="bertrain-", dir=parent))
@@ -259,7 +259,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def interpreter(folder: Path) -> str:
-    """Our Python; through a link in `folder` if its path has a space, at which Ray would split it."""
+    """Return the path of our Python, or of a link to it in `folder` if it has a space, at which Ray would split it."""
     if " " not in sys.executable:
         return sys.executable
     program = Path(sys.executable)
@@ -269,7 +269,7 @@ def interpreter(folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Ours, with this project first on the path, so that workers find it wherever they start.
+    """Return our environment with this project first on the path, so that workers find it wherever they start.
 
     PYTHONSAFEPATH keeps Python from importing a stray `datasets.py` or `cluster/` in the user's folder instead
     (Python 3.11 on; 3.10 ignores it).
@@ -279,7 +279,7 @@ def environment() -> dict[str, str]:
 
 
 class Signals:
-    """While entered, the first of the `stop_signals` sets the stop flag; a SIGINT after it ends everything at once.
+    """While entered, the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
 
     So does the stop file of a scheduler's job, which other jobs of this run cannot set.
 
@@ -287,8 +287,8 @@ class Signals:
     """
 
     def __init__(self, stop: Flag):
-        self.ended_at_once = False
-        self.on_second: Callable[[], None] = lambda: None
+        self.was_killed = False
+        self.on_second_signal: Callable[[], None] = lambda: None
         self._stop = stop
         self._requested = False
         self._left = threading.Event()
@@ -309,19 +309,19 @@ class Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._requested and number == signal.SIGINT:
-            self.ended_at_once = True
-            self.on_second()
+            self.was_killed = True
+            self.on_second_signal()
         self._requested = True
         try:
             self._stop.set()
-        except OSError as error:  # the run goes on meanwhile, as training survives that
+        except OSError as error:  # the run continues meanwhile
             threading.Thread(target=self._set_later, args=[error], daemon=True, name="stop").start()
 
     def _set_later(self, error: OSError) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(
                 f"{self._stop.path}: cannot be written now ({error.strerror}). The run stops as soon as it can be; "
-                "Ctrl-C ends it at once, without a checkpoint.",
+                "Ctrl-C stops it immediately, without a checkpoint.",
                 file=sys.stderr,
             )
         self._set_when(Path())
@@ -334,9 +334,9 @@ class Signals:
                     return
 
 
-def _raise_outcome(launch: Launch, exit_code: int | None, ended_at_once: bool) -> None:
+def _raise_outcome(launch: Launch, exit_code: int | None, was_killed: bool) -> None:
     """Return if the run is done, else raise its error."""
-    if ended_at_once:
+    if was_killed:
         raise StoppedError(f"{launch.run_dir}: stopped immediately, without a final checkpoint.{StoppedError.CONTINUE}")
     try:
         outcome = json.loads(launch.outcome.read_text(encoding="utf-8"))
@@ -351,7 +351,7 @@ def _raise_outcome(launch: Launch, exit_code: int | None, ended_at_once: bool) -
 
 
 def last_line(path: Path) -> str:
-    """The last non-empty line of a text file, from its last 4 KiB; empty if there is none."""
+    """Return the last non-empty line of a file, from its last 4 KiB; empty if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))

@@ -1,6 +1,6 @@
 """A Ray cluster of several node processes on this machine, to try jobs, failures and elasticity.
 
-It is closed to everybody without its token. Its processes end with `up`, even if that is killed.
+It is closed to everyone without its token. Its processes stop with `up`, even if it is killed.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from pretrain.common.wording import counted
 STOP_SECONDS = 600
 NODE_LOG = "nodes.log"  # of all nodes that are started with the same folder
 
-# `ray start` that ends its session and removes the folder when `up` is gone.
+# `ray start` that kills its session and removes the folder when `up` is gone.
 NODE_PROGRAM = """import pathlib, sys
 from cluster.workers.driver import exit_with_parent
 exit_with_parent(int(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1)))
@@ -34,7 +34,7 @@ main()"""
 
 @dataclass(frozen=True)
 class LocalCluster:
-    """What `up` writes for the other commands to find."""
+    """The cluster of `up`, as written for the other commands."""
 
     folder: str  # Ray's session and the token, of mode 0700
     address: str  # host:port, for scheduling.address
@@ -51,32 +51,32 @@ def up(nodes: int, cpus_per_node: int) -> None:
 
     Raises:
         InputError: a cluster is already running.
-        MachineError: a node did not start, or the head ended.
+        MachineError: a node did not start, or the head stopped.
     """
     expect("up", "ray")
     if running := find():
-        raise InputError(f"up: a cluster is already running ({running.dashboard}). End it with Ctrl-C in its terminal.")
+        raise InputError(f"up: a cluster is already running ({running.dashboard}). Stop it with Ctrl-C where it runs.")
     cpus = cpus_per_node or max(1, len(os.sched_getaffinity(0)) // nodes)
-    # Left from the last to the first: the processes end, then their files are removed.
-    with contextlib.suppress(KeyboardInterrupt), private_folder() as folder, contextlib.ExitStack() as ends:
+    # Exits in reverse order: the processes are killed, then their files are removed.
+    with contextlib.suppress(KeyboardInterrupt), private_folder() as folder, contextlib.ExitStack() as cleanup:
         port, dashboard = _free_port(), _free_port()
         cluster = LocalCluster(str(folder), f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         cluster.token_file.touch(0o600)
         cluster.token_file.write_text(secrets.token_hex(32))
         with disk_errors(_state_file()):
             write_json(_state_file(), asdict(cluster))
-        ends.callback(_state_file().unlink, missing_ok=True)
+        cleanup.callback(_state_file().unlink, missing_ok=True)
         use_token(cluster)  # Ray reads it while it is imported
         head = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
         head.append(f"--temp-dir={folder}/{RAY_FOLDER}")
-        first = start_node(folder, cpus, head, ends)
+        first = start_node(folder, cpus, head, cleanup)
         _await_nodes(cluster, 1, [first])
-        others = [start_node(folder, cpus, [f"--address={cluster.address}"], ends) for _ in range(nodes - 1)]
+        others = [start_node(folder, cpus, [f"--address={cluster.address}"], cleanup) for _ in range(nodes - 1)]
         _await_nodes(cluster, nodes, [first, *others])
         print(
             f"{counted(nodes, 'node')} with {counted(cpus, 'CPU')} each; jobs at {cluster.dashboard}, workers at "
             f"{cluster.address}\nThe cluster's token is in {cluster.token_file}; only you can read it.\n"
-            f"Next, in another terminal: {program()} submit -- pretrain CONFIG. Ctrl-C ends the cluster and its jobs.",
+            f"Next, in another terminal: {program()} submit -- pretrain CONFIG. Ctrl-C stops the cluster and its jobs.",
             flush=True,
         )
         first.wait()
@@ -84,8 +84,8 @@ def up(nodes: int, cpus_per_node: int) -> None:
 
 
 def find() -> LocalCluster | None:
-    """The cluster that `up` runs on this machine; None if there is none."""
-    with contextlib.suppress(OSError, ValueError, TypeError):  # the last of another version's file
+    """Return the cluster that `up` runs on this machine; None if there is none."""
+    with contextlib.suppress(OSError, ValueError, TypeError):  # TypeError: a file of another version
         cluster = LocalCluster(**json.loads(_state_file().read_text(encoding="utf-8")))
         if cluster.token_file.exists():
             socket.create_connection(("127.0.0.1", int(cluster.dashboard.rpartition(":")[2])), timeout=1).close()
@@ -99,13 +99,13 @@ def use_token(cluster: LocalCluster) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(cluster.token_file))
 
 
-def start_node(folder: Path, cpus: int, arguments: list[str], ends: contextlib.ExitStack) -> subprocess.Popen[bytes]:
-    """Start a node as the leader of a new session, which `ends` kills; `folder` gets its log and goes with it."""
+def start_node(folder: Path, cpus: int, arguments: list[str], cleanup: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    """Start a node as the leader of a new session, which `cleanup` kills; its log is in `folder`, removed with it."""
     python = interpreter(folder)
     options = ["--block", f"--num-cpus={cpus}", f"--object-store-memory={100 << 20}", *arguments]
     options.append(f"--dashboard-agent-listen-port={_free_port()}")  # the default is one port for the whole machine
     with (folder / NODE_LOG).open("ab") as log:
-        process = ends.enter_context(
+        process = cleanup.enter_context(
             subprocess.Popen(
                 [python, "-c", NODE_PROGRAM, str(os.getpid()), str(folder), "start", *options],
                 env={
@@ -122,7 +122,7 @@ def start_node(folder: Path, cpus: int, arguments: list[str], ends: contextlib.E
                 start_new_session=True,
             )
         )
-    ends.callback(end_session, process.pid)
+    cleanup.callback(end_session, process.pid)
     return process
 
 

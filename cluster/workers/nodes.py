@@ -21,8 +21,8 @@ class Node:
     id: str
     cpus: int
     gpus: int
-    draining: bool  # it leaves the cluster soon
-    free_cpus: int  # not in use by anybody, as of some moments ago
+    draining: bool  # about to leave the cluster
+    free_cpus: int  # not in use by anyone, a moment ago
     free_gpus: int
 
 
@@ -33,7 +33,7 @@ def nodes_fit(
     where: str,
     setting: str = "scheduling.workers (--workers)",
 ) -> int:
-    """The CPUs of each worker, so that `workers` of them fit on `nodes`.
+    """Return the CPUs of each worker, so that `workers` of them fit on `nodes`.
 
     If any node has GPUs, each worker takes one.
 
@@ -63,10 +63,10 @@ def nodes_fit(
     )
 
 
-def most_that_fit(
+def fitting_workers(
     nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, use_gpu: bool | None = None
 ) -> int:
-    """How many of `low` to `high` workers fit on `nodes`; 0 if not even `low` do.
+    """Return how many of `low` to `high` workers fit on `nodes`; 0 if not even `low` do.
 
     Args:
         use_gpu: whether each worker takes a GPU; None: if any node has GPUs.
@@ -76,25 +76,25 @@ def most_that_fit(
 
 
 def cpus_that_fit(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, where: str) -> int:
-    """The CPUs of each worker, so that as many of `low` to `high` workers as possible fit; errors of `nodes_fit`."""
-    workers = most_that_fit(nodes, low, high, cpus_per_worker) or low
+    """Return the CPUs of each worker, so that as many of `low` to `high` workers as possible fit; see `nodes_fit`."""
+    workers = fitting_workers(nodes, low, high, cpus_per_worker) or low
     return nodes_fit(nodes, workers, cpus_per_worker, where)
 
 
 def resources_of(cpus: int, with_gpu: bool | None) -> dict[str, float]:
-    """What one process requests from Ray."""
+    """Return the resources that one process requests from Ray."""
     return {"CPU": cpus, "GPU": 1} if with_gpu else {"CPU": cpus}
 
 
-def usable_nodes(patience: float = _CONNECT_SECONDS) -> list[Node]:
-    """Nodes that are alive and answer. Ray itself takes some seconds to notice that one is lost.
+def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
+    """List the nodes that are alive and answer. Ray itself takes some seconds to notice that one is lost.
 
-    Raises one of Ray's errors if the head does not answer within `patience` seconds.
+    Raises one of Ray's errors if the head does not answer within `timeout` seconds.
     """
     import ray
     from ray._private.state import state
 
-    draining, free = _draining(patience), state.available_resources_per_node()
+    draining, free = _draining(timeout), state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():
         if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
@@ -112,18 +112,18 @@ def usable_nodes(patience: float = _CONNECT_SECONDS) -> list[Node]:
     return nodes
 
 
-def _capacity(nodes: Sequence[NodeSize], each: int, use_gpu: bool | None = None) -> int:
-    """How many workers of `each` CPUs fit."""
+def _capacity(nodes: Sequence[NodeSize], cpus_per_worker: int, use_gpu: bool | None = None) -> int:
+    """Return how many workers of `cpus_per_worker` CPUs fit."""
     gpus = any(gpu for _, gpu in nodes) if use_gpu is None else use_gpu
-    return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
+    return sum(min(cpu // cpus_per_worker, gpu) if gpus else cpu // cpus_per_worker for cpu, gpu in nodes)
 
 
-def _draining(patience: float) -> set[str]:
-    """Ids of the nodes whose end is announced: by `ray drain-node`, an autoscaler or a spot notice."""
+def _draining(timeout: float) -> set[str]:
+    """Return the ids of nodes that will leave soon: by `ray drain-node`, an autoscaler or a spot notice."""
     from ray._private.worker import global_worker
 
     client: Any = global_worker.gcs_client  # pyright: ignore[reportAttributeAccessIssue]
-    ids = client.get_draining_nodes(timeout=patience)
+    ids = client.get_draining_nodes(timeout=timeout)
     return {key.hex() if isinstance(key, bytes) else str(key) for key in ids}
 
 

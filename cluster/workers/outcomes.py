@@ -1,4 +1,4 @@
-"""How a worker or a driver finished, as plain data: a user's exceptions need not survive pickling, strings do."""
+"""Outcomes of workers and drivers as plain data: a user's exceptions need not survive pickling, strings do."""
 
 from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
 
@@ -10,7 +10,7 @@ _ERRORS: dict[str, type[RunError]] = {
 
 
 class WorkerError(Exception):
-    """Why a worker's target failed, as strings.
+    """The failure of a worker's target, as strings.
 
     `kind` is the class name of a `RunError`, or `CRASH` for everything else.
     """
@@ -25,7 +25,7 @@ class WorkerError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's class and message on one line of at most 300 characters."""
+    """Return an exception's class and message on one line of at most 300 characters."""
     line = " ".join(f"{type(error).__name__}: {error}".split())
     return line if len(line) <= 300 else f"{line[:297]}..."
 

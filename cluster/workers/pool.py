@@ -1,7 +1,7 @@
 """A pool of jobs on a Ray cluster, through Ray Data, with the interface of Python's own executors.
 
-As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own; jobs and
-their results pass through a pipe. The child makes one data set of all waiting jobs, with one block for each. Ray Data
+As for training (`cluster.workers.launch`), Ray's driver is a child process in a separate session; jobs and their
+results pass through a pipe. The child makes one data set of all waiting jobs, with one block for each. Ray Data
 runs one task per job, on any node with a free core, and runs it again if the task's process or node dies.
 """
 
@@ -33,7 +33,7 @@ from pretrain.common.packages import expect
 
 logger = logging.getLogger(__name__)
 
-_MAX_RETRIES = 3  # of a job whose process died; Ray Data's own default is unlimited
+_MAX_RETRIES = 3  # of a job whose process died; Ray Data's default is unlimited
 _LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all is done
 
 # Set in the driver, which owns the tasks and therefore controls their retries.
@@ -41,13 +41,13 @@ _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, and unlimited by default
 }
-# Not `-m cluster.workers.pool`: as `__main__` its functions could not be found by the tasks.
+# Not `-m cluster.workers.pool`: the tasks could not find functions of `__main__`.
 _DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """What the driver needs to know; it is pickled, and sent before all jobs.
+    """The request to the driver, pickled and sent before all jobs.
 
     Attributes:
         address: "host:port" of the cluster.
@@ -70,7 +70,7 @@ class RayPool(Executor):
     again, at most 3 times, possibly while the first attempt still runs elsewhere: it must be idempotent. The child's
     output goes to `log`.
 
-    Submitted jobs wait until a result is requested; then all waiting jobs go to Ray Data at once. `result()` raises the
+    Submitted jobs wait until a result is requested; then all of them go to Ray Data together. `result()` raises the
     `RunError` that the job raised, a `MachineError` if its process died every time or the cluster is lost, and a
     `RuntimeError` with the remote traceback for a bug.
 
@@ -111,7 +111,7 @@ class RayPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the cluster: with `cancel_futures` at once, else when the jobs that were sent to Ray Data are done."""
+        """Leave the cluster: with `cancel_futures` immediately, else when the jobs sent to Ray Data are done."""
         self._closing = True
         if not cancel_futures:
             with contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ class RayPool(Executor):
         self._reader.start()
 
     def _end(self) -> None:
-        """End the child and whatever it started. The cluster ends its tasks, having lost their driver."""
+        """Kill the child and all that it started. The cluster kills its tasks, as it lost their driver."""
         end_session(self._child.pid)
         self._child.wait()
         if self._reader is not None:
@@ -249,7 +249,7 @@ def _serve(request: PoolRequest, connection: Connection) -> None:
 
 
 def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[int, bytes]]:
-    """(number, pickled outcome) of every job, in the order in which they finish."""
+    """Yield (number, pickled outcome) of every job, in the order in which they finish."""
     import ray.data
     from ray import exceptions
 
@@ -261,9 +261,9 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
         num_cpus=1,
         max_retries=_MAX_RETRIES,
     )
-    # A block at a time, as soon as it is there.
+    # A block at a time, as soon as it is ready.
     batches: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-    again = "run the same command again; it resumes."
+    advice = "run the same command again; it resumes."
     try:
         for batch in batches:
             yield from zip(batch["number"].to_pylist(), batch["outcome"].to_pylist(), strict=True)
@@ -275,13 +275,13 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
         logger.exception("ray.data")
         raise MachineError(
             f"A job's process on the cluster at {request.address} died {_MAX_RETRIES + 1} times, most likely "
-            f"out of memory ({type(error).__name__}). Set corpus.processes lower and {again}"
+            f"out of memory ({type(error).__name__}). Set corpus.processes lower and {advice}"
         ) from None
     except exceptions.RayError as error:
         logger.exception("ray.data")
         raise MachineError(
             f"The cluster at {request.address} could not run a job ({one_line(error)}). All its nodes need the "
-            f"same .venv and the same files. Fix the cause and {again}"
+            f"same .venv and the same files. Fix the cause and {advice}"
         ) from None
 
 
@@ -304,7 +304,7 @@ def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, A
 
 
 def _make_ready(setup: bytes, working_dir: str) -> None:
-    """Initialize this process, unless it is already: Ray keeps processes from task to task."""
+    """Initialize this process unless that is done: Ray reuses processes for further tasks."""
     global _ready_for
     if _ready_for != (setup, working_dir):
         change_folder(working_dir)

@@ -1,4 +1,4 @@
-"""What runs as processes of their own. Manifests find these processes by name, too."""
+"""Names of separate processes, by which manifests find them, too."""
 
 DRIVER = "cluster.workers.driver"  # Ray's driver of a training run: `python -m`
-JOB_COMMAND = "bertrain job"  # what the cluster runs for a submitted job
+JOB_COMMAND = "bertrain job"  # the command of a submitted job

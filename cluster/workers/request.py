@@ -1,4 +1,4 @@
-"""What a launcher requests of its Ray driver, and a driver of its workers: immutable, and pickled on the way."""
+"""Requests of a launcher to its Ray driver, and of a driver to its workers: immutable, and sent pickled."""
 
 import time
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ class Launch:
         id: random; it distinguishes this launch from earlier and later ones of the same run.
         run_dir: the run folder, absolute.
         working_dir: where workers resolve relative paths.
-        ray_dir: private temporary folder; a Ray of our own lives there, and drivers report progress there.
-        outcome: file in which the driver leaves how the launch finished.
-        since: when the launch began, in nanoseconds by the clock of the run folder's file system.
-        launcher: id of the launcher's process. Its driver ends with it.
-        runs: below which runs at addresses train, for the launcher and for all its workers.
+        ray_dir: private temporary folder of a local Ray; drivers report progress there.
+        outcome: file to which the driver writes how the launch finished.
+        since: when the launch started, in nanoseconds by the clock of the run folder's file system.
+        launcher: id of the launcher's process. Its driver exits with it.
+        runs: folder in which runs at addresses train, for the launcher and for all its workers.
     """
 
     id: str
@@ -37,7 +37,7 @@ class Launch:
     runs: Path = field(default_factory=runs)
 
     def stop_flag(self) -> Flag:
-        """Asks the whole launch to stop. `touch` may set it, too: so does a pod's hook, or a user."""
+        """Return the flag that stops the whole launch. `touch` may set it, too, as a pod's hook or a user does."""
         return Flag(self.run_dir / STOP_FILE, self.id, self.since)
 
     def check_stop(self) -> None:
@@ -46,20 +46,20 @@ class Launch:
             raise StoppedError(f"{self.run_dir}: stopped while no workers ran.{StoppedError.CONTINUE}")
 
     def restart_flag(self, attempt: int) -> Flag:
-        """Asks the workers of one attempt of the launch to save a checkpoint and finish."""
+        """Return the flag that asks the workers of one attempt to save a checkpoint and finish."""
         return Flag(self.run_dir / RESTART_FILE, f"{self.id} {attempt}", since=None)
 
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """What every driver needs to know.
+    """The settings of every driver.
 
     Attributes:
         launch: the call of the launcher.
         target: "package.module:function", called with (TrainingRequest, Worker).
         name: of the run.
-        address: "host:port" of a Ray cluster; empty starts a Ray of our own.
-        max_failures: how many crashes are followed by another attempt.
+        address: "host:port" of a Ray cluster; empty starts a local Ray.
+        max_failures: how many crashes may be followed by another attempt.
         use_gpu: whether each process has a GPU; None until the nodes are known.
     """
 
@@ -84,7 +84,7 @@ class LaunchRequest(DriverRequest):
         training: the target's argument in the first attempt.
         workers: how many processes, at most.
         min_workers: the smallest number with which the run starts; 0 means `workers`.
-        cpus_per_worker: 0 until the nodes are known, if the user left it open.
+        cpus_per_worker: 0 until the nodes are known, if the user set none.
         in_ray: whether Ray starts the workers; otherwise there is one, a child of the driver.
         wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
         start_seconds: for the placed workers to start; 0 grows with their number.
@@ -99,7 +99,7 @@ class LaunchRequest(DriverRequest):
     start_seconds: float = 0.0
 
     @property
-    def fewest_workers(self) -> int:
+    def required_workers(self) -> int:
         """The smallest number of workers with which the run starts."""
         return self.min_workers or self.workers
 
@@ -130,8 +130,8 @@ class TrialsRequest(DriverRequest):
         """CPU cores of the trials that run at once."""
         return self.parallel * self.cpus_per_trial
 
-    def end_of(self, trial: int) -> Path:
-        """The file in which the driver leaves how a trial ended, as `cluster.workers.outcomes.as_data`; {}: well."""
+    def outcome_file(self, trial: int) -> Path:
+        """Return the file for the outcome of a trial, as `cluster.workers.outcomes.as_data`; {} means success."""
         return self.launch.ray_dir / f"trial-{trial}.json"
 
 
@@ -140,7 +140,7 @@ class Attempt:
     """One start of the workers of a launch.
 
     Attributes:
-        request: what all attempts have in common.
+        request: of all attempts.
         number: from 0.
         workers: how many are started this time.
         training: the target's argument this time, with `resume` and `events`.
@@ -154,7 +154,7 @@ class Attempt:
     avoid: frozenset[str]
 
     def restart_flag(self) -> Flag:
-        """Asks the workers of this attempt to save a checkpoint and finish."""
+        """Return the flag that asks the workers of this attempt to save a checkpoint and finish."""
         return self.request.launch.restart_flag(self.number)
 
 

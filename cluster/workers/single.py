@@ -1,4 +1,4 @@
-"""The worker of a run that has one, on this machine: a child of the driver. Ray would start three servers for it.
+"""The only worker of a run on this machine, a child of the driver. Ray would start three servers for it.
 
 It has the interface of `actors.WorkerGroup`, so the supervisor restarts it after crashes as it does Ray's workers.
 """
@@ -19,7 +19,7 @@ _EXIT_SECONDS = 10.0  # for the process to exit by itself after its outcome
 
 
 class SingleWorker:
-    """One process, started by `run`; use as a context manager, which ends it."""
+    """One process, started by `run`; use as a context manager, which kills it."""
 
     locations = (WorkerLocation(node="", address="127.0.0.1", port=0, gpus=()),)
 
@@ -27,7 +27,7 @@ class SingleWorker:
         self._process: Any = None
 
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
-        """`cluster.workers.target.run_worker` in the process; what it returned.
+        """Call `cluster.workers.target.run_worker` in the process; return its result.
 
         Raises `WorkersFailedError` with the `WorkerError` that it raised, or with a `ChildProcessError` if it died.
         """

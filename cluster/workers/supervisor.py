@@ -36,8 +36,8 @@ NODE_LOSS_SECONDS = 8.0  # for Ray to learn that a node is lost, if the outcome 
 def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
     """Run the workers until they finish, however often they have to start.
 
-    Each attempt has as many workers as the cluster holds, from `min_workers` to `workers`; if it holds too few, nodes
-    are waited for. A crash costs one of `max_failures`, and a new checkpoint restores them all. A preemption or a
+    Each attempt has as many workers as the cluster holds, from `min_workers` to `workers`; if it holds too few, it
+    waits for nodes. A crash costs one of `max_failures`, and a new checkpoint restores them all. A preemption or a
     change of size costs none, though many preemptions without a checkpoint end the run, too. Nodes on which workers
     crashed twice are avoided if the others have the capacity.
 
@@ -53,7 +53,7 @@ def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: 
 
 
 class _Supervisor:
-    """The attempts of one launch, and what is remembered from one to the next."""
+    """The attempts of one launch, and the state that is kept between them."""
 
     def __init__(self, request: LaunchRequest, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]]) -> None:
         self._request = request
@@ -61,9 +61,9 @@ class _Supervisor:
         self._events = list(events)  # for the next attempt
         self._run_dir = request.launch.run_dir
         self._crashes = CrashHistory(request.max_failures)
-        self._newest_step = _newest_step(self._run_dir)
-        self._usable: list[str] = []  # ids of the nodes on which the newest attempt may place workers
-        self._crowded_until: float | None = None  # the cluster turned out to be busy, and is waited for until then
+        self._latest_step = _latest_step(self._run_dir)
+        self._usable: list[str] = []  # ids of the nodes on which the latest attempt may place workers
+        self._busy_until: float | None = None  # when the wait for a busy cluster is over
         self._reported: set[str] = set()  # ids of the bad nodes that an event named
 
     def run(self) -> None:
@@ -82,7 +82,7 @@ class _Supervisor:
                         raise
                     event = new_event("resize", monitor.reason)
             if monitor.has_workers:
-                self._crowded_until = None
+                self._busy_until = None
             logger.info("starting again: %s", event["message"])
             self._events = [event]
 
@@ -106,22 +106,22 @@ class _Supervisor:
     def _avoidable_nodes(self) -> dict[str, str]:
         """The bad nodes, by id with their addresses, if the run fits on the others; else none."""
         bad = self._crashes.bad_nodes()
-        with contextlib.suppress(Exception):  # a head that is away for a while
+        with contextlib.suppress(Exception):  # the head may be unreachable for a while
             if bad and find_capacity(usable_nodes(), self._request, avoid=bad).workers:
                 return bad
         return {}
 
     def _choose_size(self, avoid: Mapping[str, str]) -> int:
-        """How many workers the cluster holds; `StoppedError` if it stays too small, or a stop is requested."""
+        """Return how many workers the cluster holds; `StoppedError` if it stays too small, or a stop is requested."""
         if not self._request.in_ray:
             self._request.launch.check_stop()
             return 1
         capacity = wait_for_capacity(
-            self._request, crowded=self._crowded_until is not None, avoid=avoid, deadline=self._crowded_until
+            self._request, busy=self._busy_until is not None, avoid=avoid, deadline=self._busy_until
         )
         if not capacity.workers:
             raise StoppedError(
-                f"{self._run_dir}: the cluster had no capacity for {counted(self._request.fewest_workers, 'worker')} "
+                f"{self._run_dir}: the cluster had no capacity for {counted(self._request.required_workers, 'worker')} "
                 "for "
                 f"{waiting_seconds(self._request):.0f} s (scheduling.wait_for_nodes_seconds). Add nodes first."
                 f"{StoppedError.CONTINUE}"
@@ -133,8 +133,8 @@ class _Supervisor:
         return capacity.workers
 
     def _after_crash(self, crash: AttemptCrashed, attempt: Attempt, monitor: NodeMonitor) -> dict[str, Any]:
-        """The event of the restart; raises if there is none."""
-        hang = hang_event(self._run_dir, since=monitor.began)
+        """Return the event of the restart; raise if there is none."""
+        hang = hang_event(self._run_dir, since=monitor.start_time)
         kind, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
         logger.warning("start %d crashed, %s", attempt.number + 1, reason)
         self._keep_logs()
@@ -143,17 +143,17 @@ class _Supervisor:
                 f"{self._run_dir}: the workers ended while stopping ({reason}); steps after the last checkpoint are "
                 f"lost.{StoppedError.CONTINUE}"
             ) from None
-        newest = _newest_step(self._run_dir)
-        self._crashes.add(monitor.nodes, monitor.node_of(rank), progressed=newest > self._newest_step)
-        self._newest_step = max(self._newest_step, newest)
+        latest = _latest_step(self._run_dir)
+        self._crashes.add(monitor.nodes, monitor.node_of(rank), progressed=latest > self._latest_step)
+        self._latest_step = max(self._latest_step, latest)
         if lost := self._forgive():
             reason = f"lost the node {', '.join(lost)} ({reason})"
         if self._crashes.exhausted or self._crashes.lost_too_often:
-            raise self._gives_up(rank, reason) from None
+            raise self._give_up_error(rank, reason) from None
         return new_event(kind, reason)
 
     def _after_failed_start(self, reason: str, attempt: Attempt) -> dict[str, Any]:
-        """The event of the restart; raises if there is none. An empty reason is a lack of capacity."""
+        """Return the event of the restart; raise if there is none. An empty reason means a lack of capacity."""
         request = self._request
         if reason:
             self._crashes.add_failed_start(self._usable)
@@ -161,10 +161,10 @@ class _Supervisor:
             reason = f"lost the node {', '.join(lost)} ({reason})"
             final = self._crashes.lost_too_often
         else:
-            # The size was chosen by all resources; it gets at least one chance with the free ones.
-            first = self._crowded_until is None
-            self._crowded_until = self._crowded_until or time.monotonic() + waiting_seconds(request)
-            too_late = not first and time.monotonic() > self._crowded_until
+            # The size was chosen by all resources; it is tried at least once with the free ones.
+            first = self._busy_until is None
+            self._busy_until = self._busy_until or time.monotonic() + waiting_seconds(request)
+            too_late = not first and time.monotonic() > self._busy_until
             never = not request.address and not request.min_workers
             final = never or too_late or self._crashes.exhausted
         if final:
@@ -172,12 +172,12 @@ class _Supervisor:
         return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
 
     def _forgive(self) -> list[str]:
-        """The addresses of nodes whose loss explains the newest crash. Waits for such news if the run would end."""
+        """Return the addresses of nodes whose loss explains the latest crash. Waits for Ray if the run would end."""
         if not self._request.address:
             return []
         deadline = time.monotonic() + NODE_LOSS_SECONDS
         while True:
-            with contextlib.suppress(Exception):  # a head that is away for a while
+            with contextlib.suppress(Exception):  # the head may be unreachable for a while
                 if lost := self._crashes.forgive([node.id for node in usable_nodes() if not node.draining]):
                     return lost
             if not self._crashes.exhausted or time.monotonic() > deadline:
@@ -185,7 +185,7 @@ class _Supervisor:
             self._request.launch.check_stop()
             time.sleep(POLL_SECONDS)
 
-    def _gives_up(self, rank: int, reason: str) -> MachineError:
+    def _give_up_error(self, rank: int, reason: str) -> MachineError:
         log = self._run_dir / LOGS / f"worker-{rank}.log"
         bad = ", ".join(self._crashes.bad_nodes().values()) if self._request.address else ""
         where = f" Workers crashed repeatedly on {bad}: check that machine." if bad else ""
@@ -203,27 +203,27 @@ class NodeMonitor:
     """While workers run: asks them to save and finish if one of their nodes drains, or if more workers would fit.
 
     Attributes:
-        reason: why they were requested to finish; None if they were not.
-        began: when the attempt began, by `time.time`.
+        reason: the cause of the request to finish; None if there is none.
+        start_time: of the attempt, by `time.time`.
     """
 
     def __init__(self, attempt: Attempt) -> None:
         self.reason: str | None = None
-        self.began = time.time()
+        self.start_time = time.time()
         self._attempt = attempt
         self._locations: Sequence[WorkerLocation] = ()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="node-monitor", daemon=True)
 
     def start(self, locations: Sequence[WorkerLocation]) -> None:
-        """The workers run at these locations, by rank."""
+        """Watch the workers, which run at these locations, by rank."""
         self._locations = locations
-        if self._attempt.request.address:  # a Ray of our own has one node, which stays
+        if self._attempt.request.address:  # a local Ray has one node, which stays
             self._thread.start()
 
     @property
     def has_workers(self) -> bool:
-        """Whether the workers were started."""
+        """True if the workers were started."""
         return bool(self._locations)
 
     @property
@@ -232,7 +232,7 @@ class NodeMonitor:
         return {one.node: one.address for one in self._locations}
 
     def node_of(self, rank: int) -> str:
-        """The id of the node of a worker; empty if unknown."""
+        """Return the id of the node of a worker; empty if unknown."""
         return self._locations[rank].node if rank < len(self._locations) else ""
 
     def __enter__(self) -> NodeMonitor:
@@ -249,7 +249,7 @@ class NodeMonitor:
         while not self._end.wait(POLL_SECONDS):
             try:
                 nodes = usable_nodes()
-            except Exception as error:  # a head that is away for a while
+            except Exception as error:  # the head may be unreachable for a while
                 logger.warning("the nodes are unknown: %s", one_line(error))
                 continue
             reason = self._reason(nodes, held, scale_up)
@@ -289,18 +289,18 @@ class AttemptCrashed(Exception):
 
 
 def run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], None]) -> None:
-    """One start of the workers, until they finish; `started` is called with their locations, by rank."""
+    """Start the workers and wait until they finish; `started` is called with their locations, by rank."""
     start = attempt.number + 1
-    began = time.monotonic()
+    since = time.monotonic()
     try:
         with _group(attempt) as workers:
             started(workers.locations)
-            logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - began)
+            logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - since)
             outcomes = workers.run(attempt)
     except WorkersFailedError as error:
         raise cause_of(error.failures) from None
     finally:
-        logger.info("start %d ran %.1f s", start, time.monotonic() - began)
+        logger.info("start %d ran %.1f s", start, time.monotonic() - since)
     outcome = next((outcome for outcome in outcomes if outcome is not None), None)
     if outcome is not None:
         raise error_from(outcome)
@@ -316,7 +316,7 @@ def _group(attempt: Attempt) -> WorkerGroup | SingleWorker:
 
 
 def cause_of(failures: dict[int, Exception]) -> Exception:
-    """What to raise for a failed attempt: the first worker's `RunError`, else the crash that ended the others.
+    """Return the exception of a failed attempt: the first worker's `RunError`, else the crash that ended the others.
 
     A process that died comes before one that only lost its peer.
     """
@@ -333,13 +333,13 @@ def cause_of(failures: dict[int, Exception]) -> Exception:
     return AttemptCrashed(rank, error.message)
 
 
-def _newest_step(run_dir: Path) -> int:
+def _latest_step(run_dir: Path) -> int:
     steps = [int(path.parent.name[5:]) for path in (run_dir / "checkpoints").glob(f"step-*/{MANIFEST}")]
     return max(steps, default=-1)
 
 
 def hang_event(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
-    """(event, rank that caused it, reason), if the watchdog of a worker ended the workers after that time."""
+    """Return (event, rank that caused it, reason) if the watchdog of a worker killed the workers after that time."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         hang = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
         if hang["time"] >= since:
@@ -347,10 +347,10 @@ def hang_event(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
     return None
 
 
-def _not_started(request: LaunchRequest, workers: int, why: str) -> MachineError:
-    if why:
+def _not_started(request: LaunchRequest, workers: int, reason: str) -> MachineError:
+    if reason:
         return MachineError(
-            f"{request.launch.run_dir / LOGS / RAY_LOG}: starting {counted(workers, 'worker')} failed: {why}. "
+            f"{request.launch.run_dir / LOGS / RAY_LOG}: starting {counted(workers, 'worker')} failed: {reason}. "
             "Fix the cause and run the same command with --resume."
         )
     return MachineError(

@@ -1,4 +1,4 @@
-"""What runs inside a worker process: call the target with its `Worker`, and return how it finished as plain data."""
+"""Run inside a worker process: call the target with its `Worker`, and return how it finished as plain data."""
 
 import contextlib
 import faulthandler
@@ -23,15 +23,14 @@ from pretrain.common.files import disk_errors
 from pretrain.common.interrupts import Interrupted
 from pretrain.common.worker import STOP_SIGNALS, TrainingRequest, Worker
 
-# Interfaces that no two nodes share, by the beginnings of their names. NCCL by itself takes the first that is not
-# loopback or Docker's, and bridges of containers have the same address on all nodes. Its choice among the others, or of
-# InfiniBand, stays free.
-_NEVER_BETWEEN_NODES = "^lo,docker,br-,veth,virbr,cni,cali,podman"
+# Prefixes of interfaces that do not connect nodes. By default NCCL takes the first that is not loopback or Docker's,
+# and bridges of containers have the same address on all nodes. NCCL still chooses among the others, or InfiniBand.
+_LOCAL_INTERFACES = "^lo,docker,br-,veth,virbr,cni,cali,podman"
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The rank of one worker among all of an attempt. They meet at `master` and `port`."""
+    """The rank of one worker in an attempt. All connect at `master` and `port`."""
 
     rank: int
     world_size: int
@@ -46,8 +45,8 @@ class RankAssignment:
 def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
     """Call the request's target in this worker. Returns None when it has finished its work.
 
-    All workers agree on a stop or a divergence, so it is returned: each may finish its log. Any other error may be this
-    worker's alone while the others wait for it in a collective. So it is raised (`WorkerError`), and Ray ends them all.
+    All workers agree on a stop or a divergence, so it is returned: each may finish its log. Any other error may be in
+    this worker only while the others wait for it in a collective. So it is raised (`WorkerError`), and Ray kills all.
     """
     request = attempt.request
     launch = request.launch
@@ -59,7 +58,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             os.environ[RUNS_VARIABLE] = str(launch.runs)
             bind_gloo(assignment.address)
             if assignment.world_size > assignment.local_world_size:
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", _NEVER_BETWEEN_NODES)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOCAL_INTERFACES)
             worker = Worker(
                 rank=assignment.rank,
                 world_size=assignment.world_size,
@@ -68,7 +67,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
                 threads=request.cpus_per_worker,
                 flags=(launch.stop_flag(), attempt.restart_flag()),
             )
-            if not request.in_ray:  # Ray's workers end by signals
+            if not request.in_ray:  # signals kill Ray's workers
                 worker.listen()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by `start_session`
             if worker.stop_requested():
@@ -78,7 +77,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             with worker.interrupts:
                 resolve(request.target)(_with_gauges(attempt, worker), worker)
         except Interrupted:
-            # Seen only by this rank: raised, so that Ray ends the others too.
+            # Seen only by this rank: raised, so that Ray kills the others too.
             raise WorkerError("StoppedError", f"{launch.run_dir}: {StoppedError.BETWEEN}") from None
         except (StoppedError, DivergedError) as error:
             return as_data(error)
@@ -88,7 +87,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
 
 
 def _with_gauges(attempt: Attempt, worker: Worker) -> TrainingRequest:
-    """What the workers of a cluster are asked: the first one of each node also serves the run's state to Prometheus."""
+    """Return the training request; on a cluster one worker of each node also serves the run's state to Prometheus."""
     request, training = attempt.request, attempt.training
     if not request.address or worker.local_rank:
         return training
@@ -111,28 +110,28 @@ def crashes_as_data() -> Iterator[None]:
 
 
 def resolve(target: str) -> Any:
-    """The function that "package.module:function" names."""
+    """Return the function that "package.module:function" names."""
     module, _, function = target.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
-def change_folder(working_dir: Path | str, how: str = "Start from a folder") -> None:
-    """Make it the current folder.
+def change_folder(working_dir: Path | str, advice: str = "Start from a folder") -> None:
+    """Make `working_dir` the current folder.
 
     Args:
-        how: the beginning of the advice, if this machine of the cluster has no such folder (`MachineError`).
+        advice: how the advice starts if this machine has no such folder (`MachineError`).
     """
     try:
         os.chdir(working_dir)
     except OSError as error:
         raise MachineError(
-            f"{working_dir}: {error.strerror} on the cluster's machine {os.uname().nodename}. {how} that all machines "
-            "of the cluster share."
+            f"{working_dir}: {error.strerror} on the cluster's machine {os.uname().nodename}. {advice} that all "
+            "machines of the cluster share."
         ) from None
 
 
 def log_to(path: Path, attempt: int) -> None:
-    """Send this process's output to `path` from here on, whoever writes it: Python, C++ or a child.
+    """Redirect this process's output to `path`, whether Python, C++ or a child writes it.
 
     Raises `InputError` if this machine cannot write there.
     """

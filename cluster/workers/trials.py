@@ -1,6 +1,6 @@
-"""Many runs of one function through Ray Tune, each in its own process, as many at once as the nodes hold.
+"""Many runs of one function through Ray Tune, each in a separate process, as many at once as the nodes hold.
 
-As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own.
+As for training (`cluster.workers.launch`), Ray's driver is a child process in a separate session.
 """
 
 import json
@@ -32,13 +32,13 @@ def run_trials(
     """Call `target` ("package.module:function") with (TrainingRequest, Worker) for every trial, in their order.
 
     Each trial is a process with one GPU if there are any. A trial that crashes is started again at most `max_failures`
-    times, with the same request; any other error ends it, and the other trials continue. A signal creates
+    times, with the same request; after any other error it stops, and the other trials continue. A signal creates
     `run_dir`/stop, at which the running trials finish (`Worker.stop_requested`) and no other starts; see
     `cluster.workers.launch.run`, also for `address`.
 
     Args:
         poll: called about four times a second, in this thread, with the trials that ended since the previous call:
-            index -> why it did not succeed.
+            index -> its error; None if it succeeded.
         parallel: how many run at once. 0 means one for each GPU; without GPUs one for each machine, since shared cores
             make every trial slower.
         cpus_per_trial: 0 divides the cores among them.
@@ -57,10 +57,10 @@ def run_trials(
         return requests[0]
 
     def read() -> None:
-        files = {number: requests[0].end_of(number) for number in range(len(trials)) if number not in ended}
-        found = {number: json.loads(path.read_text("utf-8")) for number, path in files.items() if path.exists()}
-        ended.update(found)
-        poll({number: error_from(data) if data else None for number, data in found.items()})
+        files = {number: requests[0].outcome_file(number) for number in range(len(trials)) if number not in ended}
+        outcomes = {number: json.loads(path.read_text("utf-8")) for number, path in files.items() if path.exists()}
+        ended.update(outcomes)
+        poll({number: error_from(data) if data else None for number, data in outcomes.items()})
 
     drive(__name__, request, address=address, run_dir=run_dir, poll=read)
 
@@ -71,7 +71,7 @@ def run_trials(
 def trials_that_fit(
     nodes: Sequence[NodeSize], trials: int, parallel: int, cpus_per_trial: int, where: str
 ) -> tuple[int, int]:
-    """(Trials at once, CPUs of each) on `nodes`; 0 chooses, as in `run_trials`. Raises `MachineError` if none fits."""
+    """Return (trials at once, CPUs of each) on `nodes`; 0 chooses, as in `run_trials`. `MachineError` if none fits."""
     gpus = sum(gpu for _, gpu in nodes)
     at_once = min(trials, parallel or gpus or len(nodes))
     while True:

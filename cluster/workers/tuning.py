@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 _WORKER_LOG = "worker-0.log"
 _TUNE_ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # its own copies of the metrics
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # Tune's copies of the metrics
     "TUNE_MAX_PENDING_TRIALS_PG": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # they are in the trials' logs
 }
 
 
 def tune_trials(request: TrialsRequest) -> None:
-    """Run all trials of the request, or until those that run have stopped."""
+    """Run all trials of the request; after a request to stop, wait only for the running ones."""
     os.environ.update(_TUNE_ENVIRONMENT)
     launch, watch = request.launch, _Watch(request)
     resources = resources_of(request.cpus_per_trial, request.use_gpu)
@@ -71,7 +71,7 @@ def _run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]
 
 
 class _Watch(tune.Callback, tune.Stopper):
-    """Writes how trials ended; after a request to stop, ends Tune with the last running trial."""
+    """Writes the outcomes of trials; after a request to stop, stops Tune with the last running trial."""
 
     def __init__(self, request: TrialsRequest) -> None:
         self._request = request
@@ -91,8 +91,8 @@ class _Watch(tune.Callback, tune.Stopper):
         logger.warning("trial %d crashed: %s", trial.config["number"], _reason(trial))
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        found = {key: trial.last_result[key] for key in ("kind", "message") if key in trial.last_result}
-        write_json(self._request.end_of(trial.config["number"]), found)
+        outcome = {key: trial.last_result[key] for key in ("kind", "message") if key in trial.last_result}
+        write_json(self._request.outcome_file(trial.config["number"]), outcome)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         number = trial.config["number"]
@@ -101,11 +101,11 @@ class _Watch(tune.Callback, tune.Stopper):
             f"{log}: crashed ({_reason(trial)}) and all max_failures={self._request.max_failures} restarts are "
             f"used up. The last line of the log: {last_line(log)!r}."
         )
-        write_json(self._request.end_of(number), as_data(error))
+        write_json(self._request.outcome_file(number), as_data(error))
 
 
 def _reason(trial: Trial) -> str:
-    # Tune's file of the trial's failures; its last line is that of the latest traceback.
+    # Tune's file of the trial's failures; its last line belongs to the latest traceback.
     last = last_line(Path(trial.error_file)) if trial.error_file else ""
     crash = f"{WorkerError.__name__}: {CRASH}: "
     return last.partition(crash)[2] if crash in last else "its process died: killed, or out of memory"

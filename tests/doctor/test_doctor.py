@@ -130,13 +130,13 @@ def test_a_library_that_cannot_be_imported_is_reported(monkeypatch: pytest.Monke
 
 
 def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = machine.own_version()
+    before = machine.source_version()
     (tmp_path / "cluster" / "doctor").mkdir(parents=True)
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "cluster/doctor/machine.py"))
     (tmp_path / "cluster" / "run.py").write_text("one")
-    one = machine.own_version()
+    one = machine.source_version()
     (tmp_path / "cluster" / "run.py").write_text("two")
-    assert len({before, one, machine.own_version()}) == 3
+    assert len({before, one, machine.source_version()}) == 3
     assert re.fullmatch(r"[0-9a-f]{8} \(hash of the project's source files\)", before)
 
 

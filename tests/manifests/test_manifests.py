@@ -719,7 +719,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     ("kind", "overrides", "error"),
     [
         ("kuberay", ["place.imag=x"], "place.imag is not a known setting; did you mean image?"),
-        ("kuberay", ["name=9lives"], "name: '9lives' must begin with a letter"),
+        ("kuberay", ["name=9lives"], "name: '9lives' must start with a letter"),
         ("kuberay", ["scheduling.workers=9"], "multiple of place.workers_per_node (8)"),
         ("kuberay", ["phases.0.step=1"], "phases.0.step is not a known setting; did you mean"),
         ("kuberay", ["place.storage=shared"], "place.storage is 'shared'; expected text like '^/"),

@@ -639,7 +639,7 @@ def test_signals_first_asks_second_ends(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     ended = []
     with Signals(Flag(tmp_path / "stop")) as signals:
-        signals.on_second = lambda: ended.append(True)
+        signals.on_second_signal = lambda: ended.append(True)
         os.kill(os.getpid(), signal.SIGINT)
         assert (tmp_path / "stop").exists()
         assert not ended
@@ -647,7 +647,7 @@ def test_signals_first_asks_second_ends(tmp_path: Path) -> None:
         assert not ended, "a second SIGTERM still waits"
         os.kill(os.getpid(), signal.SIGINT)
         assert ended
-        assert signals.ended_at_once
+        assert signals.was_killed
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -662,7 +662,7 @@ def test_a_stop_is_requested_when_storage_can_be_written_again(
         while not stop.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert stop.exists()
-        assert not signals.ended_at_once
+        assert not signals.was_killed
     assert "stop: cannot be written now (No such file or directory)" in capsys.readouterr().err
 
 

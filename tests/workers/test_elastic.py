@@ -152,13 +152,13 @@ def test_a_placed_group_ends_the_wait(cluster: Cluster) -> None:
         return [node("a", 4, free=0)]
 
     cluster.show(nodes)
-    assert wait_for_capacity(cluster.request, crowded=True).workers == 4
+    assert wait_for_capacity(cluster.request, busy=True).workers == 4
 
 
 def test_an_elastic_run_takes_no_single_resources_on_a_crowded_cluster(cluster: Cluster) -> None:
     """Ray would give it what becomes free one by one, and never as many as it needs at once."""
     cluster.show(lambda: [node("a", 8, free=4 if cluster.sizes else 3)])
-    assert wait_for_capacity(replace(cluster.request, min_workers=4, workers=8), crowded=True).workers == 4
+    assert wait_for_capacity(replace(cluster.request, min_workers=4, workers=8), busy=True).workers == 4
     assert cluster.sizes == [(4, {"CPU": 1})]
 
 
