@@ -30,7 +30,6 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).with_name("slurm.sh")
 STEPS = 1500
-_CONF = {"SLURMD_TIMEOUT": "60", "KILL_WAIT": "120"}  # for a busy machine
 _ENDED = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"
 
 
@@ -59,6 +58,11 @@ class Slurm:
         )
         assert not check or done.returncode == 0, done.stdout
         return done.stdout
+
+    def up(self, tracking: str = "linuxproc") -> None:
+        """Start SLURM, with time enough for a busy machine."""
+        waits = {"SLURMD_TIMEOUT": "60", "KILL_WAIT": "120"}
+        self.script("up", 4, 1, 6000, check=True, **waits, PROCTRACK=f"proctrack/{tracking}")
 
     def sh(self, *command: object, check: bool = True) -> str:
         return self.script("sh", *command, check=check)
@@ -104,7 +108,7 @@ class Slurm:
 def cluster(folder: Path, tracking: str = "linuxproc") -> Iterator[Slurm]:
     slurm = Slurm(folder)
     try:
-        slurm.script("up", 4, 1, 6000, **_CONF, PROCTRACK=f"proctrack/{tracking}")
+        slurm.up(tracking)
         yield slurm
     finally:
         slurm.script("down", check=False)
@@ -238,7 +242,7 @@ def test_a_node_loses_power(tmp_path: Path, slurm: Slurm, undisturbed: dict[int,
             assert slurm.wait_end(job) == "COMPLETED", slurm.log(job)
             check(slurm, f"power-{tracking}", undisturbed)
     finally:
-        slurm.script("up", 4, 1, 6000, **_CONF)
+        slurm.up()
 
 
 def test_a_run_that_can_shrink_does(slurm: Slurm, undisturbed: dict[int, str]) -> None:
