@@ -1,4 +1,4 @@
-"""Fixed-size records on disk by partition: what does not fit in memory is sorted one partition at a time."""
+"""External sorting: fixed-size records are written to partitions on disk, which are then sorted one at a time."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ import numpy as np
 
 from pretrain.common.files import disk_errors
 
-BUFFERED = 1 << 18  # records written at once
+BUFFERED = 1 << 18  # records written together
 
 
 def partition_of(hashes: np.ndarray, count: int) -> np.ndarray:
-    """uint64 [N]: which of `count` partitions uint64 `hashes` belong to. Partitions ascend with the hashes."""
+    """uint64 [N]: the partition of each uint64 hash, of `count`. Partitions ascend with the hashes."""
     return (hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
 
 
 class Partitions:
-    """A folder with a file of records for each partition. What an interrupted run left there is deleted."""
+    """A folder with a file of records per partition. Files of an interrupted run are deleted."""
 
     def __init__(self, folder: Path, dtype: np.dtype, count: int) -> None:
         self._folder, self._dtype, self._count = folder, dtype, count
@@ -26,14 +26,14 @@ class Partitions:
         shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, records: np.ndarray, partition: np.ndarray) -> None:
-        """Append each record to its partition, given as integers below the count."""
+        """Append each record to its partition, an integer below the count."""
         self._buffer.append((records, partition))
         self._buffered += len(records)
         if self._buffered >= BUFFERED:
             self._flush()
 
     def drain(self) -> Iterator[np.ndarray]:
-        """The records of each partition, in the order in which they came; deletes them."""
+        """Yield the records of each partition in the order in which they were added, and delete them."""
         self._flush()
         for number in range(self._count):
             path = self._path(number)
