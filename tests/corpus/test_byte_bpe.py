@@ -23,7 +23,7 @@ from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
 from pretrain.corpus.byte_columns import DocumentPieces
-from pretrain.corpus.byte_level import own_division
+from pretrain.corpus.byte_level import own_splitter
 from pretrain.corpus.byte_words import is_byte_vocabulary, spelled
 from pretrain.corpus.divisions import Gpt2Division
 from pretrain.corpus.extension import extend_vocabulary
@@ -106,7 +106,7 @@ def ours(texts: list[str], tokenizer: Tokenizer | None = None) -> list[list[int]
 def test_ids_are_those_of_the_library(lines: list[str]) -> None:
     lines = [line for line in lines if line]
     assert ours(lines) == [theirs(line) for line in lines] if lines else True
-    table, divide = WordTable(), own_division().pre_tokenize_str
+    table, divide = WordTable(), own_splitter().pre_tokenize_str
     for line in lines:
         pieces = [piece.decode() for piece in table.words(cut([line], table).pieces)]
         whole = line if line.startswith(" ") else " " + line
