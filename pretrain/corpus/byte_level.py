@@ -126,7 +126,7 @@ class PieceEncoder:
 def train_byte_level(
     counts: dict[bytes, int], size: int, special_tokens: Sequence[str], *, min_frequency: int
 ) -> Tokenizer:
-    """Train a vocabulary of at most `size` entries, `special_tokens` first, on counts of pieces of `byte_columns`.
+    """Train a vocabulary of at most `size` entries, `special_tokens` first, on counts of pieces.
 
     All 256 bytes are entries. The same counts give the same vocabulary, id by id: as every byte has a fixed id,
     `tokenizers` never assigns ids in the order of a hash map.

@@ -102,7 +102,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     words = _pre_tokenized(tokenizer, counts)
     is_bpe = isinstance(tokenizer.model, models.BPE)
     candidates = words if is_bpe else _with_letter_sequences(tokenizer, words, max_words)
-    pieces = _pieces(tokenizer, {**words, **candidates})
+    pieces = _ids_of(tokenizer, {**words, **candidates})
     is_bytes = is_byte_level(tokenizer)
     saved = {
         word: count * (len(pieces[word]) - 1)
@@ -113,7 +113,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     chosen = sorted(saved, key=lambda word: (-saved[word], word))[:max_words]
     while True:
         extended = _with_entries(tokenizer, chosen)
-        after = _pieces(extended, words)
+        after = _ids_of(extended, words)
         broken = [word for word in words if unknown in after[word] and unknown not in pieces[word]]
         if not broken:
             break
@@ -146,10 +146,10 @@ def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
         )
 
 
-def old_pieces(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
+def replaced_ids(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
     """Return the ids in the old vocabulary of `tokenizer` that each new entry replaces."""
     entries = list(entries)
-    pieces = _pieces(tokenizer, entries)
+    pieces = _ids_of(tokenizer, entries)
     return [pieces[entry] for entry in entries]
 
 
@@ -167,12 +167,12 @@ def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collectio
     words: collections.Counter[str] = collections.Counter()
     for word, count in counts.items():
         text = normalizer.normalize_str(f" {word}") if normalizer else f" {word}"
-        for part, _ in pre_tokenizer.pre_tokenize_str(text) if pre_tokenizer else [(text, None)]:
-            words[part] += count
+        for pre_token, _ in pre_tokenizer.pre_tokenize_str(text) if pre_tokenizer else [(text, None)]:
+            words[pre_token] += count
     return words
 
 
-def _pieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
+def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
     """Return the ids of each word, which is an output of `_pre_tokenized`."""
     model: Any = tokenizer.model
     inner = model
@@ -223,7 +223,7 @@ def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
         scores = [score for _, score in model["vocab"]]
         names = {number: content for content, number in added.items()}
         gaps = range(len(scores), size)
-        pieces = _pieces(tokenizer, entries)
+        pieces = _ids_of(tokenizer, entries)
         model["vocab"] += [[names.get(number, f"[unused{number}]"), min(scores)] for number in gaps]
         for entry in entries:
             piece_scores = [scores[number] for number in pieces[entry]]

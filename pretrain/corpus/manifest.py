@@ -135,9 +135,8 @@ def fingerprint_settings(
     for key, value in filter_settings(corpus.filters).items():
         settings[f"corpus.filters.{key}"] = value
     for number, (source, source_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
-        settings |= numbered(
-            number, _source_settings(source, (states or {}).get(number) or _files_state(source_inputs))
-        )
+        state = (states or {}).get(number) or _files_state(source_inputs)
+        settings |= numbered(number, _source_settings(source, state))
     return settings
 
 

@@ -166,9 +166,7 @@ class _Preparation:
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
             if left_out := [one for inputs in self._all_inputs for item in inputs for one in item.problems]:
-                self._bar.say(
-                    first_faults(left_out)
-                )  # the card does not list the corpus itself, which may be one of the skipped files
+                self._bar.say(first_faults(left_out))  # the card was written before the corpus was skipped itself
         else:
             self._check_kinds()
             if self._corpus.vocabulary.added_words and not self._growth:

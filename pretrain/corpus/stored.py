@@ -16,7 +16,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, atomic_open, check_manifest, disk_errors, locked, read_manifest, sha256_file
 from pretrain.config import CorpusConfig
 from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
-from pretrain.corpus.blocks import PARTS
+from pretrain.corpus.blocks import ARRAYS
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.shards import (
     COUNTS,
@@ -33,7 +33,7 @@ from pretrain.corpus.shards import (
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
-_ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{part}.npy" for part in ("tokens", "sentences", "documents"))
+_ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
 _SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # needed only to prepare
 _SMALL_FETCHES = 16  # simultaneous, of tables of blocks, which have a few kilobytes each
 _STREAMED = ".streamed"  # folder of a corpus: its manifest, and the fetched blocks
@@ -82,7 +82,7 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     fingerprints = source_fingerprints(manifest)
     if not entries:
         return replace(described, fingerprints=fingerprints)
-    text = [manifest["files"][f"{entry['name']}.{part}.npy"] for entry in entries for part in PARTS]
+    text = [manifest["files"][f"{entry['name']}.{array}.npy"] for entry in entries for array in ARRAYS]
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
     remove_unused(folder)
     tables = _tables(corpus, folder / "blocks.npy", entries)
@@ -111,10 +111,10 @@ def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> 
 def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
     """Describe the arrays of a shard at an address."""
     arrays = {}
-    for part, (dtype, shape) in array_types(entry, manifest).items():
-        name, width = f"{entry['name']}.{part}.npy", dtype.itemsize * math.prod(shape[1:])
+    for array, (dtype, shape) in array_types(entry, manifest).items():
+        name, width = f"{entry['name']}.{array}.npy", dtype.itemsize * math.prod(shape[1:])
         size = int(manifest["files"][name]["bytes"])
-        arrays[part] = StoredArray(name, size, size - width * shape[0], width)
+        arrays[array] = StoredArray(name, size, size - width * shape[0], width)
     return arrays
 
 
@@ -122,7 +122,7 @@ def _views(
     cache: BlockCache, shard: int, entry: dict[str, Any], manifest: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the tokens, sentences and documents of a shard."""
-    arrays = {part: cache.array(shard, part, *kind) for part, kind in array_types(entry, manifest).items()}
+    arrays = {array: cache.array(shard, array, *kind) for array, kind in array_types(entry, manifest).items()}
     return arrays["tokens"], arrays["sentences"], arrays["documents"]
 
 

@@ -71,10 +71,10 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
 
 
 def _missing(folder: Path) -> str:
-    pieces = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
-    if pieces is not None:
+    model = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
+    if model is not None:
         return (
-            f"{folder}: has {pieces}, which is not read, but no tokenizer.json. Write one with transformers "
+            f"{folder}: has {model}, which is not read, but no tokenizer.json. Write one with transformers "
             "(save_pretrained of a fast tokenizer)."
         )
     return (

@@ -20,10 +20,7 @@ from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest are dropped
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-_LINE_FEED, _RETURN = (
-    "\u010a",
-    "\u010d",
-)  # GPT-2's characters for line breaks, which a line of a vocab.txt cannot contain
+_LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for the bytes that separate lines of a vocab.txt
 # The most frequent characters that cover this share of the text are entries; with their "##" forms, they may take half
 # of all entries (Chinese has thousands).
 _COVERAGE = 0.9995
