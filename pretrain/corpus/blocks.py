@@ -1,9 +1,9 @@
-"""Blocks of a shard: ranges of about a million tokens, which are read and verified by themselves (invariants 1 and 5).
+"""Blocks of a shard: ranges of about a million tokens, each read and verified separately (invariants 1 and 5).
 
     <shard>.blocks.npy  BLOCK [blocks]
 
-A block holds whole documents. Only documents of more than a block's tokens are divided, at the end of a sentence where
-one is near.
+A block has whole documents. Only documents with more tokens than a block are split, between sentences if one boundary
+is near.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import numpy as np
 from pretrain.common.files import atomic_open, sha256_file
 
 BLOCK_TOKENS = 1 << 20
-_BLOCK_DOCUMENTS = 1 << 14  # at most; a table of where their samples begin is made for each block of a window
+_BLOCK_DOCUMENTS = 1 << 14  # maximum; each block of a window needs a table of the first samples of its documents
 
-PARTS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of digests
+ARRAYS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of a block's digest
 
 BLOCK = np.dtype(
     [
         ("begin", "<i8"),  # token offset within the shard
         ("end", "<i8"),
-        ("first", "<i8"),  # document that holds the first token
-        ("last", "<i8"),  # one past the one that holds the last token
-        ("first_sentence", "<i8"),  # first sentence that begins at `begin` or after
-        ("last_sentence", "<i8"),  # first sentence that begins at `end` or after
-        ("digest", "u1", (16,)),  # of SHA-256 of what `parts_of` names
+        ("first", "<i8"),  # document of the first token
+        ("last", "<i8"),  # one past the document of the last token
+        ("first_sentence", "<i8"),  # first sentence that starts at or after `begin`
+        ("last_sentence", "<i8"),  # first sentence that starts at or after `end`
+        ("digest", "u1", (16,)),  # first bytes of the SHA-256 of the elements in `ranges_of`
     ]
 )
 _BOUNDS = [name for name in BLOCK.names or () if name != "digest"]
 
 
 def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) -> np.ndarray:
-    """Divide a shard into blocks of about `tokens` tokens, by default `BLOCK_TOKENS`; fewer where documents are short.
+    """Cut a shard into blocks of about `tokens` tokens, by default `BLOCK_TOKENS`; fewer where documents are short.
 
     Args:
         documents: int64 [documents + 1, 2], (sentence offset, token offset) of each.
@@ -54,27 +54,27 @@ def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) ->
     blocks = blocks[blocks["end"] > blocks["begin"]]
     for block in blocks:
         first, last = documents[block["first"], 0], documents[block["last"], 0]
-        its = sentences[first : last + 1]
-        block["first_sentence"], block["last_sentence"] = first + np.searchsorted(its, [block["begin"], block["end"]])
+        within = np.searchsorted(sentences[first : last + 1], [block["begin"], block["end"]])
+        block["first_sentence"], block["last_sentence"] = first + within
     return blocks
 
 
 def _edges(documents: np.ndarray, sentences: np.ndarray, tokens: int) -> Iterator[tuple[int, int, bool]]:
-    """(token offset, document that begins there or is divided, whether it is divided) between blocks."""
+    """Yield (token offset, document that starts or is split there, whether it is split) of each block boundary."""
     begins, edge_before = documents[:, 1], 0
-    # Each document counts some tokens more, so that a block never has more than _BLOCK_DOCUMENTS.
+    # Add a constant to the size of each document, so that a block never has more than _BLOCK_DOCUMENTS.
     each = -(-tokens // _BLOCK_DOCUMENTS)
     size = int(begins[-1]) + each * (len(documents) - 1)
     count = max(1, round(size / tokens))
     for number in range(1, count):
-        wanted = size * number // count
-        document = bisect_left(range(len(begins)), wanted, key=lambda one: int(begins[one]) + each * one)
+        target = size * number // count
+        document = bisect_left(range(len(begins)), target, key=lambda one: int(begins[one]) + each * one)
         edge, is_divided = int(begins[document]), False
         previous = max(document - 1, 0)
-        before, least = int(begins[previous]), tokens // 16
+        before, min_tokens = int(begins[previous]), tokens // 16
         if edge - before > tokens:
-            inside = _sentence_near(documents, sentences, previous, wanted - each * previous, tokens // 64)
-            if inside - before >= least and edge - inside >= least:
+            inside = _sentence_near(documents, sentences, previous, target - each * previous, tokens // 64)
+            if inside - before >= min_tokens and edge - inside >= min_tokens:
                 edge, document, is_divided = inside, previous, True
         if edge > edge_before:
             yield edge, document, is_divided
@@ -82,16 +82,16 @@ def _edges(documents: np.ndarray, sentences: np.ndarray, tokens: int) -> Iterato
 
 
 def _sentence_near(documents: np.ndarray, sentences: np.ndarray, document: int, offset: int, reach: int) -> int:
-    """Where the first sentence of a document from `offset` on begins, or `offset` if that is over `reach` away."""
-    its = sentences[documents[document, 0] : documents[document + 1, 0]]
-    found = int(np.searchsorted(its, offset))
-    return int(its[found]) if found < len(its) and its[found] - offset <= reach else offset
+    """Return the start of the document's next sentence from `offset` on, or `offset` if it is over `reach` away."""
+    starts = sentences[documents[document, 0] : documents[document + 1, 0]]
+    index = int(np.searchsorted(starts, offset))
+    return int(starts[index]) if index < len(starts) and starts[index] - offset <= reach else offset
 
 
-def parts_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Which elements of each array of the shard blocks are made of: [begin, end), int64 [B] each.
+def ranges_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the range of each array of the shard that belongs to each block: [begin, end), int64 [B] each.
 
-    Neighbors share the entry at which one ends and the other begins, in `documents` and `sentences`.
+    In `documents` and `sentences`, neighboring blocks share the entry at their boundary.
     """
     return {
         "documents": (blocks["first"], blocks["last"] + 1),
@@ -101,7 +101,7 @@ def parts_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def joined(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """The blocks of several tables, BLOCK [N]: a view if they are neighbors in one array, else without digests."""
+    """Concatenate tables of blocks, BLOCK [N]: a view if they are contiguous in one array, else without digests."""
     whole = tables[0].base if tables else None
     ends = [table.ctypes.data + table.nbytes for table in tables]
     begins = [table.ctypes.data for table in tables[1:]]
@@ -111,22 +111,22 @@ def joined(tables: Sequence[np.ndarray]) -> np.ndarray:
     return whole[first : first + sum(map(len, tables))]
 
 
-def block_digest(parts: Iterator[bytes | memoryview]) -> bytes:
-    """The digest of a block from the bytes of its documents, sentences and tokens; uint8 [16] as bytes."""
-    sums = hashlib.sha256()
-    for part in parts:
-        sums.update(part)
-    return sums.digest()[:16]
+def block_digest(ranges: Iterator[bytes | memoryview]) -> bytes:
+    """Return the digest of a block from the bytes of its documents, sentences and tokens; 16 bytes."""
+    sha256 = hashlib.sha256()
+    for content in ranges:
+        sha256.update(content)
+    return sha256.digest()[:16]
 
 
 def write_blocks(path: Path, arrays: dict[str, np.ndarray]) -> str:
-    """Write the blocks of a shard whose arrays are given by their names; returns the file's SHA-256."""
+    """Write the table of blocks of a shard with these arrays, by name; return the file's SHA-256."""
     int64 = {name: np.asarray(arrays[name]).view(np.int64) for name in ("documents", "sentences")}
     blocks = cut_blocks(int64["documents"], int64["sentences"])
-    bounds = parts_of(blocks)
+    bounds = ranges_of(blocks)
     for number, block in enumerate(blocks):
-        parts = (arrays[name][begin[number] : end[number]] for name, (begin, end) in bounds.items())
-        block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(part).data for part in parts), np.uint8)
+        ranges = (arrays[name][begin[number] : end[number]] for name, (begin, end) in bounds.items())
+        block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(one).data for one in ranges), np.uint8)
     with atomic_open(path) as file:
         np.save(file, blocks, allow_pickle=False)
     return sha256_file(path)

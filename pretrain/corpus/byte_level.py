@@ -1,14 +1,14 @@
-"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): trained, and read token by token.
+"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): trained, and applied to pieces.
 
-Texts are divided as GPT-2 does, but marks after a letter belong to its word: GPT-2's division cuts the words of Hindi,
-Thai or Khmer at every vowel sign, so that they take several times as many tokens.
+Documents are split as in GPT-2, but marks after a letter belong to its word: GPT-2 splits the words of Hindi, Thai or
+Khmer at every vowel sign, so that they take several times as many tokens.
 
-Every text can be spelled, so there is no unknown token, and nothing is normalized, except that line ends become one
-blank each unless a corpus keeps them (`joining_lines`). A blank belongs to the word after it ("\u0120word"). A text's
-first word gets one, too: it is then the same token at the beginning as within a text, which words given one by one and
-short texts need (RoBERTa and ModernBERT lack it: their weak spot in named entities). tokenizers' own
-`add_prefix_space` would also put a blank after each special token ("[MASK]." would end in " ."), so the pre-tokenizer
-is Metaspace, which knows what comes first, with a blank for its mark; then the division.
+Every string can be spelled, so there is no unknown token, and nothing is normalized, except that line breaks become one
+blank each unless a corpus keeps them (`joining_lines`). A blank belongs to the word after it ("\u0120word"). The first
+word of a string gets one, too: it is then the same token as elsewhere, which single words and short strings need
+(RoBERTa and ModernBERT lack it, a weakness in named-entity recognition). `add_prefix_space` of `tokenizers` would also
+put a blank after each special token ("[MASK]." would become "[MASK] ."), so the pre-tokenizer is Metaspace, which
+treats only the first word differently, with a blank as its mark; then the splitter.
 """
 
 import json
@@ -25,19 +25,19 @@ BLANK = "\u0120"  # the character that stands for the byte of a blank
 _END_OF_PIECE = "\0"
 _LINE_END = r"[ \t\r]*\n[ \t\r\n]*"
 LINE_JOINER = {"type": "Replace", "pattern": {"Regex": _LINE_END}, "content": " "}
-_PIECES_PER_TEXT = 100
+_PIECES_PER_STRING = 100
 # openai/gpt-2 encoder.py, with combining marks and joiners in words.
-_DIVISION = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}[\p{L}\p{M}\x{200B}-\x{200D}]*| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPLITTER = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}[\p{L}\p{M}\x{200B}-\x{200D}]*| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether it is a byte-level BPE."""
-    parts: list[Any] = [one for one in (tokenizer.normalizer, tokenizer.pre_tokenizer) if one is not None]
-    return isinstance(tokenizer.model, models.BPE) and any(b'"ByteLevel"' in one.__getstate__() for one in parts)
+    """Return whether a tokenizer is a byte-level BPE."""
+    steps: list[Any] = [one for one in (tokenizer.normalizer, tokenizer.pre_tokenizer) if one is not None]
+    return isinstance(tokenizer.model, models.BPE) and any(b'"ByteLevel"' in one.__getstate__() for one in steps)
 
 
 def is_own_byte_level(described: dict[str, Any]) -> bool:
-    """Whether the tokens of a text in a tokenizer.json are those of a `byte_tokenizer`, with or without line ends."""
+    """Return whether a tokenizer.json gives the same tokens as a `byte_tokenizer`, with or without line breaks."""
     if described["model"]["type"] != "BPE" or described["normalizer"] not in (None, LINE_JOINER):
         return False
     names = [token["content"] for token in described["added_tokens"]]
@@ -51,7 +51,7 @@ def is_own_byte_level(described: dict[str, Any]) -> bool:
 
 
 def joining_lines(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer, in which line ends and the blanks around them are one blank, if it is a `byte_tokenizer`."""
+    """Replace line breaks and the blanks around them by one blank, if the tokenizer is a `byte_tokenizer`."""
     text = tokenizer.to_str()
     if not is_own_byte_level(json.loads(text)):
         return tokenizer
@@ -61,7 +61,7 @@ def joining_lines(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def without_line_ends(text: str) -> str:
-    """`text` as the tokenizer that `joining_lines` returns normalizes it."""
+    """Normalize `text` as the tokenizer that `joining_lines` returns."""
     if "\n" not in text:
         return text
     blanks = " \t\r"
@@ -72,16 +72,16 @@ def without_line_ends(text: str) -> str:
 def byte_tokenizer(
     vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], special_tokens: Sequence[str]
 ) -> Tokenizer:
-    """The tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP].
+    """Make the tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP].
 
-    [MASK] takes the blank before it, as RoBERTa's, so that a blank in the text does not tell what is missing.
+    [MASK] includes the blank before it, as in RoBERTa, so that a blank in the text does not hint at the masked token.
     """
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
     first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, own_division()])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, own_splitter()])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     ends = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
-    # The offsets of a token are those of its letters, without the blank.
+    # The offsets of a token exclude its blank.
     offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
     tokenizer.post_processor = processors.Sequence([offsets, ends])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(
@@ -90,46 +90,46 @@ def byte_tokenizer(
     return tokenizer
 
 
-def own_division() -> pre_tokenizers.PreTokenizer:
-    """What divides the texts of a `byte_tokenizer`."""
-    divide = pre_tokenizers.Split(Regex(_DIVISION), "isolated")
-    return pre_tokenizers.Sequence([divide, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportArgumentType]
+def own_splitter() -> pre_tokenizers.PreTokenizer:
+    """Return the pre-tokenizer of a `byte_tokenizer`."""
+    split = pre_tokenizers.Split(Regex(_SPLITTER), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportArgumentType]
 
 
 class PieceEncoder:
-    """The ids of pieces of text, many in one call: one by one they would cost several times as much.
+    """Encodes pieces, many in one call: one by one would take several times as long.
 
-    A piece is divided and encoded as it stands: no blank is added, and a special token's name is ordinary text.
+    A piece is split and encoded unchanged: no blank is added, and a special token's name is ordinary text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         is_own = is_own_byte_level(json.loads(tokenizer.to_str()))
-        divide = own_division() if is_own else pre_tokenizers.ByteLevel(add_prefix_space=False)
+        splitter = own_splitter() if is_own else pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer = Tokenizer(tokenizer.model)
-        self._tokenizer.pre_tokenizer = divide  # pyright: ignore[reportAttributeAccessIssue]
+        self._tokenizer.pre_tokenizer = splitter  # pyright: ignore[reportAttributeAccessIssue]
         self._tokenizer.add_special_tokens([AddedToken(_END_OF_PIECE, special=True, normalized=False)])
         self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
 
     def encode(self, pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens per piece, int64 [pieces], and the tokens end to end, int32. No piece holds a NUL."""
-        starts = range(0, len(pieces), _PIECES_PER_TEXT)
-        texts = [b"\0".join((*pieces[first : first + _PIECES_PER_TEXT], b"")).decode() for first in starts]
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        """Return tokens per piece, int64 [pieces], and the tokens end to end, int32. Pieces contain no NUL."""
+        starts = range(0, len(pieces), _PIECES_PER_STRING)
+        strings = [b"\0".join((*pieces[first : first + _PIECES_PER_STRING], b"")).decode() for first in starts]
+        encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
         ends = tokens == self._end
         return np.bincount(np.cumsum(ends)[~ends], minlength=len(pieces)), tokens[~ends]
 
 
-# ---------------------------------------------------------------- training and taking over
+# ---------------------------------------------------------------- training
 
 
 def train_byte_level(
     counts: dict[bytes, int], size: int, special_tokens: Sequence[str], *, min_frequency: int
 ) -> Tokenizer:
-    """A vocabulary of at most `size` entries, `special_tokens` first, from the counts of pieces of `byte_columns`.
+    """Train a vocabulary of at most `size` entries, `special_tokens` first, on counts of pieces.
 
-    All 256 bytes are entries. The same counts give the same vocabulary, id by id: with every byte fixed beforehand,
-    `tokenizers` numbers nothing in the order of a hash map.
+    All 256 bytes are entries. The same counts give the same vocabulary, id by id: as every byte has a fixed id,
+    `tokenizers` never assigns ids in the order of a hash map.
     """
     words = _pre_tokens(counts)
     if not words:
@@ -155,41 +155,41 @@ def train_byte_level(
 
 
 def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
-    """Counts of the pre-tokens, each byte as the character that stands for it, ascending."""
-    divide = own_division().pre_tokenize_str
+    """Count the pre-tokens, with each byte as the character that represents it, in ascending order."""
+    split = own_splitter().pre_tokenize_str
     words: Counter[str] = Counter()
     for piece, count in counts.items():
         inner = piece.removeprefix(b" ")
-        # Most are letters with or without one blank, and stay together.
+        # Most are letters with or without one blank, and are not split.
         if inner.isalpha():
             words[(BLANK if len(inner) < len(piece) else "") + inner.decode()] += count
             continue
-        for word, _ in divide(piece.decode()):
+        for word, _ in split(piece.decode()):
             words[word] += count
     return dict(sorted(words.items()))
 
 
-def part_kinds(parts: dict[str, Any]) -> list[str]:
-    """The types of the model, the normalizer and the pre-tokenizer in a tokenizer.json."""
-    return [parts["model"]["type"], *_kinds_of(parts["normalizer"]), *_kinds_of(parts["pre_tokenizer"])]
+def step_types(described: dict[str, Any]) -> list[str]:
+    """Return the types of the model, the normalizer and the pre-tokenizer in a tokenizer.json."""
+    return [described["model"]["type"], *_types_of(described["normalizer"]), *_types_of(described["pre_tokenizer"])]
 
 
-def _kinds_of(part: dict[str, Any] | None) -> list[str]:
-    """The types of a normalizer or pre-tokenizer, or of those in a sequence."""
-    if part is None:
+def _types_of(step: dict[str, Any] | None) -> list[str]:
+    """Return the type of a normalizer or pre-tokenizer, or the types in a sequence."""
+    if step is None:
         return []
-    inner = part.get("pretokenizers", part.get("normalizers", [part]))
+    inner = step.get("pretokenizers", step.get("normalizers", [step]))
     return [one["type"] for one in inner]
 
 
 # ---------------------------------------------------------------- training text
 
 
-_TRAINING_CHUNK = 1 << 16  # characters handed to a trainer at once
+_TRAINING_CHUNK = 1 << 16  # characters passed to a trainer at a time
 
 
 def repeated(words: dict[str, int]) -> Iterator[str]:
-    """Every word as often as it was counted: the trainers' Python interface takes text, not counts."""
+    """Yield every word as often as it was counted: the trainers' Python interface takes text, not counts."""
     chunk: list[str] = []
     left = _TRAINING_CHUNK
     for word, count in words.items():

@@ -1,4 +1,4 @@
-"""The corpus card: the figures of a corpus and its sources, for machines (card.json) and people (card.md)."""
+"""The corpus card: statistics of a corpus and its sources, for machines (card.json) and people (card.md)."""
 
 import json
 import sysconfig
@@ -31,12 +31,12 @@ _COUNTS = (
 )
 _MAX_LISTED_FILES = 100
 _MAX_LISTED_PROBLEMS = 50
-MAX_LEFT_OUT = 0.05  # share of a source's characters that may be headings without a hint
-_MAX_UNKNOWN = 0.01  # share of the tokens
+MAX_LEFT_OUT = 0.05  # share of a source's characters that may be skipped as headings without a hint
+_MAX_UNKNOWN = 0.01  # share of the tokens that may be unknown without a hint
 
 
 def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of a source from the results of writing its shards: unknown tokens and histograms of lengths."""
+    """Return statistics of a source from the results of writing its shards: unknown tokens, histograms of lengths."""
     lengths = {}
     for unit in ("document", "sentence"):
         counts = np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
@@ -45,7 +45,7 @@ def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bins(counts: np.ndarray) -> dict[str, int]:
-    """{"1": n, "2-3": n, "4-7": n, ...}: how many have that number of tokens."""
+    """Return {"1": n, "2-3": n, "4-7": n, ...}: how many have that number of tokens."""
     filled = np.flatnonzero(counts)
     names = {bits: "1" if bits == 1 else f"{1 << bits - 1}-{(1 << bits) - 1}" for bits in filled.tolist()}
     return {names[bits]: int(counts[bits]) for bits in filled.tolist()}
@@ -71,9 +71,9 @@ def write_card(
 ) -> None:
     """Write card.json and card.md.
 
-    `hashes` has {path: SHA-256} of each source's files, `extension` further facts about an extended vocabulary,
-    `filtered` what filters did, `evaluation` the evaluation sets whose text was looked for. `before` is the card of the
-    corpus that this one grew from, whose sources come first and have no `hashes`.
+    `hashes` has {path: SHA-256} of each source's files, `extension` facts about an extended vocabulary, `filtered` the
+    entries of filters, `evaluation` those of evaluation sets. `before` is the card of the corpus from which this one
+    has grown, whose sources come first and have no `hashes`.
     """
     earlier = before.get("sources", [])
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS} | _lost(sources)
@@ -111,13 +111,13 @@ def write_card(
 
 
 def _lost(sources: list[dict[str, Any]]) -> dict[str, int]:
-    """How many documents held-out ones replace; left out if there are none."""
+    """Return the number of training documents dropped as copies of held-out text; omit it if it is 0."""
     lost = sum(source.get("lost_to_held_out", 0) for source in sources)
     return {"lost_to_held_out": lost} if lost else {}
 
 
 def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any]:
-    """A source with the number of its files and the first of their hashes."""
+    """Return a source with the number of its files and the first of their hashes."""
     first = list(hashes.items())[:_MAX_LISTED_FILES]
     return {**source, "files": len(hashes), "file_hashes": {shown(path): digest for path, digest in first}}
 
@@ -127,12 +127,12 @@ _KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "R
 
 
 def _kind_of(kind: str) -> dict[str, str]:
-    """The kind as an entry of the card; that of a WordPiece is left out."""
+    """Return the kind as an entry of the card; it is omitted for a WordPiece."""
     return {} if kind == "wordpiece" else {"kind": kind}
 
 
-def summary_line(folder: Path, what: str) -> str:
-    """One line on a prepared corpus."""
+def summary_line(folder: Path, outcome: str) -> str:
+    """Summarize a prepared corpus in a line."""
     manifest = read_manifest(folder)
     card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
     totals = card["totals"]
@@ -142,7 +142,7 @@ def summary_line(folder: Path, what: str) -> str:
         added, saved = card["vocabulary"]["added"], card["vocabulary"]["saved_share"]
         vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)" if added else _NONE_ADDED
     line = (
-        f"{shown(folder)}: {what}: {counted(totals['documents'], 'document')} "
+        f"{shown(folder)}: {outcome}: {counted(totals['documents'], 'document')} "
         f"({totals['validation_documents']:,} held out, {counted(totals['duplicates'], 'duplicate')} and "
         f"{totals['too_short']:,} too short left out"
         f"{_if_any(', {:,} dropped by filters', totals, 'filtered')}"
@@ -157,7 +157,7 @@ def summary_line(folder: Path, what: str) -> str:
 
 
 def _hints(card: dict[str, Any]) -> Iterator[str]:
-    """Sources of which nothing is left, and what to change if much of the text is lost."""
+    """Yield warnings: sources without remaining documents, and settings to change if much of the text is lost."""
     for number, source in enumerate(card["sources"]):
         if source["documents_read"] and not source["documents"]:
             filtered = sum(entry["by_source"][number] for entry in card.get("filters", []))
@@ -265,7 +265,7 @@ def _files(sources: list[dict[str, Any]]) -> list[str]:
 
 
 def shown_path(path: str) -> str:
-    """A path without what only this machine has: the working directory, the home folder, the place of Python."""
+    """Shorten a path by the folders that differ between machines: working directory, home, installation of Python."""
     if not Path(path).is_absolute():
         return path
     python = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]

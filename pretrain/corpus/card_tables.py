@@ -4,15 +4,15 @@ from typing import Any
 
 
 def table_row(*cells: Any) -> str:
-    """A row of a table."""
+    """Format a row of a table."""
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) -> list[str]:
-    """The section on filters: documents by rule and source, then the examples; [] if no filter did anything."""
+    """Return the section on filters: documents by rule and source, then examples; [] if no filter dropped any."""
     if not filtered:
         return []
-    names = ("filter", "rule", "documents", "of those read", *(source["name"] for source in sources))
+    names = ("filter", "rule", "documents", "of all read", *(source["name"] for source in sources))
     read = max(1, sum(source["documents_read"] for source in sources))
     rows = [
         table_row(
@@ -39,7 +39,7 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
 
 
 def left_out_lines(sources: list[dict[str, Any]]) -> list[str]:
-    """The section on paragraphs that readers take for headings; [] if there are none."""
+    """Return the section on paragraphs that readers skipped as headings; [] if there are none."""
     rows = [
         table_row(
             source["name"],
@@ -55,7 +55,7 @@ def left_out_lines(sources: list[dict[str, Any]]) -> list[str]:
 
 
 def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
-    """The section on evaluation sets: how much of each is in the sources; [] if none was looked for."""
+    """Return the section on evaluation sets: how much of each is in the sources; [] if there are no sets."""
     if not sets:
         return []
     rows = [
@@ -68,7 +68,7 @@ def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
         )
         for one in sets
     ]
-    names = ("set", "texts", "too short to be looked for", "found in the sources", "share of those looked for")
+    names = ("set", "texts", "too short to be looked for", "found in the sources", "share of the ones looked for")
     header = [table_row(*names), table_row("---", *["---:"] * 4)]
     return ["## Evaluation sets", "", *header, *rows, ""]
 
@@ -83,7 +83,7 @@ def _examples(filtered: list[dict[str, Any]]) -> list[str]:
 
 
 def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str]:
-    """How often an epoch reads each token, a row for each sequence length, and what phases read of the sources."""
+    """Return the section on how often an epoch reads each token, by sequence length, and how much phases read."""
     if not readings:
         return []
     names = (

@@ -1,4 +1,4 @@
-"""What `prepare` would do with a config: the vocabulary that it names, its processes, and the files to read."""
+"""The work of `prepare` for a config: its vocabulary, number of processes, and the files to read."""
 
 import os
 from pathlib import Path
@@ -30,38 +30,38 @@ WORK = ".work"
 
 
 def given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
-    """The vocabulary that the config names; None if it is trained."""
-    given = corpus.vocabulary
-    if not given.path:
-        if given.kind == "released":
+    """Load the vocabulary that the config names; None if it is to be trained."""
+    settings = corpus.vocabulary
+    if not settings.path:
+        if settings.kind == "released":
             raise InputError("corpus.vocabulary.path: empty, but kind: released needs a tokenizer.json.")
         return None
     return load_vocabulary(
-        Path(given.path), lowercase=given.lowercase, kind=given.kind, strip_accents=given.strip_accents
+        Path(settings.path), lowercase=settings.lowercase, kind=settings.kind, strip_accents=settings.strip_accents
     )
 
 
 def check_line_breaks(corpus: CorpusConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise `InputError` if line breaks are to be kept and are no tokens. `tokenizer` is None if it is trained."""
+    """Raise `InputError` if line breaks are kept but are not tokens. `tokenizer` is None if it is to be trained."""
     if corpus.line_breaks != "keep":
         return
     if not (keeps_lines(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"):
         raise InputError(
-            "corpus.line_breaks: keep, but line breaks and indentation are no tokens of the vocabulary. Remove it, or "
+            "corpus.line_breaks: keep, but the vocabulary has no tokens for line breaks and indentation. Remove it, or "
             "choose a vocabulary that has them: kind: byte_bpe, or the tokenizer of ModernBERT, RoBERTa or mmBERT."
         )
 
 
 def given_settings(corpus: CorpusConfig) -> dict[str, Any]:
-    """What the tokenizer_config.json beside the vocabulary says that the config names."""
+    """Read the tokenizer_config.json beside the configured vocabulary."""
     path = Path(corpus.vocabulary.path).expanduser()
     return declared_settings(path if path.is_dir() else path.parent)
 
 
 def processes(config: PretrainConfig) -> int:
-    """How many processes work; 0 on a cluster means as many as it has cores."""
-    here = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
-    return config.corpus.processes or here
+    """Return the number of processes; 0 on a cluster means one per core."""
+    default = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
+    return config.corpus.processes or default
 
 
 def check_weights(config: PretrainConfig) -> None:
@@ -77,8 +77,8 @@ def check_weights(config: PretrainConfig) -> None:
 
 
 def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """What `prepare` would read, for --dry-run: dir, state, whether its sources were compared with those
-    of a finished corpus, processes, bytes, and the files of every source.
+    """Describe what `prepare` would read, for --dry-run: dir, state, whether its sources were compared with a finished
+    corpus, processes, bytes, and the files of every source.
 
     `tokenizer` as for `prepare`.
 
@@ -89,11 +89,11 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     refuse_other_content(folder)
     manifest = prepared_manifest(corpus)
     state = "finished" if manifest else "started" if (folder / WORK).exists() else "new"
-    new = list(range(len(corpus.sources)))  # places of the sources that are read
+    new = list(range(len(corpus.sources)))  # indices of the sources to read
     found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_line_breaks(corpus, tokenizer or given_tokenizer(corpus))
-    compared = not any(is_remote(source.path) for source in corpus.sources)  # those at addresses are not fetched
+    compared = not any(is_remote(source.path) for source in corpus.sources)  # sources at addresses are not fetched
     if manifest and found:
         inputs = found if compared else [[] for _ in found]
         settings = fingerprint_settings(corpus, inputs, tokenizer or given_tokenizer(corpus))
@@ -102,10 +102,10 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
             if same is not None:
                 check_same_tokenizer(folder, same)
             numbers = recognized(folder, manifest, corpus.sources, found, settings, vocabulary=same is None)
-            new = [place for place, number in enumerate(numbers) if number >= len(manifest["sources"])]
+            new = [index for index, number in enumerate(numbers) if number >= len(manifest["sources"])]
         else:
             new = refuse_changed_settings(folder, manifest, corpus.sources, settings, vocabulary=tokenizer is None)
-        state = f"grows by {' and '.join(source_name(corpus.sources[place]) for place in new)}" if new else state
+        state = f"grows by {' and '.join(source_name(corpus.sources[index]) for index in new)}" if new else state
     rows = [
         {
             "name": source_name(source),
@@ -117,7 +117,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         for source, inputs in zip(corpus.sources, found, strict=True)
     ]
     left_out = [one for inputs in found for item in inputs for one in item.problems]
-    kinds = {place: corpus.sources[place] for place in new}
+    kinds = {index: corpus.sources[index] for index in new}
     notes, _ = kinds_that_fit(kinds, dict(enumerate(found)), corpus.validation_fraction)
     return {
         "dir": str(folder),
@@ -125,7 +125,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         "sources_compared": compared,
         "processes": processes(config),
         "address": config.scheduling.address,
-        "bytes": sum(rows[place]["bytes"] for place in new),
+        "bytes": sum(rows[index]["bytes"] for index in new),
         "sources": rows,
         "notes": [*map(first_faults, ([one] for one in left_out)), *notes],
     }

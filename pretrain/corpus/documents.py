@@ -1,8 +1,8 @@
-"""Which documents of a corpus are kept, which are held out, and which shard each belongs to.
+"""The choice of documents: which are kept, which are held out, and which shard each belongs to.
 
 Memory hardly grows with the number of documents: 155 MB at 6.5 million, 185 MB at 650 million. Their tables stay in the
-part files and are read one part at a time; equal documents are found in partitions by hash; which documents are kept is
-a file with a byte for each. A few numbers are kept for each part file.
+part files and are read one part at a time; equal documents are found in buckets of hashes; a file with a byte per
+document marks the kept ones. Only a few numbers per part file are in memory.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import numpy as np
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.wording import counted
+from pretrain.corpus.buckets import Buckets, bucket_of
 from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among, load_hashes
 from pretrain.corpus.filters.report import MAX_EXAMPLES, Report
 from pretrain.corpus.inputs import LEFT_OUT, first_faults
-from pretrain.corpus.partitions import Partitions, partition_of
 from pretrain.corpus.parts import count_documents, load_documents, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
-MAX_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
-_KEPT = "kept"  # in the work folder: a byte for each document, in the order of the corpus
+MAX_DOCUMENTS = 1 << 21  # compared together: about 150 MB
+_KEPT = "kept"  # in the work folder: a byte per document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
 _DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])
-_KNOWN = np.dtype([("first", "<u8"), ("second", "<u8")])  # a hash, in an order
-_SAMPLE_BITS = 16  # of a hash: bins of the histogram that a sample is cut from
-_ORDER_BITS = 16  # of a place in the random order: bins that shards are cut from
+_KNOWN = np.dtype([("first", "<u8"), ("second", "<u8")])  # a hash, in a sortable form
+_SAMPLE_BITS = 16  # of a hash: number of the histogram bins from which a sample is cut
+_ORDER_BITS = 16  # of a position in the random order: number of the bins from which shards are cut
 _SHIFT = 64 - _ORDER_BITS
 _PARTS = "parts-{}.json"  # in the work folder: the part files of a source, and the number of each one's first document
 SPLITS = ("train", "validation")
@@ -42,10 +42,10 @@ _Known = Sequence[tuple[np.ndarray, bool | None]]
 
 @dataclass
 class ChunkSummary:
-    """What `stages.read` returns for a chunk: documents read, and the part files of those that are long enough.
+    """The result of `stages.read` for a chunk: documents read, and part files of the long enough ones.
 
-    `filtered` has the entries of a `Report` on those that filters dropped before, `seen` the texts of evaluation sets
-    that were found.
+    `filtered` has the entries of a `Report` on documents that filters dropped before, `seen` the numbers of the
+    examples of evaluation sets that were found.
     """
 
     source: int
@@ -57,11 +57,11 @@ class ChunkSummary:
 
     @property
     def dropped(self) -> int:
-        """Documents that filters dropped."""
+        """The number of documents that filters dropped."""
         return sum(entry["documents"] for entry in self.filtered)
 
     def drop_surplus(self, examples: Counter[tuple[str, str]], seen: set[int]) -> None:
-        """Drop examples that the card does not show, and texts that were found before; both are kept count of here."""
+        """Drop examples that the card does not show, and numbers seen before; update `examples` and `seen`."""
         for entry in self.filtered:
             rule = entry["filter"], entry["rule"]
             entry["examples"] = entry["examples"][: MAX_EXAMPLES - examples[rule]]
@@ -72,7 +72,7 @@ class ChunkSummary:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """Documents of a source and split whose places in its random order are from `low` to before `high`.
+    """Documents of a source and split whose positions in the source's random order are in [low, high).
 
     It is small: a process that writes a shard reads the tables of documents itself.
     """
@@ -81,11 +81,11 @@ class DocumentRange:
     split: str
     low: int
     high: int
-    held_out: bool  # the source as a whole
-    last_held_out: int  # the highest hash of those that are held out; -1 for none
+    held_out: bool  # whether the entire source is
+    last_held_out: int  # the highest hash of a held-out document; -1 for none
 
     def documents(self, work: Path) -> Iterator[tuple[str, np.ndarray]]:
-        """(part file, numbers of the chosen documents, ascending) of each part of the source."""
+        """Yield (part file, numbers of the chosen documents, ascending) for each part of the source."""
         for name, first in json.loads((work / _PARTS.format(self.source)).read_text(encoding="utf-8")):
             table = load_documents(work / name)
             order = random_order(table["hash"])  # ascending
@@ -115,7 +115,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class _DecidedPart:
-    """A part file: its source, number of its first document, table DOCUMENT [D], bool [D] kept and held out."""
+    """A part file: source, number of the first document, table DOCUMENT [D], bool [D] kept and held out."""
 
     name: str
     source: int
@@ -140,11 +140,11 @@ class Documents:
         self._count = int(self._first[-1])
         self._fraction, self._below = fraction, np.uint64(fraction * 2**64)
         self._held_out_sources = held_out
-        # As a corpus that is only evaluated on may be.
+        # Such as a corpus only for evaluation.
         self._only_held_out = all(summary.source in held_out for summary in read)
-        self._last_held_out = -1  # the highest hash of those that are held out
+        self._last_held_out = -1  # the highest hash of a held-out document
         self._near: NearDuplicates | None = None
-        # By source: near-duplicates, documents that held-out ones replace, held-out ones that are trained on already.
+        # By source: near-duplicates, training documents that match held-out ones, held-out ones already trained on.
         numbers = 1 + max([*(one.source for one in read), *held_out], default=-1)
         self._near_counts, self._lost, self._trained = np.zeros((3, numbers), np.int64)
 
@@ -162,9 +162,9 @@ class Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
         All documents of the sources `held_out`, number -> name, are held out, and `validation_fraction` of the others.
-        `near_duplicates` are not kept. `faults` of the input, entries of `Problems`, explain an empty corpus. Documents
-        whose hashes are in the files `known`, which `write_hashes` wrote, are in the corpus already and not kept; True
-        beside a file says that they are for training, False that they are held out, None that they may be.
+        `near_duplicates` are dropped. `faults` of the input, entries of `Problems`, explain an empty corpus. Documents
+        whose hashes are in the files `known`, which `write_hashes` wrote, are in the corpus already and dropped; the
+        flag of a file is True for training documents, False for held-out ones, and None where both may occur.
 
         Raises `InputError` if no document is left, or if the corpus trains on documents of a source that is held out.
         """
@@ -179,56 +179,56 @@ class Documents:
     # ------------------------------------------------------------ decisions
 
     def _drop(self, near_duplicates: NearDuplicates | None, known: _Known) -> None:
-        """Keep the first of every group of equal documents, unless it is known or nearly equal to one before it.
+        """Keep the first of every group of equal documents, unless it is known or a near-duplicate of an earlier one.
 
-        Documents of sources that are held out come before all others.
+        Documents of held-out sources come before all others.
         """
         self._near = near_duplicates
         count = max(1, -(-self._count // MAX_DOCUMENTS))
-        hashed = Partitions(self._work / "hashed", _HASHED, count)
+        hashed = Buckets(self._work / "hashed", _HASHED, count)
         for (part, _), first in zip(self._parts, self._first.tolist(), strict=False):
             hashes = load_documents(self._work / part)["hash"]
-            records = np.zeros(len(hashes), _HASHED)
-            records["hash"], records["document"] = hashes, np.arange(first, first + len(hashes))
-            hashed.add(records, partition_of(hashes[:, 0], count))
-        dropped = Partitions(self._work / "dropped", _DROPPED, count)
-        for records in hashed.drain():
-            found = self._dropped(records, near_duplicates, known)
-            dropped.add(found, found["document"] // np.uint64(MAX_DOCUMENTS))
+            rows = np.zeros(len(hashes), _HASHED)
+            rows["hash"], rows["document"] = hashes, np.arange(first, first + len(hashes))
+            hashed.add(rows, bucket_of(hashes[:, 0], count))
+        dropped = Buckets(self._work / "dropped", _DROPPED, count)
+        for rows in hashed.drain():
+            duplicates = self._dropped(rows, near_duplicates, known)
+            dropped.add(duplicates, duplicates["document"] // np.uint64(MAX_DOCUMENTS))
         with atomic_open(self._work / _KEPT) as file:
-            for number, found in enumerate(dropped.drain()):
+            for number, duplicates in enumerate(dropped.drain()):
                 start = number * MAX_DOCUMENTS
                 kept = np.ones(min(MAX_DOCUMENTS, self._count - start), bool)
-                kept[found["document"] - np.uint64(start)] = False
+                kept[duplicates["document"] - np.uint64(start)] = False
                 kept.tofile(file)
-                self._near_counts += self._by_source(found["document"][found["near"]])
-                self._lost += self._by_source(found["document"][found["lost"]])
+                self._near_counts += self._by_source(duplicates["document"][duplicates["near"]])
+                self._lost += self._by_source(duplicates["document"][duplicates["lost"]])
 
-    def _dropped(self, records: np.ndarray, near_duplicates: NearDuplicates | None, known: _Known) -> np.ndarray:
-        """Those of the documents that are not kept, _DROPPED; all with an equal hash are among `records`."""
-        others, hashes = ~np.isin(self._sources(records["document"]), [*self._held_out_sources]), records["hash"]
-        order = np.lexsort((records["document"], others, hashes[:, 1], hashes[:, 0]))
-        records, others = records[order], others[order]
-        documents, hashes = records["document"], records["hash"]
-        drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
-        first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(records))))
+    def _dropped(self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _Known) -> np.ndarray:
+        """Return the documents to drop, _DROPPED; documents with equal hashes are all among `rows`."""
+        others, hashes = ~np.isin(self._sources(rows["document"]), [*self._held_out_sources]), rows["hash"]
+        order = np.lexsort((rows["document"], others, hashes[:, 1], hashes[:, 0]))
+        rows, others = rows[order], others[order]
+        documents, hashes = rows["document"], rows["hash"]
+        drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
+        first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
         below = hashes[:, 0] < self._below
-        lost, (near, trained, held_out) = others & ~others[first], np.zeros((3, len(records)), bool)
-        for its_hashes, are_trained in known:
-            here = are_among(its_hashes, hashes)
-            drop |= here
-            trained |= here & bool(are_trained)
-            # Without the search for near-duplicates, all that is left out has an equal document in the corpus.
-            held_out |= here & (below | (are_trained is False or (are_trained is None and not near_duplicates)))
+        lost, (near, trained, held_out) = others & ~others[first], np.zeros((3, len(rows)), bool)
+        for known_hashes, are_trained in known:
+            is_known = are_among(known_hashes, hashes)
+            drop |= is_known
+            trained |= is_known & bool(are_trained)
+            # Without the search for near-duplicates, every dropped document has an equal one in the corpus.
+            held_out |= is_known & (below | (are_trained is False or (are_trained is None and not near_duplicates)))
         lost |= others & held_out & ~trained
         self._trained += self._by_source(documents[trained & ~others])
         if near_duplicates:
             near = are_among(near_duplicates.hashes, hashes) & ~drop
             lost |= are_among(near_duplicates.lost, hashes) & near
             drop |= near
-        found = np.zeros(int(drop.sum()), _DROPPED)
-        found["document"], found["near"], found["lost"] = documents[drop], near[drop], lost[drop]
-        return found
+        dropped = np.zeros(int(drop.sum()), _DROPPED)
+        dropped["document"], dropped["near"], dropped["lost"] = documents[drop], near[drop], lost[drop]
+        return dropped
 
     def _sources(self, documents: np.ndarray) -> np.ndarray:
         sources = np.array([source for _, source in self._parts], np.int64)
@@ -238,18 +238,18 @@ class Documents:
         return np.bincount(self._sources(documents), minlength=len(self._lost))
 
     def _refuse_trained(self) -> None:
-        near = self._near.trained if self._near else {}
-        found = {name: (int(self._trained[n]), near.get(n, 0)) for n, name in self._held_out_sources.items()}
-        which = [f"{name}: {equal:,} equal, {like:,} similar" for name, (equal, like) in found.items() if equal + like]
-        if which:
-            count = counted(sum(map(sum, found.values())), "document")
+        similar = self._near.trained if self._near else {}
+        counts = {name: (int(self._trained[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
+        named = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
+        if named:
+            count = counted(sum(map(sum, counts.values())), "document")
             raise InputError(
-                f"corpus.sources: {count} to hold out ({'; '.join(which)}): the corpus trains on this text. Remove it "
+                f"corpus.sources: {count} to hold out ({'; '.join(named)}): the corpus trains on this text. Remove it "
                 "from the source, or prepare all sources together into another corpus.dir."
             )
 
     def _hold_out(self) -> None:
-        """Hold out the documents whose hash is below the fraction, or those with the lowest ones."""
+        """Hold out the documents whose hash is below the fraction; if too few, the ones with the lowest hashes."""
         below, fraction = self._below, self._fraction
         held_out, lowest = 0, np.zeros(0, np.uint64)
         for part in self._decided():
@@ -275,7 +275,7 @@ class Documents:
         return any(part.of_split("train").any() for part in self._decided())
 
     def _decided(self, begin: int = 0, end: int | None = None) -> Iterator[_DecidedPart]:
-        """The parts that have documents from `begin` to before `end`."""
+        """Yield the parts that contain documents in [begin, end)."""
         start = max(0, int(np.searchsorted(self._first, begin, "right")) - 1)
         stop = int(np.searchsorted(self._first, self._count if end is None else end))
         for (name, source), first in zip(self._parts[start:stop], self._first[start:stop].tolist(), strict=True):
@@ -286,78 +286,78 @@ class Documents:
     def _are_held_out(self, table: np.ndarray, source: int) -> np.ndarray:
         return are_held_out(table, self._last_held_out, whole=source in self._held_out_sources)
 
-    # ------------------------------------------------------------ what they are used for
+    # ------------------------------------------------------------ samples and shards
 
-    def sample(self, most_bytes: int) -> Iterator[tuple[str, np.ndarray, int]]:
-        """(part, bool [D] chosen, bytes of those) for each part.
+    def sample(self, max_bytes: int) -> Iterator[tuple[str, np.ndarray, int]]:
+        """Yield (part, bool [D] chosen, bytes of the chosen documents) for each part.
 
-        Chosen are the training documents with the lowest hashes, at most `most_bytes` of text, at least one.
+        Chosen are the training documents with the lowest hashes, at most `max_bytes` of text, at least one document.
         """
-        last = self._last_of_sample(most_bytes)
+        last = self._last_of_sample(max_bytes)
         for part, candidates in self._candidates():
             chosen = candidates & (part.table["hash"][:, 1] <= last)
             yield part.name, chosen, int(part.table["bytes"][chosen].sum(dtype=np.int64))
 
     def _candidates(self) -> Iterator[tuple[_DecidedPart, np.ndarray]]:
-        """Each part, and which of its documents are for training; those that are kept, if none in the corpus is."""
+        """Yield each part, and which documents are for training; if the corpus has none, which are kept."""
         is_any = self._has_training_documents()
         for part in self._decided():
             yield part, part.of_split("train") if is_any else part.kept
 
-    def _last_of_sample(self, most_bytes: int) -> np.uint64:
-        """The highest hash of a sample: a histogram gives its first bits, the documents of one bin the others."""
+    def _last_of_sample(self, max_bytes: int) -> np.uint64:
+        """Return the highest hash of a sample: a histogram gives its first bits, the documents of one bin the rest."""
         shift, bins = np.uint64(64 - _SAMPLE_BITS), 1 << _SAMPLE_BITS
         numbers, sizes = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
         for part, candidates in self._candidates():
-            its_bins = (part.table["hash"][candidates, 1] >> shift).astype(np.int64)
-            numbers += np.bincount(its_bins, minlength=bins)
-            sizes += np.bincount(its_bins, part.table["bytes"][candidates], bins).astype(np.int64)
+            bin_of = (part.table["hash"][candidates, 1] >> shift).astype(np.int64)
+            numbers += np.bincount(bin_of, minlength=bins)
+            sizes += np.bincount(bin_of, part.table["bytes"][candidates], bins).astype(np.int64)
         ends = np.cumsum(sizes)
-        place = int(np.searchsorted(ends, most_bytes, "right"))
-        if place == bins:
+        last_bin = int(np.searchsorted(ends, max_bytes, "right"))
+        if last_bin == bins:
             return np.uint64(2**64 - 1)
         inside = [
-            part.table[candidates & (part.table["hash"][:, 1] >> shift == np.uint64(place))]
+            part.table[candidates & (part.table["hash"][:, 1] >> shift == np.uint64(last_bin))]
             for part, candidates in self._candidates()
         ]
         ordered = np.concatenate(inside)
         ordered = ordered[np.argsort(ordered["hash"][:, 1])]
-        reached = ends[place] - sizes[place] + np.cumsum(ordered["bytes"], dtype=np.int64)
-        fitting = int((reached <= most_bytes).sum())
-        if not fitting and numbers[:place].any():
-            return np.uint64((place << int(shift)) - 1)
+        reached = ends[last_bin] - sizes[last_bin] + np.cumsum(ordered["bytes"], dtype=np.int64)
+        fitting = int((reached <= max_bytes).sum())
+        if not fitting and numbers[:last_bin].any():
+            return np.uint64((last_bin << int(shift)) - 1)
         return ordered["hash"][max(1, fitting) - 1, 1]
 
     def write_hashes(self, source: int, path: Path, *, trained: bool) -> None:
-        """Write the hashes of a source's documents for training, or of all others, to `path`: uint64 [D, 2], ascending.
+        """Write the hashes of a source's training documents, or of all its others, to `path`: uint64 [D, 2], ascending.
 
-        Of those that are not kept, the corpus has an equal or nearly equal one.
+        For each dropped document, the corpus has an equal or similar one.
         """
-        own = [number for number, (_, its_source) in enumerate(self._parts) if its_source == source]
-        begin, end = (int(self._first[own[0]]), int(self._first[own[-1] + 1])) if own else (0, 0)
+        parts = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
+        begin, end = (int(self._first[parts[0]]), int(self._first[parts[-1] + 1])) if parts else (0, 0)
         count = max(1, -(-(end - begin) // MAX_DOCUMENTS))
-        found = Partitions(self._work / "signatures", _KNOWN, count)
+        sorted_hashes = Buckets(self._work / "signatures", _KNOWN, count)
         for part in self._decided(begin, end):
             hashes = np.ascontiguousarray(part.table["hash"][part.of_split("train") == trained])
-            found.add(hashes.view(_KNOWN).reshape(-1), partition_of(hashes[:, 0], count))
+            sorted_hashes.add(hashes.view(_KNOWN).reshape(-1), bucket_of(hashes[:, 0], count))
         with atomic_open(path) as file:
-            for hashes in found.drain():
+            for hashes in sorted_hashes.drain():
                 np.unique(hashes).tofile(file)
 
     def plan(self, shard_tokens: int, first: Mapping[str, int] | None = None) -> list[ShardPlan]:
-        """Cut the random order of every source's documents of each split into shards of at most `shard_tokens` tokens.
+        """Cut the randomly ordered documents of each source and split into shards of at most `shard_tokens` tokens.
 
-        Only a shard of one bin of the order has more. The parts of each source are listed in the work folder. The
-        numbers of shards begin at `first` of their split.
+        Only a shard of a single bin may have more. The parts of each source are listed in the work folder. Shards are
+        numbered from `first` of their split on.
         """
         plans: dict[str, list[ShardPlan]] = {split: [] for split in SPLITS}
         for source in sorted({source for _, source in self._parts}):
-            own = [number for number, (_, its_source) in enumerate(self._parts) if its_source == source]
-            listed = [(self._parts[number][0], int(self._first[number])) for number in own]
+            numbers = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
+            listed = [(self._parts[number][0], int(self._first[number])) for number in numbers]
             write_json(self._work / _PARTS.format(source), listed)
-            totals = self._totals(int(self._first[own[0]]), int(self._first[own[-1] + 1]))
-            for split, its_totals in zip(SPLITS, totals, strict=True):
-                for low, high, sums in _cut(its_totals, shard_tokens):
+            totals = self._totals(int(self._first[numbers[0]]), int(self._first[numbers[-1] + 1]))
+            for split, split_totals in zip(SPLITS, totals, strict=True):
+                for low, high, sums in _cut(split_totals, shard_tokens):
                     name = f"{split}-{(first or {}).get(split, 0) + len(plans[split]):05d}"
                     held_out = source in self._held_out_sources
                     choice = DocumentRange(source, split, low, high, held_out, self._last_held_out)
@@ -365,7 +365,7 @@ class Documents:
         return [plan for split in SPLITS for plan in plans[split]]
 
     def _totals(self, begin: int, end: int) -> np.ndarray:
-        """Documents, sentences and tokens of each split in each bin of the random order; int64 [2, 3, bins]."""
+        """Count documents, sentences and tokens of each split in each bin of the random order; int64 [2, 3, bins]."""
         totals = np.zeros((len(SPLITS), 3, 1 << _ORDER_BITS), np.int64)
         for part in self._decided(begin, end):
             bins = (random_order(part.table["hash"]) >> np.uint64(64 - _ORDER_BITS)).astype(np.int64)
@@ -378,7 +378,7 @@ class Documents:
     # ------------------------------------------------------------ the card
 
     def filtered(self, source_count: int) -> list[dict[str, Any]]:
-        """What filters did: entries of a `Report`, each with `by_source`, its documents of each source."""
+        """Return the entries of a `Report` on all filters, each with `by_source`, the documents of each source."""
         report = Report(entry for summary in self._read for entry in summary.filtered)
         entries = {(entry["filter"], entry["rule"]): entry for entry in report.entries()}
         for entry in entries.values():
@@ -389,7 +389,7 @@ class Documents:
         return [*entries.values(), *self._filtered_near(source_count)]
 
     def evaluation(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
-        """[{name, texts, too_short, found}] of each evaluation set; `found` are the texts that documents contain."""
+        """Return {name, texts, too_short, found} of each evaluation set; `found` is the number in documents."""
         seen = np.array(sorted({number for summary in self._read for number in summary.seen}), np.int64)
         first = np.cumsum([0, *(size["texts"] for size in sizes)])
         found = np.diff(np.searchsorted(seen, first))
@@ -412,21 +412,21 @@ class Documents:
         ]
 
     def _near_of(self, source: int) -> int:
-        """Near-duplicates dropped from a source."""
+        """Return the number of near-duplicates dropped from a source."""
         return int(self._near_counts[source]) if source < len(self._near_counts) else 0
 
     def left_out(self, source: int) -> dict[str, int]:
-        """{paragraphs, characters, read_characters}: what its reader took for headings of how much; {} if nothing."""
+        """Return {paragraphs, characters, read_characters} on the headings that a reader skipped; {} if none."""
         total = sum((Counter(one.left_out) for one in self._read if one.source == source), Counter())
         return {key: total[key] for key in LEFT_OUT} if total["paragraphs"] else {}
 
     def figures(self, source_count: int) -> list[dict[str, int]]:
-        """Counts of each source for the card."""
+        """Return the counts of each source for the card."""
         unfiltered, result = [0] * source_count, []
         for number in range(source_count):
-            own = [summary for summary in self._read if summary.source == number]
-            read = sum(summary.documents for summary in own)
-            unfiltered[number] = read - sum(summary.dropped for summary in own)
+            summaries = [summary for summary in self._read if summary.source == number]
+            read = sum(summary.documents for summary in summaries)
+            unfiltered[number] = read - sum(summary.dropped for summary in summaries)
             names = ("too_short", "duplicates", "lost_to_held_out", "documents", "validation_documents")
             result.append({"documents_read": read} | dict.fromkeys((*names, *_SUMS), 0))
         for part in self._decided():
@@ -435,8 +435,8 @@ class Documents:
             figures["duplicates"] += int((~part.kept).sum())
             figures["documents"] += int(part.kept.sum())
             figures["validation_documents"] += int(part.held_out.sum())
-            for name, column in _SUMS.items():
-                figures[name] += int(part.table[column][part.kept].sum(dtype=np.int64))
+            for name, field_name in _SUMS.items():
+                figures[name] += int(part.table[field_name][part.kept].sum(dtype=np.int64))
         for number, figures in enumerate(result):
             figures["too_short"] = unfiltered[number]
             figures["duplicates"] -= self._near_of(number)
@@ -445,11 +445,11 @@ class Documents:
 
 
 _SUMS = {"sentences": "sentences", "words": "words", "tokens": "items", "text_bytes": "bytes"}
-"""Figure of the card -> column of DOCUMENT."""
+"""Figure of the card -> field of DOCUMENT."""
 
 
 def _empty(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> InputError:
-    """The error of a corpus without documents: faults of the input, and which setting dropped the most."""
+    """Return the error for a corpus without documents: faults of the input, and which setting dropped the most."""
     documents, dropped = (sum(getattr(summary, key) for summary in read) for key in ("documents", "dropped"))
     if not documents:
         advice = "Check the files, and that each kind matches them"
@@ -457,19 +457,19 @@ def _empty(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> In
         advice = f"Relax corpus.filters, which drop {dropped:,}"
     else:
         advice = f"Lower corpus.min_document_words, for which {documents - dropped:,} are too short"
-    found = f" Faults in the input: {first_faults(faults)}." if faults else ""
-    return InputError(f"corpus.sources: none of {documents:,} documents remains.{found} {advice}.")
+    listed = f" Faults in the input: {first_faults(faults)}." if faults else ""
+    return InputError(f"corpus.sources: none of {documents:,} documents remains.{listed} {advice}.")
 
 
 def are_held_out(table: np.ndarray, last: int, *, whole: bool) -> np.ndarray:
-    """bool [D]: which documents are held out: all of a source that is, else those whose hash is at most `last`."""
+    """bool [D]: which documents are held out: all if the source is (`whole`), else up to the hash `last`."""
     if whole or last < 0:
         return np.full(len(table), whole)
     return table["hash"][:, 0] <= np.uint64(last)
 
 
-def _cut(totals: np.ndarray, most: int) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Neighboring bins of at most `most` tokens: (first place of the random order, one past the last, their totals).
+def _cut(totals: np.ndarray, max_tokens: int) -> Iterator[tuple[int, int, dict[str, int]]]:
+    """Yield runs of bins of at most `max_tokens` tokens: (first position in the random order, end, totals).
 
     `totals` int64 [3, bins] has the documents, sentences and tokens of each bin.
     """
@@ -478,7 +478,7 @@ def _cut(totals: np.ndarray, most: int) -> Iterator[tuple[int, int, dict[str, in
     begin = 0
     while begin < len(filled):
         before = ends[:, begin - 1] if begin else np.zeros(3, np.int64)
-        end = max(begin + 1, int(np.searchsorted(ends[2], before[2] + most, "right")))
+        end = max(begin + 1, int(np.searchsorted(ends[2], before[2] + max_tokens, "right")))
         documents, sentences, tokens = (ends[:, end - 1] - before).tolist()
         low, high = (int(filled[begin]) << _SHIFT, (int(filled[end - 1]) + 1) << _SHIFT)
         yield low, high, {"documents": documents, "sentences": sentences, "tokens": tokens}

@@ -1,14 +1,13 @@
-"""A vocabulary extended by whole words of a corpus, those that save the most tokens.
+"""A vocabulary extended by the words of a corpus that save the most tokens.
 
-A word that occurs n times and takes p tokens costs n x p of them; as an entry of its own it costs n. New entries come
-after the old ones, so all old ids keep their meaning, and the corpus of an old vocabulary is one of the extended one.
+A word that occurs n times and takes p tokens costs n x p tokens; as a new entry it costs n. New entries come after the
+old ones, so all old ids keep their meaning, and a corpus of the old vocabulary is valid for the extended one.
 
-WordPiece takes the longest entry. A Unigram takes an entry if its score is above that of its pieces: by a little, so
-that words which do not begin with one stay as they are, and by more the more pieces, so that a longer word comes before
-its beginning. A BPE takes a word that is an entry before it merges (`ignore_merges`), if it cuts texts into
-words first.
+WordPiece matches the longest entry. A Unigram prefers an entry whose score exceeds the sum of its pieces' scores: only
+by a little, so that other words do not change, but more for more pieces, so that a longer word is preferred to its
+prefix. A BPE that first cuts a document into words looks up a whole word before it applies merges (`ignore_merges`).
 
-Where a script has no blanks, a WordPiece or a Unigram gets the sequences of letters that byte-pair encoding finds.
+For scripts without blanks, a WordPiece or a Unigram gets the sequences of letters that byte-pair encoding finds.
 """
 
 import collections
@@ -32,14 +31,15 @@ from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.vocabulary import forget_rarest, vocabulary_size
 
 LARGEST_NARROW = 1 << 16  # entries whose ids fit the 16 bits of a shard, see `shards.token_dtype`
-_MIN_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
+_MIN_COUNT = 3  # occurrences of a word: its embedding is only trained by them
 _SAMPLED_BYTES = 256 << 20  # of text whose words are counted
-# Characters that are encoded to see what is saved, of a document at most, and those that letter sequences are from
-_MEASURED, _LONGEST, _LEARNED = 2 << 20, 1 << 18, 4 << 20
+_MEASURED_CHARACTERS = 2 << 20  # that are encoded to measure the savings
+_MAX_DOCUMENT_CHARACTERS = 1 << 18  # of one document among them
+_LEARNED_CHARACTERS = 4 << 20  # from which letter sequences are learned
 _ASCII_WORD = re.compile(r"\w+")
-_FURTHER = 100  # sequences than can be added: beginnings of words, and words of which some are left out
-_FIRST_PRIVATE = 0xF0000  # characters that stand for a letter with its marks
-_ABOVE = 1e-4  # natural logarithm by which a Unigram prefers a new word to its pieces, for each piece that it saves
+_EXTRA_SEQUENCES = 100  # learned beyond the maximum, since prefixes of words and some words are not added
+_FIRST_PRIVATE = 0xF0000  # of the private characters that represent a letter with its marks
+_SCORE_MARGIN = 1e-4  # natural logarithm by which a Unigram prefers a new word to its pieces, per saved piece
 
 
 class Extension(NamedTuple):
@@ -50,58 +50,59 @@ class Extension(NamedTuple):
 
 
 def sampled_words(
-    given: Iterable[tuple[SourceConfig, Sequence[Input]]],
+    inputs: Iterable[tuple[SourceConfig, Sequence[Input]]],
 ) -> tuple[collections.Counter[str], list[str]]:
-    """How often words occur in about `_SAMPLED_BYTES` of the text that is trained on, and documents from all of it."""
-    read = [(source, item) for source, items in given if not source.held_out for item in items]
+    """Count words in about `_SAMPLED_BYTES` of training text, and return documents from all of it."""
+    read = [(source, item) for source, items in inputs if not source.held_out for item in items]
     sizes = [sources.reader(source).text_bytes(item) for source, item in read]
     known = [size for size in sizes if math.isfinite(size)]
     sizes = [size if math.isfinite(size) else max(1, statistics.fmean(known or [1])) for size in sizes]
     total = max(1, sum(sizes))
     counts: collections.Counter[str] = collections.Counter()
-    texts, seen, taken = list[str](), 0, 0
+    sample, seen, sampled = list[str](), 0, 0
     for (source, item), size in zip(read, sizes, strict=True):
         left = _SAMPLED_BYTES * size / total
         for text in _documents(source, item, every=max(1, int(total / _SAMPLED_BYTES))):
             counts.update((_ASCII_WORD if text.isascii() else scripts.WORD).findall(text))
             forget_rarest(counts)
             seen, left = seen + len(text), left - len(text)
-            if taken < _MEASURED * min(2, seen / min(total, _SAMPLED_BYTES)):
-                texts.append(text[:_LONGEST])
-                taken += len(texts[-1])
+            if sampled < _MEASURED_CHARACTERS * min(2, seen / min(total, _SAMPLED_BYTES)):
+                sample.append(text[:_MAX_DOCUMENT_CHARACTERS])
+                sampled += len(sample[-1])
             if left <= 0:
                 break
-    return counts, texts
+    return counts, sample
 
 
-def saved_share(before: Tokenizer, after: Tokenizer, texts: Sequence[str]) -> float:
-    """The share of the tokens of `before` in texts that `after` saves."""
+def saved_share(before: Tokenizer, after: Tokenizer, documents: Sequence[str]) -> float:
+    """Return the share of the tokens in documents that `after` saves, compared to `before`."""
     old, new = (
-        sum(len(found.ids) for found in tokenizer.encode_batch(texts, add_special_tokens=False))
+        sum(len(encoding.ids) for encoding in tokenizer.encode_batch(documents, add_special_tokens=False))
         for tokenizer in (before, after)
     )
     return 1 - new / max(1, old)
 
 
-def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int) -> Extension:
-    """Add up to `most` words to a tokenizer.
+def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words: int) -> Extension:
+    """Add up to `max_words` words to a tokenizer.
 
-    Candidates are words of at least two tokens, one letter and `_MIN_COUNT` occurrences, without unknown characters.
-    Those that save the most tokens come first; the same counts give the same vocabulary.
+    Candidates are words with at least two tokens, one letter and `_MIN_COUNT` occurrences, without unknown characters.
+    The words that save the most tokens are chosen; the same counts give the same vocabulary.
 
     Args:
         tokenizer: of the checkpoint.
-        counts: occurrences of words, as `sampled_words` counts them.
-        most: new entries at most.
+        counts: occurrences of words, from `sampled_words`.
+        max_words: maximum number of new entries.
 
     Raises:
-        InputError: the tokenizer's format takes no words, or the ids no longer fit the shards.
+        InputError: the tokenizer's format does not allow new words, or the ids no longer fit the shards.
     """
-    check_extension(tokenizer, most)
+    check_extension(tokenizer, max_words)
     unknown, known = _unknown(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
-    words = _divided(tokenizer, counts)
-    candidates = words if isinstance(tokenizer.model, models.BPE) else _with_letter_sequences(tokenizer, words, most)
-    pieces = _pieces(tokenizer, {**words, **candidates})
+    words = _pre_tokenized(tokenizer, counts)
+    is_bpe = isinstance(tokenizer.model, models.BPE)
+    candidates = words if is_bpe else _with_letter_sequences(tokenizer, words, max_words)
+    pieces = _ids_of(tokenizer, {**words, **candidates})
     is_bytes = is_byte_level(tokenizer)
     saved = {
         word: count * (len(pieces[word]) - 1)
@@ -109,95 +110,95 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int
         if len(pieces[word]) > 1 and count >= _MIN_COUNT and unknown not in pieces[word] and word not in known
         if any(map(str.isalpha, entry_bytes(word).decode("utf-8", "replace") if is_bytes else word))
     }
-    chosen = sorted(saved, key=lambda word: (-saved[word], word))[:most]
+    chosen = sorted(saved, key=lambda word: (-saved[word], word))[:max_words]
     while True:
         extended = _with_entries(tokenizer, chosen)
-        after = _pieces(extended, words)
+        after = _ids_of(extended, words)
         broken = [word for word in words if unknown in after[word] and unknown not in pieces[word]]
         if not broken:
             break
-        # The longest match comes first: after a new word as its beginning, a longer one may have no wordpieces left.
+        # The longest match wins: after a new word as prefix, the rest of a longer word may have no wordpieces.
         chosen = [entry for entry in chosen if not any(_may_begin(entry, word) for word in broken)]
     return Extension(extended, chosen)
 
 
 def _may_begin(entry: str, word: str) -> bool:
-    """Whether a word, or what is left of it after other entries, may begin with an entry."""
+    """Return whether an entry may match the start of a word, or of its rest after other entries."""
     return entry[2:] in word if entry[:2] == "##" else word.startswith(entry)
 
 
-def check_extension(tokenizer: Tokenizer, most: int) -> None:
-    """Raise `InputError` if `most` words cannot be added to a tokenizer."""
-    where = f"corpus.vocabulary.added_words ({most})"
+def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
+    """Raise `InputError` if `max_words` words cannot be added to a tokenizer."""
+    where = f"corpus.vocabulary.added_words ({max_words})"
     model = json.loads(tokenizer.to_str())["model"]
-    kind, is_cut = model["type"], len(_divided(tokenizer, {"one": 1, "two words": 1})) > 2
-    # With marks of words' ends (XLM, HerBERT) an entry without one is a piece within a word.
+    kind, is_cut = model["type"], len(_pre_tokenized(tokenizer, {"one": 1, "two words": 1})) > 2
+    # With end-of-word marks (XLM, HerBERT) an entry without one is a piece inside a word.
     if kind not in ("WordPiece", "Unigram") and (not is_cut or model.get("end_of_word_suffix")):
         raise InputError(
-            f"{where}: the checkpoint's tokenizer is a {kind} that does not cut texts into words, or marks "
-            "their ends, so it takes no further ones. Set it to 0."
+            f"{where}: the checkpoint's tokenizer is a {kind} that does not cut text into words, or marks "
+            "the end of words, so words cannot be added. Set it to 0."
         )
     size = vocabulary_size(tokenizer)
-    if size <= LARGEST_NARROW < size + most:
+    if size <= LARGEST_NARROW < size + max_words:
         raise InputError(
             f"{where}: with the {size} entries of the checkpoint's vocabulary, the ids would exceed the 16 bits of the "
             f"token shards ({LARGEST_NARROW}). Lower it to {LARGEST_NARROW - size} or less."
         )
 
 
-def old_pieces(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
-    """The ids in the old vocabulary of `tokenizer` that each new entry replaces."""
+def replaced_ids(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
+    """Return the ids in the old vocabulary of `tokenizer` that each new entry replaces."""
     entries = list(entries)
-    pieces = _pieces(tokenizer, entries)
+    pieces = _ids_of(tokenizer, entries)
     return [pieces[entry] for entry in entries]
 
 
 def _documents(source: SourceConfig, item: Input, every: int) -> Iterator[str]:
-    """Documents of every n-th chunk of an input; of all in order, if it can only be read in order."""
+    """Yield the documents of every n-th chunk of an input; of all chunks, if it can only be read in order."""
     step = 1 if sources.reader(source).is_stream(item) else every
     for chunk in itertools.islice(sources.cut(source, 0, 0, item), 0, None, step):
         yield from sources.documents(chunk, Problems())
 
 
-def _divided(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
-    """Words as they reach the tokenizer's model after a blank."""
+def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
+    """Return the words as the tokenizer's model gets them after a blank."""
     normalizer: Any = tokenizer.normalizer
-    divider: Any = tokenizer.pre_tokenizer
+    pre_tokenizer: Any = tokenizer.pre_tokenizer
     words: collections.Counter[str] = collections.Counter()
     for word, count in counts.items():
         text = normalizer.normalize_str(f" {word}") if normalizer else f" {word}"
-        for part, _ in divider.pre_tokenize_str(text) if divider else [(text, None)]:
-            words[part] += count
+        for pre_token, _ in pre_tokenizer.pre_tokenize_str(text) if pre_tokenizer else [(text, None)]:
+            words[pre_token] += count
     return words
 
 
-def _pieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
-    """The ids of each word, which is as `_divided` leaves it."""
+def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
+    """Return the ids of each word, which is an output of `_pre_tokenized`."""
     model: Any = tokenizer.model
     inner = model
-    if isinstance(model, models.WordPiece):  # whose first pieces are the entries with "##", too
+    if isinstance(model, models.WordPiece):  # a second model encodes words that start with "##"
         entries = {entry[2:]: number for entry, number in tokenizer.get_vocab().items() if entry[:2] == "##"}
         entries[model.unk_token] = _unknown(tokenizer) or 0
         inner: Any = models.WordPiece(entries, unk_token=model.unk_token, continuing_subword_prefix="")
-    taken = ((word, inner.tokenize(word[2:]) if word[:2] == "##" else model.tokenize(word)) for word in words)
-    return {word: [token.id for token in tokens] for word, tokens in taken}
+    encoded = ((word, inner.tokenize(word[2:]) if word[:2] == "##" else model.tokenize(word)) for word in words)
+    return {word: [token.id for token in tokens] for word, tokens in encoded}
 
 
-def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], most: int) -> collections.Counter[str]:
-    """Words between blanks, and sequences of letters of scripts without them, by byte-pair encoding: how often each is.
+def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_words: int) -> collections.Counter[str]:
+    """Count words between blanks, and sequences of letters of scripts without blanks, found by byte-pair encoding.
 
-    The units of that encoding are letters with their marks.
+    The units of this encoding are letters with their marks.
     """
     runs = {word: count for word, count in words.items() if not word.isascii() and scripts.BEGINS_UNIT.search(word)}
     found = collections.Counter({word: count for word, count in words.items() if word not in runs})
     letters: dict[str, str] = {}
     coded: dict[str, int] = {}
-    step = max(1, sum(map(len, runs)) // _LEARNED)
+    step = max(1, sum(map(len, runs)) // _LEARNED_CHARACTERS)
     for word in sorted(runs)[::step]:
         units = (letters.setdefault(one, chr(_FIRST_PRIVATE + len(letters))) for one in scripts.CLUSTER.findall(word))
         coded["".join(units)] = step * runs[word]
-    learned, first = Tokenizer(models.BPE()), list(letters.values())  # in this order, or it would be that of a hash map
-    size = len(letters) + most + _FURTHER
+    learned, first = Tokenizer(models.BPE()), list(letters.values())  # a fixed order, instead of a hash map's
+    size = len(letters) + max_words + _EXTRA_SEQUENCES
     trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=_MIN_COUNT, special_tokens=first, show_progress=False)
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     learned.train_from_iterator(repeated(coded), trainer)
@@ -218,16 +219,16 @@ def _unknown(tokenizer: Tokenizer) -> int | None:
 def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
     described, size = json.loads(tokenizer.to_str()), vocabulary_size(tokenizer)
     model, added = described["model"], {token["content"]: token["id"] for token in described["added_tokens"]}
-    if model["type"] == "Unigram":  # the place of an entry is its id, so those of added tokens are filled
+    if model["type"] == "Unigram":  # the index of an entry is its id, so the ids of added tokens must be filled
         scores = [score for _, score in model["vocab"]]
         names = {number: content for content, number in added.items()}
         gaps = range(len(scores), size)
-        pieces = _pieces(tokenizer, entries)
+        pieces = _ids_of(tokenizer, entries)
         model["vocab"] += [[names.get(number, f"[unused{number}]"), min(scores)] for number in gaps]
         for entry in entries:
-            own = [scores[number] for number in pieces[entry]]
-            model["vocab"].append([entry, sum(own) + _ABOVE * (len(own) - 1)])
-    else:  # added tokens are entries from now on, or they would get other ids
+            piece_scores = [scores[number] for number in pieces[entry]]
+            model["vocab"].append([entry, sum(piece_scores) + _SCORE_MARGIN * (len(piece_scores) - 1)])
+    else:  # make added tokens entries, or they would get other ids
         model["vocab"] |= added | {entry: size + number for number, entry in enumerate(entries)}
         if model["type"] == "BPE":
             model["ignore_merges"] = True

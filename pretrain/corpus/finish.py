@@ -1,4 +1,4 @@
-"""The last stage of `prepare`: tokenizer files, signatures, card, and last the manifest, which makes the corpus."""
+"""The last stage of `prepare`: tokenizer files, signatures, card, and finally the manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
 from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
-from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_signatures
+from pretrain.corpus.growth import Growth, merged_filters, merged_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
 from pretrain.corpus.released import kind_of
@@ -28,20 +28,20 @@ from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 _EXTENSION_FACTS = ("added", "saved_share", "first_added")
 
 CountReadings = Callable[[TokenShards], tuple[list[dict[str, Any]], list[str]]]
-"""How often an epoch reads a token, as the card has it, and lines on what phases read of each source."""
+"""Returns how often an epoch reads a token, as in the card, and lines on how much each phase reads of a source."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the other stages made of sources, which are given by their numbers in the corpus.
+    """The results of the other stages for sources, which are identified by their numbers in the corpus.
 
     Attributes:
         settings: of the whole corpus, for the manifest.
-        growth: the corpus that they are added to; None if they are all that it has.
-        declared: what `save_tokenizer` takes.
+        growth: the corpus to which the sources are added; None for a new corpus.
+        declared: as for `save_tokenizer`.
         extension: facts about an extended vocabulary, for the card.
         results: of writing each shard of the plan.
-        hashes: {path: SHA-256} of the files of each source, in its order.
+        hashes: {path: SHA-256} of the files of each source, in order.
         evaluation_sizes: of each evaluation set.
     """
 
@@ -62,7 +62,7 @@ class Prepared:
     evaluation_sizes: Sequence[dict[str, int]]
 
     def write(self, count_readings: CountReadings | None) -> None:
-        """Write what is left. `count_readings` is that of `prepare`."""
+        """Write the remaining files. `count_readings` as for `prepare`."""
         growth, folder = self.growth, self.corpus.folder
         before: dict[str, Any] = growth.manifest if growth else {"sources": [], "shards": [], "files": {}}
         if not growth:
@@ -70,7 +70,8 @@ class Prepared:
         self._compare_samples(self.tokenizer if growth else Tokenizer.from_file(str(folder / "tokenizer.json")))
         new = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in self.plan]
         signatures = [
-            write_signatures(folder, self.work, self.documents, number, nearly=self._nearly) for number in self.sources
+            write_signatures(folder, self.work, self.documents, number, near=self._finds_near)
+            for number in self.sources
         ]
         manifest = make_manifest(
             folder,
@@ -85,20 +86,20 @@ class Prepared:
         )
         if growth:
             manifest["grown"] = 1 + growth.manifest.get("grown", 0)
-            growth.begin_card()
+            growth.detach_card()
         self._write_card(manifest, self._readings(manifest, count_readings))
         put_manifest(folder, with_card(folder, manifest))
 
     def _compare_samples(self, tokenizer: Tokenizer) -> None:
-        """Raise `InputError` if sampled documents have other tokens than the corpus's tokenizer gives them."""
+        """Raise `InputError` if the corpus's tokenizer gives sampled documents other tokens than the stored ones."""
         names = {number: f"{self.corpus.folder}: source {source_name(one)}" for number, one in self.sources.items()}
         shards = zip(self.plan, self.results, strict=True)
-        chosen = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
-        found = ((shard.source, stored(self.corpus.folder, shard.name, some)) for shard, some in chosen)
-        compare(tokenizer, ((names[source], one) for source, its in found for one in its))
+        sampled = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
+        read = ((shard.source, stored(self.corpus.folder, shard.name, samples)) for shard, samples in sampled)
+        compare(tokenizer, ((names[source], document) for source, documents in read for document in documents))
 
     @property
-    def _nearly(self) -> bool:
+    def _finds_near(self) -> bool:
         return self.corpus.filters.near_duplicates.enabled
 
     def _write_card(self, manifest: dict[str, Any], readings: tuple[list[dict[str, Any]], list[str]]) -> None:
@@ -119,31 +120,31 @@ class Prepared:
             shards=manifest["shards"],
             readings=readings,
             extension=extension or self.extension,
-            filtered=grown_filters(before.get("filters", []), self.documents.filtered(count), count),
-            evaluation=grown_sets(before.get("evaluation_sets", []), evaluation),
+            filtered=merged_filters(before.get("filters", []), self.documents.filtered(count), count),
+            evaluation=merged_sets(before.get("evaluation_sets", []), evaluation),
             before=before,
         )
 
     def _readings(
         self, manifest: dict[str, Any], count: CountReadings | None
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """How often epochs read a token, if the caller counts it; text may be too short for that.
+        """Return how often epochs read a token, if the caller counts it and there is enough text.
 
-        The shards that the corpus had need not be here. Counting keeps the samples of each block, so it is done anyway.
+        Shards of a growing corpus may not be here. Counting also caches the samples of blocks, so it is always done.
         """
         folder, entries = self.corpus.folder, manifest["shards"]
-        here = [one for one in entries if (folder / f"{one['name']}.tokens.npy").is_file()]
-        train = shards_of(folder, {**manifest, "shards": here}, "train")
+        local = [entry for entry in entries if (folder / f"{entry['name']}.tokens.npy").is_file()]
+        train = shards_of(folder, {**manifest, "shards": local}, "train")
         train = dataclasses.replace(train, fingerprints=source_fingerprints(manifest))
         readings: tuple[list[dict[str, Any]], list[str]] = [], []
         with contextlib.suppress(InputError):
             readings = count(train) if count and train.shards else readings
-        if self.growth and len(here) < len(entries):
+        if self.growth and len(local) < len(entries):
             return self.growth.card(self.work).get("readings", []), []
         return readings
 
     def _source_entries(self) -> list[dict[str, Any]]:
-        """The fields of each source in the manifest and the card."""
+        """Return the fields of each source in the manifest and the card."""
         figures = self.documents.figures(1 + max(self.sources, default=-1))
         entries = []
         for (number, source), hashes in zip(self.sources.items(), self.hashes, strict=True):

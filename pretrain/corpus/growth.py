@@ -1,9 +1,9 @@
-"""A corpus that grows: the sources that it has stay as they are, further ones are prepared with its vocabulary.
+"""A corpus that grows: its sources remain unchanged, new ones are prepared with its vocabulary.
 
-Each source keeps the signatures of its documents: their hashes (uint64 [D, 2], ascending; `source-00003.hashes` for
-training, `.others` for those that are held out or left out) and, where near-duplicates are searched, their sketches.
-New documents are compared with them, so a text that the corpus has is not taken again. If it is for training and is to
-be held out now, that is an error. The manifest is replaced last, in one rename.
+The signatures of each source's documents are stored: their hashes (uint64 [D, 2], ascending; `source-00003.hashes` for
+training, `.others` for held-out or dropped ones) and, where near-duplicates are searched, their sketches. New documents
+are compared with them, so that the corpus never has a document twice. It is an error if a new source is held out and
+contains training documents. The manifest is replaced last, by a rename.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _HASHES, _OTHERS, _SKETCHES = ".hashes", ".others", near_duplicates.SUFFIX
 
 @dataclass(frozen=True)
 class Growth:
-    """What a preparation adds to.
+    """The corpus that a preparation extends.
 
     Attributes:
         folder: of the corpus.
-        manifest: of the corpus as it is.
+        manifest: of the existing corpus.
     """
 
     folder: Path
@@ -44,87 +44,84 @@ class Growth:
 
     @property
     def sources(self) -> int:
-        """How many the corpus has, which is the number of the first new one."""
+        """The number of sources in the corpus, which is also the number of the first new one."""
         return len(self.manifest["sources"])
 
     @property
     def first_shards(self) -> dict[str, int]:
-        """The first number of each split that no shard has."""
+        """The first unused shard number of each split."""
         numbers = {split: [-1] for split in SPLITS}
         for shard in self.manifest["shards"]:
             numbers[shard["split"]].append(int(shard["name"].rpartition("-")[2]))
-        return {split: 1 + max(own) for split, own in numbers.items()}
+        return {split: 1 + max(used) for split, used in numbers.items()}
 
     @property
     def identity(self) -> list[str]:
-        """The fingerprints of its sources: work that was begun for other ones is of no use."""
+        """The fingerprints of its sources: unfinished work for other sources cannot be continued."""
         return [source_fingerprint(self.manifest, number) for number in range(self.sources)]
 
     def signatures(self, suffix: str) -> dict[int, Path]:
-        """The files of signatures with this suffix that the corpus has, by source."""
+        """Return the corpus's files of signatures with this suffix, by source."""
         names = {number: f"{_stem(number)}{suffix}" for number in range(self.sources)}
         return {number: self.folder / name for number, name in names.items() if name in self.manifest["files"]}
 
     @property
     def hashes(self) -> list[tuple[Path, bool | None]]:
-        """Those of the documents of each source, and whether these are for training.
-
-        None is for documents that are held out or left out.
-        """
-        own = by_source(self.manifest["settings"])[1]
-        held_out = {n for n in own if own[n].get("held_out")}
+        """The files of hashes, and whether their documents are for training; None for held-out or dropped documents."""
+        settings = by_source(self.manifest["settings"])[1]
+        held_out = {n for n in settings if settings[n].get("held_out")}
         trained = [(path, n not in held_out) for n, path in self.signatures(_HASHES).items()]
         return [*trained, *((path, False if n in held_out else None) for n, path in self.signatures(_OTHERS).items())]
 
     @property
     def trained(self) -> tuple[Path, ...]:
-        """The files of hashes of documents for training."""
+        """The files with the hashes of training documents."""
         return tuple(path for path, are_trained in self.hashes if are_trained)
 
     def link_sketches(self, work: Path) -> None:
-        """Put the sketches that the corpus has into the work folder, before those of the new documents."""
+        """Put the corpus's sketches into the work folder, where they sort before the sketches of new documents."""
         for number, path in self.signatures(_SKETCHES).items():
             target = work / f"{number:03d}{_SKETCHES}"
             target.unlink(missing_ok=True)
             try:
                 os.link(path, target)
-            except OSError:  # a file system without links
+            except OSError:  # a file system without hard links
                 shutil.copyfile(path, target)
 
     def keep_card(self, work: Path) -> None:
-        """Copy the card to the work folder: an interrupted growth may have replaced it."""
+        """Save the card in the work folder: an interrupted preparation may have replaced it."""
         card = json.loads((self.folder / "card.json").read_text(encoding="utf-8"))
         write_json(work / _CARD, {**card, "sources": card["sources"][: self.sources]})
 
     def card(self, work: Path) -> dict[str, Any]:
-        """The card of the corpus as it is."""
+        """Return the card of the existing corpus."""
         return json.loads((work / _CARD).read_text(encoding="utf-8"))
 
-    def begin_card(self) -> None:
-        """Let the corpus do without its card, which is replaced before the manifest is."""
+    def detach_card(self) -> None:
+        """Remove the card from the corpus's manifest, since the card is replaced before the manifest is."""
         put_manifest(self.folder, without_card(self.manifest))
 
 
-def known_at_addresses(folder: Path, given: Sequence[SourceConfig]) -> dict[int, str]:
-    """The state of the files of those sources at addresses that the corpus has, under their names and as large.
+def known_at_addresses(folder: Path, configured: Sequence[SourceConfig]) -> dict[int, str]:
+    """Return the file states of sources at addresses that the corpus already has with the same name and size.
 
-    So what is known need not be fetched.
+    They need not be fetched.
     """
     if (manifest := readable_manifest(folder)) is None:
         return {}
     numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
     old, states = by_source(manifest["settings"])[1], {}
-    for place, source in enumerate(given):
+    for index, source in enumerate(configured):
         number = numbers.get(source_name(source), -1)
         if is_remote(source.path) and "path" in old.get(number, {}):
-            found = sources.list_inputs(source, f"corpus.sources.{place}")
-            if sum(item.bytes for item in found) == manifest["sources"][number].get("input_bytes"):
-                states[place] = old[number]["path"]
+            inputs = sources.list_inputs(source, f"corpus.sources.{index}")
+            if sum(item.bytes for item in inputs) == manifest["sources"][number].get("input_bytes"):
+                states[index] = old[number]["path"]
     return states
 
 
 def expect_all(manifest: dict[str, Any], numbers: list[int], damage: InputError) -> None:
-    """Raise `InputError` unless a damaged corpus can be prepared again from sources with these numbers in it."""
+    """Raise `InputError` unless a damaged corpus can be prepared again from the sources with these numbers."""
     if "grown" in manifest or numbers != list(range(len(manifest["sources"]))):
         raise InputError(
             f"{damage} It cannot be prepared again as it was: sources were added to it, or are not in the config. "
@@ -132,20 +129,20 @@ def expect_all(manifest: dict[str, Any], numbers: list[int], damage: InputError)
         )
 
 
-def write_signatures(folder: Path, work: Path, documents: Documents, source: int, *, nearly: bool) -> list[str]:
-    """Write the signatures of a source that was prepared in `work`; the names of the files."""
+def write_signatures(folder: Path, work: Path, documents: Documents, source: int, *, near: bool) -> list[str]:
+    """Write the signatures of a source that was prepared in `work`, with sketches if `near`; return the file names."""
     names = [f"{_stem(source)}{suffix}" for suffix in (_HASHES, _OTHERS)]
     for name, trained in zip(names, (True, False), strict=True):
         documents.write_hashes(source, folder / name, trained=trained)
-    parts = sorted(work.glob(f"{source:03d}-*{_SKETCHES}")) if nearly else []
+    parts = sorted(work.glob(f"{source:03d}-*{_SKETCHES}")) if near else []
     if parts:
         names.append(f"{_stem(source)}{_SKETCHES}")
         near_duplicates.join_sketches(parts, folder / names[-1])
     return names
 
 
-def grown_filters(before: list[dict[str, Any]], added: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """What filters did with the sources of a corpus, and with those added, a `number` in all; entries of the card."""
+def merged_filters(before: list[dict[str, Any]], added: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Merge the filter entries of the existing card and of new sources; there are `number` sources in all."""
     entries: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in before:
         counts = [*entry["by_source"], *[0] * (number - len(entry["by_source"]))]
@@ -153,13 +150,13 @@ def grown_filters(before: list[dict[str, Any]], added: list[dict[str, Any]], num
     for entry in added:
         earlier = entries.setdefault((entry["filter"], entry["rule"]), {**entry, "documents": 0, "by_source": []})
         earlier["documents"] += entry["documents"]
-        own = earlier["by_source"] or [0] * number
-        earlier["by_source"] = [a + b for a, b in zip(own, entry["by_source"], strict=True)]
+        counts = earlier["by_source"] or [0] * number
+        earlier["by_source"] = [a + b for a, b in zip(counts, entry["by_source"], strict=True)]
     return list(entries.values())
 
 
-def grown_sets(before: list[dict[str, Any]], added: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Evaluation sets and how many of their texts were found: the most that one preparation found."""
+def merged_sets(before: list[dict[str, Any]], added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the entries of evaluation sets; `found` is the maximum over preparations."""
     earlier: Mapping[str, int] = {one["name"]: one["found"] for one in before}
     return [{**one, "found": max(one["found"], earlier.get(one["name"], 0))} for one in added]
 

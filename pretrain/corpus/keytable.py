@@ -1,26 +1,26 @@
-"""A hash table over whole columns of keys: dict look-ups for all keys in a few numpy operations."""
+"""A hash table for arrays of keys: looks up all keys in a few numpy operations."""
 
 import numpy as np
 
 
 class KeyTable:
-    """Open-addressing hash table from `columns` uint64 keys to an int32 number, all operations on whole arrays.
+    """Open-addressing hash table from keys of `width` uint64 to int32 numbers; all operations work on arrays.
 
-    The first key is never 0 (words hold no NUL), which marks an empty slot.
+    The first uint64 of a key is never 0 (words contain no NUL): 0 marks an empty slot.
     """
 
     _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
     _MIX = np.uint64(0xC2B2AE3D27D4EB4F)  # xxHash64's second prime
 
-    def __init__(self, columns: int, capacity: int) -> None:
-        """`capacity`: keys that fit before it grows for the first time."""
-        self._columns = columns
+    def __init__(self, width: int, capacity: int) -> None:
+        """Reserve space for `capacity` keys; more make the table grow."""
+        self._width = width
         self._bits = (3 * capacity).bit_length()
         self._used = 0
         self._allocate()
 
     def lookup(self, keys: list[np.ndarray], next_number: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The number of every key, and the keys newly inserted, which got next_number, next_number + 1, ..."""
+        """Return the number of every key, and the newly inserted keys, which get next_number, next_number + 1, ..."""
         numbers, missing = self.find(keys)
         if not missing.size:
             return numbers, [key[:0] for key in keys]
@@ -30,19 +30,19 @@ class KeyTable:
         return numbers, new
 
     def _allocate(self) -> None:
-        self._keys = [np.zeros(1 << self._bits, np.uint64) for _ in range(self._columns)]
+        self._keys = [np.zeros(1 << self._bits, np.uint64) for _ in range(self._width)]
         self._numbers = np.zeros(1 << self._bits, np.int32)
 
     def _slots(self, keys: list[np.ndarray]) -> np.ndarray:
-        mixed = keys[0] if self._columns == 1 else keys[0] ^ (keys[1] * self._MIX)
+        mixed = keys[0] if self._width == 1 else keys[0] ^ (keys[1] * self._MIX)
         return ((mixed * self._HASH) >> np.uint64(64 - self._bits)).astype(np.int64)
 
     def _holds(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
         same = self._keys[0][slots] == keys[0]
-        return same if self._columns == 1 else same & (self._keys[1][slots] == keys[1])
+        return same if self._width == 1 else same & (self._keys[1][slots] == keys[1])
 
     def find(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers, indices of keys that are not in the table)."""
+        """Return (numbers, indices of keys that are not in the table)."""
         slots = self._slots(keys)
         numbers = self._numbers[slots]
         pending = np.flatnonzero(~self._holds(slots, keys))
@@ -61,7 +61,7 @@ class KeyTable:
     def _insert(self, keys: list[np.ndarray], numbers: np.ndarray) -> None:
         """Insert distinct keys that are not in the table."""
         self._used += len(numbers)
-        if 3 * self._used > 1 << self._bits:  # load of a third: 1.25 probes on average
+        if 3 * self._used > 1 << self._bits:  # load factor of a third: 1.25 probes on average
             old, old_numbers = (
                 [key[self._keys[0] != 0] for key in self._keys],
                 self._numbers[self._keys[0] != 0],
@@ -77,17 +77,17 @@ class KeyTable:
         while pending.size:
             at = slots[pending]
             free = self._keys[0][at] == 0
-            claim[at[free]] = pending[free]  # several keys may want a slot; one of them stays written
+            claim[at[free]] = pending[free]  # several keys may claim a slot; the last one written wins
             won = free & (claim[at] == pending)
-            for column, key in zip(self._keys, keys, strict=True):
-                column[at[won]] = key[pending[won]]
+            for stored, key in zip(self._keys, keys, strict=True):
+                stored[at[won]] = key[pending[won]]
             self._numbers[at[won]] = numbers[pending[won]]
             slots[pending[~won]] = (at[~won] + 1) & ((1 << self._bits) - 1)
             pending = pending[~won]
 
 
 def distinct(keys: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Distinct rows of the key columns, ascending, and for each row the number of its distinct one."""
+    """Return the distinct keys, ascending, and for each key the index of its distinct one."""
     order = np.lexsort(keys[::-1])
     ordered = [key[order] for key in keys]
     first = np.ones(len(order), bool)

@@ -22,7 +22,7 @@ from pretrain.corpus.shards import FOLDED, FORMAT, check_version, source_fingerp
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.vocabulary import TOKENIZER_FILES, tokens_digest, vocabulary_size
 
-VOCABULARY_BYTES = 1 << 30  # of text, at most, on which a vocabulary is trained; sampled by document hash
+VOCABULARY_BYTES = 1 << 30  # maximum text on which a vocabulary is trained; documents are sampled by hash
 _OTHER_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # of models
 _SOURCE = re.compile(r"corpus\.sources\.(\d+)\.(.+)")
 
@@ -39,10 +39,10 @@ def make_manifest(
     others: Sequence[str],
     before: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The manifest of the files in `folder`, without the card.
+    """Make the manifest of the files in `folder`, without the card.
 
-    `hashes` has {name: SHA-256} of the shards' files, `declared` what `special_ids` takes, `others` names further
-    files. `before` has the files of the corpus that this one grew from; they are not looked at.
+    `hashes` has {name: SHA-256} of the shards' files, `others` names further files, `declared` is as for `special_ids`.
+    `before` has the files of the corpus from which this one has grown; they are not read.
     """
     kept = {name: entry for name, entry in before.items() if name not in CARD_FILES}
     written = [name for name in [*hashes, *TOKENIZER_FILES, *others] if name not in kept]
@@ -75,13 +75,13 @@ def make_manifest(
 
 
 def without_card(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest without the files of the card, which can then be replaced while the corpus is in use."""
+    """Return the manifest without the files of the card, which can then be replaced while the corpus is in use."""
     files = {name: entry for name, entry in manifest["files"].items() if name not in CARD_FILES}
     return {**manifest, "files": files}
 
 
 def with_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with the files of the card, which is written last."""
+    """Add the files of the card, which are written last, to the manifest."""
     for name in CARD_FILES:
         path = folder / name
         manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
@@ -89,7 +89,7 @@ def with_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """A digest of what decides the samples: vocabulary, token shards, and weights of the sources (invariant 1)."""
+    """Return a digest of everything that affects samples: vocabulary, token shards, source weights (invariant 1)."""
     arrays = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".npy")}
     decisive = [
         FORMAT,
@@ -108,9 +108,9 @@ def fingerprint_settings(
     tokenizer: Tokenizer | None,
     states: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
-    """The settings that decide the tokens, by their names in the config.
+    """Return the settings that affect the tokens, by their names in the config.
 
-    `tokenizer` is None if one is to be trained; `states` has the state of the files of sources without inputs.
+    `tokenizer` is None if it is to be trained; `states` has the file states of sources without inputs.
     """
     vocabulary = corpus.vocabulary
     settings: dict[str, Any] = {"version": FORMAT}
@@ -134,13 +134,14 @@ def fingerprint_settings(
         settings["corpus.vocabulary.training_bytes"] = VOCABULARY_BYTES
     for key, value in filter_settings(corpus.filters).items():
         settings[f"corpus.filters.{key}"] = value
-    for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
-        settings |= numbered(number, _source_settings(source, (states or {}).get(number) or _files_state(its_inputs)))
+    for number, (source, source_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
+        state = (states or {}).get(number) or _files_state(source_inputs)
+        settings |= numbered(number, _source_settings(source, state))
     return settings
 
 
 def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
-    """The settings of a source that decide its tokens, and the state of its files."""
+    """Return the settings of a source that affect its tokens, and the state of its files."""
     settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
     if is_own(source.kind):
         settings["module"] = hashes().get(source.kind)
@@ -152,19 +153,19 @@ def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
 
 
 def numbered(number: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a source by their names in the config, where it has this number."""
+    """Return the settings of a source by their names in the config, for the source with this number."""
     return {f"corpus.sources.{number}.{key}": value for key, value in settings.items()}
 
 
 def by_source(settings: dict[str, Any], *, vocabulary: bool = True) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Deciding settings as (those of the corpus, maybe without `vocabulary`, those of each source by its number)."""
-    general, own = {}, {}
+    """Split settings into (of the corpus, of each source by its number); without `vocabulary`, omit its settings."""
+    general, of_sources = {}, {}
     for key, value in settings.items():
         if match := _SOURCE.fullmatch(key):
-            own.setdefault(int(match[1]), {})[match[2]] = value
+            of_sources.setdefault(int(match[1]), {})[match[2]] = value
         elif vocabulary or not key.startswith("corpus.vocabulary."):
             general[key] = value
-    return general, own
+    return general, of_sources
 
 
 def recognized(
@@ -176,34 +177,34 @@ def recognized(
     *,
     vocabulary: bool,
 ) -> list[int]:
-    """The number in the corpus of each source of the config; those that it has not follow its own.
+    """Return the number in the corpus of each source of the config; new sources get the next numbers.
 
-    A source is known by its settings and the state of its files, else by its content (of copies the manifest takes the
-    state), else by its name. Without `vocabulary`, the settings that describe it may differ.
+    A source is identified by its settings and file state, else by its content (of copied files, the manifest adopts
+    the new state), else by its name. Without `vocabulary`, the settings of the vocabulary may differ.
 
-    Raises `InputError` if the settings of a manifest, or the content of a source that it has, are others.
+    Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.
     """
-    (general, own), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
-    numbers = _matched(manifest, sources, inputs, own, old)
-    for place, number in numbers.items():
-        before |= numbered(place, old[number])
-    own = {place: settings for place, settings in own.items() if place in numbers}
-    for place, settings in own.items():
-        general |= numbered(place, settings)
+    (general, new), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
+    numbers = _matched(manifest, sources, inputs, new, old)
+    for index, number in numbers.items():
+        before |= numbered(index, old[number])
+    for index, settings in new.items():
+        if index in numbers:
+            general |= numbered(index, settings)
     refuse_changes(folder, before, general)
     names, count = [entry["name"] for entry in manifest["sources"]], len(manifest["sources"])
-    for place, source in enumerate(sources):
-        if place not in numbers:
+    for index, source in enumerate(sources):
+        if index not in numbers:
             name = source_name(source)
             if name in names:
                 raise InputError(
-                    f"corpus.sources.{place}: {folder} has another source with the name {name}. Give it a name of its "
-                    "own (name: ...) to add it."
+                    f"corpus.sources.{index}: {folder} has another source with the name {name}. Give it another "
+                    "name (name: ...) to add it."
                 )
             names.append(name)
-            numbers[place] = count
+            numbers[index] = count
             count += 1
-    return [numbers[place] for place in range(len(sources))]
+    return [numbers[index] for index in range(len(sources))]
 
 
 def _matched(
@@ -213,38 +214,38 @@ def _matched(
     now: dict[int, dict[str, Any]],
     old: dict[int, dict[str, Any]],
 ) -> dict[int, int]:
-    """The number in the manifest of each source of the config that it has; of copies, `old` takes the state."""
-    entries, found = manifest["sources"], {}
+    """Match sources of the config to numbers in the manifest; for copies, `old` adopts the file state."""
+    entries, matched = manifest["sources"], {}
     named = [source_name(source) for source in sources]
 
     def match(fits: Callable[[int, int], bool]) -> None:
-        for place in range(len(sources)):
-            free = (n for n in range(len(entries)) if n not in found.values() and n in old)
-            number = None if place in found else next((n for n in free if fits(place, n)), None)
+        for index in range(len(sources)):
+            free = (n for n in range(len(entries)) if n not in matched.values() and n in old)
+            number = None if index in matched else next((n for n in free if fits(index, n)), None)
             if number is not None:
-                found[place] = number
+                matched[index] = number
 
-    def is_named(place: int, number: int) -> bool:
-        return named[place] == entries[number]["name"]
+    def is_named(index: int, number: int) -> bool:
+        return named[index] == entries[number]["name"]
 
-    def is_copy(place: int, number: int) -> bool:
-        state = {"path": now[place]["path"]}
-        copied = {**old[number], **state} == now[place] and _is_content(inputs[place], entries[number])
+    def is_copy(index: int, number: int) -> bool:
+        state = {"path": now[index]["path"]}
+        copied = {**old[number], **state} == now[index] and _is_content(inputs[index], entries[number])
         if copied and "path" in old[number]:
             old[number] |= state
             manifest["settings"] |= numbered(number, state)
         return copied
 
-    match(lambda place, number: now[place] == old[number] and is_named(place, number))
-    match(lambda place, number: now[place] == old[number])
-    match(lambda place, number: is_named(place, number) and is_copy(place, number))
+    match(lambda index, number: now[index] == old[number] and is_named(index, number))
+    match(lambda index, number: now[index] == old[number])
+    match(lambda index, number: is_named(index, number) and is_copy(index, number))
     match(is_copy)
     match(is_named)
-    return found
+    return matched
 
 
 def _is_content(inputs: list[Input], entry: dict[str, Any]) -> bool:
-    """Whether the files have the content of a source in the manifest."""
+    """Return whether the files have the content of a source in the manifest."""
     if sum(item.bytes for item in inputs) != entry.get("input_bytes"):
         return False
     paths = [path for item in inputs if not item.is_remote for path in item.paths]
@@ -252,7 +253,7 @@ def _is_content(inputs: list[Input], entry: dict[str, Any]) -> bool:
 
 
 def readable_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a corpus, which may be damaged; None if it cannot be read."""
+    """Read the manifest of a corpus that may be damaged; None if it cannot be read."""
     try:
         manifest = read_manifest(folder)
     except InputError:
@@ -261,64 +262,64 @@ def readable_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_other_content(folder: Path) -> None:
-    """Raise `InputError` if `folder` holds something else than a corpus of this version, complete or not."""
+    """Raise `InputError` if `folder` contains anything but a corpus of this version, complete or not."""
     other = next((path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))), None)
     manifest = None
-    with contextlib.suppress(InputError):  # damaged: the corpus is prepared again
+    with contextlib.suppress(InputError):  # a damaged corpus is prepared again
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
     if manifest and "shards" not in manifest:
         other = folder / MANIFEST
     elif manifest:
         check_version(manifest, folder)
     if other is not None:
-        raise InputError(f"{folder}: holds something else than a corpus ({other.name}). Choose another corpus.dir.")
+        raise InputError(f"{folder}: is not a corpus folder ({other.name}). Choose another corpus.dir.")
 
 
 def refuse_changed_settings(
     folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
-    """As `recognized`, without a look at the files: sources are known by their names. The places of the new ones."""
-    (general, own), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
+    """As `recognized`, but identify sources only by name, without reading files; return the indices of new sources."""
+    (general, new), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
     numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
-    for place, source in enumerate(sources):
+    for index, source in enumerate(sources):
         if (number := numbers.get(source_name(source))) is not None:
-            before |= numbered(place, {**old[number], "path": None})
-            general |= numbered(place, {**own[place], "path": None})
+            before |= numbered(index, {**old[number], "path": None})
+            general |= numbered(index, {**new[index], "path": None})
     refuse_changes(folder, before, general)
-    return [place for place, source in enumerate(sources) if source_name(source) not in numbers]
+    return [index for index, source in enumerate(sources) if source_name(source) not in numbers]
 
 
 def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise `InputError` if the deciding settings of the corpus in `folder` differ from those requested now."""
+    """Raise `InputError` if the settings of the corpus in `folder` differ from the requested ones."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if not changed:
         return
     key = changed[0]
     if key.endswith(".path"):
-        what = f"{key}: its files have changed"
+        change = f"{key}: its files have changed"
     else:
-        what = f"{key}: was {before.get(key)!r}, is {now.get(key)!r}"
+        change = f"{key}: was {before.get(key)!r}, is {now.get(key)!r}"
     others = f" (and {len(changed) - 1} more)" if changed[1:] else ""
-    added = "give a source that changed a name of its own to add it, " if _SOURCE.fullmatch(key) else ""
+    rename = "give the changed source another name to add it, " if _SOURCE.fullmatch(key) else ""
     raise InputError(
-        f"{folder}: prepared with other settings. {what}{others}. Restore them, {added}or choose another corpus.dir."
+        f"{folder}: prepared with other settings. {change}{others}. Restore them, {rename}or choose another corpus.dir."
     )
 
 
 def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool = False, of: str = "start_from") -> None:
-    """Raise `InputError` unless the corpus in `folder` was prepared with `tokenizer`, that of a checkpoint.
+    """Raise `InputError` unless the corpus in `folder` was prepared with `tokenizer`, which is from a checkpoint.
 
-    `extended`: it may have further entries after those of the checkpoint. `of`: the setting that names the checkpoint.
+    `extended`: it may have further entries after the checkpoint's. `of`: the setting that names the checkpoint.
     """
-    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    size, entries = vocabulary_size(tokenizer), own.get_vocab()
-    more = vocabulary_size(own) - size
+    prepared_with = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size, entries = vocabulary_size(tokenizer), prepared_with.get_vocab()
+    more = vocabulary_size(prepared_with) - size
     if more < 0 or (more and not extended):
         reason = f"its vocabulary has {size + more} entries, the checkpoint's {size}"
     elif wrong := [entry for entry, number in tokenizer.get_vocab().items() if entries.get(entry) != number]:
         first = min(wrong, key=tokenizer.get_vocab().__getitem__)
         reason = f"the id of {first!r} is {entries.get(first)}, and {tokenizer.token_to_id(first)} in the checkpoint"
-    elif _steps_before_model(own) != _steps_before_model(tokenizer):
+    elif _steps_before_model(prepared_with) != _steps_before_model(tokenizer):
         reason = "it normalizes text in another way, such as case or accents"
     else:
         return
@@ -330,7 +331,7 @@ def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool =
 
 
 def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
-    """What a tokenizer does to text before its vocabulary is used; whether it has line ends is the corpus's choice."""
+    """Return the steps of a tokenizer before its model, without joining lines, which is a setting of the corpus."""
     described = json.loads(tokenizer.to_str())
     normalizer = None if described["normalizer"] == LINE_JOINER else described["normalizer"]
     added = [token for token in described["added_tokens"] if not token["special"]]
@@ -338,7 +339,7 @@ def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
 
 
 def source_facts(source: SourceConfig) -> dict[str, Any]:
-    """The fields of a source in the manifest and the card that may change later."""
+    """Return the fields of a source in the manifest and the card that may change later."""
     return {
         "name": source_name(source),
         "kind": source.kind,
@@ -348,18 +349,18 @@ def source_facts(source: SourceConfig) -> dict[str, Any]:
 
 
 def source_name(source: SourceConfig) -> str:
-    """The source's name, or one made of its kind and its path's stem."""
+    """Return the source's name; by default, its kind and its path's stem."""
     stem = Path(source.path or source.dataset).name.split(".")[0].strip("*")
     return source.name or "-".join(filter(None, (source.kind, stem)))
 
 
 def content_state(hashes: dict[str, str]) -> str:
-    """A digest of the contents of a source's files, in their order."""
+    """Return a digest of the contents of a source's files, in order."""
     return hashlib.sha256("\n".join(hashes.values()).encode()).hexdigest()
 
 
 def _files_state(inputs: list[Input]) -> str:
-    """A digest of names, sizes and times of the files. Folders may move."""
+    """Return a digest of names, sizes and times of the files. Folders may move."""
     digest = hashlib.sha256()
     for item in inputs:
         for path in item.paths:

@@ -1,4 +1,4 @@
-"""The processes that run the calls of `prepare`: of this machine, or a Ray cluster's tasks."""
+"""The processes that execute the calls of `prepare`: on this machine, or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from pretrain.corpus.inputs import Chunk
 
 
 class Pool:
-    """Runs calls in several processes, or in this one if `processes` is 1. Results have the order of the calls.
+    """Executes calls in several processes, or in this one if `processes` is 1. Results are in the order of the calls.
 
-    With `address` the processes are a Ray cluster's, as many as it has cores if `processes` is 0.
+    With `address`, the processes are on a Ray cluster, one per core if `processes` is 0.
     """
 
     def __init__(
         self, processes: int, settings: stages.PreparationSettings, tokenizer: Tokenizer | None, address: str
     ) -> None:
         self._processes = processes
-        self._begin_with = settings, tokenizer
+        self._arguments = settings, tokenizer
         self._address = address
-        # Ray Data takes all calls at once. They carry no text (`sources.cut`), so they may wait there.
-        self._most_waiting = sys.maxsize if address else 3 * processes
+        # Ray Data takes all calls together. They carry no text (`sources.cut`), so all may be pending.
+        self._max_pending = sys.maxsize if address else 3 * processes
         self._executor: Executor | None = None
-        self._ending: threading.Thread | None = None
+        self._shutdown: threading.Thread | None = None
 
     def __enter__(self) -> Pool:
         if self._address:
@@ -49,17 +49,17 @@ class Pool:
 
             self._executor = RayPool(
                 self._address,
-                log=Path(self._begin_with[0].work) / "ray.log",
+                log=Path(self._arguments[0].work) / "ray.log",
                 processes=self._processes,
                 initializer=stages.start_task,
-                initargs=self._begin_with,
+                initargs=self._arguments,
             )
         elif self._processes == 1:
-            stages.start_process(*self._begin_with, child=False)
+            stages.start_process(*self._arguments, child=False)
         else:
-            self._others = _children()
+            self._other_children = _children()
             context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
-            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._begin_with)
+            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._arguments)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
         return self
@@ -67,21 +67,21 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if self._ending is not None:
-            self._ending.join()
+        if self._shutdown is not None:
+            self._shutdown.join()
         elif self._executor is not None:
             if error is not None and isinstance(self._executor, ProcessPoolExecutor):
-                _stop_calls(_children() - self._others)
+                _stop_calls(_children() - self._other_children)
             self._executor.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
-        """Stop the processes in the background, since no more calls follow."""
+        """Stop the processes in the background; there must be no more calls."""
         if self._executor is not None:
-            self._ending = threading.Thread(target=self._executor.shutdown)
-            self._ending.start()
+            self._shutdown = threading.Thread(target=self._executor.shutdown)
+            self._shutdown.start()
 
     def submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Start a call; `result_of` waits for its result. Without other processes it is executed only there."""
+        """Start a call; `result_of` waits for its result, and executes it if there are no other processes."""
         with _report_killed():
             if self._executor is None:
                 return functools.partial(function, *arguments)
@@ -95,16 +95,16 @@ class Pool:
         items: Iterable[tuple[Any, ...]],
         known: Callable[..., Any] | None = None,
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """(arguments, result) of `function` for every tuple of arguments, unless `known(*arguments)` has the result."""
-        waiting: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
+        """Yield (arguments, result) of `function` for every tuple of arguments, unless `known(*arguments)` has it."""
+        pending: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
         for item in items:
             result = known(*item) if known else None
-            waiting.append((_without_data(item), self.submit(function, item) if result is None else result))
-            while waiting and (len(waiting) > self._most_waiting or _is_ready(waiting[0][1])):
-                item, result = waiting.popleft()
+            pending.append((_without_data(item), self.submit(function, item) if result is None else result))
+            while pending and (len(pending) > self._max_pending or _is_ready(pending[0][1])):
+                item, result = pending.popleft()
                 yield item, result_of(result)
-        while waiting:
-            item, result = waiting.popleft()
+        while pending:
+            item, result = pending.popleft()
             yield item, result_of(result)
 
 
@@ -113,14 +113,14 @@ def _children() -> set[int]:
 
 
 def _stop_calls(processes: set[int]) -> None:
-    """Interrupt the calls that run: one may read a shard of a data set for hours."""
+    """Interrupt the running calls: one may read a shard of a data set for hours."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, stages.STOP)
 
 
 class _SpawnedProcess(SpawnProcess):
-    """A process that does not run the user's script again, which need not have `if __name__ == "__main__"`."""
+    """A process that does not import the user's script, which therefore needs no `if __name__ == "__main__"`."""
 
     def start(self) -> None:
         main = sys.modules["__main__"]
@@ -136,11 +136,11 @@ class _Spawn(SpawnContext):
 
 
 def start_method() -> str:
-    """fork if that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
+    """Return "fork" if that is safe: a forked process needs no imports, and is ready 0.3 s earlier than a spawned one.
 
-    A fork keeps only its own thread, and a lock that another thread holds stays locked. The threads of numpy's
-    OpenBLAS, of Arrow and of `tokenizers` handle that; those of Python, Ray, a hub's client or rensa do not, nor do
-    macOS's own libraries.
+    A forked process has only the calling thread, and locks of other threads stay locked. The threads of numpy's
+    OpenBLAS, Arrow and `tokenizers` handle that; the threads of Python, Ray, a hub's client, rensa or macOS's system
+    libraries do not.
     """
     alone = threading.active_count() == 1 and not {"ray", "datasets", "rensa"} & sys.modules.keys()
     return "fork" if alone and sys.platform == "linux" else "spawn"
@@ -148,7 +148,7 @@ def start_method() -> str:
 
 @contextlib.contextmanager
 def _without_tokenizers_threads() -> Iterator[None]:
-    """Turn off threads of `tokenizers` in forked processes; it would do so itself, with a warning."""
+    """Disable threads of `tokenizers` in forked processes; it would do so itself, with a warning."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -160,7 +160,7 @@ def _without_tokenizers_threads() -> Iterator[None]:
 
 
 def result_of(result: Any) -> Any:
-    """The result of a call that `Pool.submit` started; any other value is a result already."""
+    """Wait for the result of a call that `Pool.submit` started; any other value is returned as it is."""
     if isinstance(result, functools.partial):
         return result()
     with _report_killed():
@@ -183,13 +183,13 @@ def _is_ready(result: Any) -> bool:
 
 
 def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without the text that a chunk may carry, so that memory stays bounded."""
+    """Return the arguments without the text that a chunk may carry, so that memory stays bounded."""
     return tuple(replace(part, data=None) if isinstance(part, Chunk) else part for part in item)
 
 
 @contextlib.contextmanager
 def stoppable(folder: Path) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into a `StoppedError`; finished work stays on disk."""
+    """Convert Ctrl-C and SIGTERM to a `StoppedError`; finished work remains on disk."""
 
     def stop(signum: int, frame: types.FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""Part files: the data between the stages of preparation, a few megabytes of documents as flat arrays.
+"""Part files, the data that preparation stages exchange: a few megabytes of documents as flat arrays.
 
-Every part is one file, written atomically: a part file that exists is complete.
+Every part is a file, written atomically: a part file that exists is complete.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"),
 
 
 def random_order(hashes: np.ndarray) -> np.ndarray:
-    """uint64 [D]: the place of documents with hashes uint64 [D, 2] in the random order of their source.
+    """uint64 [D]: the positions of documents with hashes uint64 [D, 2] in the random order of their source.
 
-    It is independent of either half, which decide what is held out and what a vocabulary is trained on.
+    They are independent of each half of a hash: the halves choose held-out documents and the vocabulary's sample.
     """
     return hashes[:, 0] ^ hashes[:, 1]
 
@@ -31,7 +31,7 @@ class Part:
 
     items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
     A part file has its documents in random order.
-    sketches: of the documents, if near-duplicates are searched; their file is another.
+    sketches: of the documents, if near-duplicates are searched; stored in a separate file.
     """
 
     items: np.ndarray
@@ -59,7 +59,7 @@ class Part:
 
     @classmethod
     def load_some(cls, path: Path, documents: np.ndarray) -> Part:
-        """The documents of these ascending numbers, from a part file of token ids."""
+        """Read the documents with these ascending numbers from a part file of token ids."""
         with path.open("rb") as file:
             table, items, sentence_items = np.load(file, allow_pickle=False), _mapped(file), _mapped(file)
         first, last = documents[0], documents[-1] + 1
@@ -73,13 +73,13 @@ class Part:
         return cls(items, sentence_items, table, []).select(keep)
 
     def ordered(self, order: np.ndarray) -> Part:
-        """The documents of these numbers, in this order; without sketches."""
+        """Return the documents with these numbers, in this order; without sketches."""
         sentences = _ranges(self.documents["sentences"], order)
         items = _ranges(self.documents["items"], order)
         return Part(self.items[items], self.sentence_items[sentences], self.documents[order], self.distinct)
 
     def select(self, keep: np.ndarray) -> Part:
-        """The documents for which bool `keep` is set."""
+        """Return the documents where bool `keep` is true."""
         if keep.all():
             return self
         sentences = np.repeat(keep, self.documents["sentences"])
@@ -89,7 +89,7 @@ class Part:
 
 
 def _ranges(sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """The numbers of the elements of neighboring ranges of these sizes, if the ranges are put in this order."""
+    """Return the indices of the elements of consecutive ranges of these sizes, with the ranges in this order."""
     sizes = sizes.astype(np.int64)
     begins, counts = (np.cumsum(sizes) - sizes)[order], sizes[order]
     ends = np.cumsum(counts)
@@ -97,7 +97,7 @@ def _ranges(sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def _mapped(file: IO[bytes]) -> np.ndarray:
-    """The array that begins where `file` is, memory-mapped; the file goes on after it."""
+    """Memory-map the array at the position of `file`, and move past it."""
     np.lib.format.read_magic(file)
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     if not shape[0]:
@@ -109,13 +109,13 @@ def _mapped(file: IO[bytes]) -> np.ndarray:
 
 
 def count_documents(path: Path) -> int:
-    """Rows of the DOCUMENT table of a part file."""
+    """Return the number of documents in a part file."""
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         return np.lib.format.read_array_header_1_0(file)[0][0]
 
 
 def load_documents(path: Path) -> np.ndarray:
-    """The DOCUMENT table of a part file, without the rest."""
+    """Read only the DOCUMENT table of a part file."""
     with path.open("rb") as file:
         return np.load(file, allow_pickle=False)

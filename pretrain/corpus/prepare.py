@@ -1,18 +1,18 @@
 """`prepare`: raw text to vocabulary, token shards and corpus card, in stages that can each be resumed.
 
-Of a corpus that is prepared, only the sources that it has not are (`growth`).
+If the corpus exists already, only its new sources are prepared (`growth`).
 
-    read        chunks of the sources, filtered -> part files; if asked for, near-duplicates by their sketches
-    vocabulary  counts of the words of the documents that stay -> a vocabulary, unless one is given
+    read        chunks of the sources, filtered -> part files; if enabled, near-duplicates by their sketches
+    vocabulary  counts of the words of the kept documents -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
-    shards      the documents that stay, in the order of the sources -> shard files, each stored at an address at once
+    shards      the kept documents, in the order of the sources -> shard files, stored immediately if at an address
     card        figures; then the manifest, which makes the folder a corpus
 
-The state between runs is in `<dir>/.work`. Files there are atomic, and part files are named after their chunk, so
-that a later run finds them. What `documents` writes is written again by every run. The coordinating process hands out
-calls of `stages`, to processes of this machine or to tasks of a Ray cluster. Text and tokens stay in those processes.
-No process's memory grows with the corpus, but for a bit for each document on a cluster, which takes all calls at
-once. The corpus is the same, byte by byte, for every number of processes, on one machine or a cluster, and after
+The state between runs is in `<dir>/.work`. Files there are written atomically, and part files are named after their
+chunk, so that a later run finds them. Every run writes the files of `documents` again. The coordinating process assigns
+calls of `stages` to processes of this machine or to tasks of a Ray cluster. Text and tokens stay in these processes.
+No process's memory grows with the corpus, except for a bit per document on a cluster, where all calls are submitted
+together. The corpus is the same, byte by byte, for every number of processes, on one machine or a cluster, and after
 every interruption.
 """
 
@@ -88,12 +88,12 @@ def prepare(
     """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Returns a summary line.
 
     Args:
-        tokenizer: of the checkpoint that a run continues from; takes the place of corpus.vocabulary, which says only
-            how many words are added to it.
-        declared: what the checkpoint's tokenizer_config.json says; kept for a byte-level tokenizer, whose special
-            tokens it names.
+        tokenizer: of the checkpoint that a run continues from; replaces corpus.vocabulary, of which only the number
+            of words to add is used.
+        declared: the checkpoint's tokenizer_config.json; kept for a byte-level tokenizer, whose special tokens it
+            names.
         quiet: show no progress.
-        bar: shows the progress instead of one made here.
+        bar: progress bar; by default, a new one.
         count_readings: counts how often an epoch of the training text reads a token, for the card.
 
     Raises:
@@ -139,11 +139,11 @@ class _Preparation:
         self._all_inputs = [
             [] if n in known else sources.find_inputs(one, f"corpus.sources.{n}") for n, one in enumerate(self._all)
         ]
-        # What is prepared, by the number in the corpus; only new sources if it grows.
+        # The sources to prepare, by their number in the corpus; only new ones if it grows.
         self._sources, self._inputs = dict(enumerate(self._all)), dict(enumerate(self._all_inputs))
         self._growth: Growth | None = None
         self._new: dict[str, Any] = {}  # settings of the new sources
-        self._of_start, added = tokenizer, corpus.vocabulary.added_words
+        self._start_tokenizer, added = tokenizer, corpus.vocabulary.added_words
         tokenizer = tokenizer or given_tokenizer(corpus)
         if tokenizer is not None and added:
             check_extension(tokenizer, added)
@@ -153,7 +153,7 @@ class _Preparation:
         tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
         self._declared, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
-            self._declared = dict(declared) if self._of_start else given_settings(corpus)
+            self._declared = dict(declared) if self._start_tokenizer else given_settings(corpus)
             ids = special_ids(tokenizer, self._declared)
             check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
             self._unknown_id = ids.get("unk", -1)
@@ -166,22 +166,22 @@ class _Preparation:
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
             if left_out := [one for inputs in self._all_inputs for item in inputs for one in item.problems]:
-                self._bar.say(first_faults(left_out))  # the card is older than the corpus, which may be among them
+                self._bar.say(first_faults(left_out))  # the card was written before the corpus was skipped itself
         else:
             self._check_kinds()
             if self._corpus.vocabulary.added_words and not self._growth:
                 with stoppable(self._folder), self._bar:
                     self._extend()
-            # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
+            # Start the pool first: forked processes would inherit the lock and the signal handlers.
             pool = self._pool()
             with pool, self._locked_work(), stoppable(self._folder), self._bar:
-                # Another process may have finished it since.
+                # Another process may have finished the corpus in the meantime.
                 if self._manifest_bytes() == manifest or not self._is_finished():
                     self._stages(pool)
                     names = " and ".join(source_name(source) for source in self._sources.values())
                     done = f"{names} added" if self._growth else "prepared"
                     outcome = f"{done} in {time.monotonic() - started:.1f} s"
-                shutil.rmtree(self._work, ignore_errors=True)  # within the lock: it may be another process's later
+                shutil.rmtree(self._work, ignore_errors=True)  # before unlocking: another process may use it then
         return card.summary_line(self._folder, outcome)
 
     def _manifest_bytes(self) -> bytes:
@@ -189,28 +189,28 @@ class _Preparation:
         return path.read_bytes() if path.exists() else b""
 
     def _is_finished(self) -> bool:
-        """Whether the corpus is prepared and whole. One that is damaged may be prepared again with its own settings.
+        """Return whether the corpus is prepared and intact. A damaged one may be prepared again with the same settings.
 
-        Names, weights and licenses of sources may change: the manifest takes them. One that lacks sources of the config
-        is to grow. Raises `InputError` if it was prepared with other settings.
+        Names, weights and licenses of sources may change, and are updated in the manifest. If the config has new
+        sources, the corpus has to grow. Raises `InputError` if it was prepared with other settings.
         """
         if not (self._folder / MANIFEST).exists():
             return False
-        given = self._all, self._all_inputs, self._settings
+        requested = self._all, self._all_inputs, self._settings
         try:
-            if not self._stored:  # otherwise it was verified when it came, and its shards may not be here
+            if not self._stored:  # otherwise it was verified when it was fetched, and its shards may not be here
                 verify_shards(self._folder)
         except InputError as error:
             if manifest := readable_manifest(self._folder):
-                numbers = recognized(self._folder, manifest, *given, vocabulary=self._of_start is None)
+                numbers = recognized(self._folder, manifest, *requested, vocabulary=self._start_tokenizer is None)
                 expect_all(manifest, numbers, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
-        same_tokenizer = None if self._corpus.vocabulary.added_words else self._of_start
+        same_tokenizer = None if self._corpus.vocabulary.added_words else self._start_tokenizer
         manifest = read_manifest(self._folder)
         if same_tokenizer is not None:
             check_same_tokenizer(self._folder, same_tokenizer)
-        numbers = recognized(self._folder, manifest, *given, vocabulary=same_tokenizer is None)
+        numbers = recognized(self._folder, manifest, *requested, vocabulary=same_tokenizer is None)
         before = read_manifest(self._folder)
         for source, number in zip(self._all, numbers, strict=True):
             if number < len(manifest["sources"]):
@@ -222,11 +222,11 @@ class _Preparation:
         return not self._sources
 
     def _grow(self, manifest: dict[str, Any], numbers: list[int]) -> None:
-        """Prepare the sources that the corpus has not, with its vocabulary."""
+        """Select the new sources, to prepare them with the vocabulary of the corpus."""
         count = len(manifest["sources"])
-        new = {number: place for place, number in enumerate(numbers) if number >= count}
-        self._sources = {number: self._all[place] for number, place in new.items()}
-        self._inputs = {number: self._all_inputs[place] for number, place in new.items()}
+        new = {number: index for index, number in enumerate(numbers) if number >= count}
+        self._sources = {number: self._all[index] for number, index in new.items()}
+        self._inputs = {number: self._all_inputs[index] for number, index in new.items()}
         if not new:
             return
         self._growth = Growth(self._folder, manifest)
@@ -235,8 +235,8 @@ class _Preparation:
         self._declared = declared_settings(self._folder) if self._released else {}
         if self._released:
             self._unknown_id = special_ids(tokenizer, self._declared).get("unk", -1)
-        own = by_source(self._settings)[1]
-        self._new = {key: x for number, place in new.items() for key, x in numbered(number, own[place]).items()}
+        settings = by_source(self._settings)[1]
+        self._new = {key: x for number, index in new.items() for key, x in numbered(number, settings[index]).items()}
 
     def _stages(self, pool: Pool) -> None:
         contamination = self._corpus.filters.contamination
@@ -255,10 +255,10 @@ class _Preparation:
         documents = self._documents(summaries)
         plan = documents.plan(self._corpus.shard_tokens, self._growth and self._growth.first_shards)
         if not self._growth:
-            (self._folder / MANIFEST).unlink(missing_ok=True)  # of a damaged corpus, readable until now
+            (self._folder / MANIFEST).unlink(missing_ok=True)  # of a damaged corpus, which was readable until now
         results = self._write_shards(pool, documents, plan)
         pool.finish()
-        self._remove_leftovers()  # a cluster continues without killed processes
+        self._remove_leftovers()  # of processes that a cluster lost
         prepared = Prepared(
             self._corpus,
             self._work,
@@ -279,27 +279,27 @@ class _Preparation:
         prepared.write(self._count_readings)
 
     def _extend(self) -> None:
-        """Let the checkpoint's tokenizer have further words, and keep what they save."""
+        """Add words to the checkpoint's tokenizer, and record the share of tokens that they save."""
         assert self._tokenizer is not None
         with self._bar.stage("choosing words", 0):
-            words, texts = sampled_words((self._all[n], inputs) for n, inputs in self._inputs.items())
-            found = extend_vocabulary(self._tokenizer, words, self._corpus.vocabulary.added_words)
-            share = saved_share(self._tokenizer, found.tokenizer, texts)
-        self._extension = {"added": len(found.words), "saved_share": round(share, 6), "first_added": found.words[:20]}
-        self._tokenizer = found.tokenizer
+            counts, sample = sampled_words((self._all[n], inputs) for n, inputs in self._inputs.items())
+            extended, words = extend_vocabulary(self._tokenizer, counts, self._corpus.vocabulary.added_words)
+            share = saved_share(self._tokenizer, extended, sample)
+        self._extension = {"added": len(words), "saved_share": round(share, 6), "first_added": words[:20]}
+        self._tokenizer = extended
 
     def _check_kinds(self) -> None:
-        """Say which kind fits plain text; `InputError` if there would be nothing to train on otherwise."""
-        lines, is_all = kinds_that_fit(self._sources, self._inputs, self._corpus.validation_fraction)
+        """Say which kind fits plain text; raise `InputError` if nothing would be left to train on otherwise."""
+        warnings, is_all = kinds_that_fit(self._sources, self._inputs, self._corpus.validation_fraction)
         if is_all and not self._growth:
-            raise InputError(f"{' '.join(lines)} Otherwise all documents are held out.")
-        for line in lines:
-            self._bar.say(line)
+            raise InputError(f"{' '.join(warnings)} Otherwise all documents are held out.")
+        for warning in warnings:
+            self._bar.say(warning)
 
     # ------------------------------------------------------------ settings
 
     def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The same tokenizer, for which line ends are blanks unless the corpus keeps them, if it is of our making."""
+        """Return the tokenizer; if trained here, it treats line breaks as blanks, unless the corpus keeps them."""
         return tokenizer if self._corpus.line_breaks == "keep" else joining_lines(tokenizer)
 
     def _pool(self) -> Pool:
@@ -330,14 +330,14 @@ class _Preparation:
         """Lock the work folder for this run; create it if it is missing."""
         refusal = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
         with locked(self._work / stages.LOCK, refusal):
-            self._begin_work()
+            self._open_work()
             self._remove_leftovers()
             yield
 
-    def _begin_work(self) -> None:
-        """Go on with what the work folder has. Raises `InputError` if that was begun with other settings."""
-        path, growth = self._work / "settings.json", self._growth
-        # Part files are known by their chunk.
+    def _open_work(self) -> None:
+        """Continue with the files in the work folder. Raises `InputError` if it was started with other settings."""
+        saved, growth = self._work / "settings.json", self._growth
+        # Part files are found by the name of their chunk.
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
         if self._fold:
             now["duplicates"] += ", all letters folded"
@@ -347,28 +347,28 @@ class _Preparation:
             now["texts"] = "whole"
         if growth:
             now = by_source(now)[0] | self._new | {"grows": growth.identity}
-        before = _read_json(path)
+        before = _read_json(saved)
         if before is not None and growth and before.get("grows") != now["grows"]:
-            # It is of the corpus as it is now, or of what it was before other sources were added.
-            for one in set(self._work.iterdir()) - {self._work / stages.LOCK}:
-                shutil.rmtree(one) if one.is_dir() else one.unlink()
+            # It belongs to the preparation of the existing corpus, or to another addition of sources.
+            for path in set(self._work.iterdir()) - {self._work / stages.LOCK}:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
             before = None
         if before is None:
             if growth:
                 growth.keep_card(self._work)
-            write_json(path, now)
+            write_json(saved, now)
         else:
             refuse_changes(self._work if growth else self._folder, before, now)
 
     def _remove_leftovers(self) -> None:
-        """Delete the half-written files of killed processes."""
+        """Delete the incomplete files of killed processes."""
         for leftover in (*self._work.glob(".*.tmp"), *self._folder.glob(".*.tmp")):
             leftover.unlink(missing_ok=True)
 
     # ------------------------------------------------------------ stages
 
     def _read(self, pool: Pool) -> list[ChunkSummary]:
-        """Part files of all chunks; returns the chunks' summaries in the order of the corpus."""
+        """Prepare the part files of all chunks; return the chunks' summaries in the order of the corpus."""
         summaries: list[ChunkSummary] = []
         examples: collections.Counter[tuple[str, str]] = collections.Counter()
         seen: set[int] = set()
@@ -394,7 +394,7 @@ class _Preparation:
     def _chunks(self) -> Iterator[tuple[Chunk]]:
         for number, source in self._sources.items():
             for input_number, item in enumerate(self._inputs[number]):
-                # No text is sent to a cluster: the task that prepares a stream reads it there.
+                # No text is sent to a cluster: the task that prepares a stream reads the file.
                 for chunk in sources.cut(source, number, input_number, item, streams=bool(self._address)):
                     yield (chunk,)
 
@@ -403,7 +403,7 @@ class _Preparation:
         return None if summary is None else [summary]
 
     def _begin_hashing(self, pool: Pool) -> list[tuple[int, Input, Any]]:
-        """Start to hash every input file: (source, input, future result). Nothing waits for it."""
+        """Start to hash every input file in the background: (source, input, future result)."""
         known = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         return [
             (number, item, pool.submit(stages.hash_files, (item.paths,)))
@@ -413,7 +413,7 @@ class _Preparation:
         ]
 
     def _end_hashing(self, hashing: list[tuple[int, Input, Any]]) -> list[dict[str, str]]:
-        """SHA-256 of every input file, by source, in the order of the files."""
+        """Return the SHA-256 of every input file, by source, in the order of the files."""
         hashes = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         with self._bar.stage("hashing the sources", sum(item.bytes for _, item, _ in hashing)) as advance:
             for number, item, result in hashing:
@@ -424,7 +424,7 @@ class _Preparation:
         return hashes
 
     def _vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
-        """Train on the documents that stay, at most VOCABULARY_BYTES of them, those with the lowest hashes."""
+        """Train on the kept documents with the lowest hashes, at most VOCABULARY_BYTES of text."""
         path = self._work / stages.TOKENIZER
         if path.exists():
             return Tokenizer.from_file(str(path))
@@ -460,11 +460,11 @@ class _Preparation:
         try:
             return Documents.load(self._work, summaries, fraction, self._held_out, near, faults, known)
         except InputError:
-            shutil.rmtree(self._work, ignore_errors=True)  # only other settings or sources help
+            shutil.rmtree(self._work, ignore_errors=True)  # other settings or sources are needed
             raise
 
     def _tokenize(self, pool: Pool, summaries: list[ChunkSummary]) -> None:
-        """Part files of words become part files of tokens, under the new names in `summaries`."""
+        """Convert part files of words to part files of tokens, and rename them in `summaries`."""
         work = []
         for summary in summaries:
             for number, words_part in enumerate(summary.parts):
@@ -485,12 +485,12 @@ class _Preparation:
     def _write_shards(self, pool: Pool, documents: Documents, plan: list[ShardPlan]) -> list[dict[str, Any]]:
         work = ((p.name, p.choice, p.totals, str(self._folder)) for p in plan)
         results = []
-        width = token_dtype(1 << 16).itemsize
-        with self._bar.stage("writing shards", sum(p.totals["tokens"] * width for p in plan)) as advance:
+        token_bytes = token_dtype(1 << 16).itemsize
+        with self._bar.stage("writing shards", sum(p.totals["tokens"] * token_bytes for p in plan)) as advance:
             done = pool.run(stages.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
             for shard, (_, result) in zip(plan, done, strict=True):
                 results.append(result)
-                advance(shard.totals["tokens"] * width)
+                advance(shard.totals["tokens"] * token_bytes)
         if stored := {name: digest for one in results if one.get("stored") for name, digest in one["hashes"].items()}:
             note_stored(self._folder, self._corpus.dir, stored)
         return results

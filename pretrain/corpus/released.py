@@ -1,8 +1,8 @@
-"""Which tokenizers there are, and which of them have a fast way to tokens.
+"""The kinds of tokenizers, and how documents are encoded with each.
 
 `wordpiece` is BERT's, `byte_bpe` any byte-level BPE, `released` every other tokenizer.json, such as the Unigram of
-XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Each is taken as it is. Whole documents are encoded with it, as
-the library does (`whole_documents`), unless `is_bert` says that words alone have the same tokens (`tokenize`).
+XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Each is used unchanged. Whole documents are encoded, as by the
+library (`whole_documents`), unless words can be encoded independently (`is_bert`, `tokenize`).
 """
 
 import json
@@ -16,37 +16,37 @@ from pretrain.common.errors import InputError
 from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 
-_BERT_PARTS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
+_BERT_STEPS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
 # Line breaks, indentation and runs of blanks, as in code.
 _LINES = "a\n    b\n\tc\n\n\nd  e\r\n"
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
-    """`VocabularyConfig.kind`: wordpiece, byte_bpe or released."""
+    """Return the `VocabularyConfig.kind`: wordpiece, byte_bpe or released."""
     if isinstance(tokenizer.model, models.WordPiece) and _is_wordpiece(json.loads(tokenizer.to_str())):
         return "wordpiece"
     return "byte_bpe" if is_byte_level(tokenizer) else "released"
 
 
 def takes_whole_documents(tokenizer: Tokenizer) -> bool:
-    """Whether documents are encoded as wholes: it is not exactly BERT's."""
+    """Return whether whole documents are encoded, since the tokenizer is not exactly BERT's."""
     return not isinstance(tokenizer.model, models.WordPiece) or not is_bert(json.loads(tokenizer.to_str()))
 
 
 def _is_wordpiece(described: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is a WordPiece with BERT's parts and special tokens, of any settings."""
+    """Return whether a tokenizer.json is a WordPiece with BERT's steps and special tokens, with any settings."""
     model = described["model"]
-    kinds = [(described[part] or {}).get("type") for part in ("model", "normalizer", "pre_tokenizer")]
-    if kinds != _BERT_PARTS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
+    kinds = [(described[step] or {}).get("type") for step in ("model", "normalizer", "pre_tokenizer")]
+    if kinds != _BERT_STEPS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
         return False
     return (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) == ("##", MAX_WORD_CHARACTERS)
 
 
 def is_bert(described: dict[str, Any]) -> bool:
-    """Whether the tokens of a tokenizer.json are those of `vocabulary.bert_tokenizer`, which `tokenize` finds by word.
+    """Return whether a tokenizer.json gives the tokens of `vocabulary.bert_tokenizer`, which `tokenize` finds by word.
 
-    Words are cut at ideographs, no text has an added token, and a further entry would have the id after the last.
+    Then words are cut at ideographs, no document contains an added token, and ids have no gaps.
     """
     model, normalizer, added = described["model"], described["normalizer"], described["added_tokens"]
     return (
@@ -60,9 +60,9 @@ def is_bert(described: dict[str, Any]) -> bool:
 
 
 def released_from_json(path: Path, text: str) -> Tokenizer:
-    """The tokenizer that the `text` of a tokenizer.json describes as it is, without truncation and padding.
+    """Load the `text` of a tokenizer.json unchanged, except for truncation and padding, which are disabled.
 
-    Raises `InputError`, which names `path`, if it cannot be read, or its tokens are random, or bytes have none.
+    Raises `InputError`, which names `path`, if it cannot be read, its tokens are random, or bytes are missing.
     """
     try:
         tokenizer = Tokenizer.from_str(text)
@@ -78,7 +78,7 @@ def released_from_json(path: Path, text: str) -> Tokenizer:
     return tokenizer
 
 
-# Classes of transformers and of models' own code that are Python: they divide or map text before an entry is found.
+# Python classes of transformers and of models' code: they split or map text before entries are matched.
 _PYTHON = (
     *("bartpho", "bertgeneration", "bertjapanese", "berttokenizerlegacy", "bertweet", "biogpt", "blenderbotsmall"),
     *("byt5", "canine", "clvp", "cpm", "cpmant", "ctrl", "dia", "esm", "fastspeech2conformer", "flaubert", "fsmt"),
@@ -90,21 +90,21 @@ _CONFIGS = ("tokenizer_config.json", "config.json")
 
 
 def class_stem(name: object) -> str:
-    """The name of a class of tokenizers without its ending."""
+    """Return the name of a tokenizer class without its suffix."""
     return re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
 
 
 def named_class(folder: Path) -> tuple[Path, str]:
-    """(the file that names it, the class of the tokenizer of a model's `folder`); "" if none is named."""
+    """Return (file, tokenizer class that it names) for a model's `folder`; "" if no class is named."""
     named = [(folder / name, str(_object(folder / name).get("tokenizer_class") or "")) for name in _CONFIGS]
     return next((one for one in named if one[1]), named[0])
 
 
 def refuse_python(folder: Path) -> None:
-    """Raise `InputError` if the tokenizer of a model's `folder` is one in Python, of which files tell only a part.
+    """Raise `InputError` if a model's `folder` needs a tokenizer in Python, which its files do not fully describe.
 
-    It is named in tokenizer_config.json or config.json. `auto_map` without a tokenizer is of the model, and no matter;
-    one that is no object is of the tokenizer in tokenizer_config.json, as older files have it.
+    It is named in tokenizer_config.json or config.json. An `auto_map` without a tokenizer only concerns the model; in
+    older tokenizer_config.json files, `auto_map` may be the tokenizer's class instead of an object.
     """
     for name in _CONFIGS:
         read = _object(folder / name)
@@ -114,9 +114,9 @@ def refuse_python(folder: Path) -> None:
         elif name == "config.json":
             mapped = None
         found = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
-        for part, plain in (("word_tokenizer_type", "basic"), ("subword_tokenizer_type", "wordpiece")):
-            if read.get(part, plain) not in (plain, None):
-                found = found or f"{part} {read[part]}"
+        for key, plain in (("word_tokenizer_type", "basic"), ("subword_tokenizer_type", "wordpiece")):
+            if read.get(key, plain) not in (plain, None):
+                found = found or f"{key} {read[key]}"
         named = read.get("tokenizer_class")
         if not named and not named_class(folder)[1]:
             named = re.sub("[-_]", "", str(read.get("model_type")))
@@ -124,13 +124,13 @@ def refuse_python(folder: Path) -> None:
             found = found or named
         if found:
             raise InputError(
-                f"{folder / name}: {found} is a tokenizer in Python, for which the files cannot stand. Choose a model "
+                f"{folder / name}: {found} is a tokenizer in Python, which the files do not replace. Choose a model "
                 "with another tokenizer. If its tokenizer.json gives the same tokens, take the name out."
             )
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is none: damaged files are reported where they are needed."""
+    """Read an object from a JSON file; {} if there is none: damaged files are reported where they are needed."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -139,9 +139,9 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def keeps_lines(tokenizer: Tokenizer) -> bool:
-    """Whether line breaks and indentation are tokens, so that a text is what its tokens decode to.
+    """Return whether line breaks and indentation are tokens, so that decoding restores a document.
 
-    A blank at its beginning, which some tokenizers add, does not count.
+    A leading blank, which some tokenizers add, is ignored.
     """
     decoded = tokenizer.decode(tokenizer.encode(_LINES, add_special_tokens=False).ids)
     return decoded.removeprefix(" ") == _LINES

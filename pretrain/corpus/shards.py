@@ -3,7 +3,7 @@
     <shard>.tokens.npy     uint16 or uint32 [tokens]      sentences end to end, without special tokens
     <shard>.sentences.npy  uint64 [sentences + 1]         token offset of each sentence
     <shard>.documents.npy  uint64 [documents + 1, 2]      (sentence offset, token offset) of each document
-    <shard>.blocks.npy     BLOCK [blocks]                 ranges that are read by themselves (`pretrain.corpus.blocks`)
+    <shard>.blocks.npy     BLOCK [blocks]                 ranges that are read separately (`pretrain.corpus.blocks`)
 
 A shard holds documents of one source and one split. `manifest.json` lists them and is written last.
 """
@@ -39,18 +39,18 @@ from pretrain.corpus.block_cache import BlockCache
 from pretrain.corpus.blocks import BLOCK, write_blocks
 
 FORMAT = 1
-FOLDED = "folded"  # in the manifest: hashes of documents ignore the case of all letters, and accents, as the vocabulary
-_TOKENS_AT_ONCE, _STREAMED_PARTS = 1 << 24, 16
-_PROVEN = ".proven.json"
+FOLDED = "folded"  # in the manifest: hashes of documents ignore case and accents if the vocabulary does
+_BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16
+_VERIFIED = ".proven.json"
 _ARRAYS = ("tokens", "sentences", "documents")
 BLOCKS = "blocks"
-COUNTS = ".samples"  # folder of a corpus: how many samples each block has, by source and by how sequences are cut
-# A mapping needs no descriptor, but before Python 3.13 mmap always keeps one.
+COUNTS = ".samples"  # folder of a corpus: samples per block, by source and by the settings of the sampler
+# A mapping needs no file descriptor, but before Python 3.13 mmap always keeps one.
 _NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
-    """uint16 where every id fits, else uint32."""
+    """Return uint16 if every id fits, else uint32."""
     return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
 
 
@@ -64,8 +64,8 @@ class Shard:
     tokens: np.ndarray
     sentences: np.ndarray
     documents: np.ndarray
-    blocks: np.ndarray | None = None  # BLOCK; None if the shard is not from a disk, and has no table of them
-    cache: BlockCache | None = None  # which holds the blocks of a streamed shard
+    blocks: np.ndarray | None = None  # BLOCK; None for a shard in memory
+    cache: BlockCache | None = None  # of the blocks of a streamed shard
 
 
 @dataclass(frozen=True)
@@ -78,52 +78,52 @@ class TokenShards:
     special_ids: dict[str, int]
     sources: list[dict[str, Any]]
     shards: list[Shard]
-    fingerprints: tuple[str, ...] = ()  # of each source: what decides its tokens
+    fingerprints: tuple[str, ...] = ()  # of each source's tokens
     split: str = "train"
-    grown: int = 0  # how often sources were added
+    grown: int = 0  # number of times that sources were added
 
     def of_source(self, source: int) -> list[int]:
-        """The shards of a source, by their place in `shards`."""
+        """Return the shards of a source, as indices in `shards`."""
         return [number for number, shard in enumerate(self.shards) if shard.source == source]
 
     @property
     def is_streamed(self) -> bool:
-        """Whether blocks are fetched as they are needed."""
+        """True if blocks are fetched when they are needed."""
         return any(shard.cache is not None for shard in self.shards)
 
     def close(self) -> None:
-        """Fetch no more blocks of streamed shards."""
+        """Stop fetching blocks of streamed shards."""
         for cache in {id(shard.cache): shard.cache for shard in self.shards if shard.cache}.values():
             cache.close()
 
     def some_tokens(self) -> Iterator[np.ndarray]:
-        """The tokens of all shards, in parts; of streamed shards some blocks, evenly spread."""
+        """Yield the tokens of all shards in batches; for streamed shards, some evenly spread blocks."""
         for number, shard in enumerate(self.shards):
             if shard.cache is None or shard.blocks is None:
-                for begin in range(0, len(shard.tokens), _TOKENS_AT_ONCE):
-                    yield shard.tokens[begin : begin + _TOKENS_AT_ONCE]
-            elif number % max(1, len(self.shards) // _STREAMED_PARTS) == 0:
+                for begin in range(0, len(shard.tokens), _BATCH_TOKENS):
+                    yield shard.tokens[begin : begin + _BATCH_TOKENS]
+            elif number % max(1, len(self.shards) // _SAMPLED_BLOCKS) == 0:
                 lease = shard.cache.hold(shard.cache.numbers(np.array([number]), np.array([0])))
                 yield shard.tokens[: int(shard.blocks["end"][0])]
                 del lease
 
     def source_fingerprint(self, source: int) -> str:
-        """A digest of what decides the tokens of a source, whatever else the corpus has (invariant 1)."""
+        """Return a digest of a source's tokens, which does not depend on other sources (invariant 1)."""
         return self.fingerprints[source] if self.fingerprints else f"{self.fingerprint} {source}"
 
-    def weights(self, instead: Mapping[str, float], where: str) -> list[float]:
-        """The weight of each source: that in `instead` by its name, else the one it was prepared with.
+    def weights(self, overrides: Mapping[str, float], where: str) -> list[float]:
+        """Return the weight of each source: from `overrides`, by its name, else the weight it was prepared with.
 
         Replayed sources have no names.
 
-        Raises `InputError`, which begins with `where`, if there is no source of a name or none is left.
+        Raises `InputError`, prefixed with `where`, if a name is unknown or all weights are 0.
         """
-        names = [source["name"] for source in self.sources if "name" in source] if instead else []
-        for name in instead:
+        names = [source["name"] for source in self.sources if "name" in source] if overrides else []
+        for name in overrides:
             if name not in names:
                 raise InputError(f"{where}: {not_one_of(name, names)}")
-        weights = [float(instead.get(source.get("name", ""), source.get("weight", 1.0))) for source in self.sources]
-        if instead and not any(w for w, source in zip(weights, self.sources, strict=True) if "name" in source):
+        weights = [float(overrides.get(source.get("name", ""), source.get("weight", 1.0))) for source in self.sources]
+        if overrides and not any(w for w, source in zip(weights, self.sources, strict=True) if "name" in source):
             raise InputError(f"{where}: leaves no source. Give one of {', '.join(names)} a weight above 0.")
         return weights
 
@@ -142,7 +142,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
 
 
 def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards:
-    """The shards of `split` of a manifest; raises as `open_shards`."""
+    """Open the shards of `split` in a manifest; raises as `open_shards`."""
     allow_open_files(len(_ARRAYS) * len(manifest["shards"]))
     return TokenShards(
         folder=folder,
@@ -158,39 +158,39 @@ def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards
 
 
 def verify_shards(folder: Path) -> None:
-    """Compare every file's SHA-256 with the manifest; `InputError` names the first that differs.
+    """Compare every file's SHA-256 with the manifest; `InputError` names the first one that differs.
 
-    A file that was verified once is read again only if its size, time or inode has changed. `.proven.json` next to the
-    files keeps what was verified, if the folder can be written.
+    A verified file is only read again if its size, time or inode has changed. `.proven.json` next to the files
+    records the verified ones, if the folder is writable.
     """
     folder = Path(folder)
     manifest = check_version(verify_manifest(folder, content=False), folder)
     try:
-        proven = json.loads((folder / _PROVEN).read_text(encoding="utf-8"))
+        verified = json.loads((folder / _VERIFIED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        proven = {}
-    proofs = {name: [entry["sha256"], *_state_of(folder / name)] for name, entry in manifest["files"].items()}
-    for name, proof in proofs.items():
-        if proven.get(name) != proof and sha256_file(folder / name) != proof[0]:
+        verified = {}
+    states = {name: [entry["sha256"], *_state_of(folder / name)] for name, entry in manifest["files"].items()}
+    for name, state in states.items():
+        if verified.get(name) != state and sha256_file(folder / name) != state[0]:
             raise InputError(
                 f"{folder / name}: its SHA-256 differs from the manifest's; it was changed or damaged on disk. "
                 "Restore it or prepare the corpus again."
             )
-    if proven != proofs:
+    if verified != states:
         with contextlib.suppress(OSError, InputError, MachineError):
-            write_json(folder / _PROVEN, proofs)
+            write_json(folder / _VERIFIED, states)
 
 
 def source_fingerprints(manifest: dict[str, Any]) -> tuple[str, ...]:
-    """Of each source of a manifest, in their order."""
+    """Return the fingerprint of each source in a manifest, in order."""
     return tuple(source_fingerprint(manifest, number) for number in range(len(manifest["sources"])))
 
 
 def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
-    """A digest of the vocabulary and of the contents of a source's shards."""
+    """Return a digest of the vocabulary and of the contents of a source's shards."""
     files = manifest["files"]
     names = [entry["name"] for entry in manifest["shards"] if entry["source"] == source]
-    arrays = [files[f"{name}.{part}.npy"]["sha256"] for name in names for part in _ARRAYS]
+    arrays = [files[f"{name}.{array}.npy"]["sha256"] for name in names for array in _ARRAYS]
     decisive = [manifest["format"], manifest["special_ids"], files["vocab.txt"]["sha256"], arrays]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
@@ -201,7 +201,7 @@ def _state_of(path: Path) -> list[int]:
 
 
 def check_version(manifest: dict[str, Any], where: Path | str) -> dict[str, Any]:
-    """The manifest of the corpus at `where`. Raises `InputError` if it is of another version."""
+    """Return the manifest of the corpus at `where`. Raises `InputError` if it is of another version."""
     if manifest.get("format") != FORMAT or FOLDED not in manifest:
         advice = "Prepare the text again, into another corpus.dir or after removing this one."
         raise InputError(of_another_version(where, advice))
@@ -209,20 +209,20 @@ def check_version(manifest: dict[str, Any], where: Path | str) -> dict[str, Any]
 
 
 def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
-    arrays = {part: mapped(folder / f"{entry['name']}.{part}.npy") for part in _ARRAYS}
-    for part, (dtype, shape) in array_types(entry, manifest).items():
-        if (arrays[part].dtype, arrays[part].shape) != (dtype, shape):
+    arrays = {array: mapped(folder / f"{entry['name']}.{array}.npy") for array in _ARRAYS}
+    for array, (dtype, shape) in array_types(entry, manifest).items():
+        if (arrays[array].dtype, arrays[array].shape) != (dtype, shape):
             raise InputError(
-                f"{folder / entry['name']}.{part}.npy: {arrays[part].dtype} {arrays[part].shape}, but the manifest has "
-                f"{dtype} {shape}. Prepare the corpus again."
+                f"{folder / entry['name']}.{array}.npy: {arrays[array].dtype} {arrays[array].shape}, but the manifest "
+                f"has {dtype} {shape}. Prepare the corpus again."
             )
-    tokens, sentences, documents = (arrays[part] for part in _ARRAYS)
+    tokens, sentences, documents = (arrays[array] for array in _ARRAYS)
     blocks = read_blocks(folder, entry)
     return Shard(entry["name"], entry["split"], entry["source"], tokens, sentences, documents, blocks)
 
 
 def array_types(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """(dtype, shape) of each array of a shard."""
+    """Return (dtype, shape) of each array of a shard."""
     return {
         "tokens": (np.dtype(manifest["dtype"]), (entry["tokens"],)),
         "sentences": (np.dtype(np.uint64), (entry["sentences"] + 1,)),
@@ -231,7 +231,7 @@ def array_types(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, tu
 
 
 def read_blocks(folder: Path, entry: dict[str, Any]) -> np.ndarray:
-    """The table of a shard's blocks."""
+    """Read the table of a shard's blocks."""
     name = f"{entry['name']}.{BLOCKS}.npy"
     try:
         blocks = np.load(folder / name, allow_pickle=False)
@@ -240,12 +240,12 @@ def read_blocks(folder: Path, entry: dict[str, Any]) -> np.ndarray:
     except ValueError as error:
         raise InputError(f"{folder / name}: damaged ({error}). Prepare the corpus again.") from None
     if blocks.dtype != BLOCK:
-        raise InputError(f"{folder / name}: is no table of blocks ({blocks.dtype}). Prepare the corpus again.")
+        raise InputError(f"{folder / name}: not a table of blocks ({blocks.dtype}). Prepare the corpus again.")
     return blocks
 
 
 def mapped(path: Path) -> np.ndarray:
-    """The array in a .npy file, memory-mapped and read-only."""
+    """Memory-map the array in a .npy file, read-only."""
     try:
         with path.open("rb") as file:
             if np.lib.format.read_magic(file) != (1, 0):
@@ -262,12 +262,12 @@ def mapped(path: Path) -> np.ndarray:
 
 
 def _unreadable(path: Path, error: OSError) -> MachineError:
-    """Why a file of a shard cannot be opened or read."""
+    """Return the error for a file of a shard that cannot be opened or read."""
     if error.errno == errno.EMFILE:
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         advice = "Raise the limit (ulimit -n), or prepare the corpus with larger shards (corpus.shard_tokens)."
         return MachineError(
-            f"{path}: cannot be opened in addition to the other shards: the limit of open files is {most}. {advice}"
+            f"{path}: cannot be opened in addition to the other shards: the limit of open files is {limit}. {advice}"
         )
     return MachineError(
         f"{path}: cannot be read ({error.strerror}). Check the storage that holds it, and its permissions."
@@ -275,7 +275,7 @@ def _unreadable(path: Path, error: OSError) -> MachineError:
 
 
 class ShardWriter:
-    """Writes one shard piece by piece; its sizes are known beforehand. The files appear if the block raises nothing.
+    """Writes one shard incrementally; its sizes must be known. The files appear if the `with` block does not raise.
 
     with ShardWriter(folder, "train-00000", tokens=9, sentences=3, documents=1, dtype=dtype) as writer:
         writer.add(tokens, sentence_tokens, document_sentences)
@@ -300,15 +300,15 @@ class ShardWriter:
             "documents": (np.dtype("<u8"), (documents + 1, 2)),
         }
         with contextlib.ExitStack() as stack:
-            for part, (dtype, shape) in shapes.items():
-                file = _HashedFile(stack.enter_context(atomic_open(self._folder / f"{self._name}.{part}.npy")))
+            for array, (dtype, shape) in shapes.items():
+                file = _HashedFile(stack.enter_context(atomic_open(self._folder / f"{self._name}.{array}.npy")))
                 header = {
                     "descr": np.lib.format.dtype_to_descr(dtype),
                     "fortran_order": False,
                     "shape": shape,
                 }
                 np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
-                self._files[part] = file
+                self._files[array] = file
             self._files["sentences"].write(np.zeros(1, "<u8"))
             self._files["documents"].write(np.zeros(2, "<u8"))
             self._stack = stack.pop_all()
@@ -337,14 +337,14 @@ class ShardWriter:
             raise error
         self._stack.__exit__(kind, error, trace)
         if error is None:
-            self.hashes = {f"{self._name}.{part}.npy": file.digest() for part, file in self._files.items()}
+            self.hashes = {f"{self._name}.{array}.npy": file.digest() for array, file in self._files.items()}
             path = self._folder / f"{self._name}.{BLOCKS}.npy"
-            arrays = {part: mapped(self._folder / f"{self._name}.{part}.npy") for part in _ARRAYS}
+            arrays = {array: mapped(self._folder / f"{self._name}.{array}.npy") for array in _ARRAYS}
             self.hashes[path.name] = write_blocks(path, arrays)
 
 
 class _HashedFile:
-    """A file that keeps the SHA-256 of what is written to it."""
+    """A file that computes the SHA-256 of the data written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""Files that processes of a machine share: arrays, locks, and files with holes."""
+"""Files that the processes of a machine share: arrays, locks, and sparse files."""
 
 import ctypes
 import errno
@@ -15,10 +15,10 @@ _PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
 
 
 def shared_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """An array in a file, of zeros at first, that processes share."""
+    """Map a file as an array that processes share, initialized with zeros."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # Not sparse: a write to a hole of a mapping on a full disk is a bus error.
+        # Not sparse: writing to a hole in a mapping on a full disk is a bus error.
         os.posix_fallocate(descriptor, 0, max(1, int(np.prod(shape)) * dtype.itemsize))
     finally:
         os.close(descriptor)
@@ -26,7 +26,7 @@ def shared_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndar
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file for this process; False if another one has it."""
+    """Lock a file for this process; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -34,9 +34,9 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-def write_all(places: Sequence[tuple[int, bytes, int]]) -> None:
-    """Write each (descriptor, content, offset)."""
-    for descriptor, content, offset in places:
+def write_all(writes: Sequence[tuple[int, bytes, int]]) -> None:
+    """Perform all writes (descriptor, content, offset)."""
+    for descriptor, content, offset in writes:
         view = memoryview(content)
         while view:
             written = os.pwrite(descriptor, view, offset)
@@ -44,7 +44,7 @@ def write_all(places: Sequence[tuple[int, bytes, int]]) -> None:
 
 
 def punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:
-    """Free bytes of a file; `MachineError`, which names `folder`, if its file system cannot."""
+    """Free a range of a file; raise `MachineError`, which names `folder`, if its file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_int64(offset), ctypes.c_int64(length))
     if libc.fallocate(ctypes.c_int(descriptor), *arguments):

@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer by role, whatever their names: pad, unk, cls, sep and mask."""
+"""The special tokens of a tokenizer by role, under any names: pad, unk, cls, sep and mask."""
 
 import json
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from pretrain.common.errors import InputError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # of the vocabularies that `prepare` trains
 ROLES = ("pad", "unk", "cls", "sep", "mask")
-_NEEDED = ("pad", "cls", "sep", "mask")
-# Role -> the names in tokenizers of BERT, RoBERTa, EuroBERT and Gemma, and the other key of tokenizer_config.json.
+_REQUIRED = ("pad", "cls", "sep", "mask")
+# Role -> names in tokenizers of BERT, RoBERTa, EuroBERT and Gemma; below, alternative keys in tokenizer_config.json.
 _NAMES = {
     "pad": ("[PAD]", "<pad>", "<|pad|>"),
     "unk": ("[UNK]", "<unk>", "<|unk|>"),
@@ -20,16 +20,16 @@ _NAMES = {
     "sep": ("[SEP]", "</s>", "<|end_of_text|>", "<eos>"),
     "mask": ("[MASK]", "<mask>", "<|mask|>"),
 }
-_ALSO = {"cls": "bos_token", "sep": "eos_token"}
+_OTHER_KEYS = {"cls": "bos_token", "sep": "eos_token"}
 
 
 def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """{role: id} in the order of `ROLES`, without the roles that the tokenizer lacks.
+    """Return {role: id} in the order of `ROLES`, without the roles that the tokenizer lacks.
 
-    cls and sep are what the tokenizer itself puts around a text, if that is one token each. All others are what
-    `declared` names (tokenizer_config.json), else the first known name that is an entry.
+    cls and sep are the tokens that the tokenizer puts around a string, if it is one each. All others are named by
+    `declared` (tokenizer_config.json), else by the first known name that is an entry.
     """
-    found = _around_a_text(tokenizer)
+    found = _surrounding_ids(tokenizer)
     for role in ROLES:
         names = (*_declared_names(role, declared or {}), *_NAMES[role])
         numbers = [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
@@ -39,14 +39,14 @@ def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None)
 
 
 def special_added_ids(folder: Path) -> list[int]:
-    """The ids of all tokens that a corpus's tokenizer.json marks as special, also those without a role."""
+    """Return the ids of all tokens that a corpus's tokenizer.json marks as special, with or without a role."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
 
 
 def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
-    """Raise `InputError`, which begins with `where`, if a role is missing that pretraining needs."""
-    missing = [role for role in _NEEDED if role not in ids]
+    """Raise `InputError`, prefixed with `where`, if a role is missing that pretraining needs."""
+    missing = [role for role in _REQUIRED if role not in ids]
     if missing:
         raise InputError(
             f"{where}: has no {missing[0]} token under a known name, which pretraining needs. Name it as "
@@ -55,7 +55,7 @@ def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
 
 
 def declared_settings(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json in `folder` declares, with the special tokens that only special_tokens_map.json names.
+    """Read tokenizer_config.json in `folder`, and the special tokens that only special_tokens_map.json names.
 
     {} if neither exists. Raises `InputError` if one is damaged.
     """
@@ -72,15 +72,15 @@ def declared_settings(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _around_a_text(tokenizer: Tokenizer) -> dict[str, int]:
+def _surrounding_ids(tokenizer: Tokenizer) -> dict[str, int]:
     text = "a"
     plain, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
     return {"cls": whole[0], "sep": whole[-1]} if plain == whole[1:-1] and len(whole) == len(plain) + 2 else {}
 
 
 def _declared_names(role: str, declared: Mapping[str, Any]) -> list[str]:
-    """The names of a role in tokenizer_config.json, where a token is its text or an object that has it."""
-    keys = (f"{role}_token", *([_ALSO[role]] if role in _ALSO else []))
+    """Return the names of a role in tokenizer_config.json, where a token is a string or an object that has it."""
+    keys = (f"{role}_token", *([_OTHER_KEYS[role]] if role in _OTHER_KEYS else []))
     tokens = (declared.get(key) for key in keys)
     names = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return [name for name in names if isinstance(name, str)]

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from pretrain.common.wording import make_console
 
-_SETTLING_SECONDS = 1.0  # a shorter time gives no reliable rate
+_SETTLING_SECONDS = 1.0  # before this, the rate is not reliable
 
 
 class _Size(DownloadColumn):
-    """Bytes done of all bytes; without the latter if they are not known."""
+    """Bytes done and total; without the total if it is not known."""
 
     def render(self, task: Task) -> Text:
         if task.fields["total_known"]:
@@ -62,16 +62,16 @@ class StageBar:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
-        for task in self.progress.task_ids:  # another start shows its own
+        for task in self.progress.task_ids:  # so that the bar can be started again
             self.progress.remove_task(task)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line above the bars."""
         self.progress.console.print(text, highlight=False, markup=False)
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar over `total` bytes, 0 if they are not known; yields a function to call with the bytes done."""
+        """Show a bar for `total` bytes, 0 if unknown; yields a function to call with the bytes just processed."""
         task = self.progress.add_task(name, total=total or None, total_known=total > 0, done=0)
         done = 0
 

@@ -1,6 +1,6 @@
-"""What the preparation processes do, one call at a time: read a chunk, count words, tokenize, write a shard, hash.
+"""The calls that preparation processes execute: read a chunk, count words, tokenize, write a shard, hash.
 
-Between the stages there are part files (`parts`). A process keeps its table of words from call to call.
+The stages pass part files to each other (`parts`). A process keeps its table of words between calls.
 """
 
 import gc
@@ -24,7 +24,6 @@ from pretrain.common.memory import hold_freed_memory
 from pretrain.config import FiltersConfig
 from pretrain.corpus import samples
 from pretrain.corpus.byte_level import without_line_ends
-from pretrain.corpus.divisions import Gpt2Division
 from pretrain.corpus.documents import DocumentRange
 from pretrain.corpus.filters import Filters, near_duplicates
 from pretrain.corpus.filters.near_duplicates import Sketches
@@ -35,7 +34,8 @@ from pretrain.corpus.sentences import Splitting, batches_of, splitting_of, start
 from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents, reader
 from pretrain.corpus.special_tokens import special_ids
-from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
+from pretrain.corpus.splitters import Gpt2Splitter
+from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, CutWords, KnownWords, WordPieces, WordTable, cut_words
 from pretrain.corpus.vocabulary import Fold, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
 from pretrain.storage.folders import files_of, read_stored_manifest
@@ -49,7 +49,7 @@ _PART_BYTES = 32 << 20  # text per part file at most
 
 @dataclass(frozen=True)
 class PreparationSettings:
-    """What a process needs to know. Without a given vocabulary, a later stage tokenizes the words."""
+    """The settings of a process. If no vocabulary is given, a later stage tokenizes the words."""
 
     work: str  # folder of the part files and, once trained, of the tokenizer
     lowercase: bool
@@ -57,19 +57,19 @@ class PreparationSettings:
     min_document_words: int
     vocabulary_given: bool
     byte_level: bool = False  # whether a byte-level BPE is trained
-    released: bool = False  # whether the vocabulary is given, and whole documents are encoded with it
-    fold: Fold = Fold.NOTHING  # what equal documents may differ in
-    joins_lines: bool = False  # whether line ends are blanks of whole documents
-    unknown_id: int = -1  # of the given one
+    released: bool = False  # whether the vocabulary is given and encodes whole documents
+    fold: Fold = Fold.NOTHING  # differences that equal documents may have
+    joins_lines: bool = False  # whether line breaks of whole documents become blanks
+    unknown_id: int = -1  # of the given vocabulary
     filters: FiltersConfig = field(default_factory=FiltersConfig)
-    address: str = ""  # where shards are stored as soon as they are written
+    address: str = ""  # where each shard is stored as soon as it is written
 
 
 # ---------------------------------------------------------------- the process
 
 
 class _Process:
-    """State of this process: settings, the tokenizer, and the words it has seen."""
+    """State of this process: settings, tokenizer, and the words seen so far."""
 
     def __init__(self, settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
@@ -83,17 +83,17 @@ class _Process:
         self._words: KnownWords | None = None
         self._documents: DocumentEncoder | None = None
         if tokenizer is not None:
-            self.load_tokenizer()  # now, while the coordinating process is still busy itself
+            self.load_tokenizer()  # now, while the coordinating process is still busy
 
     def load_tokenizer(self) -> None:
-        """Load what tokenizes; later calls do nothing."""
+        """Load the tokenizer; later calls do nothing."""
         if self.settings.released:
-            self.documents()
+            self.document_encoder()
         else:
-            self.words()
+            self.known_words()
 
-    def words(self) -> KnownWords:
-        """The tokens of the words of `table`."""
+    def known_words(self) -> KnownWords:
+        """Return the tokens of the words in `table`."""
         if self._words is None:
             tokenizer = self._loaded()
             self.unknown_id = special_ids(tokenizer)["unk"]
@@ -101,8 +101,8 @@ class _Process:
             self._words = known_words(tokenizer, self.table)
         return self._words
 
-    def documents(self) -> DocumentEncoder:
-        """What encodes whole documents with a tokenizer of another maker."""
+    def document_encoder(self) -> DocumentEncoder:
+        """Return the encoder of whole documents, for a tokenizer that was not trained here."""
         if self._documents is None:
             self.unknown_id = self.settings.unknown_id
             self._documents = DocumentEncoder(self._loaded(), self.table)
@@ -114,8 +114,8 @@ class _Process:
         self.dtype = token_dtype(vocabulary_size(self._tokenizer))
         return self._tokenizer
 
-    def renew(self) -> None:
-        """Forget the words if there are too many."""
+    def limit_words(self) -> None:
+        """Start a new table of words if this one is too large."""
         if self.table.size > MAX_TABLE_WORDS:
             self.table, self._words, self._documents = WordTable(), None, None
 
@@ -123,43 +123,43 @@ class _Process:
 _process: _Process | None = None
 
 
-# Ends the call that runs in a child; the child itself goes on. A killed one could leave half a result in the pipe of
-# its pool, which would wait for the rest. Not SIGTERM, with which the executor ends the others when one was killed.
+# Interrupts the running call in a child; the child itself stays alive. A killed child could leave half a result in the
+# pipe of its pool, which would wait for the rest. Not SIGTERM: the executor sends that to all when one was killed.
 STOP = signal.SIGUSR1
-_is_called = _is_stopped = False
+_is_running = _is_stopped = False
 
 
 def stoppable(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call in a child; STOP interrupts it, and all calls after it. Its files are atomic."""
-    global _is_called
-    _is_called = True
+    """Execute a call in a child; STOP interrupts it and all later calls. Its files are written atomically."""
+    global _is_running
+    _is_running = True
     try:
         if _is_stopped:
             raise KeyboardInterrupt
         return function(*arguments)
     finally:
-        _is_called = False
+        _is_running = False
 
 
 def _stop(signum: int, frame: types.FrameType | None) -> None:
     global _is_stopped
     _is_stopped = True
-    if _is_called:
+    if _is_running:
         raise KeyboardInterrupt
 
 
 def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
-    """Initialize this process for calls, with the tokenizer of the vocabulary if that is given.
+    """Initialize this process for calls, with the tokenizer if the vocabulary is given.
 
-    A child leaves Ctrl-C to its parent, which sends STOP, and never outlives it.
+    A child leaves Ctrl-C to its parent, which sends STOP, and exits when its parent dies.
     """
     global _process
     if child:
         gc.freeze()  # objects of the parent need not be collected here
-        _divide_cores()
+        _disable_threads()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(STOP, _stop)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
     _process = _Process(settings, tokenizer)
 
 
@@ -169,20 +169,20 @@ def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> No
     Raises `MachineError` if the work folder is not visible: nothing may be written to another folder of that name.
     """
     global _process
-    _divide_cores()
+    _disable_threads()
     _process = _Process(settings, tokenizer)
     _process.is_remote = True
-    _check_seen([str(_process.work / LOCK)])
+    _check_visible([str(_process.work / LOCK)])
 
 
-def _divide_cores() -> None:
+def _disable_threads() -> None:
     hold_freed_memory(at_most=256 << 20)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
     os.environ["RAYON_NUM_THREADS"] = "1"
 
 
-def _check_seen(paths: Sequence[str]) -> None:
-    """Raise `MachineError` if the coordinating process has a file that this machine lacks: no fault of the input."""
+def _check_visible(paths: Sequence[str]) -> None:
+    """Raise `MachineError` if a file of the coordinating process is missing here: it is not a fault of the input."""
     if not _state().is_remote:
         return
     for path in paths:
@@ -193,7 +193,7 @@ def _check_seen(paths: Sequence[str]) -> None:
             )
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     import multiprocessing
     from multiprocessing.connection import wait
 
@@ -213,8 +213,8 @@ def _state() -> _Process:
 
 
 def read(chunk: Chunk) -> list[dict[str, Any]]:
-    """Prepare a chunk, or the chunks of a stream that are not prepared yet, one after the other; their summaries."""
-    _check_seen(chunk.paths)
+    """Prepare a chunk, or all chunks of a stream that are not prepared yet; return their summaries."""
+    _check_visible(chunk.paths)
     if not chunk.is_stream:
         return [_read_chunk(chunk)]
     work = _state().work
@@ -222,13 +222,13 @@ def read(chunk: Chunk) -> list[dict[str, Any]]:
 
 
 def known_summary(work: Path, chunk: Chunk) -> dict[str, Any] | None:
-    """The summary of a chunk, if it is prepared."""
+    """Return the summary of a chunk, if it is prepared."""
     path = work / f"{chunk.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _read_chunk(chunk: Chunk) -> dict[str, Any]:
-    """Read, split, cut and (with a vocabulary) tokenize one chunk into part files; its summary comes last."""
+    """Read, split and (with a vocabulary) tokenize one chunk into part files; the summary is written last."""
     state = _state()
     problems, report = Problems(), Report()
     splitting = splitting_of(state.settings.language, by_lines=reader(chunk.config).lines_are_sentences)
@@ -244,12 +244,12 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
             names.append(f"{chunk.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
             samples.save(state.work / names[-1], part, sample)
             part.ordered(np.argsort(random_order(part.documents["hash"]), kind="stable")).save(state.work / names[-1])
-            if part.sketches:  # in the order of the input: of two near-duplicates the first is kept
+            if part.sketches:  # in the order of the input: the first of two near-duplicates is kept
                 path = (state.work / names[-1]).with_suffix(near_duplicates.SUFFIX)
                 part.sketches.save(path, part.documents["hash"])
         batches.clear()
         size = 0
-        state.renew()
+        state.limit_words()
 
     for texts in batches_of(documents(chunk, problems)):
         read += len(texts)
@@ -279,7 +279,7 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
 
 
 def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-    """The distinct words of the documents whose bit of packed `keep` is set, and how often each occurs, int64."""
+    """Return the distinct words of the documents whose bit in packed `keep` is set, and their counts, int64."""
     chosen = _chosen(part, keep)
     counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
     used = np.flatnonzero(counts)
@@ -287,11 +287,11 @@ def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
 
 
 def tokenize_part(part: str, words_part: str) -> None:
-    """Turn a part of word numbers into a part of token ids."""
+    """Convert a part of word numbers to a part of token ids."""
     state = _state()
     if (state.work / part).exists():
-        return  # a cluster may repeat a call, and the words are deleted after the first one
-    state.renew()
+        return  # a cluster may repeat a call after its input was deleted
+    state.limit_words()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
     _tokenized(numbers, words, state)[0].save(state.work / part)
@@ -300,8 +300,8 @@ def tokenize_part(part: str, words_part: str) -> None:
 def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
     """Write one shard: the chosen documents of part files, in random order.
 
-    Returns hashes, the address where its files are stored by now, the count of [UNK] and histograms of tokens per
-    document and per sentence, and keeps them in the work folder, where they mark the shard as done.
+    Returns hashes, the address where its files are already stored, the count of [UNK] and histograms of tokens per
+    document and per sentence. They are also saved in the work folder, where they mark the shard as done.
     """
     state = _state()
     state.load_tokenizer()
@@ -310,7 +310,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
         writer.add(part.items, part.sentence_items, part.documents["sentences"])
-    stored = _stored(Path(folder), writer.hashes, state)
+    stored = _store(Path(folder), writer.hashes, state)
     result = {
         "hashes": writer.hashes,
         "stored": stored,
@@ -322,11 +322,11 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     return result
 
 
-def _stored(folder: Path, names: Collection[str], state: _Process) -> str:
-    """Store the files of a shard; returns the address where they are, "" if they are not."""
+def _store(folder: Path, names: Collection[str], state: _Process) -> str:
+    """Store the files of a shard; return the address, "" if they were not stored."""
     address, objects = state.settings.address, ObjectStore()
     try:
-        # Another machine may have stored a corpus meanwhile, which stays whole.
+        # Do not overwrite files of a corpus that another machine has stored in the meantime.
         if not address or not files_of(read_stored_manifest(address, objects)).keys().isdisjoint(names):
             return ""
         for name in names:
@@ -334,19 +334,19 @@ def _stored(folder: Path, names: Collection[str], state: _Process) -> str:
     except AccessError:
         if not state.is_remote:
             raise
-        return ""  # the coordinating process, which has read the address, stores it at the end
+        return ""  # the coordinating process has access, and stores it at the end
     return address
 
 
 def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
-    """The chosen documents of all parts of a source, and those that are sampled."""
+    """Return the chosen documents of all parts of a source, and the sampled ones."""
     work = _state().work
     parts: list[Part] = []
     sampled: list[tuple[str, np.ndarray]] = []
-    for place, (name, numbers) in enumerate(choice.documents(work)):
+    for index, (name, numbers) in enumerate(choice.documents(work)):
         if len(numbers):
             parts.append(Part.load_some(work / name, numbers))
-            sampled += samples.found(work / name, parts[-1]) if place < samples.MAX_PARTS else []
+            sampled += samples.found(work / name, parts[-1]) if index < samples.MAX_PARTS else []
     joined = Part(
         np.concatenate([part.items for part in parts]),
         np.concatenate([part.sentence_items for part in parts]),
@@ -357,21 +357,21 @@ def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.nd
 
 
 def _chosen(name: str, bits: np.ndarray) -> Part:
-    """The documents of a part whose bit is set; `bits` are packed."""
+    """Load the documents of a part whose bit in packed `bits` is set."""
     part = Part.load(_state().work / name)
     return part.select(np.unpackbits(bits, count=len(part.documents)).astype(bool))
 
 
 def find_pairs(name: str, band: int, share: int, shares: int, precedence: near_duplicates.Precedence) -> None:
-    """Compare the sketches of all parts in one band; `name` is the file of the work folder to write."""
+    """Compare the sketches of all parts in one band; `name` is the file to write in the work folder."""
     state = _state()
     threshold = state.settings.filters.near_duplicates.threshold
     near_duplicates.find_pairs(state.work, state.work / name, band, share, shares, threshold, precedence)
 
 
 def hash_files(paths: Sequence[str]) -> list[str]:
-    """SHA-256 of each file; '' for one that cannot be read."""
-    _check_seen(paths)
+    """Return the SHA-256 of each file; '' for a file that cannot be read."""
+    _check_visible(paths)
     return [sha256_file(Path(path)) if os.access(path, os.R_OK) else "" for path in paths]
 
 
@@ -386,19 +386,19 @@ def _histogram(lengths: np.ndarray) -> np.ndarray:
 def _batch(
     texts: list[str], sketches: Sketches | None, state: _Process, splitting: Splitting
 ) -> tuple[Part, list[str]]:
-    """The documents of `texts` that are long enough, tokenized if there is a vocabulary, and their texts."""
+    """Return the long enough documents, tokenized if there is a vocabulary, and their strings."""
     settings = state.settings
     if settings.released or settings.byte_level:
         return _whole_documents(texts, sketches, state, splitting)
     lines = ["\n".join(splitting.split(text)) for text in texts]
-    cut = columns(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
+    cut = cut_words(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
     part = replace(_numbered(cut), sketches=sketches)
     long_enough = part.documents["words"] >= settings.min_document_words
     return _selected(part, texts, long_enough & (part.documents["sentences"] > 0), state)
 
 
 def _selected(part: Part, texts: list[str], keep: np.ndarray, state: _Process) -> tuple[Part, list[str]]:
-    """The documents of which `keep` is true, with token ids if there is a vocabulary; documents may be without any."""
+    """Return the documents where `keep` is true, with token ids if there is a vocabulary; drop those without tokens."""
     part, texts = part.select(keep), [texts[number] for number in np.flatnonzero(keep)]
     if not state.settings.vocabulary_given or state.settings.released:
         return part, texts
@@ -409,7 +409,7 @@ def _selected(part: Part, texts: list[str], keep: np.ndarray, state: _Process) -
 def _whole_documents(
     texts: list[str], sketches: Sketches | None, state: _Process, splitting: Splitting
 ) -> tuple[Part, list[str]]:
-    """The documents of `texts` that are long enough, tokenized whole if there is a vocabulary, and their texts."""
+    """Return the long enough documents, encoded whole if there is a vocabulary, and their strings."""
     settings = state.settings
     table = measured(texts, fold=settings.fold)
     if settings.joins_lines:
@@ -418,23 +418,23 @@ def _whole_documents(
     else:
         read, starts = texts, list(map(splitting.starts, texts))
     long_enough = table["words"] >= settings.min_document_words
-    kept = [number for number, its_starts in enumerate(starts) if its_starts and long_enough[number]]
+    kept = [number for number, sentences in enumerate(starts) if sentences and long_enough[number]]
     texts, read = [texts[number] for number in kept], [read[number] for number in kept]
     starts = [starts[number] for number in kept]
     sketches = sketches.select(np.array(kept, np.int64)) if sketches else None
     if settings.released:
-        part = state.documents().encode(read, starts, table[kept], state.dtype)
+        part = state.document_encoder().encode(read, starts, table[kept], state.dtype)
     else:
         part = _in_pieces(read, starts, table[kept], state.table)
-    # Those of control characters alone have no token.
+    # Documents of control characters alone have no tokens.
     return _selected(replace(part, sketches=sketches), texts, part.documents["sentences"] > 0, state)
 
 
 def _in_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
-    """Documents cut for a byte-level vocabulary that is trained, whose text begins with a blank."""
+    """Cut documents for a byte-level vocabulary to be trained, in which a document starts with a blank."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
-    cut = Gpt2Division.own(None).cut(texts, starts, numbers)
+    cut = Gpt2Splitter.own(None).cut(texts, starts, numbers)
     table = table.copy()
     table["sentences"] = np.diff(cut.documents)
     table["items"] = np.diff(cut.sentences[cut.documents])
@@ -449,11 +449,11 @@ def _joined(batches: list[Part], state: _Process) -> Part:
         [],
         Sketches.joined(sketches) if (sketches := [batch.sketches for batch in batches if batch.sketches]) else None,
     )
-    return part if state.settings.vocabulary_given else _with_own_words(part, state.table)
+    return part if state.settings.vocabulary_given else _renumbered(part, state.table)
 
 
-def _numbered(cut: Columns) -> Part:
-    """Columns as a part whose items are numbers in the process's table."""
+def _numbered(cut: CutWords) -> Part:
+    """Convert to a part whose items are numbers in the process's table."""
     table = np.zeros(len(cut.hashes), DOCUMENT)
     table["hash"] = cut.hashes
     table["sentences"] = np.diff(cut.documents)
@@ -462,21 +462,21 @@ def _numbered(cut: Columns) -> Part:
     return Part(cut.words, np.diff(cut.sentences).astype(np.uint32), table, [])
 
 
-def _with_own_words(part: Part, table: WordTable) -> Part:
-    """The same part with numbers into its own list of distinct words."""
+def _renumbered(part: Part, table: WordTable) -> Part:
+    """Renumber the words of a part, from numbers in the process's table to indices of the part's distinct words."""
     used = np.zeros(table.size, bool)
     used[part.items] = True
-    own_number = (np.cumsum(used) - 1).astype(np.uint32)
-    return replace(part, items=own_number[part.items], distinct=table.words(np.flatnonzero(used)))
+    new_number = (np.cumsum(used) - 1).astype(np.uint32)
+    return replace(part, items=new_number[part.items], distinct=table.words(np.flatnonzero(used)))
 
 
 def _tokenized(numbers: np.ndarray, words: Part, state: _Process) -> tuple[Part, np.ndarray]:
-    """The part `words` with token ids; `numbers` has the numbers of its items in the process's table.
+    """Tokenize the part `words`; `numbers` has the numbers of its items in the process's table.
 
-    Sentences and documents that have no token left (control characters) are dropped. Also returns which of the
-    documents stay, bool.
+    Sentences and documents without tokens (control characters only) are dropped. Also returns which documents are
+    kept, bool.
     """
-    known = state.words()
+    known = state.known_words()
     offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])
     tokens, token_offsets = known.tokens(numbers, offsets, state.dtype)
     sentence_tokens = np.diff(token_offsets).astype(np.uint32)

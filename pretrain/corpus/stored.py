@@ -1,4 +1,4 @@
-"""Corpora in object stores: copied to the machines that read them or streamed, stored by the one that prepares."""
+"""Corpora in object stores: stored by the machine that prepares them, copied or streamed to machines that train."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, atomic_open, check_manifest, disk_errors, locked, read_manifest, sha256_file
 from pretrain.config import CorpusConfig
 from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
-from pretrain.corpus.blocks import PARTS
+from pretrain.corpus.blocks import ARRAYS
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.shards import (
     COUNTS,
@@ -33,29 +33,29 @@ from pretrain.corpus.shards import (
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
-_ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{part}.npy" for part in ("tokens", "sentences", "documents"))
-_SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # which only a preparation reads
-_SMALL_AT_ONCE = 16  # tables of blocks on their way, of some kilobytes each
-_STREAMED = ".streamed"  # folder of a corpus: its manifest, and the blocks that are here
+_ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
+_SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # needed only to prepare
+_SMALL_FETCHES = 16  # simultaneous, of tables of blocks, which have a few kilobytes each
+_STREAMED = ".streamed"  # folder of a corpus: its manifest, and the fetched blocks
 
 
 def is_streamed(corpus: CorpusConfig) -> bool:
-    """Whether training reads the corpus from its address while it goes on."""
+    """Return whether training fetches the corpus from its address while it runs."""
     return is_remote(corpus.dir) and bool(corpus.cache) and not (corpus.folder / MANIFEST).is_file()
 
 
 def fetch_corpus(corpus: CorpusConfig) -> Path:
-    """Bring the prepared corpus to this machine if it is at an address; returns its folder.
+    """Fetch the prepared corpus if it is at an address; return its folder.
 
-    With `corpus.cache`, all but the training text, unless a full copy is here already.
+    With `corpus.cache`, fetch everything but the training text, unless there is a full copy already.
 
     Raises `InputError` and `MachineError` as `folders.fetch`.
     """
     advice = "Run `prepare` with this config first."
     if is_streamed(corpus):
         objects = ObjectStore()
-        but = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES)
-        folders.fetch(corpus.dir, objects, but=but, at_once=_SMALL_AT_ONCE, advice=advice)
+        skipped = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES)
+        folders.fetch(corpus.dir, objects, but=skipped, at_once=_SMALL_FETCHES, advice=advice)
         folders.fetch_files(join(corpus.dir, COUNTS), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
         with folders.alone(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:
@@ -66,10 +66,10 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
 
 
 def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> TokenShards:
-    """Open the shards of `split` of a corpus that `fetch_corpus` has brought, as `open_shards`.
+    """Open the shards of `split` of a corpus that `fetch_corpus` has fetched, as `open_shards`.
 
     Args:
-        tokens: whether its text is read. Otherwise the shards of one that is streamed are left out.
+        tokens: whether its text is read. Otherwise the shards of a streamed corpus are omitted.
     """
     if not is_streamed(corpus):
         return open_shards(corpus.folder, split)
@@ -82,12 +82,12 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     fingerprints = source_fingerprints(manifest)
     if not entries:
         return replace(described, fingerprints=fingerprints)
-    text = [manifest["files"][f"{entry['name']}.{part}.npy"] for entry in entries for part in PARTS]
+    text = [manifest["files"][f"{entry['name']}.{array}.npy"] for entry in entries for array in ARRAYS]
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
     remove_unused(folder)
     tables = _tables(corpus, folder / "blocks.npy", entries)
     stored = [StoredShard(_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
-    cache = BlockCache(corpus.dir, folder, stored, most_bytes=int(corpus.cache))
+    cache = BlockCache(corpus.dir, folder, stored, max_bytes=int(corpus.cache))
     shards = [
         Shard(entry["name"], split, entry["source"], *_views(cache, number, entry, manifest), blocks=table, cache=cache)
         for number, (entry, table) in enumerate(zip(entries, tables, strict=True))
@@ -96,11 +96,11 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
 
 
 def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> list[np.ndarray]:
-    """The tables of blocks of all shards, in one file whose pages the processes of the machine share."""
+    """Return the tables of blocks of all shards, from one file whose pages the processes of the machine share."""
     with locked(file.with_suffix(".lock")):
         try:
             whole = mapped(file)
-        except (InputError, MachineError):  # not there, or damaged
+        except (InputError, MachineError):  # missing or damaged
             tables = [read_blocks(corpus.folder, entry) for entry in entries]
             with disk_errors(file), atomic_open(file) as opened:
                 np.save(opened, np.concatenate(tables), allow_pickle=False)
@@ -109,32 +109,32 @@ def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> 
 
 
 def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
-    """The arrays of a shard at an address."""
+    """Describe the arrays of a shard at an address."""
     arrays = {}
-    for part, (dtype, shape) in array_types(entry, manifest).items():
-        name, width = f"{entry['name']}.{part}.npy", dtype.itemsize * math.prod(shape[1:])
+    for array, (dtype, shape) in array_types(entry, manifest).items():
+        name, width = f"{entry['name']}.{array}.npy", dtype.itemsize * math.prod(shape[1:])
         size = int(manifest["files"][name]["bytes"])
-        arrays[part] = StoredArray(name, size, size - width * shape[0], width)
+        arrays[array] = StoredArray(name, size, size - width * shape[0], width)
     return arrays
 
 
 def _views(
     cache: BlockCache, shard: int, entry: dict[str, Any], manifest: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, sentences and documents of a shard."""
-    arrays = {part: cache.array(shard, part, *kind) for part, kind in array_types(entry, manifest).items()}
+    """Return the tokens, sentences and documents of a shard."""
+    arrays = {array: cache.array(shard, array, *kind) for array, kind in array_types(entry, manifest).items()}
     return arrays["tokens"], arrays["sentences"], arrays["documents"]
 
 
 def fetch_without_tokens(corpus: CorpusConfig, *, again: bool = False) -> Path:
-    """As `fetch_corpus`, but of a corpus that is not here only the tokenizer and the card; `again`: of each corpus."""
+    """As `fetch_corpus`, but fetch only the tokenizer and the card, if the corpus is not here yet or with `again`."""
     if is_remote(corpus.dir) and (again or not (corpus.folder / MANIFEST).is_file()):
         folders.fetch(corpus.dir, but=("*.npy", *_SIGNATURES))
     return corpus.folder
 
 
 def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
-    """The manifest of the prepared corpus, of which nothing else is read or fetched; None if it is not prepared."""
+    """Read only the manifest of the prepared corpus; None if it is not prepared."""
     if is_remote(corpus.dir):
         content = folders.read_stored_manifest(corpus.dir, ObjectStore())
         manifest = None if content is None else check_manifest(content, join(corpus.dir, MANIFEST))
@@ -145,11 +145,11 @@ def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
-    """Around a preparation: fetch what it needs of a corpus at an address, and store the corpus after it.
+    """Wrap a preparation: fetch the needed files of a corpus at an address, and store the corpus afterwards.
 
-    Yields whether the folder has what is stored there, of which the tokens are not fetched.
+    Yields whether the folder has the corpus stored there, without its tokens, which are not fetched.
 
-    Raises `InputError` if the address cannot be written to, `MachineError` if another machine stored a corpus since.
+    Raises `InputError` if the address is not writable, `MachineError` if another machine stored a corpus meanwhile.
     """
     if not is_remote(corpus.dir):
         yield False
@@ -179,11 +179,11 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
     finally:
         here = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
         if here == theirs and any(not (corpus.folder / name).is_file() for name in folders.files_of(here)):
-            (corpus.folder / MANIFEST).unlink()  # who reads the tokens fetches the others
+            (corpus.folder / MANIFEST).unlink()  # so that a reader of the tokens fetches the missing files
 
 
 def _has_all(folder: Path, manifest: bytes) -> bool:
-    """Whether the corpus in a folder is the one of this manifest, or has grown from it and was not stored yet."""
+    """Return whether the corpus in a folder has this manifest, or has grown from it and was not stored yet."""
     if not (folder / MANIFEST).is_file():
         return False
     here, there = read_manifest(folder), folders.files_of(manifest)
@@ -191,7 +191,7 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
 
 
 def _remove_other(folder: Path, manifest: bytes) -> None:
-    """Remove the files of a folder that the corpus of this manifest has with another content."""
+    """Remove the files of a folder whose content differs in the corpus of this manifest."""
     here = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
     for name, entry in folders.files_of(manifest).items():
         path = folder / name
@@ -200,7 +200,7 @@ def _remove_other(folder: Path, manifest: bytes) -> None:
 
 
 def _store_counts(corpus: CorpusConfig) -> None:
-    """Store how many samples the blocks have: a machine that streams would read where all documents begin."""
+    """Store the samples per block, to count which a streaming machine would have to read all document offsets."""
     here = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
     objects = ObjectStore()
     there = objects.listing(join(corpus.dir, COUNTS)) if here else {}

@@ -1,12 +1,12 @@
-"""WordPiece as a column operation over distinct words.
+"""WordPiece as an array operation over distinct words.
 
-WordPiece is a function of the word only, so a batch of text is cut into words by numpy, every word is looked
-up in a hash table that lives as long as the process, only words never seen before are tokenized, and the ids are
-gathered. The cuts (ASCII blanks, ASCII punctuation, around ideographs) are places where BERT's own tokenizer always
-cuts. Plain ASCII between them is matched in `trie`. Everything else - accents, ideographs, control characters - goes to
-the `tokenizers` library as one piece, so the ids equal BertTokenizer's by construction. There is one intended
-exception: special tokens such as `[MASK]` that are written out in a text are ordinary characters here (BertTokenizer
-with `split_special_tokens=True`).
+WordPiece is a function of the word only: numpy cuts a batch of documents into words, every word is looked up in a hash
+table that lives as long as the process, only new words are tokenized, and the ids are gathered. Words are cut at
+positions (ASCII blanks, ASCII punctuation, around ideographs) where BERT's tokenizer always cuts. Plain ASCII between
+them is matched in `trie`. Everything else - accents, ideographs, control characters - is passed to the `tokenizers`
+library, so the ids equal BertTokenizer's by construction. There is one intended exception: special tokens such as
+`[MASK]` that are written out in a document are ordinary characters here (BertTokenizer with
+`split_special_tokens=True`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import Fold, bert_tokenizer
 from pretrain.corpus.word_counts import document_words
 
-MAX_TABLE_WORDS = 1 << 20  # above this a process starts a new table of words: about 80 MB
-_CAPACITY = 40_000  # of a new table, in words of up to 8 bytes and in words of up to 16: 4 MB
+MAX_TABLE_WORDS = 1 << 20  # above this, a process starts a new table of words: about 80 MB
+_CAPACITY = 40_000  # of a new table, for words of up to 8 bytes and for words of up to 16: 4 MB
 END_OF_DOCUMENT = "\0"
 
-# Classes of bytes. An ideograph's first byte is inside a word, too: so are all classes from _WORD on.
+# Classes of bytes. All classes from _WORD on are parts of words; an ideograph's first byte has a separate one.
 _BLANK, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
-PADDING = 16  # zero bytes after the text, so that 16 bytes can be loaded at any word
+PADDING = 16  # zero bytes after the data, so that 16 bytes can be loaded at any word
 
 
 def _character_classes() -> bytes:
@@ -52,7 +52,7 @@ def _character_classes() -> bytes:
 
 _CLASSES = _character_classes()
 _LOWER = bytes(range(256)).lower()
-# UTF-8 of what a text that is not composed has: combining marks, leading jamo, voiced marks of kana.
+# UTF-8 that occurs in decomposed strings: combining marks, leading jamo, voiced marks of kana.
 _DECOMPOSED = (b"\xcc", b"\xcd", b"\xe1\x84", b"\xe3\x82\x99", b"\xe3\x82\x9a")
 _LOW_BYTES = np.array(
     [(1 << 8 * n) - 1 for n in range(9)], np.uint64
@@ -60,7 +60,7 @@ _LOW_BYTES = np.array(
 
 
 @dataclass(frozen=True)
-class Columns:
+class CutWords:
     """A batch of D documents with S sentences and W words.
 
     words int32 [W], numbers in the process's `WordTable`; sentences int64 [S+1], word offset of each sentence;
@@ -77,14 +77,13 @@ class Columns:
     hashes: np.ndarray
 
 
-def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fold = Fold.NOTHING) -> Columns:
-    """Cut documents into columns of words. Each text holds its sentences one per line and no NUL.
+def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fold = Fold.NOTHING) -> CutWords:
+    """Cut documents into words. Each document has one sentence per line and no NUL.
 
-    `fold` is that of `text_hashes`.
+    `fold` as for `document_hashes`.
     """
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
-    # The first byte class decides everything; lower-casing ASCII first halves the distinct words and is what
-    # BertNormalizer would do to these bytes anyway.
+    # Lower-casing ASCII first halves the distinct words, and BertNormalizer would do the same to these bytes.
     text = raw.translate(_LOWER) if lowercase else raw
     kinds = np.frombuffer(text.translate(_CLASSES), np.uint8)
     starts, ends, blank_words = _word_bounds(kinds, np.frombuffer(text, np.uint8))
@@ -95,26 +94,26 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fo
     filled = np.diff(words_before, prepend=0) > 0
     document_ends = kinds[line_ends] == _DOCUMENT_END
     text_ends = line_ends[document_ends]
-    return Columns(
+    return CutWords(
         words=words,
         sentences=np.concatenate([[0], words_before[filled]]),
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
         document_words=document_words(text, blank_words, text_ends),
         document_bytes=np.diff(text_ends, prepend=-1) - 1,
-        hashes=text_hashes(raw, len(texts), fold=fold),
+        hashes=document_hashes(raw, len(texts), fold=fold),
     )
 
 
 def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start and end byte of each word, and the starts of blank-separated words. The text ends in a NUL."""
+    """Return start and end byte of each word, and the starts of blank-separated words. The last byte is a NUL."""
     inside, mark = kinds >= _WORD, kinds == _PUNCTUATION
     starts, ends, solid = mark.copy(), mark.copy(), inside | mark
     starts[0] |= inside[0]
     starts[1:] |= inside[1:] & ~inside[:-1]
     ends[:-1] |= inside[:-1] & ~inside[1:]
-    # Each ideograph is a word of its own (google-research/bert tokenization.py, _tokenize_chinese_chars), 3 bytes long.
+    # Each ideograph, of 3 bytes, is a separate word (google-research/bert tokenization.py, _tokenize_chinese_chars).
     leads = np.flatnonzero(kinds == _IDEOGRAPH)
-    leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams, no ideographs
+    leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams
     starts[leads] = ends[leads + 2] = True
     starts[leads + 3] |= inside[leads + 3]
     before = leads[leads > 0] - 1
@@ -124,8 +123,8 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(blank_starts)
 
 
-def text_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
-    """uint64 [count, 2]: BLAKE2b of each text without its ASCII blanks and what `fold` says, composed (NFC)."""
+def document_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
+    """uint64 [count, 2]: BLAKE2b of each document, composed (NFC), without ASCII blanks and differences of `fold`."""
     kept = raw.translate(_LOWER if Fold.CASE in fold else None, b" \t\r\n")
     if fold and not kept.isascii():
         kept = b"".join(_folded_runs(kept, fold))
@@ -137,10 +136,10 @@ def text_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
 
 
 def _folded_runs(raw: bytes, fold: Fold) -> Iterator[bytes]:
-    """`raw` in pieces: of the runs of characters beyond ASCII, what `fold` leaves, composed."""
-    places = np.flatnonzero(np.frombuffer(raw, np.int8) < 0)
-    gaps = np.flatnonzero(np.diff(places) > 1)
-    begins, ends = places[np.append(0, gaps + 1)], places[np.append(gaps, -1)] + 1
+    """Yield the runs of `raw`, of which characters beyond ASCII are folded and composed."""
+    indices = np.flatnonzero(np.frombuffer(raw, np.int8) < 0)
+    gaps = np.flatnonzero(np.diff(indices) > 1)
+    begins, ends = indices[np.append(0, gaps + 1)], indices[np.append(gaps, -1)] + 1
     done = 0
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
         yield raw[done:begin]
@@ -155,7 +154,7 @@ def _folded_runs(raw: bytes, fold: Fold) -> Iterator[bytes]:
 
 @functools.cache
 def _accents() -> re.Pattern[str]:
-    """What BERT's normalizer strips: nonspacing marks."""
+    """Return a pattern of the accents that BERT's normalizer strips: nonspacing marks."""
     planes = (*range(0x20000), *range(0xE0000, 0xE0200))
     return re.compile("[" + "".join(chr(mark) for mark in planes if unicodedata.category(chr(mark)) == "Mn") + "]+")
 
@@ -164,7 +163,7 @@ class WordTable:
     """Numbers distinct words 0, 1, 2, ... in order of arrival; a word is a string of bytes without NUL."""
 
     def __init__(self) -> None:
-        self._short = KeyTable(1, capacity=_CAPACITY)  # up to 8 bytes: the word is its own 64-bit key
+        self._short = KeyTable(1, capacity=_CAPACITY)  # up to 8 bytes: the word is the 64-bit key
         self._middle = KeyTable(2, capacity=_CAPACITY)  # up to 16 bytes
         self._long: dict[bytes, int] = {}
         self._words = np.zeros(1 << 12, "S16")
@@ -172,7 +171,7 @@ class WordTable:
         self.size = 0
 
     def intern(self, buffer: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """int32 numbers of the words `buffer[start : start + length]`; 16 bytes must follow the last start."""
+        """Return int32 numbers of the words `buffer[start : start + length]`; 16 bytes must follow the last start."""
         numbers = np.empty(len(starts), np.int32)
         at_byte = np.ndarray((len(buffer) - 7,), "<u8", buffer, strides=(1,))
         short = np.flatnonzero(lengths <= 8)
@@ -180,28 +179,28 @@ class WordTable:
         numbers[short] = self._lookup(self._short, [key])
         middle = np.flatnonzero((lengths > 8) & (lengths <= 16))
         if middle.size:
-            where = starts[middle]
-            keys = [at_byte[where], at_byte[where + 8] & _LOW_BYTES[lengths[middle] - 8]]
+            offsets = starts[middle]
+            keys = [at_byte[offsets], at_byte[offsets + 8] & _LOW_BYTES[lengths[middle] - 8]]
             numbers[middle] = self._lookup(self._middle, keys)
         for n in np.flatnonzero(lengths > 16):
             numbers[n] = self._intern_long(buffer[starts[n] : starts[n] + lengths[n]].tobytes())
         return numbers
 
     def intern_words(self, words: Sequence[bytes]) -> np.ndarray:
-        """int32 numbers of `words`."""
+        """Return int32 numbers of `words`."""
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         buffer = np.frombuffer(b"".join(words) + bytes(PADDING), np.uint8)
         return self.intern(buffer, np.cumsum(lengths) - lengths, lengths)
 
     def words(self, numbers: np.ndarray) -> list[bytes]:
-        """The words that have `numbers`."""
+        """Return the words with these numbers."""
         words = self._words[numbers].tolist()
         if self._long_words:
             words = [self._long_words.get(n, word) for n, word in zip(numbers.tolist(), words, strict=True)]
         return words  # pyright: ignore[reportReturnType]
 
     def letters(self, numbers: np.ndarray) -> np.ndarray:
-        """uint8 [words, 16]: the words that have `numbers`, padded with zeros; longer words are all zero."""
+        """uint8 [words, 16]: the words with these numbers, padded with zeros; longer words are all zero."""
         return self._words[numbers].view(np.uint8).reshape(-1, 16)
 
     def _lookup(self, table: KeyTable, keys: list[np.ndarray]) -> np.ndarray:
@@ -210,8 +209,8 @@ class WordTable:
         if added:
             self._reserve(added)
             packed = np.zeros((added, 2), "<u8")
-            for column, key in enumerate(new_keys):
-                packed[:, column] = key
+            for number, key in enumerate(new_keys):
+                packed[:, number] = key
             self._words[self.size : self.size + added] = packed.view("S16")[:, 0]
             self.size += added
         return numbers
@@ -231,23 +230,23 @@ class WordTable:
 
 
 class KnownWords:
-    """The tokens of every word in a `WordTable`, worked out once per word. Vocabularies differ in `_encode`."""
+    """The tokens of every word in a `WordTable`, computed once per word. Subclasses implement `_encode`."""
 
     def __init__(self, table: WordTable) -> None:
         self._table = table
-        self._words = self._pooled = 0  # how many words are known, and how many tokens they have together
+        self._words = self._pooled = 0  # numbers of known words and of their tokens
         self._heads = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
         self._counts = np.zeros(0, np.int32)  # tokens of each word
         self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
         self._pool = np.zeros(0, np.int32)
 
     def tokens(self, words: np.ndarray, sentences: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a row of word numbers, and the token offset of each sentence, int64 [S+1]."""
+        """Return the tokens of consecutive words, and the token offset of each sentence, int64 [S+1]."""
         self._extend()
         counts = self._counts[words]
         ends = np.zeros(len(words) + 1, np.int64)
         np.cumsum(counts, out=ends[1:])
-        # Most words are one token: repeat it as often as the word has tokens, then correct all but the first.
+        # Most words have one token: repeat the first token for all tokens of a word, then correct the others.
         tokens = np.repeat(self._heads[words].astype(dtype), counts)
         several = np.flatnonzero(counts > 1)
         further = counts[several] - 1
@@ -258,7 +257,7 @@ class KnownWords:
         return tokens, ends[sentences]
 
     def _extend(self) -> None:
-        """Tokenize the words that joined the table since the last call."""
+        """Tokenize the words that were added to the table since the last call."""
         known, size = self._words, self._table.size
         if known == size:
             return
@@ -273,7 +272,7 @@ class KnownWords:
         self._words, self._pooled = size, self._pooled + len(tokens)
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens per word, tokens end to end) of words of the table."""
+        """Return (tokens per word, tokens end to end) of words of the table."""
         raise NotImplementedError
 
 
@@ -286,10 +285,10 @@ class WordPieces(KnownWords):
         self._whole_tokenizer = _WholeTokenizer(tokenizer)
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens per word, tokens end to end) of words of the table.
+        """Return (tokens per word, tokens end to end) of words of the table.
 
-        Printable ASCII is left as it is by BERT's normalizer, and its marks are single words already: such words can
-        walk the trie at once. All others, one in nine, go through the whole tokenizer.
+        BERT's normalizer does not change printable ASCII, and its marks are single words already: such words are looked
+        up in the trie. All others, one in nine, go through the whole tokenizer.
         """
         letters = self._table.letters(numbers)
         plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
@@ -302,7 +301,7 @@ class WordPieces(KnownWords):
 
 
 class BytePairs(KnownWords):
-    """The tokens of the pieces of `byte_columns.document_pieces` in a byte-level BPE vocabulary."""
+    """The tokens of the pieces of `pieces.document_pieces` in a byte-level BPE vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)
@@ -314,7 +313,7 @@ class BytePairs(KnownWords):
 
 
 def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
-    """`array` with `new` after its first `size` items; it doubles when it is full, so that appending stays cheap."""
+    """Append `new` to the first `size` items of an array, which doubles when it is full."""
     needed = size + len(new)
     if needed > len(array):
         array = np.concatenate([array[:size], np.zeros(max(needed, 1 << 12), array.dtype)])
@@ -323,13 +322,13 @@ def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
 
 
 class _WholeTokenizer:
-    """Words through the tokenizer itself, many in one text: one by one they would cost three times as much.
+    """Encodes words with the tokenizer itself, many in one string: one by one would take three times as long.
 
-    They are separated by "|": BERT's normalizer turns no other character into it, and it is a token of its own.
+    They are separated by "|": it is always a separate token, and BERT's normalizer converts no other character to it.
     """
 
     _SEPARATOR = "|"
-    _WORDS_PER_TEXT = 100
+    _WORDS_PER_STRING = 100
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.token_to_id(self._SEPARATOR) is None:
@@ -340,9 +339,9 @@ class _WholeTokenizer:
         self._separator = tokenizer.token_to_id(self._SEPARATOR)
 
     def tokens(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Word number and id of every token. Words hold no ASCII blank or mark, unless they are one mark."""
-        texts = [b"|".join((*part, b"")).decode() for part in _batched(words, self._WORDS_PER_TEXT)]
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        """Return word number and id of every token. Words have no ASCII blank; an ASCII mark is a word."""
+        strings = [b"|".join((*batch, b"")).decode() for batch in _batched(words, self._WORDS_PER_STRING)]
+        encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
         ends = tokens == self._separator
         return np.cumsum(ends)[~ends], tokens[~ends]

@@ -1,4 +1,4 @@
-"""The tokenizer of a released model, from those of its files that exist."""
+"""The tokenizer of a released model, from the files that exist."""
 
 import re
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ SENTENCE_PIECES = ("sentencepiece.bpe.model", "spm.model")
 def load_vocabulary(
     path: Path, *, lowercase: bool, kind: str = "wordpiece", strip_accents: bool | None = None
 ) -> Tokenizer:
-    """The tokenizer of a vocab.txt (BERT's), of a tokenizer.json, or of a folder as `read_files` reads it.
+    """Load the tokenizer of a vocab.txt (BERT's), a tokenizer.json, or a folder as `read_files` reads it.
 
-    `strip_accents` None is as `lowercase`, or as the files say.
+    `strip_accents` None means as `lowercase`, or as declared in the files.
 
     Raises `InputError` if it is missing, damaged, of another kind, or contradicts `lowercase` or `strip_accents`.
     """
@@ -44,10 +44,10 @@ def load_vocabulary(
 
 
 def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer:
-    """The tokenizer of a folder or of its tokenizer.json or vocab.txt, with what the files beside it say.
+    """Load the tokenizer of a folder or of its tokenizer.json or vocab.txt, with the settings in the files beside it.
 
-    `casing` is that of a vocab.txt where nothing is declared; without it, the entries tell. Truncation and padding are
-    off. Errors are those of `checkpoint.tokenizer.read_tokenizer`.
+    `casing` applies to a vocab.txt where nothing is declared; by default, it is inferred from the entries. Truncation
+    and padding are disabled. Raises errors as `checkpoint.tokenizer.read_tokenizer`.
     """
     folder = path if path.is_dir() else path.parent
     declared = declared_types(folder)
@@ -71,10 +71,10 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
 
 
 def _missing(folder: Path) -> str:
-    pieces = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
-    if pieces is not None:
+    model = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
+    if model is not None:
         return (
-            f"{folder}: has {pieces} but no tokenizer.json, which is read in its place. Write one with transformers "
+            f"{folder}: has {model}, which is not read, but no tokenizer.json. Write one with transformers "
             "(save_pretrained of a fast tokenizer)."
         )
     return (
@@ -102,7 +102,7 @@ _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTr
 
 
 def _check_class(folder: Path, known: tuple[str, ...]) -> None:
-    """Refuse classes that are not `known`: some split words first, so the files alone give other tokens."""
+    """Refuse classes that are not `known`: some split words first, so that the files alone give other tokens."""
     path, name = named_class(folder)
     if name and class_stem(name) not in known:
         raise InputError(
@@ -111,7 +111,7 @@ def _check_class(folder: Path, known: tuple[str, ...]) -> None:
         )
 
 
-# tokenizer_config.json's flags and the fields of tokenizers' BertNormalizer.
+# Flags of tokenizer_config.json -> fields of tokenizers' BertNormalizer.
 CASING = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -120,7 +120,7 @@ CASING = {
 
 
 def declared_types(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json declares. null counts as missing, except for accents: they then follow the case."""
+    """Read tokenizer_config.json. null counts as missing, except for accents, where it means as the case."""
     path = folder / "tokenizer_config.json"
     declared = read_json(path) if path.is_file() else {}
     for name, kinds in _KINDS.items():
@@ -138,9 +138,9 @@ _KINDS = {
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) -> None:
-    """Add the tokens that the tokenizer's own file does not hold: markers of a task or a domain, with their flags.
+    """Add the tokens that are missing in the tokenizer's file, such as markers of a task or a domain, with their flags.
 
-    Those that it holds get the flags of `added_tokens_decoder`, as in transformers.
+    Existing ones get the flags of `added_tokens_decoder`, as in transformers.
     """
     path, config, special_map = (
         folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -168,8 +168,9 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
                 f"{folder}: the added token {token!r} has the id {number}, but the next free one is {expected}. Add "
                 "the model's own tokenizer files to the folder."
             )
-        given = {flag: flags.get(token, {})[flag] for flag in _FLAGS if flag in flags.get(token, {})}
-        added = AddedToken(token, special=token in specials, **{"normalized": token not in specials, **given})
+        declared_flags = {flag: flags.get(token, {})[flag] for flag in _FLAGS if flag in flags.get(token, {})}
+        settings = {"normalized": token not in specials, **declared_flags}
+        added = AddedToken(token, special=token in specials, **settings)
         (tokenizer.add_special_tokens if token in specials else tokenizer.add_tokens)([added])
 
 
@@ -197,11 +198,11 @@ def _from_vocabulary(path: Path, declared: dict[str, Any], casing: Mapping[str, 
     entries = read_vocabulary(path, advice="Download it again.")
     vocabulary = numbered(path, entries)
     for role in ("unk", "cls", "sep"):
-        config, own = path.with_name("tokenizer_config.json"), f"[{role.upper()}]"
-        if (name := _content(declared_settings(path.parent).get(f"{role}_token", own), config)) != own:
+        config, default = path.with_name("tokenizer_config.json"), f"[{role.upper()}]"
+        if (name := _content(declared_settings(path.parent).get(f"{role}_token", default), config)) != default:
             raise InputError(
-                f"{config}: {role}_token is {_shown(name)}, but BERT's is {own}, and there is no tokenizer.json. Write "
-                "one with transformers (save_pretrained of a fast tokenizer)."
+                f"{config}: {role}_token is {_shown(name)}, but BERT's is {default}, and there is no tokenizer.json. "
+                "Write one with transformers (save_pretrained of a fast tokenizer)."
             )
     cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
     casing = {"lowercase": not cased, **casing, **_casing(declared)}
@@ -209,7 +210,7 @@ def _from_vocabulary(path: Path, declared: dict[str, Any], casing: Mapping[str, 
 
 
 def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
-    """transformers' models/roberta/tokenization_roberta.py; `<mask>` includes the blank before it, as released."""
+    """Build RoBERTa's tokenizer (transformers, tokenization_roberta.py); `<mask>` includes the blank before it."""
     try:
         vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -239,14 +240,14 @@ _ROBERTA_SPECIALS = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>"
 
 
 def _contents(tokens: Any, path: Path) -> set[str]:
-    """The texts of a list of tokens in the file `path`."""
+    """Return the strings of a list of tokens in the file `path`."""
     if not isinstance(tokens, list):
         raise InputError(f"{path}: {_shown(tokens)} is not a list of tokens. Download it again.")
     return {_content(token, path) for token in tokens}
 
 
 def _content(token: Any, path: Path) -> str:
-    """The text of a token as the file `path` writes it: that alone, or an object that has it."""
+    """Return the string of a token in the file `path`: a string, or an object that has it as `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise InputError(f"{path}: {_shown(token)} is not a token. Download it again.")
@@ -254,12 +255,12 @@ def _content(token: Any, path: Path) -> str:
 
 
 def _number(number: Any, token: Any, path: Path) -> int:
-    """The id of a token as the file `path` writes it."""
+    """Return the id of a token in the file `path`."""
     if isinstance(number, int) or (isinstance(number, str) and number.isdecimal()):
         return int(number)
     raise InputError(f"{path}: the token {_shown(token)} has the id {_shown(number)}. Download it again.")
 
 
 def _shown(value: Any) -> str:
-    """A wrong value for a message."""
+    """Format a wrong value for a message."""
     return shortened(repr(value), 60)

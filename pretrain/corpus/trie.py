@@ -1,12 +1,12 @@
-"""WordPiece of plain words by numpy: all words walk a trie of the vocabulary at once, one letter per step."""
+"""WordPiece of plain words by numpy: all words traverse a trie of the vocabulary together, one letter per step."""
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.corpus.keytable import KeyTable
 
-MAX_LETTERS = 16  # of a word, and so of a token that can be in it
-# The roots: of tokens that begin a word, and of those that continue one ("##ing").
+MAX_LETTERS = 16  # of a word, and therefore of a token
+# Roots of the tokens that start a word, and of the tokens that continue one ("##ing").
 _BEGINNING, _CONTINUATION = 1, 2
 
 
@@ -30,10 +30,10 @@ class TokenTrie:
         self._tokens[nodes] = [vocabulary[token] for token in fitting]
 
     def walk(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Word number and id of every token: the longest that fits a word, then the longest that fits its rest, ...
+        """Return word number and id of every token: the longest match in a word, then the longest in its rest, ...
 
-        letters: uint8 [words, 16], printable ASCII padded with zeros. If no token fits the rest of a word, the
-        word is one [UNK]. The tokens of a word come in order, those of different words mixed.
+        letters: uint8 [words, 16], printable ASCII padded with zeros. If no token matches the rest of a word, the
+        word is one [UNK]. The tokens of each word are in order; tokens of different words are interleaved.
         """
         lengths = np.count_nonzero(letters, axis=1)
         letters = np.pad(letters, ((0, 0), (0, 1)))  # a zero follows the last letter, and no edge has it
@@ -68,5 +68,5 @@ class TokenTrie:
 
 
 def _edges(nodes: np.ndarray, letters: np.ndarray) -> np.ndarray:
-    """Keys of the table: never 0, as no node is."""
+    """Return keys of the table; they are never 0, because no node is 0."""
     return (nodes.astype(np.uint64) << np.uint64(8)) | letters.astype(np.uint64)

@@ -1,4 +1,4 @@
-"""WordPiece and byte-level BPE vocabularies: trained on word counts, or given; written as `transformers` loads them."""
+"""WordPiece and byte-level BPE vocabularies: trained on word counts, or given; written in `transformers`' format."""
 
 import enum
 import hashlib
@@ -17,25 +17,25 @@ from pretrain.corpus.byte_level import is_byte_level, repeated, train_byte_level
 from pretrain.corpus.released import MAX_WORD_CHARACTERS, kind_of, released_from_json, takes_whole_documents
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
 
-_MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
+_MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest are dropped
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-_LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for the bytes that end the lines of a vocab.txt
-# Characters, most frequent first, are entries until they cover this share of the text, up to half of all entries with
-# their "##" forms (Chinese has thousands).
+_LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for the bytes that separate lines of a vocab.txt
+# The most frequent characters that cover this share of the text are entries; with their "##" forms, they may take half
+# of all entries (Chinese has thousands).
 _COVERAGE = 0.9995
-# Rarer ones follow, up to 1,000 characters as in `tokenizers`' BertWordPieceTokenizer, within an eighth of the entries.
-# 99.95 % of English are 58 characters, with which 0.13 % of its words would be [UNK]; with 1,000 they are 0.01 %.
+# Rarer ones are added up to 1,000 characters, as in `tokenizers`' BertWordPieceTokenizer, and an eighth of the entries.
+# 58 characters cover 99.95 % of English, with which 0.13 % of the words would be [UNK]; with 1,000 it is 0.01 %.
 _MAX_RARE = 1000
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id, added tokens included."""
+    """Return the largest id plus 1, added tokens included."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def entries_of(tokenizer: Tokenizer) -> list[str]:
-    """The entries in the order of their ids, as the lines of a vocab.txt: "[unused7]" for an id 7 without an entry."""
+    """Return the entries in the order of their ids, as in a vocab.txt: "[unused7]" if the id 7 has no entry."""
     entries = [f"[unused{number}]" for number in range(vocabulary_size(tokenizer))]
     for entry, number in tokenizer.get_vocab(with_added_tokens=True).items():
         entries[number] = entry.replace("\n", _LINE_FEED).replace("\r", _RETURN)
@@ -43,13 +43,13 @@ def entries_of(tokenizer: Tokenizer) -> list[str]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 of the files that `save_tokenizer` wrote, as hexadecimal digits: vocabulary, casing and normalizer."""
+    """Return the SHA-256 of the files that `save_tokenizer` wrote, in hex: vocabulary, casing and normalizer."""
     digests = {name: sha256_file(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def tokens_digest(tokenizer: Tokenizer) -> str:
-    """SHA-256 of what decides the tokens of a text, as hexadecimal digits."""
+    """Return a SHA-256 that identifies the tokens of any document, in hex."""
     if not takes_whole_documents(tokenizer):
         normalizer: Any = tokenizer.normalizer
         tokenizer = bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
@@ -57,7 +57,7 @@ def tokens_digest(tokenizer: Tokenizer) -> str:
 
 
 def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer) -> Tokenizer:
-    """BERT's tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP]."""
+    """Make BERT's tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP]."""
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -71,7 +71,7 @@ def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNorma
 
 
 def read_vocabulary(path: Path, *, advice: str = "Prepare the corpus again.") -> list[str]:
-    """The entries of a vocab.txt in the order of their ids. `InputError` with `advice` if it cannot be read."""
+    """Read the entries of a vocab.txt in the order of their ids. `InputError` with `advice` if it cannot be read."""
     try:
         return split_entries(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -79,15 +79,15 @@ def read_vocabulary(path: Path, *, advice: str = "Prepare the corpus again.") ->
 
 
 def split_entries(text: str) -> list[str]:
-    """The entries in the text of a vocab.txt, without a byte-order mark.
+    """Return the entries in the content of a vocab.txt, without a byte-order mark.
 
-    Only line feeds separate them: other line ends may be tokens. Blank lines at the end are none.
+    Only line feeds separate them: other line breaks may be tokens. Blank lines at the end are ignored.
     """
     return [line.rstrip("\r") for line in text.removeprefix("\ufeff").rstrip("\r\n").split("\n")]
 
 
 def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
-    """{entry: id} of the `entries` of the vocab.txt at `path`; `InputError` if one repeats or a special is missing."""
+    """Return {entry: id} for the vocab.txt at `path`; `InputError` if an entry repeats or a special one is missing."""
     repeated = [entry for entry, count in Counter(entries).items() if count > 1]
     if repeated:
         raise InputError(f"{path}: token {repeated[0]!r} occurs twice. Every line must be a distinct token.")
@@ -99,16 +99,16 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
 
 
 def forget_rarest(counts: Counter[Any]) -> None:
-    """Keep memory bounded: drop the words that occurred once, then twice, ... until few enough are left."""
-    least = 1
+    """Bound memory: drop the words that occurred once, then twice, ... until few enough are left."""
+    dropped_count = 1
     while len(counts) > _MAX_COUNTED_WORDS:
-        for word in [word for word, count in counts.items() if count <= least]:
+        for word in [word for word, count in counts.items() if count <= dropped_count]:
             del counts[word]
-        least += 1
+        dropped_count += 1
 
 
 class Fold(enum.Flag):
-    """What does not tell texts apart: case, accents."""
+    """Differences that are ignored when documents are compared: case, accents."""
 
     NOTHING = 0
     CASE = 1
@@ -116,7 +116,7 @@ class Fold(enum.Flag):
 
 
 def fold_of(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> Fold:
-    """What texts that have the same tokens may differ in. `tokenizer` is None if it is to be trained."""
+    """Return the differences that tokens do not show. `tokenizer` is None if it is to be trained."""
     normalizer: Any = tokenizer.normalizer if tokenizer else None
     uncased, strips = settings.lowercase, settings.strip_accents
     strips = uncased if strips is None else strips
@@ -127,7 +127,7 @@ def fold_of(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> Fold:
 
 
 def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents: bool | None = None) -> Tokenizer:
-    """The tokenizer that the `text` of a tokenizer.json of any kind describes; errors as in `load_vocabulary`."""
+    """Load the tokenizer from the `text` of a tokenizer.json of any kind; errors as in `load_vocabulary`."""
     tokenizer = released_from_json(path, text)
     if kind_of(tokenizer) != "wordpiece":
         return tokenizer
@@ -163,19 +163,19 @@ def trained(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:
 
 
 def train_byte_vocabulary(counts: dict[bytes, int], size: int, *, min_frequency: int) -> Tokenizer:
-    """`byte_level.train_byte_level` with BERT's special tokens at the ids that they have in a WordPiece vocabulary."""
+    """Call `train_byte_level` with BERT's special tokens, which get the same ids as in a WordPiece vocabulary."""
     return train_byte_level(counts, size, SPECIAL_TOKENS, min_frequency=min_frequency)
 
 
 def train_vocabulary(
     counts: dict[bytes, int], size: int, *, lowercase: bool, strip_accents: bool | None = None, min_frequency: int
 ) -> Tokenizer:
-    """A WordPiece vocabulary of at most `size` entries from the counts of words cut at ASCII blanks and marks.
+    """Train a WordPiece vocabulary of at most `size` entries on the counts of words cut at ASCII blanks and marks.
 
-    `strip_accents` None is as `lowercase`.
+    `strip_accents` None means as `lowercase`.
 
-    The same counts give the same vocabulary, id by id. `tokenizers` itself does not (it numbers "##" characters in
-    the order of a randomly seeded hash map), so the alphabet is handed to it as fixed tokens.
+    The same counts give the same vocabulary, id by id. `tokenizers` does not guarantee that (it numbers "##" characters
+    in the order of a randomly seeded hash map), so the alphabet is passed to it as fixed tokens.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     words = count_normal_words(counts, normalizer)
@@ -198,12 +198,12 @@ def train_vocabulary(
 
 
 def count_normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
-    """Counts of the words as BERT's normalizer and pre-tokenizer leave them, in ascending order of the words."""
+    """Count the words after BERT's normalizer and pre-tokenizer, in ascending order of the words."""
     cut, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
     words: Counter[str] = Counter()
     for word, count in counts.items():
         text = word.decode()
-        # Nine in ten are ASCII letters and digits (bytes.isalnum) of the right case and stay as they are.
+        # Nine in ten are ASCII letters and digits (bytes.isalnum) of the right case, and do not change.
         plain = word.isalnum() and not (lowercase and word != word.lower())
         for normal, _ in [(text, None)] if plain else cut.pre_tokenize_str(normalizer.normalize_str(text)):
             if len(normal) <= MAX_WORD_CHARACTERS:
@@ -212,9 +212,9 @@ def count_normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNor
 
 
 def _alphabet(words: dict[str, int], size: int) -> tuple[set[str], set[str]]:
-    """Return (characters of a vocabulary of `size` entries, those of them with a "##" entry: they occur within words).
+    """Return (characters of a vocabulary of `size` entries, characters that also get a "##" entry, being inside words).
 
-    The most frequent characters are taken, as many as `_COVERAGE` and `_MAX_RARE` say.
+    The most frequent characters are selected, up to `_COVERAGE` and `_MAX_RARE`.
     """
     counts: Counter[str] = Counter()
     for word, count in words.items():
@@ -238,8 +238,8 @@ def _alphabet(words: dict[str, int], size: int) -> tuple[set[str], set[str]]:
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> None:
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT.
 
-    A byte-level BPE has a vocab.txt, too: its entries, each byte as GPT-2's character for it. `declared` is what the
-    tokenizer_config.json of a released tokenizer says; it is kept, except for the class of one of kind `released`.
+    A byte-level BPE has a vocab.txt, too: its entries, with GPT-2's character for each byte. `declared` is the
+    tokenizer_config.json of a released tokenizer; it is kept, except for the class if the kind is `released`.
     """
     tokens = entries_of(tokenizer)
     with atomic_open(folder / "tokenizer.json", "w") as file:
@@ -250,13 +250,13 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, An
     names = {f"{role}_token": tokenizer.id_to_token(number) for role, number in ids.items()}
     settings = {**_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
     if takes_whole_documents(tokenizer) and not is_byte_level(tokenizer):
-        # Other classes of transformers take the entries alone, and have steps before the model of their own.
+        # Other classes of transformers only read the entries, and hard-code the steps before the model.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(folder / "tokenizer_config.json", settings)
 
 
 def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What tokenizer_config.json says of a kind of vocabulary."""
+    """Return the settings in tokenizer_config.json for a kind of vocabulary."""
     normalizer: Any = tokenizer.normalizer
     if takes_whole_documents(tokenizer):
         clean = {"clean_up_tokenization_spaces": False} if is_byte_level(tokenizer) else {}

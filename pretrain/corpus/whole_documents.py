@@ -1,13 +1,13 @@
-"""The tokens of whole documents in a tokenizer of another maker, as the library itself gives them.
+"""The tokens of whole documents, for a tokenizer that was not trained here, exactly as the library encodes them.
 
 A document's tokens are `Tokenizer.encode(document, add_special_tokens=False)`, cut where its sentences start. There is
-one intended exception, as in `tokenize`: special tokens such as `<s>` that are written out in a text are ordinary
-characters here (transformers: `split_special_tokens=True`, which a Unigram's own entries undo there). Added tokens that
-are not special, such as runs of blanks, are the library's.
+one intended exception, as in `tokenize`: special tokens such as `<s>` that are written out in a document are ordinary
+characters here (`split_special_tokens=True` in transformers, which has no effect there if they are entries of a
+Unigram). Added tokens that are not special, such as runs of blanks, are kept.
 
-Most documents take the pieces of a division (`divisions`), whose tokens are kept. All others are encoded by the
-library: with a tokenizer whose divisions are not known, with an added token in the text, or with characters that the
-normalizer changes beyond the bounds of a piece.
+Most documents are cut into pieces by a splitter (`splitters`), and the tokens of pieces are cached. The library encodes
+all others: if there is no splitter for the tokenizer, or the document contains an added token or characters that are
+normalized across the bounds of pieces.
 """
 
 import json
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pretrain.corpus.byte_columns import DocumentPieces
-from pretrain.corpus.divisions import division_of, line_tokens
 from pretrain.corpus.parts import DOCUMENT, Part
-from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, text_hashes
+from pretrain.corpus.pieces import DocumentPieces
+from pretrain.corpus.splitters import line_tokens, splitter_of
+from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, document_hashes
 from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.word_counts import document_words
 
@@ -30,7 +30,7 @@ _Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and tokens o
 
 
 def measured(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
-    """The DOCUMENT table of `texts`, without what depends on the tokenizer; a text has no NUL."""
+    """Return the DOCUMENT table of documents, without the fields that depend on the tokenizer. They have no NUL."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
     solid = np.frombuffer(raw.translate(_SOLID), bool)
@@ -38,28 +38,28 @@ def measured(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
     begins[1:] &= ~solid[:-1]
     ends = np.flatnonzero(text == 0)
     table = np.zeros(len(texts), DOCUMENT)
-    table["hash"] = text_hashes(raw, len(texts), fold=fold)
+    table["hash"] = document_hashes(raw, len(texts), fold=fold)
     table["words"] = document_words(raw, np.flatnonzero(begins), ends)
     table["bytes"] = np.diff(ends, prepend=-1) - 1
     return table
 
 
 class DocumentEncoder:
-    """Encodes documents with a tokenizer of another maker; distinct pieces are kept in a `WordTable`."""
+    """Encodes documents with a tokenizer that was not trained here; distinct pieces are cached in a `WordTable`."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         self._whole = without_special(tokenizer)
         self._table = table
-        self.division = division_of(self._whole, table)
-        self._added = _shortest(_outside_division(json.loads(self._whole.to_str())))
+        self.splitter = splitter_of(self._whole, table)
+        self._added = _shortest(_uncut_tokens(json.loads(self._whole.to_str())))
 
     def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
-        """A part of token ids; documents without a token are left out.
+        """Return a part of token ids.
 
         Args:
             texts: documents that are not empty, without NUL.
-            starts: where the sentences of each document start, in characters, ascending from 0.
-            table: as `measured` gives it.
+            starts: character offsets of the sentences of each document, ascending from 0.
+            table: from `measured`.
             dtype: of the tokens.
         """
         fast = [number for number, text in enumerate(texts) if self.has_plain_pieces(text)]
@@ -73,24 +73,24 @@ class DocumentEncoder:
         return Part(items, sentence_items, table, [])
 
     def has_plain_pieces(self, text: str) -> bool:
-        """Whether the tokens of a document may be those of its pieces."""
-        if self.division is None or any(token in text for token in self._added):
+        """Return whether a document may be encoded by its pieces."""
+        if self.splitter is None or any(token in text for token in self._added):
             return False
-        return self.division.fits(text)
+        return self.splitter.fits(text)
 
     def from_pieces(
         self, numbers: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
     ) -> dict[int, _Sentences]:
-        """Number -> the tokens of those documents whose pieces have the tokens that they have within the text."""
-        if not numbers or self.division is None or self.division.known is None:
+        """Return number -> tokens of the documents that can be encoded by their pieces."""
+        if not numbers or self.splitter is None or self.splitter.known is None:
             return {}
-        cut = self.division.cut(texts, starts, self._table)
-        tokens, offsets = self.division.known.tokens(cut.pieces, cut.sentences, dtype)
+        cut = self.splitter.cut(texts, starts, self._table)
+        tokens, offsets = self.splitter.known.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
         within = cut.documents[1:-1]
         found = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
-        plain = _all_of(self.division.are_plain(cut.pieces), cut)
-        # A piece may have no token, and so a sentence.
+        plain = _all_of(self.splitter.are_plain(cut.pieces), cut)
+        # Pieces, and therefore sentences, may have no token.
         return {
             n: (ids, ends[ends > 0]) for n, (ids, ends), is_plain in zip(numbers, found, plain, strict=True) if is_plain
         }
@@ -99,23 +99,23 @@ class DocumentEncoder:
         encoding = self._whole.encode(text, add_special_tokens=False)
         tokens = np.array(encoding.ids, dtype)
         first = np.array([begin for begin, _ in encoding.offsets], np.int64)
-        # A token that reaches past the start of a sentence belongs to the one before.
+        # A token across the start of a sentence belongs to the previous sentence.
         cuts = np.unique(np.searchsorted(first, np.asarray(starts, np.int64)))
         return tokens, np.diff(np.append(cuts[cuts < len(tokens)], len(tokens))).astype(np.uint32)
 
 
 def _all_of(pieces: np.ndarray, cut: DocumentPieces) -> list[bool]:
-    """Whether all pieces of each document are true, bool [P]."""
+    """Return for each document whether all its pieces are true in `pieces`, bool [P]."""
     false = np.append(0, np.cumsum(~pieces))
     return (np.diff(false[cut.sentences[cut.documents]]) == 0).tolist()
 
 
 def without_special(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer, for which special tokens in a text are ordinary characters.
+    """Return the tokenizer with special tokens in documents as ordinary characters.
 
-    A Unigram or WordPiece takes an entry wherever its characters stand, as in a text that explains `<mask>`. Those of
-    special tokens are therefore renamed so that no text has them, not even pieces joined by a NUL; words that are
-    marked as special stay the entries that they are. BPE makes entries of pairs, and has none for these.
+    A Unigram or WordPiece matches an entry wherever its characters occur, such as in a document about `<mask>`. The
+    entries of special tokens are therefore renamed so that they occur nowhere, not even in pieces joined by a NUL;
+    words that are marked as special remain ordinary entries. BPE builds entries from pairs, and never these.
     """
     described = json.loads(tokenizer.to_str())
     described["post_processor"] = None
@@ -135,13 +135,13 @@ def without_special(tokenizer: Tokenizer) -> Tokenizer:
     return changed
 
 
-def _outside_division(described: dict[str, Any]) -> list[str]:
-    """The added tokens with which a text cannot be cut: all but special ones and runs of line breaks."""
+def _uncut_tokens(described: dict[str, Any]) -> list[str]:
+    """Return the added tokens that prevent cutting a document: all but special ones and runs of line breaks."""
     lines = set(line_tokens(described))
     contents = [token["content"] for token in described["added_tokens"] if not token["special"]]
     return [content for content in contents if len(set(content)) > 1 or content[0] not in lines]
 
 
 def _shortest(tokens: Sequence[str]) -> list[str]:
-    """Those of `tokens` without another one within them: a text with any token has one of these."""
+    """Return the tokens that contain no other one: a string that contains any token contains one of these."""
     return [token for token in tokens if not any(other in token for other in tokens if other != token)]

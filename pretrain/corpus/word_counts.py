@@ -1,8 +1,8 @@
-"""How many words a document has, also in scripts that put no blanks between words.
+"""The number of words of a document, also in scripts without blanks between words.
 
-Such a script's words are counted by its letters: two ideographs, syllables or kana, or four letters of Thai, Lao,
-Khmer, Burmese, Tibetan and the like, are a word, about their mean length. A document has the words between blanks, or
-those of such letters if they are more.
+In such a script, words are counted by letters: two ideographs, syllables or kana, or four letters of Thai, Lao, Khmer,
+Burmese, Tibetan and the like, are a word, about the mean length. The count of a document is the maximum of its words
+between blanks and of its words by such letters.
 """
 
 import functools
@@ -12,29 +12,29 @@ import numpy as np
 from pretrain.common import scripts
 
 _QUARTERS = 4  # of a word, the unit of the weights
-_OF_KINDS = np.array([0, 0, 0, 1, 2, 2, 1], np.uint8)  # TIBETAN, IDEOGRAPH, KANA and COMPLEX have some
-_LEAD = 0xE0  # the least first byte of three bytes in UTF-8
+_QUARTERS_OF_KINDS = np.array([0, 0, 0, 1, 2, 2, 1], np.uint8)  # of TIBETAN, IDEOGRAPH, KANA and COMPLEX
+_LEAD = 0xE0  # the smallest first byte of a three-byte character in UTF-8
 
 
 @functools.cache
 def _weights() -> tuple[np.ndarray, bytes]:
-    """uint8 [0x11000]: quarters of a word by the first three bytes of a character, and the most by its first alone.
+    """uint8 [0x11000]: quarters of a word by the first three bytes of a character, and the maximum by its first alone.
 
-    These are a character, or 64 of those with four bytes. A mark counts as the letter before it in the code.
+    Three bytes are a character, or the prefix of 64 characters of four bytes. A mark counts as the preceding letter.
     """
     kinds = scripts.kinds()
     letters = np.maximum.accumulate(np.where(kinds >= scripts.LETTER, np.arange(len(kinds)), 0))
-    each = np.where(kinds == scripts.OTHER, 0, _OF_KINDS[kinds[letters]])
+    each = np.where(kinds == scripts.OTHER, 0, _QUARTERS_OF_KINDS[kinds[letters]])
     weights = np.concatenate([each[: 1 << 16], each[::64]])
     return weights, bytes(_LEAD) + weights.reshape(-1, 1 << 12).max(axis=1).tobytes().ljust(256 - _LEAD, b"\0")
 
 
 def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """int64 [D]: the words of each document of `raw`, texts in UTF-8 end to end.
+    """int64 [D]: the words of each document of `raw`, documents in UTF-8 end to end.
 
     Args:
-        starts: int [W], where words between blanks start, ascending.
-        ends: int [D], where documents end, ascending.
+        starts: int [W], offsets of words between blanks, ascending.
+        ends: int [D], offsets of the ends of documents, ascending.
     """
     words = np.diff(np.searchsorted(starts, ends), prepend=0)
     if raw.isascii():
@@ -44,13 +44,13 @@ def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarr
     if not leads.size:
         return words
     text = np.frombuffer(raw, np.uint8)
-    places = (text[leads] - _LEAD).astype(np.int64) << 12 | (text[leads + 1] & 63).astype(np.int64) << 6
-    quarters = np.append(0, np.cumsum(weights[places | text[leads + 2] & 63], dtype=np.int64))
+    indices = (text[leads] - _LEAD).astype(np.int64) << 12 | (text[leads + 1] & 63).astype(np.int64) << 6
+    quarters = np.append(0, np.cumsum(weights[indices | text[leads + 2] & 63], dtype=np.int64))
     return np.maximum(words, np.diff(quarters[np.searchsorted(leads, ends)], prepend=0) // _QUARTERS)
 
 
 def count_words(text: str) -> int:
-    """The words of a text, as `document_words` counts them."""
+    """Count the words of a document, as `document_words` does."""
     raw = text.encode()
-    spaced = np.arange(len(raw.split()))  # only their number counts
+    spaced = np.arange(len(raw.split()))  # only their number matters
     return int(document_words(raw, spaced, np.array([len(raw)]))[0])

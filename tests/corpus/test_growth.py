@@ -215,7 +215,7 @@ def test_what_cannot_be_added_is_refused(
 ) -> None:
     before = content(folder)
     write_lines(tmp_path / "first.jsonl", [text(seed) for seed in NEW])
-    changed = r"corpus\.sources\.1\.path: its files have changed\. .*give a source that changed a name of its own"
+    changed = r"corpus\.sources\.1\.path: its files have changed\. .*give the changed source another name"
     other = source(tmp_path / "first.jsonl", name="second")
     for given, message in (
         (config(folder, second, first), changed),

@@ -214,7 +214,7 @@ def test_a_tokenizer_in_python_is_refused_by_its_class(tmp_path: Path, declared:
     for vocabulary in ("tokenizer.json", "vocab.txt"):
         folder = write_bert(tmp_path / vocabulary, vocabulary, **declared)
         (folder / "config.json").write_text(json.dumps(shared))
-        with pytest.raises(InputError, match="is a tokenizer in Python, for which the files cannot stand"):
+        with pytest.raises(InputError, match="is a tokenizer in Python, which the files do not replace"):
             read_tokenizer(folder)
         with pytest.raises(InputError, match="is a tokenizer in Python"):
             load_vocabulary(folder, lowercase=True)
@@ -281,7 +281,7 @@ def test_other_tokens_than_those_of_the_tokenizer_json_are_an_error(
     tokenizer = of_normalizer("bert", "bert handle_chinese_chars")
     monkeypatch.setattr("pretrain.corpus.prepare.takes_whole_documents", lambda _: False)
     with pytest.raises(
-        InputError, match=r"source jsonl-a: the corpus and its tokenizer\.json give a text other tokens"
+        InputError, match=r"source jsonl-a: the corpus and its tokenizer\.json give a document different tokens"
     ):
         prepare(config(tmp_path, "", {}), tokenizer=tokenizer, quiet=True)
     assert not (tmp_path / "corpus/manifest.json").exists()
@@ -290,7 +290,7 @@ def test_other_tokens_than_those_of_the_tokenizer_json_are_an_error(
 @pytest.mark.parametrize("damaged", ["written", "changed"])
 def test_other_tokens_in_the_files_of_a_shard_are_an_error(damaged: str, tmp_path: Path, monkeypatch: Any) -> None:
     run, tokenizer = config(tmp_path, "", {}), of_normalizer("bert", "bert handle_chinese_chars")
-    add, message = ShardWriter.add, r"give a text other tokens, at .* Prepare it into another corpus\.dir"
+    add, message = ShardWriter.add, r"give a document different tokens, at .* Prepare it into another corpus\.dir"
     with monkeypatch.context() as broken:
         if damaged == "written":
             broken.setattr(ShardWriter, "add", lambda self, tokens, *rest: add(self, tokens + 1, *rest))

@@ -59,9 +59,9 @@ def cut(
     source = reader(config)
     is_uncut = streams and source.is_stream(item)
     spans = [Span(bytes=item.bytes, is_stream=True)] if is_uncut else source.cut(item)
-    for block, span in enumerate(spans):
+    for index, span in enumerate(spans):
         yield Chunk(
-            source=source_number, input=input_number, block=block, config=config, paths=item.paths, **vars(span)
+            source=source_number, input=input_number, index=index, config=config, paths=item.paths, **vars(span)
         )
 
 

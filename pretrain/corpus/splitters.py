@@ -1,8 +1,8 @@
-"""Where a tokenizer's text can be cut so that the pieces have the tokens of the whole: each piece is encoded once.
+"""Splitters, which cut documents into pieces that a tokenizer encodes independently, so that each is encoded once.
 
-Gpt2Division    byte-level BPE with GPT-2's regular expression, or with that of `byte_level`
-WordDivision    words between blanks: Metaspace before every word, as XLM-R and DeBERTa-v3 have it
-RunDivision     before blanks, and around line breaks and tabs: BPE over whole texts, as Gemma and mmBERT have it
+Gpt2Splitter    byte-level BPE with GPT-2's regular expression, or the one of `byte_level`
+WordSplitter    words between blanks: Metaspace before every word, as in XLM-R and DeBERTa-v3
+RunSplitter     before blanks, and around line breaks and tabs: BPE over whole documents, as in Gemma and mmBERT
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from pretrain.corpus.byte_columns import Bounds, DocumentPieces, document_pieces, gpt2_bounds, own_bounds
-from pretrain.corpus.byte_level import is_own_byte_level, part_kinds
+from pretrain.corpus.byte_level import is_own_byte_level, step_types
+from pretrain.corpus.pieces import Bounds, DocumentPieces, document_pieces, gpt2_bounds, own_bounds
 from pretrain.corpus.tokenize import BytePairs, KnownWords, WordTable
 
-_MARK = "\u2581"  # stands for a blank
+_MARK = "\u2581"  # represents a blank
 _END_OF_PIECE = "\0"
-# Normalizers that make of a text between blanks what they make of it alone, if no character joins a blank.
-_BY_WORD = {"Precompiled", "Strip", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Replace"}
+# Normalizers that treat each word between blanks independently, if no character combines with a blank.
+_WORD_NORMALIZERS = {"Precompiled", "Strip", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Replace"}
 _SAMPLE = "The cat's (2) mats;\nA  b\t\tcaf\u00e9 \u6f22\u5b57.\n\n    \u00bd x "
-# Characters that are one grapheme with the blank before or after them, by which Precompiled normalizes; so are those of
-# the categories M (before) and Cf.
+# Precompiled normalizes graphemes. These characters are one grapheme with the blank before or after them; so are the
+# characters of the categories M (blank before) and Cf.
 _AFTER = frozenset("\u0e33\u0eb3\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff")
 _BEFORE = frozenset("\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a")
-_WORDS_PER_TEXT = 100
+_WORDS_PER_STRING = 100
 
 
-class Gpt2Division:
-    """Pieces of a byte-level BPE.
+class Gpt2Splitter:
+    """Splitter of a byte-level BPE.
 
-    `adds_blank`: a text gets a blank unless it begins with one. `line_ends`: they are tokens. `bounds`: its pieces.
+    `adds_blank`: a document gets a leading blank if it has none. `line_ends`: line breaks are tokens. `bounds`: finds
+    the pieces.
     """
 
     def __init__(
@@ -52,33 +53,33 @@ class Gpt2Division:
         self._bounds = bounds
 
     @classmethod
-    def own(cls, known: KnownWords | None, *, line_ends: bool = True) -> Gpt2Division:
-        """That of a vocabulary of `byte_level`."""
+    def own(cls, known: KnownWords | None, *, line_ends: bool = True) -> Gpt2Splitter:
+        """Make the splitter of a vocabulary of `byte_level`."""
         return cls(known, adds_blank=True, line_ends=line_ends, bounds=own_bounds)
 
     def fits(self, text: str) -> bool:
-        """Whether a text without added tokens may be cut."""
+        """Return whether a document without added tokens may be cut."""
         if not self._line_ends and "\n" in text:
             return False
         return self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
-        """The pieces of documents; arguments as for `document_pieces`."""
-        spaced, moved = [], []
+        """Return the pieces of documents; arguments as for `document_pieces`."""
+        spaced, shifted = [], []
         for text, sentences in zip(texts, starts, strict=True):
             # pre_tokenizers/byte_level.rs
             blank = self._adds_blank and not text.startswith(" ")
             spaced.append(" " + text if blank else text)
-            moved.append(np.asarray(sentences) + blank * (np.arange(len(sentences)) > 0))
-        return document_pieces(spaced, moved, table, self._bounds)
+            shifted.append(np.asarray(sentences) + blank * (np.arange(len(sentences)) > 0))
+        return document_pieces(spaced, shifted, table, self._bounds)
 
     def are_plain(self, pieces: np.ndarray) -> np.ndarray:
-        """bool [P]: whether the tokens of a piece are those that it has within a text."""
+        """bool [P]: whether a piece has the same tokens alone and in a document."""
         return np.ones(len(pieces), bool)
 
 
-class WordDivision:
-    """Words between blanks."""
+class WordSplitter:
+    """Splitter into words between blanks."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         self.known = _LibraryPieces(tokenizer, table)
@@ -90,12 +91,12 @@ class WordDivision:
         return document_pieces(texts, [np.asarray(one) for one in starts], table, _word_bounds)
 
     def are_plain(self, pieces: np.ndarray) -> np.ndarray:
-        # Within a text, blanks at the ends of a word would be joined with those around it.
+        # In a document, a leading or trailing blank of a normalized word would merge with its neighbors.
         return self.known.has_no_blank(pieces)
 
 
-class RunDivision:
-    """Pieces that begin with blanks, and runs of each of the characters `lines`, which are added tokens."""
+class RunSplitter:
+    """Splitter before blanks, and around runs of each of the characters `lines`, which are added tokens."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable, lines: str) -> None:
         self.known = _LibraryPieces(tokenizer, table)
@@ -123,56 +124,56 @@ class RunDivision:
 
 
 _END, _SPACE, _OTHER, _LINE = range(4)
-Division = Gpt2Division | WordDivision | RunDivision
+Splitter = Gpt2Splitter | WordSplitter | RunSplitter
 
 
-def division_of(tokenizer: Tokenizer, table: WordTable) -> Division | None:
-    """How documents can be cut for a tokenizer, whose pieces `table` numbers; None if it is not known."""
+def splitter_of(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
+    """Return the splitter for a tokenizer, whose pieces are numbered by `table`; None if there is none."""
     described = json.loads(tokenizer.to_str())
     cut = described["pre_tokenizer"] or {}
     if is_own_byte_level(described):
         line_ends = described["normalizer"] is None
-        return Gpt2Division.own(BytePairs(tokenizer, table), line_ends=line_ends)
-    if _divides_as_gpt2(described):
+        return Gpt2Splitter.own(BytePairs(tokenizer, table), line_ends=line_ends)
+    if _splits_as_gpt2(described):
         adds_blank = bool(cut.get("add_prefix_space"))
-        return Gpt2Division(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
-    division: Division | None = None
-    if _divides_at_blanks(described) and _knows_all_blanks(tokenizer):
-        division = WordDivision(tokenizer, table)
+        return Gpt2Splitter(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
+    splitter: Splitter | None = None
+    if _splits_at_blanks(described) and _knows_all_blanks(tokenizer):
+        splitter = WordSplitter(tokenizer, table)
     elif _joins_no_words(described):
-        division = RunDivision(tokenizer, table, line_tokens(described))
-    if division is None:
+        splitter = RunSplitter(tokenizer, table, line_tokens(described))
+    if splitter is None:
         return None
-    pieces = division.cut([_SAMPLE], [[0]], table).pieces
-    tokens, _ = division.known.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
+    pieces = splitter.cut([_SAMPLE], [[0]], table).pieces
+    tokens, _ = splitter.known.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
     agrees = tokens.tolist() == tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
-    return division if agrees else None
+    return splitter if agrees else None
 
 
 def line_tokens(described: dict[str, Any]) -> str:
-    """The line breaks and tabs that are added tokens, alone or in runs."""
+    """Return the line breaks and tabs that are added tokens, alone or in runs."""
     added = {token["content"] for token in described["added_tokens"] if _is_literal(token)}
     return "".join(character for character in "\n\t\r" if character in added)
 
 
 def _is_literal(token: dict[str, Any]) -> bool:
-    """Whether an added token is found in any text, as it stands, and takes nothing around it."""
+    """Return whether an added token is matched literally, in any context, without its surroundings."""
     return not any(token[flag] for flag in ("special", "normalized", "lstrip", "rstrip", "single_word"))
 
 
-def _divides_as_gpt2(described: dict[str, Any]) -> bool:
-    """Whether pieces can stand for a text in which there is no added token and which NFC leaves as it is."""
+def _splits_as_gpt2(described: dict[str, Any]) -> bool:
+    """Return whether documents can be cut if they have no added tokens and NFC does not change them."""
     cut, entries = described["pre_tokenizer"], described["model"]["vocab"]
     if described["model"]["type"] != "BPE" or not cut or cut["type"] != "ByteLevel" or not cut["use_regex"]:
         return False
-    # Between pieces, `PieceEncoder` has the first id after the vocabulary's, which therefore has no gaps.
+    # `PieceEncoder` separates pieces by the first id after the vocabulary, which must therefore have no gaps.
     return max(entries.values()) < len(entries) and (described["normalizer"] or {}).get("type") in (None, "NFC")
 
 
-def _divides_at_blanks(described: dict[str, Any]) -> bool:
-    """Whether every word between blanks is encoded alone, with a mark before it."""
+def _splits_at_blanks(described: dict[str, Any]) -> bool:
+    """Return whether every word between blanks is encoded independently, with a mark before it."""
     normalizers = (described["normalizer"] or {}).get("normalizers", [described["normalizer"]])
-    if not all(one is None or (one["type"] in _BY_WORD and _replaces_blanks(one)) for one in normalizers):
+    if not all(one is None or (one["type"] in _WORD_NORMALIZERS and _replaces_blanks(one)) for one in normalizers):
         return False
     cut = described["pre_tokenizer"] or {}
     *before, last = cut.get("pretokenizers", [cut])
@@ -186,15 +187,15 @@ def _divides_at_blanks(described: dict[str, Any]) -> bool:
 
 
 def _knows_all_blanks(tokenizer: Tokenizer) -> bool:
-    """Whether tabs and line ends separate words as blanks do: Metaspace alone leaves them in words."""
+    """Return whether tabs and line breaks separate words as blanks do: Metaspace alone keeps them in words."""
     normalizer: Any = tokenizer.normalizer
-    divider: Any = tokenizer.pre_tokenizer
+    pre_tokenizer: Any = tokenizer.pre_tokenizer
     text = "a\tb\rc\nd"
-    return len(divider.pre_tokenize_str(normalizer.normalize_str(text) if normalizer else text)) == 4
+    return len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text) if normalizer else text)) == 4
 
 
 def _replaces_blanks(normalizer: dict[str, Any]) -> bool:
-    """Whether a Replace makes one blank of several, which no word has."""
+    """Return whether a Replace only merges blanks, which no word contains."""
     return normalizer["type"] != "Replace" or (normalizer["pattern"], normalizer["content"]) == (
         {"Regex": " {2,}"},
         " ",
@@ -202,16 +203,16 @@ def _replaces_blanks(normalizer: dict[str, Any]) -> bool:
 
 
 def _joins_no_words(described: dict[str, Any]) -> bool:
-    """Whether it is a BPE over whole texts in which no token has a blank after another character."""
+    """Return whether it is a BPE over whole documents in which no token has a blank after another character."""
     model, normalizer = described["model"], described["normalizer"] or {}
     blanks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
-    if part_kinds(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != blanks:
+    if step_types(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != blanks:
         return False
-    # Split at blanks, of which the normalizer leaves none.
+    # Split at blanks has no effect, as the normalizer replaces all of them.
     cut = described["pre_tokenizer"] or {"pattern": {"String": " "}}
     if cut["pattern"] != {"String": " "} or any(" " in token["content"] for token in described["added_tokens"]):
         return False
-    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))  # otherwise unknown ones are fused
+    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))  # otherwise unknown bytes are merged
     inner = re.compile(f"[^{_MARK}]{_MARK}")
     return model["byte_fallback"] and bytes_known and not any(map(inner.search, model["vocab"]))
 
@@ -226,28 +227,28 @@ _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
 
 class _LibraryPieces(KnownWords):
-    """The tokens of pieces that the library encodes one by one."""
+    """The tokens of pieces as the library encodes them."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
-        # Many pieces in one text: one by one they would cost twice as much.
+        # Encode many pieces in one string: one by one would take twice as long.
         self._tokenizer.add_tokens([AddedToken(_END_OF_PIECE, normalized=False)])
         self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
         self._no_blank = np.zeros(0, bool)
 
     def has_no_blank(self, pieces: np.ndarray) -> np.ndarray:
-        """bool [P]: whether the normalizer leaves text of these pieces, and no blank in it or with it."""
+        """bool [P]: whether pieces are not empty after normalization, and neither contain nor combine with a blank."""
         self._extend()
         return self._no_blank[pieces]
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         words = [word.decode() for word in self._table.words(numbers)]
         self._no_blank = np.append(self._no_blank, [self._is_word(word) for word in words])
-        starts = range(0, len(words), _WORDS_PER_TEXT)
-        texts = [_END_OF_PIECE.join((*words[first : first + _WORDS_PER_TEXT], "")) for first in starts]
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        starts = range(0, len(words), _WORDS_PER_STRING)
+        strings = [_END_OF_PIECE.join((*words[first : first + _WORDS_PER_STRING], "")) for first in starts]
+        encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(one.ids, np.int32) for one in encoded)])
         ends = tokens == self._end
         return np.bincount(np.cumsum(ends)[~ends], minlength=len(words)), tokens[~ends]
@@ -260,5 +261,5 @@ class _LibraryPieces(KnownWords):
             return False
         normalizer: Any = self._tokenizer.normalizer
         normal = normalizer.normalize_str(text) if normalizer else text
-        # Strip takes white space from a word that is a part of the text's.
+        # Strip would remove white space of a single word that it keeps inside a document.
         return bool(normal) and _MARK not in normal and not any(map(str.isspace, text + normal))

@@ -36,7 +36,7 @@ def mixed(values: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class TextColumns:
+class DocumentTerms:
     """D documents with C characters and T terms.
 
     units uint16 [C], with a NUL after each document; term_starts, term_ends int64 [T]; terms int64 [D+1]: the first
@@ -92,14 +92,14 @@ class TextColumns:
         return np.diff(self.terms * WORD if self.quarters is None else self.quarters[self.terms])
 
 
-def text_columns(texts: Sequence[str]) -> TextColumns:
+def document_terms(texts: Sequence[str]) -> DocumentTerms:
     """Convert one or more documents, which contain no NUL and no lone surrogate."""
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
     kinds = _kinds()[units]
     if kinds.max() >= _CHANGES:
         units, kinds = _comparable(units, kinds)
     starts, ends, quarters = _terms(kinds)
-    return TextColumns(
+    return DocumentTerms(
         units=units,
         term_starts=starts,
         term_ends=ends,

@@ -1,15 +1,15 @@
-"""Text cut into columns of pieces for byte-level BPE: GPT-2's division into words, done by numpy.
+"""Documents cut into pieces for byte-level BPE: GPT-2's splitting into words, done by numpy.
 
 Byte-level BPE is a function of the pre-token, and `tokenizers` finds pre-tokens with GPT-2's regular expression:
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-A batch is cut only where this always cuts, whatever stands around: before white space; between letters, numbers and
-marks; before the last of several blanks. An apostrophe stays with the letters after it, and white space with what
-follows. So the pre-tokens of a text are those of its pieces, and the ids of every distinct piece, which the library
-itself works out, can be kept (`tokenize.BytePairs`). What a letter is, is asked of the library, too.
+A batch is cut only where this always cuts, in any context: before white space; between letters, numbers and marks;
+before the last of several blanks. An apostrophe stays with the letters after it, and white space with the next
+characters. So a document has the pre-tokens of its pieces, and the ids of every distinct piece, which the library
+computes, can be cached (`tokenize.BytePairs`). The library also decides which characters are letters.
 
-Line ends are white space like any other, and no blank is added.
+Line breaks are white space like any other, and no blank is added.
 """
 
 import functools
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from pretrain.corpus.byte_level import own_division
+from pretrain.corpus.byte_level import own_splitter
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, WordTable
 
-# Classes of bytes, in this order: white space, ends, and what pieces are made of.
+# Classes of bytes, in this order: white space, separators, and characters of pieces.
 _BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
 LETTER, NUMBER, MARK = range(5, 8)
-_TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # bytes of a character that is not ASCII
-_JOINING = 12  # a mark that is a letter after one
+_TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # bytes of a character beyond ASCII
+_JOINING = 12  # a mark that counts as a letter after a letter
 _APOSTROPHE, _LINE_FEED = ord("'"), ord("\n")
-_BLOCK = 1 << 12  # characters whose classes are asked together
+_RANGE = 1 << 12  # code points that are classified together
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ Bounds = tuple[np.ndarray, np.ndarray]  # start and end byte of each piece
 
 
 def gpt2_bounds(raw: bytes, text: np.ndarray) -> Bounds:
-    """The pieces of GPT-2's division."""
+    """Return the pieces of GPT-2's splitting."""
     return _bounds(_kinds(raw.replace(b"\n", b"\t"), text, _gpt2_classes), text)
 
 
 def own_bounds(raw: bytes, text: np.ndarray) -> Bounds:
-    """The pieces of the division of `byte_level`."""
+    """Return the pieces of the splitting of `byte_level`."""
     kinds = _kinds(raw.replace(b"\n", b"\t"), text, _own_classes)
     joining = kinds == _JOINING
     if joining.any():
@@ -68,14 +68,14 @@ def document_pieces(
     table: WordTable,
     bounds: Callable[[bytes, np.ndarray], Bounds],
 ) -> DocumentPieces:
-    """Cut whole documents into pieces; line ends are white space like any other, and no blank is added.
+    """Cut whole documents into pieces; line breaks are white space like any other, and no blank is added.
 
     Args:
         texts: documents that are not empty, without NUL.
-        starts: where the sentences of each document start, in characters, ascending from 0. A sentence that starts
-            within a piece starts with the next one.
+        starts: character offsets of the sentences of each document, ascending from 0. A sentence that starts within a
+            piece is moved to the next one.
         table: numbers the pieces.
-        bounds: finds pieces in the bytes of texts that end in a NUL, after a first NUL; given as bytes and as uint8.
+        bounds: finds pieces in documents with a NUL before and after each, given as bytes and as uint8.
     """
     raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
@@ -88,7 +88,7 @@ def document_pieces(
     if not raw.isascii():
         characters = np.flatnonzero((text & 0xC0) != 0x80)[characters]
     sentences = np.searchsorted(first, characters)
-    # A piece may reach past the start of the next sentence, or up to the end of its document.
+    # A piece may extend past the start of the next sentence, or to the end of its document.
     inside = np.flatnonzero(sentences < np.repeat(np.searchsorted(first, ends[1:]), counts))
     distinct = inside[np.diff(sentences[inside], prepend=-1) > 0]
     documents = np.searchsorted(distinct, np.concatenate([[0], np.cumsum(counts)]))
@@ -96,10 +96,10 @@ def document_pieces(
 
 
 def _bounds(kinds: np.ndarray, text: np.ndarray) -> Bounds:
-    """Start and end byte of each piece."""
-    line_ends = np.flatnonzero(kinds == _DOCUMENT_END)
+    """Return start and end byte of each piece."""
+    document_ends = np.flatnonzero(kinds == _DOCUMENT_END)
     solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
-    at_end[line_ends] = True
+    at_end[document_ends] = True
     space = ~(solid | at_end)
     starts = np.zeros(len(kinds), bool)
     before, here = slice(None, -1), slice(1, None)
@@ -107,9 +107,9 @@ def _bounds(kinds: np.ndarray, text: np.ndarray) -> Bounds:
     changes = solid[here] & solid[before] & (kinds[here] != kinds[before])
     changes &= (text[before] != _APOSTROPHE) | (kinds[here] != LETTER)
     starts[here] |= changes
-    # Of several blanks the last one belongs to what follows, the others are a pre-token of their own.
+    # The last of several blanks belongs to the next characters, the others are a separate pre-token.
     starts[1:-1] |= (kinds[1:-1] == _BLANK) & space[:-2] & solid[2:]
-    starts[line_ends[:-1] + 1] = ~at_end[line_ends[:-1] + 1]
+    starts[document_ends[:-1] + 1] = ~at_end[document_ends[:-1] + 1]
     bounds = np.flatnonzero(starts | at_end)
     first = np.flatnonzero(starts[bounds])
     return bounds[first], bounds[first + 1]
@@ -138,8 +138,8 @@ def _ascii_classes() -> bytes:
 _ASCII = _ascii_classes()
 
 
-def _kinds(raw: bytes, text: np.ndarray, block_classes: Callable[[int], np.ndarray]) -> np.ndarray:
-    """The class of each byte, uint8; all bytes of a character have its class."""
+def _kinds(raw: bytes, text: np.ndarray, range_classes: Callable[[int], np.ndarray]) -> np.ndarray:
+    """Return the class of each byte, uint8; all bytes of a character have its class."""
     kinds = np.frombuffer(bytearray(raw.translate(_ASCII)), np.uint8)
     if raw.isascii():
         return kinds
@@ -149,52 +149,52 @@ def _kinds(raw: bytes, text: np.ndarray, block_classes: Callable[[int], np.ndarr
         further = kind - _TWO + 1
         for number in range(1, further + 1):
             characters = (characters << 6) | (text[leads + number] & 0x3F)
-        classes = _classes(characters, block_classes)
+        classes = _classes(characters, range_classes)
         for number in range(further + 1):
             kinds[leads + number] = classes
     return kinds
 
 
 def character_classes(characters: np.ndarray) -> np.ndarray:
-    """The class of each character in GPT-2's division, uint8."""
+    """Return the class of each character in GPT-2's splitting, uint8."""
     return _classes(characters, _gpt2_classes)
 
 
-def _classes(characters: np.ndarray, block_classes: Callable[[int], np.ndarray]) -> np.ndarray:
+def _classes(characters: np.ndarray, range_classes: Callable[[int], np.ndarray]) -> np.ndarray:
     classes = np.zeros(len(characters), np.uint8)
-    blocks = characters // _BLOCK
-    for block in np.flatnonzero(np.bincount(blocks)).tolist():
-        chosen = blocks == block
-        classes[chosen] = block_classes(block)[characters[chosen] % _BLOCK]
+    ranges = characters // _RANGE
+    for number in np.flatnonzero(np.bincount(ranges)).tolist():
+        chosen = ranges == number
+        classes[chosen] = range_classes(number)[characters[chosen] % _RANGE]
     return classes
 
 
 @functools.cache
-def _gpt2_classes(block: int) -> np.ndarray:
-    """The classes of `_BLOCK` characters, as the library's pre-tokenizer divides them."""
-    divide = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
-    text = "".join(_characters(block))
-    classes = np.zeros(_BLOCK, np.uint8)
-    # A pre-token is of one class, and joins a neighbor of the same class. That of the first character tells.
-    for _, (begin, end) in divide(text):
-        alike = [kind for kind, other in _EXAMPLES if len(divide(other + text[begin])) == 1]
+def _gpt2_classes(number: int) -> np.ndarray:
+    """Return the classes of range `number` of code points, from the splits of the library's pre-tokenizer."""
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    text = "".join(_characters(number))
+    classes = np.zeros(_RANGE, np.uint8)
+    # A pre-token has one class, and joins a neighbor of the same class, so its first character determines it.
+    for _, (begin, end) in split(text):
+        alike = [kind for kind, other in _EXAMPLES if len(split(other + text[begin])) == 1]
         classes[begin:end] = alike[0] if alike else _OTHER_SPACE
     return classes
 
 
 @functools.cache
-def _own_classes(block: int) -> np.ndarray:
-    """The same in the division of `byte_level`: a mark that joins a letter and a mark is `_JOINING`."""
-    classes = _gpt2_classes(block).copy()
-    marks, characters = np.flatnonzero(classes == MARK), _characters(block)
+def _own_classes(number: int) -> np.ndarray:
+    """Return the same for the splitting of `byte_level`: a mark that joins a letter and a mark is `_JOINING`."""
+    classes = _gpt2_classes(number).copy()
+    marks, characters = np.flatnonzero(classes == MARK), _characters(number)
     letters = "".join("a" + characters[mark] for mark in marks.tolist())
-    begins = [begin for _, (begin, _) in own_division().pre_tokenize_str(letters)]
+    begins = [begin for _, (begin, _) in own_splitter().pre_tokenize_str(letters)]
     classes[np.delete(marks, [begin // 2 for begin in begins if begin % 2])] = _JOINING
     return classes
 
 
-def _characters(block: int) -> list[str]:
-    characters = (chr(number) for number in range(block * _BLOCK, (block + 1) * _BLOCK))
+def _characters(number: int) -> list[str]:
+    characters = map(chr, range(number * _RANGE, (number + 1) * _RANGE))
     return ["?" if "\ud800" <= character <= "\udfff" else character for character in characters]
 
 
