@@ -1,4 +1,4 @@
-"""The commands that use a trained model: `evaluate`, `predict`, `export`. Each imports what it needs when it runs."""
+"""Commands that use a trained model: `evaluate`, `predict`, `export`. Heavy modules are imported when one runs."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
         add(commands)
 
 
-# ---------------------------------------------------------------- what the commands do
+# ---------------------------------------------------------------- the commands
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -54,19 +54,19 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    """A pretraining run's checkpoint, or a fine-tuned model."""
+    """Export a pretraining run's checkpoint, or a fine-tuned model."""
     if not arguments.run.is_dir():  # before torch is loaded
         raise InputError(f"{arguments.run}: no such folder. Give a run or a fine-tuned model, such as runs/bert-mini.")
     options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
     if find_model(arguments.run) is None:
         if arguments.onnx:
-            raise InputError(f"--onnx: writes fine-tuned models, and {arguments.run} is none. Fine-tune it first.")
+            raise InputError(f"--onnx: is for fine-tuned models, and {arguments.run} is not one. Fine-tune it first.")
         from pretrain.run import api
 
         print(api.export(arguments.run, arguments.out, **options))
         return
-    if given := [name for name, value in options.items() if value]:
-        raise InputError(f"--{given[0]}: is for pretraining runs, and {arguments.run} is fine-tuned. Leave it out.")
+    if used := [name for name, value in options.items() if value]:
+        raise InputError(f"--{used[0]}: is for pretraining runs, and {arguments.run} is fine-tuned. Leave it out.")
     from finetune.artifacts.export import export
 
     written = export(arguments.run, local(arguments.out), onnx=arguments.onnx)
@@ -143,13 +143,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("auto", "bf16", "fp16", "fp32"),
         default="auto",
-        help="precision of the computation; auto: that of training, unless it is slow on this machine (default: auto)",
+        help="precision of the computation; auto: as in training, unless it is slow on this machine (default: auto)",
     )
     parser.add_argument(
         "--threshold",
         type=float,
         metavar="P",
-        help="least probability of a predicted label, or of the positive one of two classes (default: the model's)",
+        help="lowest probability of a predicted label, or of the positive one of two classes (default: the model's)",
     )
 
 
@@ -169,7 +169,7 @@ def _add_export(commands: Any) -> None:
         "out", type=target_path, metavar="DIR", help="folder or address to write; replaces an earlier export"
     )
     parser.add_argument(
-        "--checkpoint", metavar="NAME", help="of a pretraining run: which checkpoint (default: the newest)"
+        "--checkpoint", metavar="NAME", help="of a pretraining run: which checkpoint (default: the latest)"
     )
     parser.add_argument(
         "--average",
@@ -177,7 +177,7 @@ def _add_export(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="RUN",
-        help="of a pretraining run: write the mean of its weights and those of these, such as forks of one run",
+        help="of a pretraining run: write the mean of its weights and the weights of these, such as forks of one run",
     )
     parser.add_argument(
         "--averaged",

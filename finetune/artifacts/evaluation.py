@@ -25,7 +25,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
         model: a fine-tuned model or its run folder.
         file: a labeled file; None: the labeled dev and test sets of the model's config.
         out: folder to write; None: evaluation/ in the run folder, or NAME-evaluation/ beside an export.
-        options: those of `Predictor`.
+        options: options of `Predictor`.
 
     Raises:
         InputError: there is no model, no labeled set, or `out` holds another metrics.json.
@@ -53,20 +53,20 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
 
 
 def _evaluation_folder(folder: Path) -> Path:
-    """In the run folder; for an export next to it under its name, because an export is what others get."""
+    """Return the folder for results: in the run folder; for an export, beside it, because exports are passed on."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
     return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
 
 
 def _labeled_sets(task: Task[Any]) -> dict[str, list[Any]]:
-    """The dev sets of the config, and those of its test sets that have labels."""
+    """Return the dev sets of the config, and its labeled test sets."""
     tests = {name: members for name, members in task.test_sets().items() if task.is_labeled(members)}
     return {**task.read_held_out(), **tests}
 
 
 def _read_metrics(path: Path) -> dict[str, Any]:
-    """The metrics of earlier evaluations; {} before the first."""
+    """Read the metrics of earlier evaluations; {} before the first."""
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -79,6 +79,6 @@ def _read_metrics(path: Path) -> dict[str, Any]:
 
 
 def _free_name(name: str, source: str | None, metrics: Mapping[str, Any]) -> str:
-    """`name`, with the suffix -2, -3, ... if another file than `source` was scored under it."""
+    """Return `name`, with the suffix -2, -3, ... if another file than `source` was scored under it."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(one for one in names if one not in metrics or metrics[one].get("file") == source)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from finetune.artifacts.padded import PaddedModel
 
 ONNX = "model.onnx"
-OPSET = 23  # the newest opset of torch.onnx in torch 2.11 to 2.13; onnxruntime 1.31 supports it
+OPSET = 23  # the latest opset of torch.onnx in torch 2.11 to 2.13; onnxruntime 1.31 supports it
 _README = "README.md"
 _HEADING = "\n## ONNX\n"
 
@@ -48,17 +48,17 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
     from pretrain.checkpoint.released import why_not_transformers
     from pretrain.checkpoint.weight_files import whole_folder
 
-    own = why_not_transformers(folder)
-    kind = f"for bertrain's own commands (transformers cannot load it: {own})" if own else "in the Hugging Face layout"
+    why = why_not_transformers(folder)
+    kind = f"for bertrain's own commands (transformers cannot load it: {why})" if why else "in the Hugging Face layout"
     if (folder / MODELING_FILE).is_file():
         kind += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
     written = f"{out}: {kind}"
-    with whole_folder(out) as aside:
+    with whole_folder(out) as staging:
         for name in names:  # only verified files
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, aside / name)
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, staging / name)
         if onnx:
-            written += f"; {ONNX}: {_add_onnx(folder, aside)}"
+            written += f"; {ONNX}: {_add_onnx(folder, staging)}"
     return written
 
 
@@ -95,17 +95,17 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
     return difference_of_logits(model, path)
 
 
-def _add_onnx(folder: Path, aside: Path) -> str:
-    """Add `ONNX` to `aside`, and a section about it to the card; returns a description for the terminal."""
+def _add_onnx(folder: Path, staging: Path) -> str:
+    """Add `ONNX` to `staging`, and a section about it to the card; returns a description for the terminal."""
     from finetune.artifacts.padded import PaddedModel
     from pretrain.checkpoint.released import read_released
 
     saved = load_saved(folder)
     model = PaddedModel(read_released(folder), saved.config.make_task(saved.state).head).eval()
-    description = f"opset {OPSET}, logits within {write_onnx(model, aside / ONNX):.0e} of torch's"
+    description = f"opset {OPSET}, logits within {write_onnx(model, staging / ONNX):.0e} of torch's"
     inputs, outputs = (", ".join(f"`{name}`" for name in names) for names in (model.inputs, model.outputs))
     card = (folder / _README).read_text(encoding="utf-8").partition(_HEADING)[0]
-    (aside / _README).write_text(
+    (staging / _README).write_text(
         f"{card.rstrip()}\n{_HEADING}\n`{ONNX}` is the same model ({description}). Its inputs are {inputs}, int64 "
         f"[batch_size, sequence_length], padded on the right; its outputs are {outputs}.\n",
         encoding="utf-8",
@@ -114,7 +114,7 @@ def _add_onnx(folder: Path, aside: Path) -> str:
 
 
 def difference_of_logits(model: PaddedModel, path: Path) -> float:
-    """The largest difference of onnxruntime's logits from torch's, over sequences of several lengths."""
+    """Return the largest difference of onnxruntime's logits from torch's, over sequences of several lengths."""
     import onnxruntime
     import torch
 
@@ -132,7 +132,7 @@ def difference_of_logits(model: PaddedModel, path: Path) -> float:
         actual, expected = [logits[real] for logits in actual], [logits[real] for logits in expected]
     difference = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
     scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
-    if not difference <= 1e-4 * scale:  # also true for NaN
+    if not difference <= 1e-4 * scale:  # also raised for NaN
         raise MachineError(
             f"{ONNX}: onnxruntime {onnxruntime.__version__} computes logits that differ from torch's by "
             f"{difference:.1e}. No file was written. Install the versions of requirements.lock."
@@ -141,7 +141,7 @@ def difference_of_logits(model: PaddedModel, path: Path) -> float:
 
 
 def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]:
-    """Random inputs of `model`: sequences of these lengths, truncated to its maximum."""
+    """Return random inputs of `model`: sequences of these lengths, truncated to its maximum."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +154,7 @@ def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]
 
 
 def _expect_export(out: Path, folder: Path) -> None:
-    """Refuse to replace the model itself, or that of another run."""
+    """Raise `InputError` if `out` is the model itself or the model of a run."""
     if out.resolve() == folder.resolve():
         raise InputError(f"{out}: is the model itself. Choose another folder.")
     if out.name == MODEL and (out.parent / SCORES).is_file() and out.exists():

@@ -44,7 +44,7 @@ class PaddedModel(PaddedEncoder):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Logits from int64 [B, L] each: [B, C] for sequences, [B, L, C] for tokens, two [B, L] for spans."""
+        """Return logits from int64 [B, L] each: [B, C] for sequences, [B, L, C] for tokens, two [B, L] for spans."""
         hidden_BLH = self.encode(input_ids, attention_mask, token_type_ids)
         if self.head != "sequence":
             logits_BLC = self._output(self._layers(hidden_BLH))
@@ -56,13 +56,13 @@ class PaddedModel(PaddedEncoder):
         return (self._output(self._layers(pooled_BH)),)
 
     def _layers(self, hidden: Tensor) -> Tensor:
-        """[..., H]: what the family has before the output layer."""
-        layers, own = self.layers_of_head, self.out
+        """Apply the family's layers before the output layer; [..., H]."""
+        layers, weights_of = self.layers_of_head, self.out
         if layers.activation:
-            hidden = F.linear(hidden, own.dense_weight, own.dense_bias if layers.bias else None)
+            hidden = F.linear(hidden, weights_of.dense_weight, weights_of.dense_bias if layers.bias else None)
             hidden = activation_function(layers.activation)(hidden)
         if layers.norm:
-            weights = (getattr(own, f"norm_{kind}") for kind in get_norm(layers.norm).parameters)
+            weights = (getattr(weights_of, f"norm_{kind}") for kind in get_norm(layers.norm).parameters)
             hidden = norm_function(layers.norm)(hidden, *weights, eps=self.shape.layer_norm_eps)
         return hidden
 
@@ -71,13 +71,13 @@ class PaddedModel(PaddedEncoder):
 
 
 def _mean(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
-    """[B, H] over the tokens that are no padding."""
+    """Return the mean over all tokens but padding, [B, H]."""
     weights_BL1 = attention_mask[..., None].to(hidden_BLH.dtype)
     return (hidden_BLH * weights_BL1).sum(1) / weights_BL1.sum(1)
 
 
 def _maximum(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
-    """[B, H] over the tokens that are no padding."""
+    """Return the maximum over all tokens but padding, [B, H]."""
     lowest = torch.finfo(hidden_BLH.dtype).min
     return torch.where(attention_mask[..., None] == 0, lowest, hidden_BLH).amax(1)
 

@@ -26,12 +26,12 @@ def predict(
 
     Args:
         model: the folder of a fine-tuned model.
-        source: a file; `STANDARD_INPUT` or a pipe is read line by line, and each line is answered at once. The lines
-            before a bad one are answered.
+        source: a file; `STANDARD_INPUT` or a pipe is read line by line, and each line is answered immediately. The
+            lines before an invalid one are answered.
         out: file to write, whole or not at all; its name and the number of its predictions are printed. None prints
             the predictions.
-        fields: one record's texts by name (text, pair, question, context), instead of `source`.
-        options: those of `Predictor`.
+        fields: one record, instead of `source`: text, pair, question, context.
+        options: options of `Predictor`.
 
     Raises:
         InputError: there is no model, the input cannot be read, or `out` is the input.
@@ -65,7 +65,7 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
 
 @contextlib.contextmanager
 def _opened(source: str) -> Iterator[tuple[Iterator[str], str]]:
-    """The lines of a file or of standard input, and the name that messages use for it."""
+    """Open a file or standard input; yields its lines, and its name for messages."""
     name = "standard input" if source == STANDARD_INPUT else source
     stdin = contextlib.nullcontext(sys.stdin.buffer)
     try:
@@ -78,7 +78,7 @@ def _opened(source: str) -> Iterator[tuple[Iterator[str], str]]:
 
 
 def _decoded(raw: Iterable[bytes], name: str) -> Iterator[str]:
-    """The lines as text. UTF-8 in every locale: a container's may accept invalid bytes."""
+    """Decode lines as UTF-8 in every locale: a container's locale may accept invalid bytes."""
     for number, line in enumerate(raw, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -89,7 +89,7 @@ def _decoded(raw: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def _write(rows: Iterator[dict[str, Any]], out: Path | None) -> None:
-    """To the file `out`, or to standard output, each line at once. An `InputError` is raised after the rows before it.
+    """Write to the file `out`, or each line immediately to standard output. Earlier rows precede an `InputError`.
 
     The file is written whole or not at all if the process is killed or the disk is full.
     """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 RequestedPrecision = Literal["auto", "bf16", "fp16", "fp32"]
 
-MOST_RECORDS = 512  # per portion; the first portions are smaller
+MAX_RECORDS = 512  # per batch; the first batches are smaller
 
 
 class Predictor:
@@ -40,7 +40,7 @@ class Predictor:
             (`precision_reason`).
         micro_batch_tokens: maximum tokens per forward pass; 0 is the value of the training.
         compile: use torch.compile: the first call takes a minute, later ones are faster.
-        threshold: least probability of a predicted label, or of the positive one of two classes; None: the model's.
+        threshold: lowest probability of a predicted label, or of the positive one of two classes; None: the model's.
     """
 
     def __init__(
@@ -72,55 +72,55 @@ class Predictor:
         self.model = inference_model(self.task, released, weights, self.device, self.precision, compile=compile)
 
     def __call__(self, records: str | Mapping[str, Any] | Iterable[Any]) -> Any:
-        """The prediction for one text or record, or a list of them for a list. See `Task.decode` for its keys.
+        """Return the prediction for one string or record, or a list of them for a list. See `Task.decode` for its keys.
 
         The rows of a table (pandas, polars, Arrow) are records.
         """
         if isinstance(records, str | Mapping):
             return next(self.stream([records]))
-        # All are returned together: small first portions would only be more forward passes.
-        made = self._predicted(enumerate(_rows(records), 1), "record", first=MOST_RECORDS)
-        return [{**_identity(record), **prediction} for record, _, prediction in made]
+        # All are returned together: small first batches would only be more forward passes.
+        predicted = self._predicted(enumerate(_rows(records), 1), "record", first=MAX_RECORDS)
+        return [{**_identity(record), **prediction} for record, _, prediction in predicted]
 
     def stream(
         self, records: Iterable[str | Mapping[str, Any]], where: str = "record", *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Predictions in the order of `records`, which are read in portions of at most `MOST_RECORDS`.
+        """Yield predictions in the order of `records`, which are read in batches of at most `MAX_RECORDS`.
 
-        With `live`, no prediction waits for later records: a portion has only the records that have arrived. One
+        With `live`, no prediction waits for later records: a batch has only the records that have arrived. One
         exception: with `document_context`, a sentence waits until its document is complete.
         """
-        for record, _, made in self._predicted(enumerate(_rows(records), 1), where, live=live):
-            yield {**_identity(record), **made}
+        for record, _, prediction in self._predicted(enumerate(_rows(records), 1), where, live=live):
+            yield {**_identity(record), **prediction}
 
     def stream_lines(
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """`stream` for (line number, record); errors mention the line.
+        """Like `stream`, for (line number, record); errors mention the line.
 
         Each prediction also has the fields of `Task.record`, in front.
         """
-        for record, example, made in self._predicted(numbered, where, live=live):
-            yield {**_identity(record), **self.task.record(example), **made}
+        for record, example, prediction in self._predicted(numbered, where, live=live):
+            yield {**_identity(record), **self.task.record(example), **prediction}
 
     def _predicted(
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False, first: int = 1
     ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
-        """(record, example, prediction) of each; at first of portions of so many."""
-        portions = _arrived_portions(numbered) if live else _growing_portions(numbered, first)
-        for records, examples in self._ready(portions, where):
+        """Yield (record, example, prediction); the first batch has `first` records."""
+        batches = _arrived_batches(numbered) if live else _growing_batches(numbered, first)
+        for records, examples in self._ready(batches, where):
             yield from zip(records, examples, self.predict(examples), strict=True)
 
     def _ready(
-        self, portions: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
+        self, batches: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
     ) -> Iterator[tuple[list[str | Mapping[str, Any]], list[Any]]]:
-        """(records, examples) whose context is complete. An error is raised after those before it."""
+        """Yield (records, examples) whose context is complete. An error is raised after the earlier records."""
         records: list[str | Mapping[str, Any]] = []
         waiting: list[Any] = []
         error = None
         try:
-            for portion in portions:
-                for number, record in portion:
+            for batch in batches:
+                for number, record in batch:
                     place = f"{where}:{number}"
                     check_id(_identity(record).get("id"), place)
                     waiting.append(self.task.example(record, place))
@@ -137,7 +137,7 @@ class Predictor:
             raise error
 
     def predict(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
-        """Predictions for the task's own examples."""
+        """Return predictions for examples of the task."""
         windows = self.task.windows(examples, self.encoder, training=False)
         batches = Batches(windows, seed=0, budget=self._budget, rank=0, world_size=1)
         with torch.inference_mode():
@@ -145,14 +145,14 @@ class Predictor:
         return self.task.decode(examples, windows, logits)
 
     def evaluate(self, path: str) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
-        """(scores, details, predictions) on a labeled file of the same form as the dev file."""
+        """Return (scores, details, predictions) on a labeled file of the same form as the dev file."""
         examples = self.task.read_file(path)
         result = SetResult.of(self.task, examples, self.predict(examples))
         return result.scores, result.details, result.predictions
 
 
 def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> PrecisionChoice:
-    """The precision of the computation; also allows TF32 if training did."""
+    """Choose the precision of the computation; also allow TF32 if training did."""
     if requested == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which chooses the fastest precision of this machine.")
     if requested != "auto":
@@ -167,13 +167,13 @@ def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, de
 
 
 def _rows(records: Any) -> Iterable[Any]:
-    """The records, also those of a table, which itself iterates over its columns."""
+    """Return the records; iterating over a table would yield its columns."""
     if hasattr(records, "columns") or hasattr(records, "column_names"):
         for method, options in (("to_pylist", {}), ("to_dicts", {}), ("to_dict", {"orient": "records"})):
             if hasattr(records, method):
                 return getattr(records, method)(**options)
     if not isinstance(records, Iterable):
-        raise InputError(f"{type(records).__name__}: not a text, a record, or a list or table of them.")
+        raise InputError(f"{type(records).__name__}: not a string, a record, or a list or table of them.")
     return records
 
 
@@ -181,16 +181,16 @@ def _identity(record: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
 
 
-def _growing_portions(records: Iterable[T], size: int) -> Iterator[list[T]]:
+def _growing_batches(records: Iterable[T], size: int) -> Iterator[list[T]]:
     source = iter(records)
-    while portion := list(itertools.islice(source, size)):
-        yield portion
-        size = min(2 * size, MOST_RECORDS)
+    while batch := list(itertools.islice(source, size)):
+        yield batch
+        size = min(2 * size, MAX_RECORDS)
 
 
-def _arrived_portions(records: Iterable[T]) -> Iterator[list[T]]:
-    """Portions of one or more records that a thread has read so far. An error in reading is raised after them."""
-    arrived: queue.Queue[T | _End] = queue.Queue(MOST_RECORDS)
+def _arrived_batches(records: Iterable[T]) -> Iterator[list[T]]:
+    """Yield batches of the records that a thread has read so far. An error in reading is raised after them."""
+    arrived: queue.Queue[T | _End] = queue.Queue(MAX_RECORDS)
 
     def read() -> None:
         error = None
@@ -204,10 +204,10 @@ def _arrived_portions(records: Iterable[T]) -> Iterator[list[T]]:
     threading.Thread(target=read, daemon=True, name="records").start()
     while True:
         items = [arrived.get()]
-        while not isinstance(items[-1], _End) and len(items) < MOST_RECORDS and not arrived.empty():
+        while not isinstance(items[-1], _End) and len(items) < MAX_RECORDS and not arrived.empty():
             items.append(arrived.get())
-        if portion := [item for item in items if not isinstance(item, _End)]:
-            yield portion
+        if batch := [item for item in items if not isinstance(item, _End)]:
+            yield batch
         end = items[-1]
         if isinstance(end, _End):
             if end.error is not None:
@@ -220,9 +220,9 @@ class _End(NamedTuple):
 
 
 def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | dict[str, Any]]]:
-    """(line number, JSON object) of each line, or (line number, text) if it does not start with a brace.
+    """Yield (line number, JSON object) of each line, or (line number, string) if it does not start with a brace.
 
-    An empty line is an empty text; after the first object, empty lines are skipped.
+    An empty line is an empty string; after the first object, empty lines are skipped.
     """
     objects = False
     for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""The candidates of a sweep: choices of settings with their runs, ranked by the dev score."""
+"""Candidates of a sweep: settings with their runs, ranked by the dev score."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from finetune.training.config import FinetuneConfig
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice of settings and its runs, one per seed."""
+    """One combination of settings and its runs, one per seed."""
 
-    base: FinetuneConfig  # the config whose settings they are
+    base: FinetuneConfig  # the user's config
     point: GridPoint
-    runs: dict[int, Outcome | None]  # number of the trial -> its outcome; None if it is still to run
+    runs: dict[int, Outcome | None]  # trial number -> outcome; None if it is still to run
 
     @cached_property
     def scores(self) -> dict[int, float]:
-        """Number of the trial -> score, of the runs that have one."""
+        """{trial number: score} of the runs that have one."""
         return {
             number: outcome.score
             for number, outcome in self.runs.items()
@@ -34,7 +34,7 @@ class Candidate:
 
     @property
     def best_run(self) -> int | None:
-        """Number of the run with the highest score, the first of equals; None without scores."""
+        """Number of the run with the highest score, the first in case of a tie; None without scores."""
         return max(self.scores, key=lambda number: (self.scores[number], -number), default=None)
 
     @property
@@ -44,35 +44,35 @@ class Candidate:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no run is left for the same command."""
+        """True if repeating the command would run nothing."""
         return all(outcome is not None and outcome.is_final for outcome in self.runs.values())
 
 
 def candidates(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> list[list[Candidate]]:
-    """The candidates of each of the user's configs, in the order of the trials."""
-    made: dict[Path, dict[str, Candidate]] = {}
+    """Return the candidates of each of the user's configs, in the order of the trials."""
+    by_config: dict[Path, dict[str, Candidate]] = {}
     for number, (trial, outcome) in enumerate(zip(trials, outcomes, strict=True)):
-        those = made.setdefault(trial.base.folder, {})
-        those.setdefault(trial.point.label, Candidate(trial.base, trial.point, {})).runs[number] = outcome
-    return [list(those.values()) for those in made.values()]
+        by_point = by_config.setdefault(trial.base.folder, {})
+        by_point.setdefault(trial.point.label, Candidate(trial.base, trial.point, {})).runs[number] = outcome
+    return [list(by_point.values()) for by_point in by_config.values()]
 
 
-def rank(given: Iterable[Candidate]) -> list[Candidate]:
-    """Candidates by fewest failed runs, then by highest mean; those without a score last. Ties keep their order."""
+def rank(unranked: Iterable[Candidate]) -> list[Candidate]:
+    """Sort candidates by fewest failed runs, then by highest mean, without scores last. Ties keep their order."""
 
-    def place(candidate: Candidate) -> tuple[bool, int, float]:
+    def sort_key(candidate: Candidate) -> tuple[bool, int, float]:
         spread = candidate.spread
         return spread is None, candidate.failed, -spread.mean if spread else 0.0
 
-    return sorted(given, key=place)
+    return sorted(unranked, key=sort_key)
 
 
-def to_drop(given: Sequence[Candidate]) -> list[int]:
-    """Numbers of the finished trials whose models are not needed any more.
+def to_drop(of_config: Sequence[Candidate]) -> list[int]:
+    """Return the numbers of finished trials whose models are not needed any more, from candidates of one config.
 
-    `given` are of one config. The best run of every incomplete candidate stays, and that of the leading complete one.
+    The best run of every incomplete candidate stays, and the best run of the leading complete one.
     """
-    leader = next((candidate for candidate in rank(given) if candidate.scores and candidate.is_complete), None)
-    kept = {candidate.best_run for candidate in given if candidate is leader or not candidate.is_complete}
-    finished = (number for candidate in given for number, outcome in candidate.runs.items() if outcome is not None)
+    leader = next((candidate for candidate in rank(of_config) if candidate.scores and candidate.is_complete), None)
+    kept = {candidate.best_run for candidate in of_config if candidate is leader or not candidate.is_complete}
+    finished = (number for candidate in of_config for number, outcome in candidate.runs.items() if outcome is not None)
     return sorted(number for number in finished if number not in kept)

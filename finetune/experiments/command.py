@@ -1,4 +1,4 @@
-"""The commands that fine-tune: one run, several seeds, grids, configs. Each imports what it needs when it runs."""
+"""The commands that fine-tune: one run, several seeds, grids, configs. Heavy modules are imported when one runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
     _add_sweep(commands)
 
 
-# ---------------------------------------------------------------- what the commands do
+# ---------------------------------------------------------------- the commands
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
@@ -74,8 +74,8 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     plan = runs.plan(config, alone)
     config = preflight.with_resolved_precision(config) if arguments.resume or finished else config
     state = preflight.run_state(config.folder, finished=finished)
-    told = runs.describe(config, plan, show_config=arguments.show_config)
-    print(for_terminal(f"{config.folder}: {state}\n{told}"))
+    description = runs.describe(config, plan, show_config=arguments.show_config)
+    print(for_terminal(f"{config.folder}: {state}\n{description}"))
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
@@ -92,9 +92,9 @@ def _run_several(
     from finetune.experiments.sweep import run_sweep
     from pretrain.common.settings import with_start
 
-    given = {name: getattr(arguments, name) for name in ("folds", "parallel", "dry_run", "show_config")}
+    common = {name: getattr(arguments, name) for name in ("folds", "parallel", "dry_run", "show_config")}
     start = with_start(overrides(arguments), arguments.start_from)
-    run_sweep(configs, start, grid, seeds=arguments.seeds or 1, **given, **options)
+    run_sweep(configs, start, grid, seeds=arguments.seeds or 1, **common, **options)
 
 
 # ---------------------------------------------------------------- their parsers
@@ -162,7 +162,7 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=positive_int,
         metavar="N",
-        help="runs of each config, with seeds seed, seed + 1, ..., each in its own folder (default: one run)",
+        help="runs of each config, with seeds seed, seed + 1, ..., each in a separate folder (default: one run)",
     )
     parser.add_argument(
         "--folds",

@@ -1,4 +1,4 @@
-"""Grids of settings: the axes of a sweep, and the points on them."""
+"""Grids of settings: the axes of a sweep, and their points."""
 
 import itertools
 import re
@@ -9,16 +9,16 @@ from finetune.training.config import GRIDS, TASKS, FinetuneConfig, TrainingConfi
 from pretrain.common.errors import InputError
 
 _NO_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
-# Settings of a task that decide what its scores mean: those of different values cannot be compared.
+# Settings of a task that define its scores: scores with different values cannot be compared.
 _MEASURE = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 
 Grid = Mapping[str, Sequence[str]]
-"""A setting's dotted name -> its values as YAML writes them."""
+"""{dotted name of a setting: its values in YAML}"""
 
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One choice of settings in a sweep, as dotted name -> value as YAML writes it."""
+    """One combination of settings in a sweep, as {dotted name: value in YAML}."""
 
     settings: Mapping[str, str]
 
@@ -35,19 +35,19 @@ class GridPoint:
 
     @property
     def name(self) -> str:
-        """The values alone, for names of runs."""
+        """The values only, for names of runs."""
         return _plain("-".join(self.settings.values()))
 
     @property
     def overrides(self) -> list[str]:
-        """The settings as --set takes them."""
+        """The settings as arguments of --set."""
         return [f"{name}={value}" for name, value in self.settings.items()]
 
 
-def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
-    """The published grid of this name (empty for none); axes "key=value,value" replace or extend its own."""
+def parse_grid(name: str, axes: Sequence[str]) -> dict[str, list[str]]:
+    """Return the published grid `name` (empty for none), replaced or extended by `axes`, "key=value,value" each."""
     grid = {key: [f"{value:g}" for value in values] for key, values in GRIDS[name].items()} if name else {}
-    for text in given:
+    for text in axes:
         key, equals, written = text.partition("=")
         values = [value.strip() for value in written.split(",")]
         if not equals or not key.strip() or not all(values):
@@ -68,7 +68,7 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def around(training: TrainingConfig) -> dict[str, list[str]]:
-    """Learning rates and epochs around those of a config without gaps (`FinetuneConfig.filled`), which are in it."""
+    """Return learning rates and epochs around the values of a complete config (`FinetuneConfig.filled`)."""
 
     def near(value: float, low: float, high: float) -> list[str]:
         return [f"{value * low:.2g}", f"{value:g}", f"{value * high:.2g}"]
@@ -78,7 +78,7 @@ def around(training: TrainingConfig) -> dict[str, list[str]]:
 
 
 def check_effect(config: FinetuneConfig, point: GridPoint) -> None:
-    """Raise `InputError` if a setting of the point has no effect on the config that has them."""
+    """Raise `InputError` if a setting of the point has no effect in the config."""
     if config.training.steps and "training.epochs" in point.settings:
         raise InputError(
             "training.steps: is set and overrides training.epochs, so a grid of epochs has no effect. Remove one of "
@@ -87,7 +87,7 @@ def check_effect(config: FinetuneConfig, point: GridPoint) -> None:
 
 
 def expand(grid: Grid) -> list[GridPoint]:
-    """Every combination, the last setting changing fastest."""
+    """Return every combination, the last setting changing fastest."""
     return [GridPoint(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
 
 

@@ -1,4 +1,4 @@
-"""Trials and what they came to: one fine-tuning among several, its outcome, statistics over outcomes."""
+"""Trials (each is one of several fine-tunings), their outcomes, and statistics over outcomes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Outcome:
     metric: str = ""  # the score that chooses the checkpoint
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> score -> fraction of 1
     error: RunError | None = None
-    chosen_on: str = ""  # the set that selected the checkpoint, or the fold; trials are compared only on it
+    chosen_on: str = ""  # the set that chose the checkpoint, or the fold; trials are compared only on it
     degenerate: str = ""  # why a finished run counts as failed, see `trials.degenerate`
     data: str = ""  # digest of the training data and of all scored data
-    positive: str = ""  # the class that f1 of two classes is of
+    positive: str = ""  # with two classes: the class whose f1 is computed
 
     @property
     def is_final(self) -> bool:
-        """Whether the same command does not repeat the run: it repeats one that failed, unless it diverged."""
+        """True if the same command does not repeat the run; it repeats failed runs, unless they diverged."""
         return self.error is None or isinstance(self.error, DivergedError)
 
     @property
@@ -57,7 +57,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """The statistics of `values`; None if there are none."""
+        """Return the statistics of `values`; None if there are none."""
         if not values:
             return None
         deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -65,7 +65,7 @@ class Spread:
 
 
 def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
-    """set -> score -> statistics over the outcomes that have it."""
+    """Return {set: {score: statistics over the outcomes that have it}}."""
     values: dict[str, dict[str, list[float]]] = {}
     for outcome in outcomes:
         for part, scores in (outcome.scores if outcome else {}).items():
@@ -73,19 +73,17 @@ def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
                 if math.isfinite(value):
                     values.setdefault(part, {}).setdefault(name, []).append(value)
     return {
-        part: {name: spread for name, those in scores.items() if (spread := Spread.of(those))}
+        part: {name: spread for name, of_score in scores.items() if (spread := Spread.of(of_score))}
         for part, scores in values.items()
     }
 
 
 def failure(outcomes: Sequence[Outcome | None]) -> RunError | None:
-    """The error of a command some of whose runs failed: of their common class, else `MachineError`."""
+    """Return the error of a command if some runs failed: of their common class, or else `MachineError`."""
     errors = [outcome.error for outcome in outcomes if outcome and outcome.error]
     if not errors:
         return None
     kinds = {type(error) for error in errors}
     kind = kinds.pop() if len(kinds) == 1 else MachineError
     number = f"{len(errors)} of {len(outcomes)} runs" if len(outcomes) > 1 else "the run"
-    return kind(
-        f"{number} failed; the reasons are above. The same command runs them again, except those that diverged."
-    )
+    return kind(f"{number} failed; the reasons are above. The same command runs them again, unless they diverged.")

@@ -1,4 +1,4 @@
-"""What a command of several runs writes and prints: summary.json, a table of scores, and GLUE's table."""
+"""Results of a command with several runs: summary.json, a table of scores, and GLUE's table."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _REMARK = 90  # characters of the reason why a run failed
 
 
 def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked: Sequence[Candidate]) -> dict[str, Any]:
-    """summary.json: counts, statistics of every score, the settings, best first, and every run."""
+    """Return summary.json: counts, statistics of every score, the settings, best first, and every run."""
     return {
         "command": sys.argv[1:],
         "metric": next((outcome.metric for outcome in outcomes if outcome and outcome.metric), ""),
         **_counts(outcomes),
         "scores": {
-            part: {name: vars(spread) for name, spread in those.items()} for part, those in spreads(outcomes).items()
+            part: {name: vars(spread) for name, spread in scores.items()} for part, scores in spreads(outcomes).items()
         },
         "settings": [
             {**one.point.settings, "metric": spread.mean, "deviation": spread.deviation, "runs": spread.runs}
@@ -51,7 +51,7 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
 
 
 def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
-    """Numbers of runs: all, done with scores, failed, degenerate (of those done), still to run."""
+    """Return numbers of runs: all, done with scores, failed, degenerate (included in done), still to run."""
     over = [outcome for outcome in outcomes if outcome]
     failed = sum(outcome.error is not None for outcome in over)
     return {
@@ -64,7 +64,7 @@ def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
 
 
 def count_line(outcomes: Sequence[Outcome | None]) -> str:
-    """`5 runs, 4 done, 1 failed`, and the other counts if not 0."""
+    """Return `5 runs, 4 done, 1 failed`, and the other counts if not 0."""
     number = _counts(outcomes)
     line = f"{counted(number['runs'], 'run')}, {number['done']} done, {number['failed']} failed"
     if number["degenerate"]:
@@ -73,14 +73,14 @@ def count_line(outcomes: Sequence[Outcome | None]) -> str:
 
 
 def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
-    """The candidates of each config, best first, with the score that ranks them; of a single one, all scores."""
-    every = [candidate for those in ranked for candidate in those]
+    """Return the candidates of each config, best first, with the ranking score; for a single one, all scores."""
+    every = [candidate for of_config in ranked for candidate in of_config]
     statistics = ["mean", "std", "min", "max"] if any(len(one.runs) > 1 for one in every) else ["value"]
     names = ["config"] if len(ranked) > 1 else []
     headings = [*names, *(axis.rpartition(".")[2] for axis in every[0].point.settings), "score"]
     table, notes = _table([*headings, *statistics], left=len(headings)), list[str]()
     for candidate in every:
-        is_best = any(len(those) > 1 and those[0] is candidate for those in ranked)
+        is_best = any(len(of_config) > 1 and of_config[0] is candidate for of_config in ranked)
         chosen = [*([candidate.base.name] if names else []), *candidate.point.settings.values()]
         if remarks := "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values())))):
             notes.append(f"{', '.join(chosen) or candidate.base.name}: {remarks}")
@@ -93,8 +93,8 @@ def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
 
 
 def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
-    """GLUE task -> its best settings; of two configs with the same task, those of the better one."""
-    scored = [(spread.mean, those[0]) for those in ranked if (spread := those[0].spread) is not None]
+    """Return {GLUE task: its best candidate}, over all configs of the task."""
+    scored = [(spread.mean, of_config[0]) for of_config in ranked if (spread := of_config[0].spread) is not None]
     best: dict[str, Candidate] = {}
     for _, leader in sorted(scored, key=lambda one: -one[0]):
         if task := getattr(leader.base.task_settings, "glue", ""):
@@ -103,11 +103,11 @@ def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
 
 
 def glue_rows(best: Mapping[str, Candidate], name: str) -> list[list[str]]:
-    """The table of the BERT paper (Devlin et al., table 1) and a row with the means over each task's runs."""
+    """Return the table of the BERT paper (Devlin et al., table 1) and a row with the means over each task's runs."""
     found = {
         task: {
-            part: {score: one.mean for score, one in those.items()}
-            for part, those in spreads(candidate.runs.values()).items()
+            part: {score: one.mean for score, one in scores.items()}
+            for part, scores in spreads(candidate.runs.values()).items()
         }
         for task, candidate in best.items()
     }
@@ -131,7 +131,7 @@ def write_submission(best: Mapping[str, Path], folder: Path) -> None:
 
 
 def _scores(candidate: Candidate, *, all_of_them: bool) -> Iterator[tuple[str, Spread | None]]:
-    """(set and score, statistics): of the score that ranks, or of every score."""
+    """Yield (set and score, statistics) of the ranking score, or of every score."""
     done = next((outcome for outcome in candidate.runs.values() if outcome and outcome.scores), Outcome())
     if not all_of_them or not done.scores:
         yield f"{done.chosen_on} {score_title(done.metric, done.positive)}".strip(), candidate.spread
@@ -152,7 +152,7 @@ def _remark(outcome: Outcome | None) -> str:
 
 
 def _table(headings: Sequence[str], left: int) -> Table:
-    """An empty table, whose first columns are aligned to the left."""
+    """Return an empty table whose first `left` columns are left-aligned."""
     from rich import box
     from rich.table import Table
 

@@ -26,7 +26,7 @@ from pretrain.common.wording import counted, print_table
 BEST = "best.yaml"
 FOLDS = "folds.jsonl"
 
-Plans = dict[str, runs.FinetunePlan]  # by the settings of their windows
+Plans = dict[str, runs.FinetunePlan]  # by the settings that affect their windows
 
 
 def run_sweep(
@@ -48,10 +48,10 @@ def run_sweep(
     Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 
     Args:
-        auto: also over `grid.around` each config, where `grid` does not name these settings.
-        folds: K of a cross-validation, 1 for none: each run is K of them, no model is kept, and folds.jsonl has the
+        auto: add `grid.around` of each config, for settings that `grid` does not name.
+        folds: K of a cross-validation, 1 for none: each run becomes K runs, no model is kept, and folds.jsonl has the
             predictions of the best settings' first seed.
-        keep: "best" keeps the model of each config's best run only, "all" those of all runs.
+        keep: "best" keeps only the model of each config's best run, "all" keeps the models of all runs.
         submission: folder for gluebenchmark.com's files, from each GLUE task's best run.
 
     Raises what `trials.run_all` raises, `StoppedError` on a signal, at the end an error if runs failed, and
@@ -70,8 +70,8 @@ def run_sweep(
 
     def remove_models(outcomes: list[Outcome | None]) -> None:
         finished = [number for number, outcome in enumerate(outcomes) if outcome]
-        for those in candidates(members, outcomes) if keep == "best" or folds > 1 else ():
-            for number in finished if folds > 1 else to_drop(those):
+        for of_config in candidates(members, outcomes) if keep == "best" or folds > 1 else ():
+            for number in finished if folds > 1 else to_drop(of_config):
                 shutil.rmtree(members[number].config.folder / MODEL, ignore_errors=True)
 
     outcomes = run_all(configs, members, parallel=parallel, ended=remove_models)
@@ -90,7 +90,7 @@ def sweep_trials(
     seeds: int,
     folds: int = 1,
 ) -> list[Trial]:
-    """The trials of all points, the seeds and folds of a point next to each other."""
+    """Return the trials of all points, the seeds and folds of a point next to each other."""
     trials, folders = [], set()
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
@@ -105,15 +105,15 @@ def sweep_trials(
             name = "-".join(filter(None, [point.name, f"seed-{seed}" if several else "", number]))
             label = ", ".join(filter(None, [point.label, f"seed {seed}" if several else "", fold and f"fold {fold}"]))
             folder = config.folder / point.folder / f"seed-{seed}" / number
-            made = trial_config(chosen, name, folder=folder, seed=seed).model_copy(update={"fold": fold})
-            trials.append(Trial(label, made, config, point))
+            its_config = trial_config(chosen, name, folder=folder, seed=seed).model_copy(update={"fold": fold})
+            trials.append(Trial(label, its_config, config, point))
     return trials
 
 
 def _read(
     paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: int, folds: int, plans: Plans | None
 ) -> list[Trial]:
-    """The trials of all configs; with `plans` also over the grid `around` each."""
+    """Return the trials of all configs; with `plans`, also over the grid `around` each."""
     members: list[Trial] = []
     for path in paths:
         config = load_config(path, overrides, imports=True)
@@ -128,7 +128,7 @@ def _read(
 
 
 def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
-    """The plan of a config's first trial, after all are checked.
+    """Check all trials of a config, and return the plan of the first one.
 
     Raises what `runs.plan` raises, and `InputError` without a held-out set, which chooses the best settings.
     """
@@ -141,7 +141,7 @@ def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
 
 
 def _planned(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
-    """The plan of a config of `base`. Data are read once for those with the same windows."""
+    """Return the plan of a config of `base`. Data are read once for all configs with the same windows."""
     windows = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
     key = f"{base.folder} {config.engine.micro_batch_tokens} {windows}"
     if key not in plans:
@@ -151,15 +151,15 @@ def _planned(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs
 
 def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:
     """Write summary.json and best.yaml, and print the tables."""
-    ranked = [rank(those) for those in candidates(members, outcomes)]
+    ranked = [rank(of_config) for of_config in candidates(members, outcomes)]
     leaders, name = glue_best(ranked), Path(members[0].config.start_from).name
     table = glue_rows(leaders, name) if leaders and len(ranked) > 1 else []
     print_table(score_table(ranked))
-    for those in ranked:
-        config, best = those[0].base, those[0]
-        numbers = sorted(number for candidate in those for number in candidate.runs)
+    for of_config in ranked:
+        config, best = of_config[0].base, of_config[0]
+        numbers = sorted(number for candidate in of_config for number in candidate.runs)
         found = [outcomes[number] for number in numbers]
-        values = summary([members[number] for number in numbers], found, those)
+        values = summary([members[number] for number in numbers], found, of_config)
         write_json(config.folder / SUMMARY, {**values, "glue": table})
         print(f"{config.folder / SUMMARY}: {count_line(found)}")
         if best.point.settings and best.best_run is not None:
@@ -173,8 +173,8 @@ def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submis
 
 def _write_folds(members: Sequence[Trial], outcomes: Sequence[Outcome | None], count: int) -> None:
     """Write folds.jsonl into each config's folder, in the order of its training set."""
-    for those in candidates(members, outcomes):
-        best, config = rank(those)[0], those[0].base
+    for of_config in candidates(members, outcomes):
+        best, config = rank(of_config)[0], of_config[0].base
         files = [members[number].config.folder / PREDICTIONS / "fold.jsonl" for number in list(best.runs)[:count]]
         if not all(path.is_file() for path in files):
             continue
@@ -187,7 +187,7 @@ def _write_folds(members: Sequence[Trial], outcomes: Sequence[Outcome | None], c
 
 
 def _write_best(candidate: Candidate, run: FinetuneConfig) -> None:
-    """Write best.yaml, a config of the best settings, and print where the model of their best run is."""
+    """Write best.yaml, a config of the best settings, and print the path of their best run's model."""
     config = candidate.base
     common = {"name": f"{config.name[:58]}-best", "run_dir": "", "seed": config.seed, "tracking": config.tracking}
     with atomic_open(config.folder / BEST, "w") as file:

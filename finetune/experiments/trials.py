@@ -1,6 +1,6 @@
-"""Several fine-tunings of one command: which are finished, which are still to run, and their outcomes.
+"""Several fine-tunings of one command: find the finished ones, run the others, and return all outcomes.
 
-Each has a run folder below its config's. The folders decide: a finished run is not repeated, nor is one that diverged,
+Each has a run folder below its config's folder. The folders decide: a finished run is not repeated, nor a diverged one,
 since it would diverge again; any other continues from its checkpoint.
 """
 
@@ -32,13 +32,13 @@ from pretrain.run import preflight
 
 
 def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int) -> FinetuneConfig:
-    """`config` as one of several runs: its own name, W&B id, folder and seed, and one W&B group with the others.
+    """Return `config` as one of several runs: with a separate name, W&B id, folder and seed, in a common W&B group.
 
     Args:
-        label: distinguishes it from the others; of a-z, 0-9 and '-'.
+        label: distinguishes it from the other runs; consists of a-z, 0-9 and '-'.
     """
     tracking = config.tracking
-    of_its_own = {
+    wandb_names = {
         "group": tracking.group or config.name,
         "run_id": tracking.run_id and _labeled(tracking.run_id, label, 64),
     }
@@ -47,14 +47,14 @@ def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int)
             "name": _labeled(config.name, label, 63),
             "run_dir": str(folder),
             "seed": seed,
-            "tracking": tracking.model_copy(update=of_its_own),
+            "tracking": tracking.model_copy(update=wandb_names),
         }
     )
 
 
-def _labeled(text: str, label: str, most: int) -> str:
-    """`text-label` in at most `most` characters; `text` is cut first."""
-    return f"{text[: max(1, most - 1 - len(label))]}-{label}"[:most]
+def _labeled(text: str, label: str, limit: int) -> str:
+    """Return `text-label` in at most `limit` characters; `text` is cut first."""
+    return f"{text[: max(1, limit - 1 - len(label))]}-{label}"[:limit]
 
 
 def run_all(
@@ -64,10 +64,10 @@ def run_all(
     parallel: int,
     ended: Callable[[list[Outcome | None]], None],
 ) -> list[Outcome | None]:
-    """Run the trials that are not finished; a line is printed when one ends. The outcomes are None after a stop.
+    """Run the unfinished trials, and print a line for each result. After a stop, missing outcomes are None.
 
-    The trials are of all `configs`. The first config's folder has Ray's log and the stop file. `ended` is called with
-    all outcomes whenever a trial ends. `parallel` is as in `cluster.workers.trials.run_trials`.
+    The trials are from all `configs`. The first config's folder has Ray's log and the stop file. `ended` is called with
+    all outcomes after each trial. `parallel` is as in `cluster.workers.trials.run_trials`.
 
     Raises:
         InputError: a run folder holds a run with other settings or data, or another process uses the folders.
@@ -91,7 +91,7 @@ def run_all(
 
 
 def raise_failure(folder: Path, outcomes: Sequence[Outcome | None]) -> None:
-    """Raise the error of a command whose runs, in or below `folder`, were stopped or failed, if there is one."""
+    """Raise the error of a command if some of its runs, in or below `folder`, were stopped or failed."""
     if unfinished := outcomes.count(None):
         raise StoppedError(f"{folder}: stopped with {counted(unfinished, 'run')} unfinished.").again()
     if error := failure(outcomes):
@@ -107,11 +107,11 @@ def _prepare(config: FinetuneConfig) -> None:
 
 
 def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
-    """Raise `InputError` if the runs of a config cannot be among several, or not with those of the first."""
+    """Raise `InputError` if a config cannot have several runs, or not together with the `first` config."""
     if config.scheduling.workers > 1:
         raise InputError(
             f"scheduling.workers: {config.scheduling.workers}, but each of several runs is one process. "
-            "Leave --workers out; --parallel sets how many run at once."
+            "Leave --workers out; --parallel sets the number of concurrent runs."
         )
     if config.address:
         raise InputError(f"run_dir: {config.address}: several runs have to be in a local folder. Give a local run_dir.")
@@ -123,16 +123,16 @@ def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
 
 
 def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[Trial]:
-    """The trials, with one common precision for those with `auto`, so that their scores are comparable.
+    """Replace `auto` by one common precision for all trials, so that their scores are comparable.
 
-    On a cluster, whose nodes may differ, the first trial that starts decides for those of a later call.
+    On a cluster, whose nodes may differ, the first trial that starts decides for all trials of later calls.
     """
     started = [replace(trial, config=preflight.with_resolved_precision(trial.config)) for trial in trials]
     if not any(trial.config.engine.precision == "auto" for trial in started):
         return started
     pairs = zip(started, trials, strict=True)
-    settled = (one.config.engine for one, before in pairs if one.config.engine != before.config.engine)
-    chosen: Precision | None = next((engine.resolved_precision for engine in settled), None)
+    resolved = (one.config.engine for one, before in pairs if one.config.engine != before.config.engine)
+    chosen: Precision | None = next((engine.resolved_precision for engine in resolved), None)
     if chosen is None:
         if config.scheduling.address:  # other machines train
             return started
@@ -146,12 +146,12 @@ def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[
 
 
 def read_outcome(trial: Trial) -> Outcome | None:
-    """The outcome in the run folder; None if the run is still to run or to continue.
+    """Read the outcome from the run folder; None if the run has to start or continue.
 
     Raises `InputError` if the run in the folder has other settings.
     """
     folder = trial.config.folder
-    # The model may have been removed to save disk space. Checkpoints are removed last, after all else is written.
+    # The model may have been removed to save disk space. Checkpoints are removed last, after everything is written.
     finished = (folder / MODEL / MANIFEST).is_file() or (
         (folder / SCORES).is_file() and not (folder / "checkpoints").exists()
     )
@@ -170,9 +170,9 @@ def read_outcome(trial: Trial) -> Outcome | None:
 
 
 def degenerate(details: dict[str, Any]) -> str:
-    """Why a run counts as failed by Mosbach et al. 2021, section 3, from details of its sets; empty if it does not.
+    """Return why a run counts as failed by Mosbach et al. 2021, section 3, from details of its sets; "" if it does not.
 
-    So does a single-label classifier whose accuracy on the first held-out set is not above the share of the most
+    A single-label classifier fails if its accuracy on the first held-out set is not above the share of the most
     frequent class.
     """
     confusion = next(iter(details.values()), {}).get("confusion")
@@ -180,15 +180,15 @@ def degenerate(details: dict[str, Any]) -> str:
         return ""
     counts: list[list[int]] = confusion["counts"]  # [true][predicted]
     right = sum(row[number] for number, row in enumerate(counts))
-    most = max(range(len(counts)), key=lambda number: sum(counts[number]))
-    if right > sum(counts[most]):
+    frequent = max(range(len(counts)), key=lambda number: sum(counts[number]))
+    if right > sum(counts[frequent]):
         return ""
-    share = sum(counts[most]) / sum(map(sum, counts))
-    return f"no better than always {confusion['labels'][most]} ({share:.4f})"
+    share = sum(counts[frequent]) / sum(map(sum, counts))
+    return f"no better than always {confusion['labels'][frequent]} ({share:.4f})"
 
 
 def outcome_line(label: str, outcome: Outcome) -> str:
-    """The score of a run, or the reason why it failed."""
+    """Return the score of a run, or the reason why it failed."""
     if outcome.error is not None:
         return f"{label}  failed: {' '.join(str(outcome.error).split())}"
     title = f"{outcome.chosen_on} {score_title(outcome.metric, outcome.positive)}"
@@ -204,7 +204,7 @@ def _run(
     parallel: int,
     ended: Callable[[list[Outcome | None]], None],
 ) -> None:
-    """Run the pending trials, and fill in their outcomes. After a stop some are left out."""
+    """Run the pending trials, and fill in their outcomes; after a stop, not all of them."""
     stop_file = config.folder / STOP_FILE
     stopping = False
 
@@ -218,7 +218,7 @@ def _run(
                 ended(outcomes)
         if not stopping and stop_file.exists():
             stopping = True
-            print("  stopping: running trials save a checkpoint; Ctrl-C again ends them at once", flush=True)
+            print("  stopping: running trials save a checkpoint; Ctrl-C again kills them immediately", flush=True)
 
     log = trials[pending[0]].config.folder / "logs/training-0.log"
     print(f"  {len(pending)} of {len(trials)} to run, each with its log, such as {log}", flush=True)
@@ -250,16 +250,16 @@ def _end(trial: Trial, error: RunError | None) -> Outcome:
 
 
 def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
-    """Refuse to compare runs with others whose data files have changed since."""
-    now: dict[str, str] = {}
+    """Raise `InputError` if data files of finished runs have changed since, so that scores are not comparable."""
+    digests: dict[str, str] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome is None or not outcome.data:
             continue
         config = trial.config
         key = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
-        if key not in now:
-            now[key] = runs.digest(config)
-        if now[key] != outcome.data:
+        if key not in digests:
+            digests[key] = runs.digest(config)
+        if digests[key] != outcome.data:
             raise InputError(
                 f"{config.folder}: was trained or scored on other data than the files of {config.task_name} hold now. "
                 "Restore the files, choose another name or run_dir, or remove the folder."
@@ -267,7 +267,7 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
 
 
 def _read(path: Path, *names: str) -> list[Any]:
-    """The values of a JSON object by these names."""
+    """Read the values of these keys from a JSON object."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         return [saved[name] for name in names]

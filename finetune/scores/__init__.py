@@ -1,1 +1,1 @@
-"""What a pretrained encoder is worth: the command `evaluate-pretrained`, and its three parts as functions."""
+"""Evaluation of pretrained encoders: the command `evaluate-pretrained`, and its parts as functions."""

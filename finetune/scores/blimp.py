@@ -1,8 +1,8 @@
-"""BLiMP: whether a model prefers the acceptable sentence of a pair (Warstadt et al. 2020, arXiv:1912.00582).
+"""BLiMP: the preference for the acceptable sentence of a pair (Warstadt et al. 2020, arXiv:1912.00582).
 
 A sentence is scored by its pseudo-log-likelihood (Salazar et al. 2020, "Masked Language Model Scoring", section 2.1):
-each token is masked alone, and the logarithms of the true tokens' probabilities are added. Special tokens are neither
-masked nor added. A pair is right if the acceptable sentence scores higher; a tie is wrong.
+each token is masked alone, and the log probabilities of the true tokens are summed, without special tokens. A pair is
+right if the acceptable sentence scores higher; a tie is wrong.
 """
 
 import json
@@ -19,7 +19,7 @@ from pretrain.common.errors import InputError
 
 PART = "blimp"  # name of the score
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # of a line
-AT_ONCE = 1 << 18  # tokens of masked copies that are in memory at once
+AT_ONCE = 1 << 18  # tokens of masked copies in memory at a time
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Paradigm:
 
 @dataclass(frozen=True)
 class ParadigmScore:
-    """The pairs of a paradigm, and how many a model gets right."""
+    """Number of pairs of a paradigm, and of pairs that a model gets right."""
 
     phenomenon: str
     pairs: int
@@ -58,7 +58,7 @@ class BlimpScore:
 
     @property
     def phenomena(self) -> dict[str, float]:
-        """Phenomenon -> mean accuracy of its paradigms, by name."""
+        """{phenomenon: mean accuracy of its paradigms}, sorted by name."""
         members: dict[str, list[float]] = {}
         for one in self.paradigms.values():
             members.setdefault(one.phenomenon, []).append(one.accuracy)
@@ -70,13 +70,13 @@ class BlimpScore:
         return statistics.fmean(one.accuracy for one in self.paradigms.values())
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the score as data for JSON."""
         paradigms = {name: {**asdict(one), "accuracy": one.accuracy} for name, one in self.paradigms.items()}
         return {"overall": self.overall, "phenomena": self.phenomena, "paradigms": paradigms}
 
 
 def blimp_score(model: MaskedModel, paradigms: Sequence[Paradigm]) -> BlimpScore:
-    """The accuracies of a model on BLiMP, with progress on stderr.
+    """Compute the accuracies of a model on BLiMP, with progress on stderr.
 
     Raises `InputError` if the model has too few positions for a sentence.
     """
@@ -90,7 +90,7 @@ def blimp_score(model: MaskedModel, paradigms: Sequence[Paradigm]) -> BlimpScore
 
 
 def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
-    """The paradigms in the .jsonl files of a folder, by name, with their first `limit` pairs (0: all).
+    """Read the paradigms in the .jsonl files of a folder, with their first `limit` pairs (0: all).
 
     Raises `InputError` if there is none, a line is not a pair of BLiMP, a file has several UIDs, or two have one.
     """
@@ -101,7 +101,7 @@ def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
     for file in files:
         one = _read_paradigm(file, limit)
         if one.name in paradigms:
-            raise InputError(f"{file}: its UID ({one.name}) is that of another file, too. Remove one of them.")
+            raise InputError(f"{file}: another file has the same UID ({one.name}). Remove one of them.")
         paradigms[one.name] = one
     return list(paradigms.values())
 
@@ -135,7 +135,7 @@ def _read_paradigm(file: Path, limit: int) -> Paradigm:
 def pseudo_log_likelihoods(
     model: MaskedModel, sentences: Sequence[str], advance: Advance = lambda count: None
 ) -> np.ndarray:
-    """float64 [len(sentences)], in nats. Sentences of equal tokens are computed once, so they score exactly the same.
+    """Return float64 [len(sentences)], in nats. Sentences with equal tokens are computed once and score the same.
 
     Raises `InputError` if a sentence has more tokens than the model has positions.
     """
@@ -155,13 +155,13 @@ def pseudo_log_likelihoods(
 
 
 def right_pairs(model: MaskedModel, pairs: Sequence[tuple[str, str]], advance: Advance) -> int:
-    """How many pairs have their first sentence, the acceptable one, scored higher."""
+    """Count the pairs whose first sentence, the acceptable one, scores higher."""
     scores = pseudo_log_likelihoods(model, [sentence for pair in pairs for sentence in pair], advance)
     return int((scores[::2] > scores[1::2]).sum())
 
 
 def _masked_copies(model: MaskedModel, ids: np.ndarray, ordinary: np.ndarray, sentence: str) -> list[MaskedSequence]:
-    """A copy of the sentence for each of its tokens, in which that token is masked."""
+    """Return a copy of the sentence for each of its tokens, in which this token is masked."""
     if len(ids) > model.max_positions:
         raise InputError(
             f"a sentence has {len(ids)} tokens, but the model has {model.max_positions} positions: {sentence[:60]!r}. "
@@ -176,7 +176,7 @@ def _masked_copies(model: MaskedModel, ids: np.ndarray, ordinary: np.ndarray, se
 
 
 def _portions(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int, int]]:
-    """(first, one past the last) sentence of what is computed in one go."""
+    """Yield (first, one past the last) sentence of the batches to compute."""
     begin = tokens = 0
     for number, one in enumerate(copies):
         tokens += sum(len(copy.ids) for copy in one)
@@ -188,5 +188,5 @@ def _portions(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int,
 
 
 def data_digest(paradigms: Sequence[Paradigm]) -> str:
-    """SHA-256 of the pairs, as hexadecimal digits."""
+    """Return the SHA-256 of the pairs, as hexadecimal digits."""
     return text_digest(json.dumps([asdict(one) for one in paradigms]))

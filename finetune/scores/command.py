@@ -1,4 +1,4 @@
-"""The command `evaluate-pretrained`: the scores that were asked for, one after another, then table and page."""
+"""The command `evaluate-pretrained`: compute the requested scores one after another, then a table and a page."""
 
 import argparse
 import re
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _measured(folder: Path, released: Released, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each score, as it is measured: its name, `how` and `scores`."""
+    """Yield each score as soon as it is measured: its name, `how` and `scores`."""
     documents = read_documents(arguments.texts)
     paradigms = read_blimp(arguments.blimp, arguments.blimp_limit) if arguments.blimp else []
     model = MaskedModel(folder, arguments.precision, released)
@@ -59,7 +59,7 @@ def _measured(folder: Path, released: Released, arguments: argparse.Namespace) -
 
 
 def _identity(arguments: argparse.Namespace, released: Released) -> dict[str, Any]:
-    """What the results say of the model."""
+    """Return the description of the model in the results."""
     folder, shape = arguments.model, released.model
     name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.")
     if not name:

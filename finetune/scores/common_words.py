@@ -1,9 +1,9 @@
-"""Bits of common words: how well a model predicts frequent words, in the same way for every vocabulary.
+"""Bits of common words: prediction of frequent words, comparable across vocabularies.
 
-The words are those of common_words.txt, which never changes. Scored are their occurrences in lower case between two
-blanks, one masked at a time, in passages of the same characters. What a model says counts among the words of the list
-alone; a word's probability is the sum over all tokens that spell it: in any case, with accents or without, with a blank
-before it or without. So models with different vocabularies answer the same question.
+The words are listed in common_words.txt, which never changes. Their lower-case occurrences between two blanks are
+scored, one masked at a time, in passages of the same characters. Probabilities are normalized over the words of the
+list; a word's probability is the sum over all tokens that spell it: in any case, with or without accents, with or
+without a blank before it. So models with different vocabularies answer the same question.
 """
 
 import math
@@ -27,12 +27,12 @@ LIST = Path(__file__).parent / "common_words.txt"
 
 @dataclass(frozen=True)
 class CommonWordScore:
-    """How well a model predicts common words.
+    """Quality of the prediction of common words.
 
     Attributes:
         bits: mean of -log2 of their probabilities among the list's words; comparable between vocabularies.
-        standard_error: of the mean, over the words that were scored; it does not know how far trainings differ.
-        words: that were scored.
+        standard_error: of the mean, over the scored words; it does not include the variance between trainings.
+        words: number of scored words.
     """
 
     bits: float
@@ -42,20 +42,20 @@ class CommonWordScore:
 
 @cache
 def common_words() -> tuple[str, ...]:
-    """The list, in alphabetical order."""
+    """Return the list, in alphabetical order."""
     return tuple(LIST.read_text(encoding="utf-8").split())
 
 
 def score_common_words(
-    model: MaskedModel, documents: Sequence[str], how: PassageSettings, words: Sequence[str] | None = None
+    model: MaskedModel, documents: Sequence[str], settings: PassageSettings, words: Sequence[str] | None = None
 ) -> CommonWordScore:
-    """The score of a model on documents in which each run of blanks is one; `words`: those of the list.
+    """Score a model on documents in which each run of blanks is one; `words`: the list, by default `common_words`.
 
     Raises `NoScoreError` if a word is not one token of the model's vocabulary, or as `sampled` and `word_tokens`.
     """
     words = common_words() if words is None else words
     groups, numbers = token_groups(model, words), {word: number for number, word in enumerate(words)}
-    occurrences = sampled(documents, how, numbers.__contains__)
+    occurrences = sampled(documents, settings, numbers.__contains__)
     sequences = []
     for one, (ids, places) in zip(occurrences, word_tokens(model, occurrences), strict=True):
         masked = ids.copy()
@@ -67,7 +67,7 @@ def score_common_words(
 
 
 def token_groups(model: MaskedModel, words: Sequence[str]) -> TokenGroups:
-    """The tokens that spell each word. Raises `NoScoreError` if a word between blanks is not one token."""
+    """Return the tokens that spell each word. Raises `NoScoreError` if a word between blanks is not one token."""
     spell = _speller(model.tokenizer)
     for word, tokens in zip(words, tokens_of_words(model, words), strict=True):
         if len(tokens) != 1 or spell(model.tokenizer.id_to_token(int(tokens[0]))) != word:
@@ -80,7 +80,7 @@ def token_groups(model: MaskedModel, words: Sequence[str]) -> TokenGroups:
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str | None], str]:
-    """Entry of the vocabulary -> what it spells in lower case, without accents and the blank before it."""
+    """Return a function that spells an entry in lower case, without accents and without the blank before it."""
     is_bytes = is_byte_level(tokenizer)
 
     def spell(entry: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Scores of a run's checkpoints as they come: `evaluate-pretrained RUN --follow`, which `pretrain.run.probes` starts.
+"""Score a run's checkpoints as they are saved: `evaluate-pretrained RUN --follow`, which `pretrain.run.probes` starts.
 
 A due checkpoint is exported, the export is scored as any model, and the scores become a line of the run's probes.jsonl.
 """
@@ -30,24 +30,24 @@ Measure = Callable[[Path], Iterable[tuple[str, Mapping[str, Any]]]]
 
 _FOLDER = "probes"  # of a run: the lock, and the export that is scored
 _POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5
-# Name of a score -> the figure that stands for it in probes.jsonl (`pretrain.tracking.events`).
+# Name of a score -> its field that is written to probes.jsonl (`pretrain.tracking.events`).
 _FIELDS = {common_words.PART: "bits", whole_words.PART: "lower", held_out.PART: "nats_per_token", blimp.PART: "overall"}
 
 logger = logging.getLogger(__name__)
 
 
 def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
-    """Score the newest due checkpoint again and again, until the run's last is scored, or the process `pid` is gone.
+    """Score the latest due checkpoint repeatedly, until the run's last one is scored, or the process `pid` is gone.
 
-    Raises `InputError` if `run` is no run folder, or another process follows it; with `pid`, that is waited for.
+    Raises `InputError` if `run` is not a run folder, or another process follows it; with `pid`, wait for that instead.
     """
     if pid is not None:
-        threading.Thread(target=_end_with, args=[pid], name="pid", daemon=True).start()
+        threading.Thread(target=_exit_with, args=[pid], name="pid", daemon=True).start()
     if not (run / CONFIG_FILE).is_file():
         raise InputError(f"--follow: {run} is not a run folder (no {CONFIG_FILE}). Give one.")
     refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or end it."
     with locked(run / _FOLDER / ".lock", "" if pid is not None else refusal):
-        keep_until(run / PROBES, sys.maxsize)  # without the half line of a process that was killed
+        keep_until(run / PROBES, sys.maxsize)  # drops the partial line of a killed process
         is_last = False
         while not is_last:
             for name in checkpoint_names(run)[-1:]:
@@ -60,8 +60,8 @@ def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
             time.sleep(0 if is_last else _POLL_SECONDS)
 
 
-def _end_with(pid: int) -> None:
-    """End this process as soon as the process `pid` is gone, whatever this one does then."""
+def _exit_with(pid: int) -> None:
+    """Exit this process as soon as the process `pid` is gone, whatever this one is doing."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -70,14 +70,14 @@ def _end_with(pid: int) -> None:
 
 
 def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
-    """Score the newest checkpoint if it is due; whether it is the run's last one.
+    """Score the latest checkpoint if it is due; return whether it is the run's last one.
 
     Raises a `RunError` or an `OSError` if the checkpoint was removed meanwhile.
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)
     config, done = state["config"], max((one["step"] for one in read_records(run, PROBES)), default=0)
     every = max(config["evaluation"]["every_steps"], config["checkpoint"]["every_steps"])
-    # A fork's first checkpoint has its parent's config, and that of a run that was made longer its former one.
+    # A checkpoint may have an older config: a fork's first one its parent's, an extended run's the shorter one.
     phases = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))["phases"]
     is_last, due = step >= sum(phase["steps"] for phase in phases), step // every - done // every
     if step > done and (due or is_last):
@@ -96,7 +96,7 @@ def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, in
             if (field := _FIELDS[part]) in found["scores"]:
                 scores[part] = found["scores"][field]
     except Exception as failure:
-        if not (model / "config.json").is_file() and not checkpoint.is_dir():  # the export did not come about
+        if not (model / "config.json").is_file() and not checkpoint.is_dir():  # nothing was exported
             raise InputError(f"{checkpoint}: removed") from failure
         error = {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())}"}
         logger.warning("%s", checkpoint.name, exc_info=failure)

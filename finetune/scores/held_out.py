@@ -1,11 +1,11 @@
 """Held-out masked-language-modeling quality of a checkpoint on plain text, comparable within one vocabulary.
 
-Runs of blanks and line ends count as one blank. A document's tokens are cut into sequences of equal length, and each is
+Runs of blanks and newlines count as one blank. A document's tokens are cut into sequences of equal length, and each is
 masked as in pretraining (Devlin et al. 2019, section 3.1): 15 % of its tokens, 80 % of them replaced by the mask token,
 10 % by a random one. Bits per character divide the information in the predicted tokens by their characters: a token's
-characters run from the end of the token before it to its own end, so each character of the text, blanks between words
-included, belongs to exactly one token. They still do not compare vocabularies: the other tokens of a word stay in
-sight, so the smaller a vocabulary is, the fewer bits it has. `text_scores` does.
+characters run from the previous token's end to its end, so each character, blanks between words included, belongs to
+exactly one token. They still do not compare vocabularies: the other tokens of a word stay visible, so the smaller a
+vocabulary is, the fewer bits it has. `text_scores` does.
 
 Shape letters: L tokens of a sequence or a document.
 """
@@ -38,12 +38,12 @@ PART = "held_out"  # name of the score
 
 @dataclass(frozen=True)
 class HeldOutSettings:
-    """How a text is cut and masked.
+    """Settings for cutting and masking documents.
 
     Attributes:
-        length: tokens of a sequence at most, special tokens included.
-        share: of a sequence's tokens to predict.
-        seed: of the masks, which depend on it and on the document alone.
+        length: maximum tokens of a sequence, special tokens included.
+        share: share of a sequence's tokens to predict.
+        seed: seed of the masks, which depend only on it and on the document.
     """
 
     length: int = 128
@@ -53,18 +53,18 @@ class HeldOutSettings:
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """How well a model predicts masked tokens.
+    """Quality of the prediction of masked tokens.
 
     Attributes:
         nats_per_token: mean cross-entropy of the masked tokens; comparable between models of one vocabulary only.
-        accuracy: share of the masked tokens that are the most probable ones.
+        accuracy: share of the masked tokens to which the model gives the highest probability.
         bits_per_character: -log2 of the masked tokens' probabilities divided by their characters; comparable between
             models of one vocabulary only.
-        predictions: masked tokens.
-        characters: of the masked tokens.
-        unknown: share of the masked tokens that the vocabulary does not know, which are easy to predict.
-        tokens: of the text, special tokens left out.
-        documents: of the text.
+        predictions: number of masked tokens.
+        characters: characters of the masked tokens.
+        unknown: share of unknown tokens among the masked ones; they are easy to predict.
+        tokens: tokens of the documents, without special tokens.
+        documents: number of documents.
     """
 
     nats_per_token: float
@@ -85,19 +85,19 @@ class TextSequence(NamedTuple):
     tokens: int  # of the text
 
 
-def score_held_out(model: MaskedModel, documents: Sequence[str], how: HeldOutSettings) -> HeldOutScore:
-    """The score of a model on documents in which each run of blanks is one.
+def score_held_out(model: MaskedModel, documents: Sequence[str], settings: HeldOutSettings) -> HeldOutScore:
+    """Score a model on documents in which each run of blanks is one.
 
-    Raises `InputError` if they have no token, or the model has fewer positions than `how.length`.
+    Raises `InputError` if they have no token, or the model has fewer positions than `settings.length`.
     """
-    if how.length > model.max_positions:
-        raise InputError(f"--length: {how.length}, but the model has {model.max_positions} positions. Lower it.")
-    sequences = list(masked_sequences(model.tokenizer, model.special_ids, documents, how))
+    if settings.length > model.max_positions:
+        raise InputError(f"--length: {settings.length}, but the model has {model.max_positions} positions. Lower it.")
+    sequences = list(masked_sequences(model.tokenizer, model.special_ids, documents, settings))
     return _score(model, sequences, len(documents))
 
 
 def read_documents(texts: Sequence[Path]) -> list[str]:
-    """The documents of files and folders in a fixed order, each run of blanks and line ends as one blank.
+    """Read the documents of files and folders in a fixed order, each run of blanks and newlines as one blank.
 
     Raises `InputError` if a path does not exist or has no text. Faults within files are logged.
     """
@@ -118,17 +118,17 @@ def read_documents(texts: Sequence[Path]) -> list[str]:
 
 
 def masked_sequences(
-    tokenizer: Tokenizer, special_ids: Mapping[str, int], documents: Sequence[str], how: HeldOutSettings
+    tokenizer: Tokenizer, special_ids: Mapping[str, int], documents: Sequence[str], settings: HeldOutSettings
 ) -> Iterator[TextSequence]:
-    """The masked sequences of all documents in order; a pure function of document and settings."""
+    """Yield the masked sequences of all documents in order; a pure function of document and settings."""
     before, after = frame(special_ids)
-    masker = Masker.of_texts(_vocabulary(tokenizer, special_ids), how.share, how.length)
-    size = how.length - len(before) - len(after)
+    masker = Masker.of_texts(_vocabulary(tokenizer, special_ids), settings.share, settings.length)
+    size = settings.length - len(before) - len(after)
     if size < 1:
-        raise InputError(f"--length: {how.length} leaves no room for text beside the special tokens. Raise it.")
+        raise InputError(f"--length: {settings.length} leaves no room for text besides the special tokens. Raise it.")
     for document in documents:
         ids, characters = tokens_of(tokenizer, document)
-        key = document_key(document, how.seed)
+        key = document_key(document, settings.seed)
         for number, begin in enumerate(range(0, len(ids), size)):
             cut = slice(begin, begin + size)
             framed = np.concatenate([before, ids[cut], after])
@@ -150,9 +150,9 @@ def _masked(
 
 
 def tokens_of(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 [L] ids without special tokens, int64 [L] characters of each, whose sum is that of the document)."""
+    """Return (ids without special tokens, int64 [L]; characters of each, int64 [L], all characters in sum)."""
     encoded = tokenizer.encode(document, add_special_tokens=False)
-    # Several tokens may spell one character: it belongs to the first that ends there.
+    # Several tokens may spell one character: it belongs to the first of them.
     ends = np.maximum.accumulate(np.array([end for _, end in encoded.offsets], np.int64))
     if len(ends):
         ends[-1] = len(document)  # the tokenizer drops some characters, such as control codes
@@ -172,7 +172,7 @@ def _vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> Masking
 
 
 def document_key(document: str, seed: int) -> np.uint64:
-    """64 bits of the document and the seed."""
+    """Return a 64-bit hash of the document and the seed."""
     digest = hashlib.blake2b(f"{seed}\n{document}".encode(), digest_size=8).digest()
     return np.frombuffer(digest, "<u8")[0]
 
@@ -180,14 +180,14 @@ def document_key(document: str, seed: int) -> np.uint64:
 def _score(model: MaskedModel, sequences: Sequence[TextSequence], documents: int) -> HeldOutScore:
     predictions = sum(len(one.masked.labels) for one in sequences)
     if not predictions:
-        raise InputError("--texts: has no token. Give a text with words.")
+        raise InputError("--texts: has no token. Give documents with words.")
     with progress_bar("held-out text, masked tokens", predictions) as advance:
-        said = model.predict([one.masked for one in sequences], advance)
-    nats, characters = -float(said.log_probabilities.sum()), sum(one.characters for one in sequences)
+        predicted = model.predict([one.masked for one in sequences], advance)
+    nats, characters = -float(predicted.log_probabilities.sum()), sum(one.characters for one in sequences)
     labels = np.concatenate([one.masked.labels for one in sequences])
     return HeldOutScore(
         nats_per_token=nats / predictions,
-        accuracy=float(said.correct.mean()),
+        accuracy=float(predicted.correct.mean()),
         bits_per_character=nats / math.log(2) / max(1, characters),
         predictions=predictions,
         characters=characters,

@@ -1,4 +1,4 @@
-"""A checkpoint that predicts masked tokens, with its own tokenizer, over unpadded batches.
+"""Prediction of masked tokens by a checkpoint with its tokenizer, in unpadded batches.
 
 Shape letters: L tokens of a sequence, K tokens to predict, V vocabulary.
 """
@@ -24,15 +24,15 @@ from pretrain.common.transfers import PendingCopy, arrivals, to_host
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
 
-Advance = Callable[[int], None]  # told how many predictions are done
+Advance = Callable[[int], None]  # called with the number of predictions done since the last call
 
 BATCH_TOKENS = 8192
-_LOGITS = 1 << 25  # that are in memory at once: 128 MiB of fp32
+_LOGITS = 1 << 25  # in memory at a time: 128 MiB of fp32
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of all tokens to predict, in the order of the sequences.
+    """A model's predictions of all masked tokens, in the order of the sequences.
 
     Attributes:
         log_probabilities: float64 [K], of the labels, in nats.
@@ -45,12 +45,12 @@ class Predictions:
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """What a model chooses from in place of single tokens: groups of them, whose probabilities are added.
+    """Groups of tokens that are predicted instead of single tokens; their probabilities are summed.
 
     Attributes:
-        tokens: int64 [M], ids; what is in no group cannot be chosen.
+        tokens: int64 [M], ids; tokens without a group cannot be predicted.
         groups: int64 [M], the group of each, 0 to `count` - 1.
-        count: of the groups.
+        count: number of groups.
     """
 
     tokens: np.ndarray
@@ -58,7 +58,7 @@ class TokenGroups:
     count: int
 
     def scores(self, logits_KV: torch.Tensor) -> torch.Tensor:
-        """fp64 [K, count]: the logits of the groups."""
+        """Return the logits of the groups, fp64 [K, count]."""
         tokens, groups = (torch.from_numpy(x).to(logits_KV.device) for x in (self.tokens, self.groups))
         logits_KM = logits_KV[:, tokens].double()
         largest_K1 = logits_KM.amax(-1, keepdim=True)
@@ -70,18 +70,18 @@ class MaskedModel:
     """A model for masked language modeling, in evaluation mode, on a GPU if there is one.
 
     Args:
-        folder: what `pretrain.checkpoint.released.read_released` reads.
+        folder: a model that `pretrain.checkpoint.released.read_released` reads.
         precision: of weights and activations, fp32 or bf16; fp32 gives the same scores on every machine, to rounding.
         released: the model of the folder, if it has been read already.
 
     Attributes:
-        precision: as given.
-        tokenizer: of the `tokenizers` library, truncation and padding off; special tokens in a text are ordinary
+        precision: as passed.
+        tokenizer: of the `tokenizers` library, without truncation and padding; special tokens in the input are ordinary
             characters, as in a prepared corpus.
         special_ids: ids of the special tokens by role.
-        mask_id: that of the mask token.
-        unknown_id: the id of what the vocabulary does not know; -1 for vocabularies of bytes.
-        max_positions: tokens of the longest sequence, special tokens included.
+        mask_id: id of the mask token.
+        unknown_id: id of the unknown token; -1 for vocabularies of bytes.
+        max_positions: maximum sequence length, special tokens included.
 
     Raises:
         InputError: the model or its tokenizer cannot be read, has no head for masked language modeling, or no mask
@@ -112,10 +112,10 @@ class MaskedModel:
         if self._device.type == "cpu":
             hold_freed_memory()
         self._model = model.eval().to(self._device, torch_dtype(precision))
-        self._most_predictions = max(1, _LOGITS // released.vocabulary_size)
+        self._max_predictions = max(1, _LOGITS // released.vocabulary_size)
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int64 [L] with special tokens, bool [L] whether a token is one of the text)."""
+        """Return (ids int64 [L] with special tokens, bool [L]: False at special tokens)."""
         before, after = frame(self.special_ids)
         inner = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
         ids = np.concatenate([before, inner, after])
@@ -128,9 +128,9 @@ class MaskedModel:
         advance: Advance = lambda count: None,
         among: TokenGroups | None = None,
     ) -> Predictions:
-        """The probabilities of the true tokens. Which sequences share a forward pass changes them by rounding only.
+        """Return the probabilities of the true tokens. The grouping into forward passes changes only their rounding.
 
-        With `among`, the labels are groups, and their probabilities are those among all groups.
+        With `among`, the labels are groups, and probabilities are normalized over all groups.
         """
         counts = np.array([len(one.places) for one in sequences], np.int64)
         begins = np.concatenate([[0], counts.cumsum()])
@@ -146,13 +146,13 @@ class MaskedModel:
         return Predictions(log_probabilities, correct)
 
     def _batches(self, sequences: Sequence[MaskedSequence], counts: np.ndarray) -> Iterator[list[int]]:
-        """Numbers of the sequences that share a forward pass, by length."""
+        """Yield the numbers of the sequences that share a forward pass, by length."""
         lengths = np.array([len(one.ids) for one in sequences], np.int64)
         members: list[int] = []
         tokens = predictions = 0
         for number in np.argsort(lengths, kind="stable"):
             tokens, predictions = tokens + lengths[number], predictions + counts[number]
-            if members and (tokens > BATCH_TOKENS or predictions > self._most_predictions):
+            if members and (tokens > BATCH_TOKENS or predictions > self._max_predictions):
                 yield members
                 members, tokens, predictions = [], lengths[number], counts[number]
             members.append(int(number))
@@ -160,7 +160,7 @@ class MaskedModel:
             yield members
 
     def _forward(self, sequences: Sequence[MaskedSequence], among: TokenGroups | None) -> PendingCopy:
-        """fp64 [2, K]: what `Predictions` has of these sequences, in their order."""
+        """Return the two arrays of `Predictions` for these sequences, fp64 [2, K]."""
         batch = masked_batch(sequences).to(self._device)
         with torch.inference_mode():
             logits_KV = self._model.masked_logits(batch).float()
@@ -173,36 +173,36 @@ class MaskedModel:
 
 
 def frame(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """int64 ids of the special tokens before a text and after it, by their roles, as in pretraining."""
+    """Return the special tokens before and after a sequence, int64 ids, as in pretraining."""
     before, after = ([special_ids[role]] if role in special_ids else [] for role in ("cls", "sep"))
     return np.array(before, np.int64), np.array(after, np.int64)
 
 
 def fingerprint(folder: Path, released: Released) -> str:
-    """SHA-256 of the tensors in `folder`, its tokenizer and how it computes, as hexadecimal digits."""
+    """Return the SHA-256 of the tensors in `folder`, its tokenizer and architecture, as hexadecimal digits."""
     tokenizer = read_tokenizer(folder, released.vocabulary_size)
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
     tensors = digest({**released.backbone, **heads, **released.pretraining})
-    # Without defaults, so that a further setting of models changes no fingerprint.
+    # Without defaults, so that a new model setting does not change fingerprints.
     shape = released.model.model_dump(mode="json", exclude_defaults=True)
-    how = [released.family, shape, released.token_types, released.task_head("sequence")]
-    return text_digest(tensors, tokenizer.to_str(), json.dumps(how, sort_keys=True))
+    architecture = [released.family, shape, released.token_types, released.task_head("sequence")]
+    return text_digest(tensors, tokenizer.to_str(), json.dumps(architecture, sort_keys=True))
 
 
-def text_digest(*texts: str) -> str:
-    """SHA-256 of texts, as hexadecimal digits."""
+def text_digest(*strings: str) -> str:
+    """Return the SHA-256 of strings, as hexadecimal digits."""
     import hashlib
 
-    sums = hashlib.sha256()
-    for text in texts:
-        raw = text.encode()
-        sums.update(len(raw).to_bytes(8, "little") + raw)
-    return sums.hexdigest()
+    sha256 = hashlib.sha256()
+    for string in strings:
+        raw = string.encode()
+        sha256.update(len(raw).to_bytes(8, "little") + raw)
+    return sha256.hexdigest()
 
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Advance]:
-    """A bar over `total` predictions on stderr; yields what to call with the number that is done."""
+    """Show a bar over `total` predictions on stderr; yields the function to call with the number of new ones."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -31,13 +31,13 @@ def add_to(commands: Any) -> None:
     )
     purpose = "score checkpoints of the run MODEL into its probes.jsonl as they are saved, until the last"
     add_follow(parser, f"{purpose} (evaluation.probes does so from the config)")
-    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: end when this process is gone")
-    parser.add_argument("--name", metavar="NAME", help="of the model in the results (default: that of its folder)")
+    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: exit when this process is gone")
+    parser.add_argument("--name", metavar="NAME", help="of the model in the results (default: its folder's)")
     _add_scores(parser)
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options without effect, and paths that do not exist."""
+    """Raise `InputError` for options without effect, and for paths that do not exist."""
     texts, follows = bool(arguments.texts), arguments.follow
     if not (texts or arguments.blimp):
         raise InputError("evaluate-pretrained: nothing to measure. Give --texts or --blimp.")

@@ -1,6 +1,6 @@
-"""Words of a text, each in the passage of characters around it: the same for every model, whatever its vocabulary.
+"""Words, each in the passage of characters around it: the same for every model, whatever its vocabulary.
 
-A word is a run of ASCII letters between two blanks, so that in every tokenizer it is one or several whole tokens.
+A word is a run of ASCII letters between two blanks, so every tokenizer makes it one or several whole tokens.
 
 Shape letters: L tokens of a passage, special tokens included; K tokens of a word.
 """
@@ -18,21 +18,21 @@ from pretrain.batches.order import draw
 from pretrain.common.errors import InputError
 
 _WORD = re.compile(r"(?<= )[A-Za-z]{1,40}(?= )")
-# Share of small ASCII letters and blanks in a passage: others are formulas, tables, lists of names or other scripts,
-# which have up to three times as many tokens.
+# Minimum share of lower-case ASCII letters and blanks in a passage. Others are formulas, tables, lists of names or
+# other scripts, which have up to three times as many tokens.
 _PLAIN = 0.85
 _LETTERS = re.compile(r"[a-z ]")
 
 
 @dataclass(frozen=True)
 class PassageSettings:
-    """Which words of a text are scored, and what a model sees of it.
+    """Selection of the words to score, and size of the passages around them.
 
     Attributes:
-        characters: of a passage at most, besides the word itself: half of them before it and half after it. 192 are
-            some 50 tokens, and at most 112 of 80,000 passages were in any vocabulary of 2,000 tokens or more.
-        words: to score at most; those with the lowest hashes of document, place and seed.
-        seed: of the hashes.
+        characters: maximum characters of a passage around the word, half of them before it and half after it. 192 are
+            some 50 tokens; in vocabularies of 2,000 tokens or more, no passage of 80,000 had more than 112.
+        words: maximum number of words to score; chosen by the lowest hash of document, place and seed.
+        seed: seed of the hashes.
     """
 
     characters: int = 192
@@ -53,23 +53,23 @@ class Occurrence(NamedTuple):
 
 
 class WordTokens(NamedTuple):
-    """A passage as tokens: ids int64 [L], and places int64 [K], those of the word's tokens."""
+    """A passage as tokens: ids int64 [L], and the places of the word's tokens, int64 [K]."""
 
     ids: np.ndarray
     places: np.ndarray
 
 
 class NoScoreError(InputError):
-    """A model or a text cannot have a score; the message says why."""
+    """The model or the documents cannot have a score; the message says why."""
 
 
 def all_words(documents: Iterable[str]) -> Iterator[str]:
-    """Every word that may be scored, as it stands."""
+    """Yield every word that may be scored, unchanged."""
     return (match[0] for document in documents for match in _WORD.finditer(document))
 
 
-def sampled(documents: Sequence[str], how: PassageSettings, wanted: Callable[[str], bool]) -> list[Occurrence]:
-    """The occurrences to score, in the order of the text; they depend on the documents and `how` alone.
+def sampled(documents: Sequence[str], settings: PassageSettings, wanted: Callable[[str], bool]) -> list[Occurrence]:
+    """Choose the occurrences to score, in document order; they depend only on the documents and `settings`.
 
     Raises `NoScoreError` if there is none.
     """
@@ -78,14 +78,14 @@ def sampled(documents: Sequence[str], how: PassageSettings, wanted: Callable[[st
     for number, document in enumerate(texts):
         found = [match.span() for match in _WORD.finditer(document) if wanted(match[0])]
         places += [(number, begin, end) for begin, end in found]
-        keys.append(draw(document_key(document, how.seed), np.array([begin for begin, _ in found], np.int64)))
+        keys.append(draw(document_key(document, settings.seed), np.array([begin for begin, _ in found], np.int64)))
     chosen: dict[tuple[int, int, int], Occurrence] = {}
     for rank in np.argsort(np.concatenate(keys), kind="stable"):
         number, begin, end = places[rank]
-        one = _passage(texts[number], begin, end, how.characters // 2)
+        one = _passage(texts[number], begin, end, settings.characters // 2)
         if len(_LETTERS.findall(one.passage)) >= _PLAIN * len(one.passage):
             chosen[places[rank]] = one
-        if len(chosen) == how.words:
+        if len(chosen) == settings.words:
             break
     if not chosen:
         raise NoScoreError("the text has none of these words between blanks, in passages of small ASCII letters")
@@ -93,17 +93,17 @@ def sampled(documents: Sequence[str], how: PassageSettings, wanted: Callable[[st
 
 
 def _passage(document: str, begin: int, end: int, around: int) -> Occurrence:
-    """The whole words within `around` characters of the word."""
+    """Return the whole words within `around` characters of the word."""
     first, last = max(0, begin - around), min(len(document), end + around)
     if first:
-        first = document.index(" ", first - 1) + 1  # at `first` if a word begins there
+        first = document.index(" ", first - 1) + 1  # stays at `first` if a word starts there
     if last < len(document):
         last = document.rindex(" ", 0, last + 1)
     return Occurrence(document[first:last], begin - first, end - first)
 
 
 def word_tokens(model: MaskedModel, occurrences: Sequence[Occurrence]) -> list[WordTokens]:
-    """The passages as the model reads them. Raises `NoScoreError` if one does not fit, or has an unknown word."""
+    """Tokenize the passages. Raises `NoScoreError` if one does not fit the model, or has an unknown word."""
     before, after = frame(model.special_ids)
     tokens = []
     encoded = model.tokenizer.encode_batch([one.passage for one in occurrences], add_special_tokens=False)
@@ -119,13 +119,13 @@ def word_tokens(model: MaskedModel, occurrences: Sequence[Occurrence]) -> list[W
 
 
 def _places(offsets: Sequence[tuple[int, int]], begin: int, end: int) -> np.ndarray:
-    """int64 [K] of the tokens with characters of `begin` to `end`; some tokenizers add the blank before a word."""
+    """Return the tokens that overlap [begin, end), int64 [K]; some tokenizers include the blank before a word."""
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     return np.flatnonzero((ends > begin) & (begins < end))
 
 
 def tokens_of_words(model: MaskedModel, words: Sequence[str]) -> list[np.ndarray]:
-    """The ids of each word between blanks, int64 [K] each."""
+    """Return the ids of each word between blanks, int64 [K] each."""
     contexts = [f"a {word} a" for word in words]
     encoded = model.tokenizer.encode_batch(contexts, add_special_tokens=False)
     return [

@@ -1,4 +1,4 @@
-"""The scores of all models that were evaluated into one folder, in its scores.json."""
+"""The file scores.json of an output folder: the scores of all models evaluated into it."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import locked, write_json
 from pretrain.common.run_files import SCORES
 
-MODEL = "model"  # beside a model's scores: whose they are
+MODEL = "model"  # key of the model's description, beside its scores
 
 
 def read_models(out: Path) -> list[dict[str, Any]]:
-    """The scores of the models in the folder `out`, by name. Raises `InputError` if its file is damaged."""
+    """Read the scores of the models in the folder `out`, sorted by name. Raises `InputError` if its file is damaged."""
     path = out / SCORES
     try:
         models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.is_file() else []
@@ -23,7 +23,7 @@ def read_models(out: Path) -> list[dict[str, Any]]:
 
 
 def write_scores(out: Path, model: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Add scores of a model to those in the folder `out`, or replace them, and return the scores of all its models.
+    """Add or replace scores of a model in the folder `out`, and return the scores of all its models.
 
     Other processes may write into the folder meanwhile. Raises `InputError` as `check_model`.
     """

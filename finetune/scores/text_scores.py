@@ -11,9 +11,9 @@ from finetune.scores.masked_model import MaskedModel, text_digest
 from finetune.scores.passages import NoScoreError, PassageSettings
 from finetune.scores.whole_words import score_whole_words
 
-WHY_NOT = "why_not"  # in the place of a score: why there is none
+WHY_NOT = "why_not"  # key of the reason for a missing score
 
-# What measures, and its settings.
+# {name: (scoring function, its settings)}
 _SCORES: dict[str, tuple[Callable[..., Any], Any]] = {
     common_words.PART: (score_common_words, PassageSettings()),
     whole_words.PART: (score_whole_words, PassageSettings()),
@@ -24,25 +24,25 @@ _SCORES: dict[str, tuple[Callable[..., Any], Any]] = {
 def text_scores(
     model: MaskedModel, documents: Sequence[str], parts: Sequence[str] = tuple(_SCORES), length: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each part as it is measured, with progress on stderr.
+    """Compute one part after another, with progress on stderr.
 
-    Yields (part, `how` it was measured and its `scores`); the scores are the fields of the part's class, or `WHY_NOT`:
-    the vocabulary lacks a word, or the text has none.
+    Yields (part, {"how": settings, "scores"}); the scores are the fields of the part's class, or `WHY_NOT`: the
+    vocabulary lacks a word, or the documents have none.
 
     Args:
-        documents: of `read_documents`.
+        documents: from `read_documents`.
         length: tokens of a sequence, for the held-out loss; 0: 128, or as many as the model has positions.
 
     Raises:
-        InputError: the text has no token, or the model fewer positions than `length`.
+        InputError: the documents have no token, or the model has fewer positions than `length`.
     """
     digest = text_digest(*documents)
     for part in parts:
-        measure, chosen = _SCORES[part]
+        measure, settings = _SCORES[part]
         if part == held_out.PART:
-            chosen = replace(chosen, length=length or min(chosen.length, model.max_positions))
+            settings = replace(settings, length=length or min(settings.length, model.max_positions))
         try:
-            scores = asdict(measure(model, documents, chosen))
+            scores = asdict(measure(model, documents, settings))
         except NoScoreError as error:
             scores = {WHY_NOT: str(error)}
-        yield part, {"how": {"texts": digest, **asdict(chosen), "precision": model.precision}, "scores": scores}
+        yield part, {"how": {"texts": digest, **asdict(settings), "precision": model.precision}, "scores": scores}

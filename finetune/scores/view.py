@@ -21,7 +21,7 @@ _TITLES = {
     held_out.PART: "held-out text",
     blimp.PART: "BLiMP",
 }
-# The forms of the rows of a part -> their titles.
+# Part -> {format of a row: its title}
 _FORMS = {
     common_words.PART: {"{bits:.4f} ± {standard_error:.4f}": "common words, bits (English only)"},
     whole_words.PART: {"{lower:.4f} and {upper:.4f}": "whole words, bits per character, between"},
@@ -35,7 +35,7 @@ _NONE = "–"
 
 
 def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(what was measured, its value for each model); what was measured in different ways is in different rows."""
+    """Return (title, value for each model); scores measured with different settings are in different rows."""
     rows: dict[tuple[str, str], list[str]] = {}
     for part in _TITLES:
         for number, model in enumerate(models):
@@ -46,7 +46,7 @@ def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]
 
 
 def score_notes(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Why models lack scores that were asked for."""
+    """Return the reasons why models lack requested scores."""
     return [
         f"{title}, {model[MODEL]['name']}: no score, {_scores(model, part)[WHY_NOT]}"
         for part, title in _TITLES.items()
@@ -56,7 +56,7 @@ def score_notes(models: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows as a table, a column for each model."""
+    """Return the rows as a table with a column for each model."""
     from rich import box
     from rich.table import Table
 
@@ -66,8 +66,8 @@ def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
     for number, model in enumerate(models):
         width = max((len(values[number]) for _, values in rows), default=0)  # names are folded, not numbers
         table.add_column(model[MODEL]["name"], justify="right", overflow="fold", min_width=width)
-    for what, values in rows:
-        table.add_row(what, *values)
+    for title, values in rows:
+        table.add_row(title, *values)
     return table
 
 
@@ -91,7 +91,7 @@ def _scores(model: Mapping[str, Any], part: str) -> dict[str, Any]:
 
 
 def _values(part: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what was measured, its value) of one model."""
+    """Yield (title, value) of one model."""
     if WHY_NOT in scores or not scores:
         return
     if part == blimp.PART:
@@ -108,7 +108,7 @@ def _readable(name: str) -> str:
 
 
 def _facts(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What is known about a model, how it was measured, and what its scores say."""
+    """Return facts about a model: its description, and the settings and figures of its scores."""
     facts = [(_readable(name), str(value)) for name, value in model[MODEL].items()]
     for part, title in _TITLES.items():
         numbers = {name: value for name, value in _scores(model, part).items() if isinstance(value, int | float)}

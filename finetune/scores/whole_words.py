@@ -1,9 +1,9 @@
 """Bits per character of whole words, as an interval: all tokens of a word are masked together.
 
-A word of several tokens costs what the chain rule says: each is predicted with those before it revealed and those after
-it masked. But the number of masks tells how many tokens the word has, which is worth more the smaller the vocabulary
-is. So the lower bound leaves that number out, and the upper bound pays for it: -log2 of its share among all words of
-the same text, a code that every model could use. What a model knows of the number lies between the two.
+The cost of a word of several tokens follows the chain rule: each token is predicted with the earlier ones revealed and
+the later ones masked. But the number of masks reveals the number of tokens, which is worth more the smaller the
+vocabulary is. So the lower bound omits its cost, and the upper bound adds it: -log2 of its share among all words of
+the same documents, a code that every model could use. The true cost is between the two.
 """
 
 import math
@@ -29,14 +29,14 @@ _BLANK = 1  # a word's characters are its letters and the blank before it
 
 @dataclass(frozen=True)
 class WholeWordScore:
-    """How well a model predicts whole words.
+    """Quality of the prediction of whole words.
 
     Attributes:
-        lower: bits per character with the number of a word's tokens given.
-        upper: the same and the cost of that number; what lies between the bounds is not known of a model.
-        standard_error: of the upper bound, over the words that were scored.
-        words: that were scored.
-        tokens: of these words.
+        lower: bits per character, given the number of a word's tokens.
+        upper: the same plus the cost of this number; the true value is between the bounds.
+        standard_error: of the upper bound, over the scored words.
+        words: number of scored words.
+        tokens: tokens of these words.
     """
 
     lower: float
@@ -46,29 +46,29 @@ class WholeWordScore:
     tokens: int
 
 
-def score_whole_words(model: MaskedModel, documents: Sequence[str], how: PassageSettings) -> WholeWordScore:
-    """The score of a model on documents in which each run of blanks is one.
+def score_whole_words(model: MaskedModel, documents: Sequence[str], settings: PassageSettings) -> WholeWordScore:
+    """Score a model on documents in which each run of blanks is one.
 
     Raises `NoScoreError` as `sampled` and `word_tokens`.
     """
-    occurrences = sampled(documents, how, lambda word: True)
+    occurrences = sampled(documents, settings, lambda word: True)
     tokens = word_tokens(model, occurrences)
     counts = np.array([len(places) for _, places in tokens])
     sequences = [sequence for one in tokens for sequence in _chain(one, model.mask_id)]
     with progress_bar("whole words, tokens", len(sequences)) as advance:
-        said = -model.predict(sequences, advance).log_probabilities / math.log(2)
-    given = np.add.reduceat(said, counts.cumsum() - counts)
-    paid = given + _bits_of_counts(model, documents)[counts]
+        token_bits = -model.predict(sequences, advance).log_probabilities / math.log(2)
+    lower_bits = np.add.reduceat(token_bits, counts.cumsum() - counts)
+    upper_bits = lower_bits + _bits_of_counts(model, documents)[counts]
     characters = np.array([len(one.word) + _BLANK for one in occurrences])
-    upper = paid.sum() / characters.sum()
-    error = (paid - upper * characters).std() * math.sqrt(len(paid)) / characters.sum()
+    upper = upper_bits.sum() / characters.sum()
+    error = (upper_bits - upper * characters).std() * math.sqrt(len(upper_bits)) / characters.sum()
     return WholeWordScore(
-        float(given.sum() / characters.sum()), float(upper), float(error), len(occurrences), int(counts.sum())
+        float(lower_bits.sum() / characters.sum()), float(upper), float(error), len(occurrences), int(counts.sum())
     )
 
 
 def _chain(word: WordTokens, mask_id: int) -> Iterator[MaskedSequence]:
-    """A sequence for each token of the word: those before it as they are, it and those after it masked."""
+    """Yield a sequence for each token of the word, in which it and the later ones are masked."""
     ids, places = word
     for number, place in enumerate(places):
         masked = ids.copy()
@@ -77,10 +77,10 @@ def _chain(word: WordTokens, mask_id: int) -> Iterator[MaskedSequence]:
 
 
 def _bits_of_counts(model: MaskedModel, documents: Sequence[str]) -> np.ndarray:
-    """float64 [n + 1]: -log2 of the share of all words that have 0 to n tokens.
+    """Return -log2 of the share of words that have 0 to n tokens, float64 [n + 1].
 
-    Of the text itself, as the training text of a released model is not at hand. With 10^5 words and some ten numbers of
-    tokens, that is less than 10^-4 bits a word cheaper than shares of another part of the same text would be.
+    The shares are from the documents, as the training text of a released model is not available. With 10^5 words and
+    about ten numbers of tokens, this is less than 10^-4 bits per word cheaper than shares of a separate sample.
     """
     words = Counter(all_words(documents))
     counts = np.array([len(tokens) for tokens in tokens_of_words(model, list(words))])

@@ -1,10 +1,10 @@
-"""Balancing: which rank and which micro-batch gets which sequence of a global batch (invariants 2 and 3).
+"""Balancing: assign the sequences of a global batch to ranks and micro-batches (invariants 2 and 3).
 
-In two levels, so that the work of a rank does not grow with the number of ranks. First a batch is divided into parts of
-neighboring samples for groups of neighboring ranks, which depends on no length. Then the sequences of a part are
-balanced across its ranks and micro-batches, which needs the lengths of this part alone. Samples are numbered in random
-order, so parts of thousands of sequences have nearly the same number of tokens. A batch of fewer is one part. On
-several machines a part is what a machine reads of the text (`source.SourceSamples.owners`).
+There are two levels, so that the work of a rank does not grow with the number of ranks. First a batch is divided into
+parts of neighboring samples for groups of neighboring ranks, whatever the lengths. Then the sequences of a part are
+balanced across its ranks and micro-batches, which needs only the lengths of this part. Samples are numbered in random
+order, so parts of thousands of sequences have nearly the same number of tokens. A smaller batch is one part. With
+several machines, a part is the samples that a machine reads (`source.SourceSamples.owners`).
 """
 
 import heapq
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Parts of n sequences whose lengths deviate by s of their mean differ by about s / sqrt(n): by 0.3 % for s = 0.3.
+# Parts of n sequences differ by about s / sqrt(n) if the relative deviation of lengths is s: by 0.3 % for s = 0.3.
 PART_SEQUENCES = 8192
-# With fewer micro-batches at a time, balancing one by one is faster.
-_FEWEST_AT_ONCE = 32
+# With fewer micro-batches at a time, a heap is faster.
+_MIN_VECTORIZED = 32
 _SHORT = 1 << 15  # numpy sorts 16-bit numbers in linear time
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Samples of a global batch, and the neighboring ranks that share them: neighbors, or those of one machine."""
+    """Samples of a global batch, neighbors or of one machine, and the neighboring ranks that share them."""
 
     first: int  # sample, counted within the batch
     sequences: int  # from `first` on
     first_rank: int
     ranks: int
-    machine: int = -1  # only its samples; -1 takes all
+    machine: int = -1  # only samples of this machine; -1: all
 
 
 @dataclass(frozen=True)
@@ -35,33 +35,33 @@ class Assignment:
     """The sequences of a part, assigned to its ranks' micro-batches. Rank r of R has the micro-batches r, r + R, ..."""
 
     descending: np.ndarray  # int64 [B], the sequences by length
-    micro_batch: np.ndarray  # int64 [B], of each of them
+    micro_batch: np.ndarray  # int64 [B], of each sequence in this order
     micro_batches: int  # micro-batches of each rank
 
     def members(self, micro_batch: int) -> np.ndarray:
-        """The sequences of a micro-batch in ascending length order, int64."""
+        """Return the sequences of a micro-batch in ascending length order, int64."""
         return self.descending[np.flatnonzero(self.micro_batch == micro_batch)[::-1]]
 
 
 def parts(sequences: int, world_size: int) -> list[BatchPart]:
-    """The parts of a batch of `sequences` >= `world_size`: of about `PART_SEQUENCES`, or one for each rank."""
+    """Return the parts of a batch of `sequences` >= `world_size`: of about `PART_SEQUENCES`, or one for each rank."""
     count = number_of_parts(sequences, world_size)
     return [balanced_part(number, count, sequences, world_size) for number in range(count)]
 
 
 def part_of(rank: int, sequences: int, world_size: int) -> BatchPart:
-    """The part that `rank` shares, without looking at the others."""
+    """Return the part that `rank` shares, without computing the others."""
     count = number_of_parts(sequences, world_size)
     return balanced_part(((rank + 1) * count - 1) // world_size, count, sequences, world_size)
 
 
 def number_of_parts(sequences: int, world_size: int) -> int:
-    """How many parts a batch has."""
+    """Return the number of parts of a batch."""
     return max(1, min(world_size, round(sequences / PART_SEQUENCES)))
 
 
 def part_of_machine(machine: int, machines: int, sequences: int, world_size: int) -> BatchPart:
-    """The samples of a batch that belong to a machine, for its ranks."""
+    """Return the samples of a batch that belong to a machine, for its ranks."""
     ranks = world_size // machines
     return BatchPart(0, sequences, machine * ranks, ranks, machine)
 
@@ -71,11 +71,11 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
 
     M is as small as possible, but at least `micro_batches`. The longest sequence goes first, each to the micro-batch
     with the fewest tokens (Graham's LPT rule), so that all have nearly the same number. If M is enough, any larger
-    number is: the emptiest of more micro-batches is never fuller.
+    number is, too: the emptiest of more micro-batches is never fuller.
 
     Args:
         lengths: tokens of each sequence, int64 [B]; B >= `ranks` * `micro_batches`, no length above `budget`, and none
-            above half of it if B is not a multiple of `ranks`. Then no micro-batch is empty.
+            above half of it if B is not a multiple of `ranks`. Under these conditions no micro-batch is empty.
     """
     longest = int(lengths.max())
     descending = np.argsort(-lengths.astype(np.int16 if longest < _SHORT else np.int64), kind="stable")
@@ -87,40 +87,40 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
 
 
 def balanced_part(number: int, count: int, sequences: int, world_size: int) -> BatchPart:
-    """Part `number` of `count`: as many ranks as any other, to within one, and as many samples for each."""
+    """Return part `number` of `count`: all have the same number of ranks, to within one, and of samples per rank."""
     first_rank, end = number * world_size // count, (number + 1) * world_size // count
     first = first_rank * sequences // world_size
     return BatchPart(first, end * sequences // world_size - first, first_rank, end - first_rank)
 
 
 def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarray | None:
-    """The bin, of `count`, that each of these lengths goes to, int64 [B]; None if one would exceed `budget`.
+    """Assign each of these lengths to one of `count` bins, int64 [B]; None if one would exceed `budget`.
 
-    Bins are in a queue by load, then number, both in one integer. As long as the bins at its head stay behind those
-    that follow when they get a sequence, sequences are assigned to all of them at once.
+    Bins are sorted by load, then number, both in one integer. The longest prefix of bins that are all taken before any
+    of them is taken again gets its sequences in one vectorized step.
     """
     assignment = np.empty(len(descending), np.int64)
     bins, done = np.arange(count), 0
     while done < len(descending):
-        here = min(count, len(descending) - done)
-        filled = bins[:here] + descending[done : done + here] * count
-        early = np.minimum.accumulate(filled)[:-1] < bins[1:here]
-        here = int(early.argmax()) + 1 if early.any() else here
-        if here < min(_FEWEST_AT_ONCE, len(descending) - done):
+        prefix = min(count, len(descending) - done)
+        filled = bins[:prefix] + descending[done : done + prefix] * count
+        early = np.minimum.accumulate(filled)[:-1] < bins[1:prefix]
+        prefix = int(early.argmax()) + 1 if early.any() else prefix
+        if prefix < min(_MIN_VECTORIZED, len(descending) - done):
             return _one_by_one(descending, assignment, done, bins, budget)
-        if (filled[:here] // count).max() > budget:
+        if (filled[:prefix] // count).max() > budget:
             return None
-        assignment[done : done + here] = bins[:here] % count
-        bins[:here] = filled[:here]
+        assignment[done : done + prefix] = bins[:prefix] % count
+        bins[:prefix] = filled[:prefix]
         bins.sort()
-        done += here
+        done += prefix
     return assignment
 
 
 def _one_by_one(
     descending: np.ndarray, assignment: np.ndarray, done: int, bins: np.ndarray, budget: int
 ) -> np.ndarray | None:
-    """As `_longest_first`, from sequence `done` on; `bins` ascending."""
+    """Continue `_longest_first` from sequence `done` with a heap; `bins` ascending."""
     heap, count, chosen = bins.tolist(), len(bins), []
     full = (budget + 1) * count
     for length in descending[done:].tolist():

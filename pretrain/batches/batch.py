@@ -1,4 +1,4 @@
-"""What a training step reads: micro-batches of sequences end to end, and the counts that normalize their losses."""
+"""Input of a training step: micro-batches of concatenated sequences, and the counts that normalize their losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ B = TypeVar("B", bound="DataclassInstance")
 
 
 class Filler(NamedTuple):
-    """How much of a micro-batch is filler, which no loss sees (`filler.py`)."""
+    """Amount of filler in a micro-batch, which no loss sees (`filler.py`)."""
 
     sequences: int = 0  # the last ones
     rows: int = 0  # of the masked ones, the last ones
@@ -31,34 +31,34 @@ NO_FILLER = Filler()
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them to predict.
+    """The input of one forward pass of one rank: S concatenated sequences of T tokens, K of them to predict.
 
-    Sequences lie in ascending length order, without padding (invariant 2). Filler follows the others.
+    Sequences are in ascending length order, without padding (invariant 2). Filler is at the end.
     """
 
     input_ids: Tensor  # int64 [T], after masking
     token_types: Tensor  # int64 [T], 0 for the first segment, 1 for the second
     positions: Tensor  # int64 [T], 0 .. length-1 within each sequence
-    cu_seqlens: Tensor  # int32 [S+1], where each sequence begins; the last value is T
+    cu_seqlens: Tensor  # int32 [S+1], start of each sequence; the last value is T
     masked_rows: Tensor  # int64 [K], ascending rows of the token axis at which tokens are predicted
     masked_labels: Tensor  # int64 [K], the tokens before masking
     nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped, or -100; [0] without pairs
     token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
-    lengths: tuple[int, ...]  # tokens of each sequence, ascending but for filler
+    lengths: tuple[int, ...]  # tokens of each sequence, ascending except for filler
     filler: Filler = NO_FILLER
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence of the text."""
+        """Tokens of each sequence that is not filler."""
         return self.lengths[: len(self.lengths) - self.filler.sequences]
 
     @property
     def targets(self) -> int:
-        """How many tokens are predicted."""
+        """Number of tokens to predict."""
         return len(self.masked_rows) - self.filler.rows
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on `device`, copied without waiting."""
+        """Return the batch on `device`, copied asynchronously."""
         return moved(self, device)
 
 
@@ -73,26 +73,26 @@ class StepBatch:
     epoch: int  # of the first sample
     first_sample: int  # its number in the phase, counted across epochs
     labeled: int = 0  # sequences of two segments whose relation is predicted, over all ranks
-    text: str = ""  # held-out text of which all its samples are
-    copies: int = 1  # ranks that have the same samples, which sums and counts contain as often
+    text: str = ""  # name of the held-out text that all its samples are from
+    copies: int = 1  # number of ranks with the same samples; sums and counts include all of them
 
     def to(self, device: torch.device) -> StepBatch:
-        """The same batch with its micro-batches on `device`."""
+        """Return the batch with its micro-batches on `device`."""
         return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches))
 
     def pinned(self) -> StepBatch:
-        """The same batch with its micro-batches in page-locked memory."""
+        """Return the batch with its micro-batches in page-locked memory."""
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
 def moved(batch: B, device: torch.device) -> B:
-    """A dataclass with its tensors on `device`, copied without waiting."""
-    there = {name: to_device(value, device) for name, value in _tensors(batch).items() if value.device != device}
-    return dataclasses.replace(batch, **there) if there else batch
+    """Return a dataclass with its tensors on `device`, copied asynchronously."""
+    copied = {name: to_device(value, device) for name, value in _tensors(batch).items() if value.device != device}
+    return dataclasses.replace(batch, **copied) if copied else batch
 
 
 def pinned(batch: B) -> B:
-    """A dataclass with its tensors in page-locked memory, which a GPU copies asynchronously."""
+    """Return a dataclass with its tensors in page-locked memory, which a GPU copies asynchronously."""
     return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in _tensors(batch).items()})
 
 
@@ -105,8 +105,8 @@ class MaskedSequence:
     """A sequence with tokens to predict.
 
     Attributes:
-        ids: int64 of its L tokens, after masking, special tokens included.
-        places: int64 [K], ascending, the places of the tokens to predict; none is the first.
+        ids: int64 [L], after masking, special tokens included.
+        places: int64 [K], ascending, positions of the tokens to predict; never 0.
         labels: int64 [K], the tokens before masking.
     """
 
@@ -116,7 +116,7 @@ class MaskedSequence:
 
 
 def masked_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
-    """The sequences, in ascending order of length, as one unpadded micro-batch."""
+    """Concatenate sequences, in ascending order of length, to one unpadded micro-batch."""
     lengths = np.array([len(one.ids) for one in sequences], np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
     rows = np.concatenate([one.places + start for one, start in zip(sequences, starts, strict=False)])

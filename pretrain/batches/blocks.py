@@ -1,9 +1,9 @@
 """Blocks of a source, the order of an epoch, and windows of blocks (invariant 1).
 
-An epoch reads the blocks of a source in a keyed random order. Neighbors in this order form windows. A window reads its
-blocks at the same time, each in a random order: any stretch of its samples has its share of every block, to within one
-sample. So a machine reads its text by range, machines can divide the blocks of a window among them, and finding a
-sample takes memory by blocks and not by documents. The documents of a source are in random order already
+An epoch reads the blocks of a source in a keyed random order. Neighbors in this order form windows. The blocks of a
+window are read interleaved, each in a random order: any range of samples has its share of every block, to within one
+sample. So a machine reads contiguous text, machines can divide the blocks of a window among them, and locating a sample
+takes memory per block, not per document. The documents of a source are in random order already
 (`pretrain.corpus.prepare`), so a window is a random sample of the source.
 """
 
@@ -37,21 +37,21 @@ class Blocks:
     """The N blocks of one source."""
 
     shard: np.ndarray  # uint32 [N], among all shards of the split
-    table: np.ndarray  # BLOCK [N]; of a streamed corpus in a file that the processes of a machine share
+    table: np.ndarray  # BLOCK [N]; with a streamed corpus, in a file that the processes of a machine share
 
     def __len__(self) -> int:
         return len(self.shard)
 
 
 def blocks_of(shards: Sequence[Shard], numbers: Sequence[int], tokens: int = 0) -> Blocks:
-    """The blocks of the shards `numbers`: as they were prepared, or of about `tokens` tokens."""
+    """Return the blocks of the shards `numbers`: as prepared, or of about `tokens` tokens."""
     tables = [_table(shards[number], tokens) for number in numbers]
     shard = np.repeat(np.array(numbers, np.uint32), [len(table) for table in tables])
     return Blocks(shard, joined(tables))
 
 
 def bounds_of(blocks: Blocks, number: int) -> tuple[int, int, int, int]:
-    """[begin, end) of a block in tokens of its shard, and [first, last) of its documents."""
+    """Return [begin, end) of a block in tokens of its shard, and [first, last) of its documents."""
     block = blocks.table[number]
     return int(block["begin"]), int(block["end"]), int(block["first"]), int(block["last"])
 
@@ -64,12 +64,11 @@ def _table(shard: Shard, tokens: int) -> np.ndarray:
 
 
 class Units:
-    """What the samples of some blocks are cut from, U of them: documents, or whole blocks where sequences cross
-    documents.
+    """U units that the samples of some blocks are cut from: documents, or whole blocks if sequences cross documents.
 
     Args:
-        blocks: all of the source.
-        numbers: which of them, int64 [W].
+        blocks: all blocks of the source.
+        numbers: indices of the blocks to use, int64 [W].
     """
 
     def __init__(self, text: ShardText, blocks: Blocks, numbers: np.ndarray, cutting: Cutting) -> None:
@@ -81,9 +80,7 @@ class Units:
         self.samples = int(self._begins[-1])
 
     def find(self, block: np.ndarray, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
-        """The unit of each sample of a block, by the block's place in `numbers`, and which of the unit's samples it is;
-        [B] each.
-        """
+        """Return the unit of each sample of a block (an index into `numbers`) and its index in the unit; [B] each."""
         sample = sample + self._begins[block]
         unit = np.searchsorted(self._ends, sample.astype(self._ends.dtype), side="right")
         before = self._ends[unit - 1].astype(np.int64)
@@ -101,7 +98,7 @@ class Units:
         return Unit(shard, begin, size, document, document + 1, *sentences), sample - before
 
     def _sizes(self, number: int) -> np.ndarray:
-        """Tokens of the units of a block, int64."""
+        """Return the tokens of each unit of a block, int64."""
         begin, end, first, last = bounds_of(self._blocks, number)
         if self._cutting.joined:
             return np.array([end - begin + last - first - 1])
@@ -110,12 +107,12 @@ class Units:
 
 
 class Window:
-    """The samples of a window in their order: which block each is of, and which of the block's samples.
+    """The samples of a window in reading order: the block of each, and its index in the block.
 
     Args:
         blocks: numbers of its blocks in the source, int64 [W].
         counts: samples of each, [W].
-        key: of the place at which each block begins.
+        key: of the random offset of each block.
     """
 
     def __init__(self, blocks: np.ndarray, counts: np.ndarray, key: np.ndarray | np.uint64) -> None:
@@ -123,18 +120,18 @@ class Window:
         self._begins = np.concatenate(([0], np.cumsum(self.counts)))
         self.samples = int(self._begins[-1])
         block = np.repeat(np.arange(len(blocks)), self.counts)
-        # Sample r of c of a block stands at (r + u) / c, so that blocks are spread evenly whatever their sizes.
+        # Sample r of c in a block is sorted by (r + u) / c, so that blocks are spread evenly whatever their sizes.
         place = np.arange(self.samples) - self._begins[block] + uniform(draw(key, np.arange(len(blocks))))[block]
         self._order = np.argsort(place / self.counts[block], kind="stable").astype(np.uint32)
 
     def locate(self, within: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(block, by its place in `blocks`; sample of the block) of samples of the window; int64 [B] each."""
+        """Return (index into `blocks`, sample within the block) of samples of the window; int64 [B] each."""
         found = self._order[within].astype(np.int64)
         block = np.searchsorted(self._begins, found, side="right") - 1
         return block, found - self._begins[block]
 
     def index(self, block: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Which samples of the window those of blocks are; the inverse of `locate`, int64 [B]."""
+        """Return the sample within the window for samples of blocks, int64 [B]; the inverse of `locate`."""
         return self._places[self._begins[block] + sample].astype(np.int64)
 
     @cached_property
@@ -146,7 +143,7 @@ class Window:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """One epoch of a source: its blocks in order, where windows begin in this order, and samples before each."""
+    """One epoch of a source: its blocks in order, the start of each window, and the number of samples before it."""
 
     order: np.ndarray  # uint32 [N]
     bounds: np.ndarray  # int64 [windows + 1]
@@ -155,7 +152,7 @@ class _Epoch:
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """The blocks `first` to `last` - 1 in the order of an epoch: they are read together. None: a window ends there."""
+    """The blocks `first` to `last` - 1 in the order of an epoch, which are read together; none between two windows."""
 
     epoch: int
     first: int
@@ -163,13 +160,13 @@ class OpenWindow:
 
 
 class SourceOrder:
-    """The samples of one source in the order in which they are read, epoch after epoch, counted from 0.
+    """The samples of one source in reading order, epoch after epoch, counted from 0.
 
     Args:
         counts: samples of each block, [N].
-        key: of the order of its blocks.
-        window_blocks: blocks of a window at least, if as many are left in the epoch.
-        open_window: with which reading continues; the rest of its epoch is divided from its end on.
+        key: random key of the order of its blocks.
+        window_blocks: minimum blocks of a window, if as many are left in the epoch.
+        open_window: window with which reading continues; the rest of its epoch is divided into windows after it.
     """
 
     def __init__(self, counts: np.ndarray, key: np.uint64, window_blocks: int, open_window: OpenWindow | None) -> None:
@@ -178,7 +175,7 @@ class SourceOrder:
         self.epoch = lru_cache(maxsize=2)(self._epoch)
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(epoch, window, sample within the window) of samples; int64 [B] each."""
+        """Return (epoch, window, sample within the window) of samples; int64 [B] each."""
         epoch, within = np.divmod(index, self.samples)
         window = np.empty_like(index)
         for number in np.unique(epoch).tolist():
@@ -189,22 +186,22 @@ class SourceOrder:
         return epoch, window, within
 
     def blocks(self, epoch: int, window: int) -> np.ndarray:
-        """The blocks of a window, int64."""
+        """Return the blocks of a window, int64."""
         bounds = self.epoch(epoch).bounds
         return self.epoch(epoch).order[bounds[window] : bounds[window + 1]].astype(np.int64)
 
     def following(self, epoch: int, window: int) -> np.ndarray:
-        """The blocks of the window after it, int64; that of the next epoch after the last."""
+        """Return the blocks of the next window, int64, possibly in the next epoch."""
         is_last = window + 2 == len(self.epoch(epoch).bounds)
         return self.blocks(epoch + 1, 0) if is_last else self.blocks(epoch, window + 1)
 
     def largest_in_a_row(self) -> list[np.ndarray]:
-        """The blocks of windows that are as large together as any that one batch reads, int64 each."""
-        begin, first = (self._open.epoch, self._open.first) if self._open else (0, 0)
-        bounds = {epoch: self._bounds(epoch) for epoch in range(begin, begin + 3)}
-        windows = [(epoch, n) for epoch, its in bounds.items() for n in range(len(its) - 1)]
-        windows = windows[np.searchsorted(bounds[begin], first) :]
-        sizes = np.concatenate([np.diff(its) for its in bounds.values()])[-len(windows) :]
+        """Return the blocks, int64, of the largest group of windows that one batch may read."""
+        start, first = (self._open.epoch, self._open.first) if self._open else (0, 0)
+        bounds = {epoch: self._bounds(epoch) for epoch in range(start, start + 3)}
+        windows = [(epoch, n) for epoch, edges in bounds.items() for n in range(len(edges) - 1)]
+        windows = windows[np.searchsorted(bounds[start], first) :]
+        sizes = np.concatenate([np.diff(edges) for edges in bounds.values()])[-len(windows) :]
         together = sizes[:-1] + sizes[1:]
         # A batch reads a third window if the one in the middle is small, as at the end of an epoch.
         is_small = sizes[1:-1] < min(self._window_blocks, len(self.counts))
@@ -214,53 +211,54 @@ class SourceOrder:
         return [self.blocks(*window) for window in windows[largest : largest + count]]
 
     def open_window(self, sample: int) -> OpenWindow:
-        """The window of which a part is read before a sample, with no blocks if the sample begins one."""
+        """Return the window that is partly read before a sample; without blocks if the sample starts a window."""
         epoch, within = divmod(sample, self.samples)
-        there = self.epoch(epoch)
-        window = int(np.searchsorted(there.samples, within, side="right")) - 1
-        first = int(there.bounds[window])
-        return OpenWindow(epoch, first, int(there.bounds[window + 1]) if within > there.samples[window] else first)
+        order = self.epoch(epoch)
+        window = int(np.searchsorted(order.samples, within, side="right")) - 1
+        first = int(order.bounds[window])
+        return OpenWindow(epoch, first, int(order.bounds[window + 1]) if within > order.samples[window] else first)
 
     def first_sample(self, epoch: int, block: int) -> int:
-        """The first sample of a place in an epoch's order of blocks."""
+        """Return the first sample of the block at a position in an epoch's order."""
         before = self.epoch(epoch).order[:block]
         return epoch * self.samples + int(self.counts[before].sum(dtype=np.int64))
 
     def _epoch(self, number: int) -> _Epoch:
         count = len(self.counts)
-        # All places are needed, so hashes are sorted. A Feistel network would walk long for a few blocks.
+        # The whole order is needed, so sort hashes. A Feistel network would walk long for a few blocks.
         order = np.argsort(draw(draw(self._key, number), np.arange(count))).astype(np.uint32)
         bounds = self._bounds(number)
         sums = np.concatenate(([0], np.cumsum(self.counts[order], dtype=np.int64)))
         return _Epoch(order, bounds, sums[bounds])
 
     def _bounds(self, number: int) -> np.ndarray:
-        """Where windows begin in the order of an epoch, and its end."""
-        count, first, begun = len(self.counts), 0, []
+        """Return the start of each window in the order of an epoch, and the number of blocks."""
+        count, first, starts = len(self.counts), 0, []
         if self._open is not None and number == self._open.epoch:
-            begun, first = [0, self._open.first], self._open.last
+            starts, first = [0, self._open.first], self._open.last
         windows = max(1, (count - first) // self._window_blocks)
-        return np.unique(np.append(begun, first + np.arange(windows + 1) * (count - first) // windows)).astype(np.int64)
+        edges = first + np.arange(windows + 1) * (count - first) // windows
+        return np.unique(np.append(starts, edges)).astype(np.int64)
 
 
-def window_blocks_for(counts: np.ndarray, batch: float, share: float, most: int) -> int:
-    """Blocks of the windows of a source that gives `share` of all samples: its share of `most`, at least 1.
+def window_blocks_for(counts: np.ndarray, batch: float, share: float, total: int) -> int:
+    """Return the blocks per window of a source with `share` of all samples: its share of `total`, at least 1.
 
-    Doubled until a window is not smaller than the source's part of a `batch`.
+    It is doubled until a window is not smaller than the source's part of a `batch`.
     """
-    blocks = max(1, math.ceil(most * share))
+    blocks = max(1, math.ceil(total * share))
     while blocks < len(counts) and blocks * (int(counts.sum()) / len(counts)) < batch * share:
         blocks *= 2
     return blocks
 
 
 def sample_counts(text: ShardText, blocks: Sequence[Blocks], cutting: Cutting, shards: TokenShards) -> list[np.ndarray]:
-    """How many samples each block of each source has, uint32 [N]. Those of training text are kept beside it."""
-    return [_counts_of(text, its, cutting, shards, source) for source, its in enumerate(blocks)]
+    """Count the samples of each block of each source, uint32 [N]. Counts of training text are stored beside it."""
+    return [_counts_of(text, of_source, cutting, shards, source) for source, of_source in enumerate(blocks)]
 
 
 def counts_file(shards: TokenShards, source: int, cutting: Cutting, blocks: int) -> Path:
-    """Where the counts of a source are kept."""
+    """Return the file that stores the counts of a source."""
     identity = [shards.source_fingerprint(source), shards.split, cutting.identity, blocks]
     return shards.folder / COUNTS / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]}.npy"
 
@@ -269,34 +267,34 @@ def _counts_of(text: ShardText, blocks: Blocks, cutting: Cutting, shards: TokenS
     if not len(blocks):
         return np.zeros(0, np.uint32)
     path = counts_file(shards, source, cutting, len(blocks))
-    if (kept := _kept_counts(path, len(blocks))) is not None:
-        return kept
+    if (stored := _stored_counts(path, len(blocks))) is not None:
+        return stored
     if shards.shards[int(blocks.shard[0])].cache is not None:
-        with locked(path.with_suffix(".lock")):  # one process of a machine reads where documents begin
-            kept = _kept_counts(path, len(blocks))
-            return _keep(path, _streamed_counts(blocks, cutting, shards)) if kept is None else kept
+        with locked(path.with_suffix(".lock")):  # only one process of a machine reads the document offsets
+            stored = _stored_counts(path, len(blocks))
+            return _store_counts(path, _streamed_counts(blocks, cutting, shards)) if stored is None else stored
     each = (Units(text, blocks, np.array([number]), cutting).samples for number in range(len(blocks)))
     counts = np.fromiter(each, np.uint32, len(blocks))
     text.forget()
-    return _keep(path, counts) if shards.split == "train" and shards.folder.exists() else counts
+    return _store_counts(path, counts) if shards.split == "train" and shards.folder.exists() else counts
 
 
-def _kept_counts(path: Path, blocks: int) -> np.ndarray | None:
+def _stored_counts(path: Path, blocks: int) -> np.ndarray | None:
     with contextlib.suppress(OSError, ValueError):
-        kept = np.load(path, allow_pickle=False)
-        if (kept.dtype, kept.shape) == (np.dtype(np.uint32), (blocks,)):
-            return kept
+        stored = np.load(path, allow_pickle=False)
+        if (stored.dtype, stored.shape) == (np.dtype(np.uint32), (blocks,)):
+            return stored
     return None
 
 
-def _keep(path: Path, counts: np.ndarray) -> np.ndarray:
+def _store_counts(path: Path, counts: np.ndarray) -> np.ndarray:
     with contextlib.suppress(OSError, InputError, MachineError), atomic_open(path) as file:
         np.save(file, counts, allow_pickle=False)
     return counts
 
 
 def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> np.ndarray:
-    """The counts of a streamed source, from where its documents begin: 16 bytes a document are read."""
+    """Count the samples of a streamed source from its document offsets: reads 16 bytes per document."""
     logger.info("%s: counting the sequences of a new length; `prepare` with this config would have", shards.folder)
     counts = np.zeros(len(blocks), np.uint32)
     for shard in np.unique(blocks.shard).tolist():

@@ -1,12 +1,12 @@
-"""Cuts: how documents are divided into samples, so that every token is in exactly one (invariant 1).
+"""Cuts: divide documents into samples, so that every token is in exactly one (invariant 1).
 
-How many samples a document gives follows from its length and the capacity of a sequence alone. There are a few more
-than would be needed, so that most cuts can be moved to the end of a sentence. A document is divided into groups of up
-to _GROUP samples at places that depend on nothing else, and a group is halved again and again. So one sample is found
-in a few steps, wherever it is. All places move from epoch to epoch.
+The number of samples of a document depends only on its length and the capacity of a sequence. It is slightly higher
+than necessary, so that most cuts can be moved to a sentence boundary. A document is divided into groups of up to _GROUP
+samples at independent places, and a group is halved recursively. So any sample is found in a few steps. All places
+change from epoch to epoch.
 
-Everything is vectorized over B samples; arrays are int64 [B] unless said. A place is a distance from where a unit
-begins, in tokens; between documents of a unit one more counts, for the separator.
+Everything is vectorized over B samples; arrays are int64 [B] unless noted. A place is an offset from the start of a
+unit, in tokens; between documents of a unit it counts one more, for the separator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from pretrain.batches.order import below, draw, uniform
 
-# Tokens that a sample leaves free on average, so that cuts can be at sentences' ends: at most a share of its capacity.
+# Tokens that a sample leaves free on average, so that cuts can be between sentences: at most a share of its capacity.
 _SLACK, _SLACK_SHARE = 25, 0.2
 _GROUP = 4
 _GOLDEN = 0.6180339887498949  # multiples of it are spread evenly between whole numbers
@@ -26,41 +26,41 @@ _NODE, _GRID, _DIVIDED, _AT = range(4)  # counters of the random numbers of a un
 
 
 class Places(Protocol):
-    """Where the sentences of units begin."""
+    """Start of each sentence of units."""
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first sentence of each unit that begins in it, and one past the last."""
+        """Return the first sentence of each unit that starts in it, and one past the last."""
         ...
 
     def around(
         self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, place: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The first sentence in [low, high) of the units `rows` that begins at or after `place`, or `high`.
+        """Return the first sentence in [low, high) of the units `rows` that starts at or after `place`, or `high`.
 
-        Returns (it, where the one before it begins, where it begins), undefined where there is no such sentence.
+        Returns (sentence, start of the previous one, its start), undefined where there is no such sentence.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Spans of units that become samples, by place, and the sentences that begin in them."""
+    """Spans of units that become samples, by place, and the sentences that start in them."""
 
     begin: np.ndarray
     end: np.ndarray
-    first: np.ndarray  # first sentence that begins at `begin` or after
-    last: np.ndarray  # first sentence that begins at `end` or after
-    at_end: np.ndarray  # bool [B], whether a sentence ends with the span
+    first: np.ndarray  # first sentence that starts at `begin` or after
+    last: np.ndarray  # first sentence that starts at `end` or after
+    at_end: np.ndarray  # bool [B], whether the span stops at a sentence boundary
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How units are divided.
+    """Parameters of dividing units into samples.
 
     Args:
         capacity: tokens of a sequence without special ones, at least 4.
-        least: tokens that a sample needs.
-        short_share: share of the samples that are divided again, which makes short sequences.
+        least: minimum tokens of a sample.
+        short_share: share of the samples that are divided again, to get short sequences.
         joined: sequences cross documents, so that units are whole blocks.
     """
 
@@ -71,32 +71,32 @@ class Cutting:
 
     @property
     def identity(self) -> list[float]:
-        """What decides how many samples a unit gives."""
+        """Values that determine the number of samples of a unit."""
         return [self.capacity, self.least, self.short_share, self.joined, self._step, self._shortest]
 
     @property
     def _step(self) -> int:
-        """Tokens of a sample if its unit is long."""
+        """Mean tokens of a sample if its unit is long."""
         return self.capacity - min(_SLACK, int(_SLACK_SHARE * self.capacity))
 
     @property
     def _shortest(self) -> int:
-        """Tokens of any part of a unit that has several."""
+        """Minimum tokens of a part of a unit that has several."""
         return max(min(2 * self.least, (self.capacity + 1) // 2), self.capacity // 8)
 
     def count(self, size: np.ndarray) -> np.ndarray:
-        """Samples of units of these sizes; int64 of the same shape."""
+        """Return the number of samples of units of these sizes; int64 of the same shape."""
         parts = self._parts(size)
         return parts + self._divided(size, parts)
 
     def cut(self, places: Places, size: np.ndarray, sample: np.ndarray, key: np.ndarray) -> Spans:
-        """The spans of samples of units.
+        """Return the spans of samples of units.
 
         Args:
             places: of the B units.
             size: of each unit.
-            sample: which of its samples; 0 .. `count` - 1.
-            key: of the unit in this epoch, uint64 [B].
+            sample: index within the unit; 0 .. `count` - 1.
+            key: random key of the unit in this epoch, uint64 [B].
         """
         parts = self._parts(size)
         part, is_second = self._part_of(size, parts, sample, key)
@@ -109,13 +109,13 @@ class Cutting:
         return search.spans
 
     def _parts(self, size: np.ndarray) -> np.ndarray:
-        """Parts of equal right that a unit is divided into."""
+        """Return the number of equal parts of a unit, before some are divided again."""
         several = np.maximum(2, -(-size // self._step))
         least = 1 if self.joined else self.least
         return np.where(size <= self.capacity, size >= least, np.minimum(several, size // self.least))
 
     def _divided(self, size: np.ndarray, parts: np.ndarray) -> np.ndarray:
-        """How many of the parts are divided once more."""
+        """Return the number of parts that are divided again."""
         if not self.short_share or self._shortest < 2 * self.least:
             return np.zeros_like(size)
         wanted = np.floor(self.short_share * parts + np.modf(size * _GOLDEN)[0]).astype(np.int64)
@@ -124,7 +124,7 @@ class Cutting:
     def _part_of(
         self, size: np.ndarray, parts: np.ndarray, sample: np.ndarray, key: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(the part of each sample; 0 or 1 for the halves of one that is divided, -1 for a whole one)."""
+        """Return (the part of each sample; 0 or 1 for the halves of a divided part, -1 for a whole part)."""
         divided = self._divided(size, parts)
         half = np.full_like(sample, -1)
         rows = np.flatnonzero(divided)
@@ -158,7 +158,7 @@ class Cutting:
         above_least = size // np.maximum(parts, 1) - self._shortest
         stretch = np.maximum(np.minimum(above_least, (parts * self.capacity - size) // 3), 0)
         offset = below(draw(search.key, _GRID), stretch + 1)
-        # Half of what a group's parts leave free, between its two ends.
+        # Half of the tokens that a group's parts leave free, for both of its edges.
         free = self.capacity - -(-(size + stretch) // np.maximum(parts, 1))
         reach = np.maximum(parts // groups * np.minimum(free, above_least) // 4, 0)
 
@@ -173,7 +173,7 @@ class Cutting:
         return first, last
 
     def _halve(self, search: _Search, first: np.ndarray, last: np.ndarray, part: np.ndarray) -> None:
-        """Narrow the spans to one part each."""
+        """Narrow the spans to one part each, by bisection."""
         while len(rows := np.flatnonzero(last - first > 1)):
             low, high, own = first[rows], last[rows], part[rows]
             middle = (low + high) >> 1
@@ -196,14 +196,14 @@ class Cutting:
 
 
 class _Search:
-    """Spans that are narrowed by cuts."""
+    """Spans, narrowed by one cut after another."""
 
     def __init__(self, places: Places, spans: Spans, key: np.ndarray) -> None:
         self._places, self.spans, self.key = places, spans, key
         self._node_key = draw(key, _NODE)
 
     def bits(self, rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Random bits of the cut before part `number`, uint64."""
+        """Return random bits of the cut before part `number`, uint64."""
         return draw(self._node_key[rows], number)
 
     def cut(

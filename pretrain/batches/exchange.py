@@ -1,6 +1,6 @@
 """Counts of all ranks, exchanged in the background, a step before the loss needs them (invariant 3).
 
-Every rank counts its own sequences only. Counts are integers, so their sums are the same on all ranks, in any order.
+Every rank counts only its sequences. Counts are integers, so their sums are the same on all ranks, in any order.
 """
 
 import queue
@@ -26,15 +26,15 @@ class AllRanks(Protocol):
     """All ranks of a run (`pretrain.training.engine.RankGroup`)."""
 
     def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        """The sums of all ranks' `sums`, and the largest of all ranks' `largest`; every rank calls this."""
+        """Return the sums over all ranks of `sums`, and the maximum of `largest`; every rank calls this."""
         ...
 
 
 class Exchange:
     """Adds up the counts of all ranks in a thread, which outlives the loaders that use it.
 
-    All ranks ask for the same exchanges in the same order, as the training loop asks for steps. So an exchange whose
-    loader was closed meanwhile ends all the same, and the next one finds the ranks in step.
+    All ranks request the same exchanges in the same order, as the training loop requests steps. So an exchange whose
+    loader was closed meanwhile completes all the same, and the ranks stay in step for the next one.
     """
 
     def __init__(self, ranks: AllRanks) -> None:
@@ -44,7 +44,7 @@ class Exchange:
         self.thread.start()
 
     def submit(self, counts: Counts, micro_batches: int, then: Callable[[Counts, int], T]) -> Future[T]:
-        """What `then` makes, in the thread, of the counts of all ranks and their largest number of micro-batches."""
+        """Return a future of `then`, called in the thread with the summed counts and the maximum of micro-batches."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -58,7 +58,7 @@ class Exchange:
         return future
 
     def close(self, seconds: float = 2.0) -> None:
-        """End the thread after the exchanges that were asked for; wait for it at most `seconds`."""
+        """Stop the thread after the exchanges requested so far; wait for it at most `seconds`."""
         self._requests.put(None)
         self.thread.join(seconds)
 

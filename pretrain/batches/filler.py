@@ -1,7 +1,7 @@
-"""Filler: sequences that no loss sees, added to micro-batches so that these have few different shapes.
+"""Filler: sequences that no loss sees, added to micro-batches so that there are few different shapes.
 
-The number of tokens of a micro-batch differs from step to step. On a GPU each new shape costs: memory is allocated in
-blocks of other sizes, and what was recorded for one shape (`engine.cuda_graphs`) cannot be replayed for another.
+The number of tokens of a micro-batch differs from step to step. On a GPU each new shape costs time: memory is allocated
+in blocks of other sizes, and a graph captured for one shape (`engine.cuda_graphs`) cannot be replayed for another.
 """
 
 import dataclasses
@@ -12,34 +12,34 @@ from torch import Tensor
 from pretrain.batches.batch import Filler, MicroBatch
 from pretrain.batches.pairs import IGNORED
 
-_FEWEST = 16  # tokens or rows: multiples of 16 suit tensor cores
+_MIN_MULTIPLE = 16  # tokens or rows: multiples of 16 suit tensor cores
 
 # The shares of a micro-batch that rounding adds at most; sequences add a little to the tokens, too. The share of masked
-# tokens and the number of sequences change in the run of mini.yaml. 600 of its micro-batches have 46 shapes in place of
+# tokens and the number of sequences change in the run of mini.yaml. 600 of its micro-batches have 46 shapes instead of
 # 457, with 2 % more tokens and 4 % more masked rows than without filler.
 _TOKENS, _ROWS, _SEQUENCES = 1 / 16, 1 / 8, 1 / 4
 
 
 def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
-    """The micro-batch with filler at its end, so that its numbers of tokens, sequences and masked rows are round.
+    """Append filler to a micro-batch, so that its numbers of tokens, sequences and masked rows are round.
 
-    The filler is one sequence or more, none longer than `sequence_length`. Additional masked rows are at its last
-    token, with the label `IGNORED`, and sequences have that label, too.
+    The filler is one sequence or more, none longer than `sequence_length`. Additional masked rows point at its last
+    token, with the label `IGNORED`, and its sequences have that label, too.
 
     Args:
-        batch: of the text alone.
+        batch: without filler.
         sequence_length: the longest sequence that the phase allows, at least 2.
     """
     tokens, sequences, rows = len(batch.input_ids), len(batch.lengths), len(batch.masked_rows)
-    to_tokens = _multiple(tokens, _TOKENS, _FEWEST)
-    # Enough of them to hold as many tokens as may be missing, and one at least.
-    fewest = -(-to_tokens // (sequence_length - 1))
-    more_sequences = _missing(sequences + fewest, _multiple(sequences, _SEQUENCES)) + fewest
+    to_tokens = _multiple(tokens, _TOKENS, _MIN_MULTIPLE)
+    # At least one sequence, and enough to hold the missing tokens.
+    min_sequences = -(-to_tokens // (sequence_length - 1))
+    more_sequences = _missing(sequences + min_sequences, _multiple(sequences, _SEQUENCES)) + min_sequences
     more_tokens = _missing(tokens + more_sequences, to_tokens) + more_sequences
     lengths = [(more_tokens + number) // more_sequences for number in range(more_sequences)]
-    # Attention's kernel takes no more queries of a sequence than the longest has tokens; this one's first token is one.
-    most = 1 << (max(*batch.lengths, *lengths).bit_length() - 1)
-    more_rows = _missing(rows, min(most, _multiple(rows, _ROWS, _FEWEST)))
+    # Attention takes at most as many queries per sequence as the longest one has tokens; the first token is always one.
+    max_rows = 1 << (max(*batch.lengths, *lengths).bit_length() - 1)
+    more_rows = _missing(rows, min(max_rows, _multiple(rows, _ROWS, _MIN_MULTIPLE)))
     ends = tokens + torch.tensor(lengths).cumsum(0)
     return dataclasses.replace(
         batch,
@@ -56,9 +56,9 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     )
 
 
-def _multiple(count: int, share: float, fewest: int = 1) -> int:
-    """The power of two that `count` is rounded up to a multiple of: at most `share` of it, but at least `fewest`."""
-    return max(fewest, 1 << max(0, int(count * share).bit_length() - 1))
+def _multiple(count: int, share: float, minimum: int = 1) -> int:
+    """Return the power of two to whose multiple `count` is rounded up: at most `share` of it, at least `minimum`."""
+    return max(minimum, 1 << max(0, int(count * share).bit_length() - 1))
 
 
 def _missing(count: int, multiple: int) -> int:

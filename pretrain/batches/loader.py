@@ -1,9 +1,9 @@
-"""Batches: samples balanced across ranks and micro-batches, unpadded, made in the background (invariants 1-3).
+"""Batches: samples balanced across ranks and micro-batches, unpadded, prepared in the background (invariants 1-3).
 
 A rank plans the part of the global batch that it shares with other ranks, which needs offsets only. So they all know
 the lengths of the part and balance it in the same way without communication (`balancing`). Each rank fetches and masks
-the tokens of its own sequences. Losses are normalized by counts over all parts. A rank that planned the whole batch
-knows them; otherwise the ranks exchange their own.
+only the tokens of its sequences. Losses are normalized by counts over all parts. A rank that planned the whole batch
+knows them; otherwise the ranks exchange their counts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pretrain.corpus.shards import TokenShards
 
 logger = logging.getLogger(__name__)
 
-_LEAST_SEQUENCES = 16  # of held-out text whose loss is told apart
+_MIN_SEQUENCES = 16  # of a held-out source, to report its loss separately
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
-_COUNTED_AT_ONCE = 1 << 16  # gathered at a time when masked tokens are counted from the text
+_COUNTED_AT_ONCE = 1 << 16  # tokens gathered at a time to count masked tokens
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
-_DIVIDED_SEQUENCES = 512  # of a machine, at least, if machines read different text: of fewer, their tokens differ more
+_MIN_SEQUENCES_EACH = 512  # per machine, to read different text: with fewer, their token counts differ too much
 
 
 M = TypeVar("M", "StepBatch", "RankShare")
@@ -59,7 +59,7 @@ class RankShare:
 
     @property
     def counts(self) -> Counts:
-        """Counts of its own sequences."""
+        """Counts of this rank's sequences."""
         return Counts(
             tokens=sum(sum(batch.real_lengths) for batch in self.micro_batches),
             masked=sum(batch.targets for batch in self.micro_batches),
@@ -67,30 +67,30 @@ class RankShare:
         )
 
     def pinned(self) -> RankShare:
-        """The same share with its micro-batches in page-locked memory."""
+        """Return the share with its micro-batches in page-locked memory."""
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
-_Made = StepBatch | RankShare | BaseException | None  # an error, or None at the end
+_QueueItem = StepBatch | RankShare | BaseException | None  # an error, or None at the end
 
 
 class Loader:
     """The batches of one phase, prefetched by a background thread.
 
-    Iterating gives one `StepBatch` per optimizer step until the phase ends. `stall_seconds` is the time that the
-    consumer has waited so far.
+    Iterating yields one `StepBatch` per optimizer step of the phase. `stall_seconds` is the time that the consumer has
+    waited so far.
 
     Args:
-        start_step: the first step of the phase to give a batch for.
-        rollback: the run's last one.
-        prefetch: batches to make ahead, at most.
-        pinned: whether batches lie in page-locked memory, for a GPU.
-        machines: on which the ranks are, equally many on each and neighbors; needs an exchange.
-        exchange: between the ranks, which take all steps together. Without it, each rank counts what it needs to know
-            of the whole global batch.
+        start_step: the first step of the phase to yield a batch for.
+        rollback: the run's latest one.
+        prefetch: maximum number of batches to prepare ahead.
+        pinned: put batches into page-locked memory, for a GPU.
+        machines: number of machines, each with the same number of neighboring ranks; several need an exchange.
+        exchange: between the ranks, which take all steps together. Without it, each rank counts the tokens of the whole
+            global batch.
 
     Raises:
-        InputError: the corpus or the config cannot give such batches.
+        InputError: the corpus and the config do not allow such batches.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Loader:
     ) -> None:
         self.stall_seconds = 0.0
         self._exchange = exchange
-        self._gpu = torch.cuda.current_device() if pinned else None  # the current one of the thread that trains
+        self._gpu = torch.cuda.current_device() if pinned else None  # current device of the training thread
         self._maker = BatchMaker(
             shards,
             config,
@@ -125,7 +125,7 @@ class Loader:
         settings = config.phases[phase]
         step_tokens = settings.global_sequences * settings.sequence_length // world_size
         depth = max(1, min(prefetch, _PREFETCH_TOKENS // step_tokens))
-        self._queue: queue.Queue[_Made] = queue.Queue(depth)
+        self._queue: queue.Queue[_QueueItem] = queue.Queue(depth)
         self._ahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
         self._closed = threading.Event()
         self.thread = threading.Thread(
@@ -158,16 +158,16 @@ class Loader:
         raise item
 
     def close(self) -> None:
-        """Stop the background thread; iteration ends."""
+        """Stop the background thread and the iteration."""
         self._closed.set()
         self.thread.join()
 
     def _take(self) -> StepBatch | BaseException | None:
-        """The next step, or why there is none."""
+        """Return the next step, None at the end, or an error."""
         item = self._ahead.popleft() if self._ahead else self._fetch()
         if self._exchange is not None and isinstance(item, (StepBatch, Future)):
-            # The exchange of the step after it begins. All ranks take steps together, so that wherever they stop, they
-            # have begun equally many.
+            # Start the exchange of the next step. All ranks take steps together, so wherever they stop, they have
+            # started the same number of exchanges.
             self._ahead.append(self._fetch())
         if not isinstance(item, Future):
             return item
@@ -177,19 +177,19 @@ class Loader:
             return error
 
     def _fetch(self) -> StepBatch | Future[StepBatch] | BaseException | None:
-        """What the thread made for the next step; if counts are missing, their exchange begins."""
-        made = self._queue.get()
-        if not isinstance(made, RankShare):
-            return made
+        """Return the thread's item for the next step; if counts are missing, start their exchange."""
+        item = self._queue.get()
+        if not isinstance(item, RankShare):
+            return item
         assert self._exchange is not None
-        own = len(made.micro_batches)
-        return self._exchange.submit(made.counts, own, lambda counts, most: self._whole(made, counts, most))
+        count = len(item.micro_batches)
+        return self._exchange.submit(item.counts, count, lambda counts, largest: self._whole(item, counts, largest))
 
     def _whole(self, share: RankShare, counts: Counts, micro_batches: int) -> StepBatch:
-        """A share with the counts of all ranks, and as many micro-batches as the ranks that have most."""
+        """Complete a share with the counts of all ranks, and with the largest number of micro-batches of any rank."""
         if micro_batches > len(share.micro_batches):
             longer = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
-            share = self._placed(longer)
+            share = self._pinned(longer)
         return self._maker.whole(share, counts)
 
     def _produce(self, phase: PhaseConfig, start_step: int) -> None:
@@ -199,24 +199,24 @@ class Loader:
                 first, sequences = phase.first_sample(step), phase.sequences_at(step)
                 exchanged = self._exchange is not None and self._maker.needs_exchange(sequences)
                 if exchanged:
-                    open_ = self._put(self._placed(self._maker.share(first, sequences)))
+                    accepted = self._put(self._pinned(self._maker.share(first, sequences)))
                 else:
-                    open_ = self._put(self._placed(self._maker.make(first, sequences)))
-                if not open_:
+                    accepted = self._put(self._pinned(self._maker.make(first, sequences)))
+                if not accepted:
                     return
         except BaseException as error:  # raised by the consumer, whatever its class
             last = error
         self._put(last)
 
-    def _placed(self, made: M) -> M:
+    def _pinned(self, item: M) -> M:
         if self._gpu is None:
-            return made
-        # In a new thread it is the first one, on which pinning would open another context of this process.
+            return item
+        # A new thread's device is GPU 0, where pinning would create another context of this process.
         torch.cuda.set_device(self._gpu)
-        return made.pinned()
+        return item.pinned()
 
-    def _put(self, item: _Made) -> bool:
-        """Queue `item` for the consumer; False if the loader was closed meanwhile."""
+    def _put(self, item: _QueueItem) -> bool:
+        """Queue `item` for the consumer; return False if the loader was closed meanwhile."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
@@ -229,11 +229,11 @@ class Loader:
 def validation_batches(
     shards: TokenShards, config: PretrainConfig, phase: int, *, rank: int, world_size: int
 ) -> list[StepBatch]:
-    """The held-out batches of a phase: the same samples every time, for every `config.seed`.
+    """Return the held-out batches of a phase: the same samples every time, for every `config.seed`.
 
-    At most `config.evaluation.sequences` samples; none if the corpus has no validation split. A batch has the samples
-    of one source, or of several that have few (`held_out_texts`). Of a text that has fewer samples than there are
-    ranks, as after a small run has grown, every rank evaluates all.
+    At most `config.evaluation.sequences` samples; none if the corpus has no validation split. A batch has samples of
+    one source, or of several small ones (`held_out_texts`). If there are fewer samples than ranks, as after a small run
+    has grown, every rank evaluates all.
 
     Raises `InputError` if there is a split, but no sample in it.
     """
@@ -252,27 +252,27 @@ def validation_batches(
         names = " and ".join(str(shards.sources[number].get("name", number)) for number in without)
         logger.warning("held-out text of %s is not evaluated: too small a share. Raise evaluation.sequences.", names)
     batches = []
-    for text, own in held_out_texts(shards, counts, max(_LEAST_SEQUENCES, world_size)):
-        count = sum(own)
+    for text, samples in held_out_texts(shards, counts, max(_MIN_SEQUENCES, world_size)):
+        count = sum(samples)
         if count < world_size:
             alone = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
-            made = [_on_all_ranks(alone.only(own).make(0, count), world_size)]
+            of_text = [_on_all_ranks(alone.only(samples).make(0, count), world_size)]
         else:
             parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
             bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
-            made = [maker.only(own).make(first, last - first) for first, last in itertools.pairwise(bounds)]
-        batches += [dataclasses.replace(batch, text=text) for batch in made]
+            of_text = [maker.only(samples).make(first, last - first) for first, last in itertools.pairwise(bounds)]
+        batches += [dataclasses.replace(batch, text=text) for batch in of_text]
     return batches
 
 
-def held_out_texts(shards: TokenShards, counts: Sequence[int], least: int) -> list[tuple[str, list[int]]]:
-    """(name, samples of each source) of the texts whose losses are told apart: sources of at least so many samples.
+def held_out_texts(shards: TokenShards, counts: Sequence[int], minimum: int) -> list[tuple[str, list[int]]]:
+    """Return (name, samples of each source) of the groups of sources whose losses are reported separately.
 
-    The others are one text, with all their names.
+    A source with at least `minimum` samples is a group; the others are one group, named after all of them.
     """
     names = [source.get("name", f"source {number}") for number, source in enumerate(shards.sources)]
-    large = [number for number, count in enumerate(counts) if count >= least]
-    small = [number for number, count in enumerate(counts) if 0 < count < least]
+    large = [number for number, count in enumerate(counts) if count >= minimum]
+    small = [number for number, count in enumerate(counts) if 0 < count < minimum]
     return [
         (" + ".join(names[number] for number in some), [c if n in some else 0 for n, c in enumerate(counts)])
         for some in [*([number] for number in large), *([small] if small else [])]
@@ -280,19 +280,19 @@ def held_out_texts(shards: TokenShards, counts: Sequence[int], least: int) -> li
 
 
 def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
-    """The batch of one rank as that of each of `world_size` ranks: the sums over them grow as the counts do."""
+    """Use the batch of one rank on each of `world_size` ranks: scale its counts like the sums over all ranks."""
     names = ("sequences", "tokens", "masked", "labeled")
     scaled = {name: world_size * getattr(batch, name) for name in names}
     return dataclasses.replace(batch, **scaled, copies=world_size)
 
 
 class BatchMaker:
-    """Makes one rank's share of any batch, in the calling thread.
+    """Creates one rank's share of any batch, in the calling thread.
 
-    `held_out` batches are masked by `masking.probability`, whatever the phases say, and mixed as the corpus says, so
-    that losses compare across phases and forks. Their micro-batches hold at least two sequences, since any
-    number of those can be assigned to any number of ranks; without a backward pass they still take less memory than the
-    training's.
+    `held_out` batches are masked with `masking.probability`, whatever the phases say, and mixed as the corpus says, so
+    that losses are comparable across phases and forks. Their micro-batches have room for at least two sequences, so
+    that any number of sequences can be assigned to any number of ranks; without a backward pass they still take less
+    memory than training.
     """
 
     def __init__(
@@ -310,9 +310,9 @@ class BatchMaker:
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
-        # Text that is here is divided among all ranks, whose tokens then differ least. Machines that fetch different
-        # text have not exactly the same number of sequences.
-        is_divided = shards.is_streamed and min(settings.batch_sizes) >= max(machines * _DIVIDED_SEQUENCES, world_size)
+        # Local text is divided across all ranks, which keeps their token counts closest. Machines that fetch different
+        # text do not have exactly the same number of sequences.
+        is_divided = shards.is_streamed and min(settings.batch_sizes) >= max(machines * _MIN_SEQUENCES_EACH, world_size)
         is_divided &= config.engine.micro_batch_tokens >= 2 * length
         count = machines if is_divided else 1
         self._machine = Machine(rank * count // world_size, count)
@@ -339,7 +339,7 @@ class BatchMaker:
         return self.sampler.samples_per_epoch
 
     def only(self, counts: Sequence[int]) -> BatchMaker:
-        """Makes batches of so many first samples of each source, as `Sampler.only`."""
+        """Return a maker of batches of the first `counts` samples of each source, as `Sampler.only`."""
         other = copy.copy(self)
         other.sampler = self.sampler.only(counts)
         return other
@@ -359,7 +359,7 @@ class BatchMaker:
             )
 
     def needs_exchange(self, sequences: int) -> bool:
-        """Whether counts over all ranks need the lengths, or the text, of sequences that this rank does not look at."""
+        """Return whether counts over all ranks need lengths or text of sequences that this rank does not read."""
         if self.world_size == 1:
             return False
         if self._machine.count > 1 or not self._masker.has_exact_counts:
@@ -367,42 +367,42 @@ class BatchMaker:
         return balancing.number_of_parts(sequences, self.world_size) > 1
 
     def make(self, first_sample: int, sequences: int) -> StepBatch:
-        """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it.
+        """Return this rank's share of the batch of samples `first_sample` to `first_sample + sequences - 1`.
 
-        Without an exchange: the rank counts what it has to know of the whole batch, which takes longer. Not if machines
-        read different text.
+        It works without an exchange: the rank counts the tokens of the whole batch, which takes longer. Not for
+        machines that read different text.
         """
         with self.sampler.holding():
             return self._make(first_sample, sequences)
 
     def _make(self, first_sample: int, sequences: int) -> StepBatch:
-        own = balancing.part_of(self.rank, sequences, self.world_size)
-        plans = [self.assign(first_sample, part) for part in balancing.parts(sequences, self.world_size)]
-        most = max(assignment.micro_batches for _, assignment in plans)
-        plan, assignment = plans[balancing.parts(sequences, self.world_size).index(own)]
-        if assignment.micro_batches < most:
-            plan, assignment = self.assign(first_sample, own, most)
-        share = RankShare(self._own(own, plan, assignment), first_sample, sequences)
+        part = balancing.part_of(self.rank, sequences, self.world_size)
+        plans = [self.assign(first_sample, each) for each in balancing.parts(sequences, self.world_size)]
+        largest = max(assignment.micro_batches for _, assignment in plans)
+        plan, assignment = plans[balancing.parts(sequences, self.world_size).index(part)]
+        if assignment.micro_batches < largest:
+            plan, assignment = self.assign(first_sample, part, largest)
+        share = RankShare(self._micro_batches_of(part, plan, assignment), first_sample, sequences)
         if self.world_size == 1:
             return self.whole(share, share.counts)
         counts = [dataclasses.astuple(self._counts(plan)) for plan, _ in plans]
         return self.whole(share, Counts(*map(sum, zip(*counts, strict=True))))
 
     def share(self, first_sample: int, sequences: int, *, micro_batches: int = 1) -> RankShare:
-        """This rank's share of the same batch, of at least so many micro-batches, without the counts of other ranks.
+        """Return this rank's share of a batch, in at least `micro_batches`, without the counts of other ranks.
 
-        With the largest number that any rank needs, the micro-batches are those of `make`.
+        With the largest number that any rank needs, it has the micro-batches of `make`.
         """
         part = balancing.part_of(self.rank, sequences, self.world_size)
         if self._machine.count > 1:
             machine = self._machine
             part = balancing.part_of_machine(machine.number, machine.count, sequences, self.world_size)
-        with self.sampler.holding():  # a share is made again in another thread
+        with self.sampler.holding():  # another thread may call this to enlarge a share
             plan, assignment = self.assign(first_sample, part, micro_batches)
-            return RankShare(self._own(part, plan, assignment), first_sample, sequences)
+            return RankShare(self._micro_batches_of(part, plan, assignment), first_sample, sequences)
 
     def whole(self, share: RankShare, counts: Counts) -> StepBatch:
-        """A share with the counts of all ranks."""
+        """Complete a share with the counts of all ranks."""
         return StepBatch(
             micro_batches=share.micro_batches,
             sequences=share.sequences,
@@ -414,19 +414,19 @@ class BatchMaker:
         )
 
     def assign(self, first_sample: int, part: BatchPart, micro_batches: int = 1) -> tuple[SamplePlan, Assignment]:
-        """The sequences of a part of the batch that begins with `first_sample`, and who gets which."""
+        """Return the plan of a part of the batch that starts at `first_sample`, and its assignment to micro-batches."""
         samples = first_sample + part.first + np.arange(part.sequences)
         if part.machine >= 0:
             samples = samples[self.sampler.owners(samples) == part.machine]
         plan = self.sampler.plan(samples)
         return plan, balancing.balance(plan.lengths, part.ranks, self._budget, micro_batches=micro_batches)
 
-    def _own(self, part: BatchPart, plan: SamplePlan, assignment: Assignment) -> tuple[MicroBatch, ...]:
+    def _micro_batches_of(self, part: BatchPart, plan: SamplePlan, assignment: Assignment) -> tuple[MicroBatch, ...]:
         own = range(self.rank - part.first_rank, part.ranks * assignment.micro_batches, part.ranks)
         return tuple(self._micro_batch(plan[assignment.members(number)]) for number in own)
 
     def _counts(self, plan: SamplePlan) -> Counts:
-        """Counts of planned samples."""
+        """Return the counts of planned samples."""
         return Counts(
             tokens=int(plan.lengths.sum()),
             masked=self._masked(plan),
@@ -450,13 +450,13 @@ class BatchMaker:
         return with_filler(batch, self._length) if self._is_filled else batch
 
     def _masked(self, plan: SamplePlan) -> int:
-        """Masked tokens of these samples."""
+        """Return the number of masked tokens of these samples."""
         if not len(plan.key):
             return 0
         if self._masker.has_exact_counts:
             special = plan.lengths - plan.ordinary
             return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._masking_share(plan)).sum())
-        # How many tokens are chosen depends on the text, so all of it has to be looked at.
+        # The number of chosen tokens depends on the text, so all of it has to be read.
         portion = np.cumsum(plan.lengths) // _COUNTED_AT_ONCE
         parts = np.split(np.arange(len(portion)), np.flatnonzero(np.diff(portion)) + 1)
         return sum(
@@ -465,7 +465,7 @@ class BatchMaker:
         )
 
     def _masking_share(self, plan: SamplePlan) -> np.ndarray:
-        """Share of each sample's tokens to predict, float64 [B]: a function of its number alone (invariant 1)."""
+        """Return the share of tokens to predict, float64 [B]; it depends only on the sample's number (invariant 1)."""
         first, last = self._masking_shares
         return first + (last - first) * (plan.number / self._phase_sequences)
 

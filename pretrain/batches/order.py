@@ -1,7 +1,7 @@
 """Counter-based randomness, keyed permutations, and the mixture of sources (invariant 1).
 
-Nothing here has state. Every random number is a hash of a key and a counter, and a permutation is evaluated point by
-point, so sample 150,000,000 costs as much as sample 0.
+Everything is stateless. Every random number is a hash of a key and a counter, and a permutation is evaluated pointwise,
+so sample 150,000,000 costs as much as sample 0.
 """
 
 import hashlib
@@ -22,39 +22,39 @@ _ROUNDS = 8  # half-rounds of the permutation; with 6, neighbors in small epochs
 
 
 def root_key(*parts: str | int) -> np.uint64:
-    """A 64-bit key that depends on every one of `parts`."""
+    """Return a 64-bit key that depends on all `parts`."""
     digest = hashlib.sha256(json.dumps(parts).encode()).digest()
     return np.uint64(int.from_bytes(digest[:8], "little"))
 
 
 def draw(key: np.ndarray | np.uint64, counter: np.ndarray | int) -> np.ndarray:
-    """64 pseudo-random bits, uint64, for each pair of `key` and `counter` (broadcast)."""
-    # An array even of one counter: numpy warns of the intended wrap-around in scalars.
+    """Return 64 pseudo-random bits, uint64, for each pair of `key` and `counter` (broadcast)."""
+    # At least one dimension: numpy warns of the intended wrap-around of scalars.
     bits = np.atleast_1d(np.asarray(counter).astype(np.uint64)) + np.uint64(1)
     return _mix(bits * _INCREMENT + key)
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1) from 64 random bits."""
+    """Return float64 in [0, 1) from 64 random bits."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def below(bits: np.ndarray, size: np.ndarray | int) -> np.ndarray:
-    """int64, uniform on 0 .. size-1 (to size / 2**32), from 64 random bits; 1 <= size < 2**32."""
+    """Return int64, uniform on 0 .. size-1 (to size / 2**32), from 64 random bits; 1 <= size < 2**32."""
     high = bits >> np.uint64(32)
     high *= np.asarray(size).astype(np.uint64)
     high >>= np.uint64(32)
     return high.view(np.int64)
 
 
-def ranges(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """begins[0], begins[0]+1, ... (counts[0] of them), begins[1], ..."""
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate the ranges of counts[0] integers from starts[0], of counts[1] from starts[1], ..."""
     ends = np.cumsum(counts)
-    return np.repeat(begins - (ends - counts), counts) + np.arange(counts.sum())
+    return np.repeat(starts - (ends - counts), counts) + np.arange(counts.sum())
 
 
 def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray) -> np.ndarray:
-    """Where a keyed pseudo-random permutation of 0 .. size-1 maps `index`.
+    """Map `index` by a keyed pseudo-random permutation of 0 .. size-1.
 
     `index` int64 [B], `size` [B] or one for all, `key` uint64 [B] (one permutation per key and size) -> int64
     [B]. A Feistel network over the next power of two, walked along its cycle until it lands inside.
@@ -91,14 +91,14 @@ class Mixture:
         self._parts = [share for share in self.shares if share]
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, samples of this source before) of samples that are counted from 0; int64 [B] each."""
+        """Return (source, number of earlier samples of this source) of samples counted from 0; int64 [B] each."""
         period, within = np.divmod(samples, self.period)
         source, before = np.empty_like(samples), np.empty_like(samples)
         self._halve(0, len(self._parts), np.arange(len(samples)), within, source, before)
         return self._read[source], before + period * np.array(self._parts)[source]
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` are from each source."""
+        """Return the number of samples of each source among the first `samples`."""
         period, within = divmod(samples, self.period)
         counts = np.zeros(len(self.shares), np.int64)
         counts[self._read] = self._counts(0, len(self._parts), within)
@@ -127,9 +127,9 @@ class Mixture:
         return [*self._counts(low, middle, first), *self._counts(middle, high, samples - first)]
 
 
-def _mix(bits: np.ndarray, spare: np.ndarray | None = None) -> np.ndarray:
-    """Scramble uint64 in place; `spare` is overwritten."""
-    shifted = np.right_shift(bits, _SHIFTS[0], out=spare)
+def _mix(bits: np.ndarray, scratch: np.ndarray | None = None) -> np.ndarray:
+    """Scramble uint64 in place; `scratch` is overwritten."""
+    shifted = np.right_shift(bits, _SHIFTS[0], out=scratch)
     bits ^= shifted
     bits *= _FIRST
     bits ^= np.right_shift(bits, _SHIFTS[1], out=shifted)
@@ -139,7 +139,7 @@ def _mix(bits: np.ndarray, spare: np.ndarray | None = None) -> np.ndarray:
 
 
 def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """One evaluation of the network over `bits` bits: each half is changed by a hash of the other.
+    """Evaluate the network over `bits` bits once: each half is changed by a hash of the other.
 
     Round n changes a half by `draw(key, 2**(bits - bits // 2) * n + other half)`, computed in place.
     """
@@ -148,11 +148,11 @@ def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     low, high = value & low_mask, value >> low_bits
     key, round_increment = key + _INCREMENT, (high_mask + np.uint64(1)) * np.array([_INCREMENT])
-    drawn, spare = np.empty_like(value), np.empty_like(value)
+    drawn, scratch = np.empty_like(value), np.empty_like(value)
     for number in range(_ROUNDS):
         source, changed, mask = (low, high, high_mask) if number % 2 else (high, low, low_mask)
         np.multiply(source, _INCREMENT, out=drawn)
         drawn += key
-        changed ^= np.bitwise_and(_mix(drawn, spare), mask, out=drawn)
+        changed ^= np.bitwise_and(_mix(drawn, scratch), mask, out=drawn)
         key += round_increment
     return high << low_bits | low

@@ -1,7 +1,7 @@
 """Sequences across documents: RoBERTa's FULL-SENTENCES input (Liu et al. 2019, section 4.2).
 
-A sequence holds neighboring sentences. Where a document ends before the sequence is full, a separator follows and the
-next document of the shard begins. Everything is vectorized over samples.
+A sequence consists of consecutive sentences. If a document is over before the sequence is full, a separator and the
+next document of the shard follow. Everything is vectorized over samples.
 """
 
 import numpy as np
@@ -17,15 +17,15 @@ def document_starts(
     document: np.ndarray,
     separators: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where each document begins in spans of tokens, the first one of a span where the span does.
+    """Return the start of each document in spans of tokens; for the first one of a span, the start of the span.
 
     Args:
         text: the text.
-        shard: of each span; int64 [B] as are the others.
+        shard: shard of each span; int64 [B], like the others.
         begin: token offset of each span within its shard.
-        length: its tokens.
-        document: that holds its first token.
-        separators: its documents, less one.
+        length: tokens of each span.
+        document: the document of its first token.
+        separators: number of its documents, minus one.
 
     Returns:
         (the span of each document, ascending; its token offset within the shard), int64 [D] each.
@@ -43,5 +43,5 @@ def document_starts(
     row, start = np.concatenate(rows), np.concatenate(begins)
     order = np.lexsort((start, row))
     row, start = row[order], start[order]
-    new = np.append(True, (np.diff(row) > 0) | (np.diff(start) > 0))  # an empty document begins where the next one does
+    new = np.append(True, (np.diff(row) > 0) | (np.diff(start) > 0))  # empty documents are dropped
     return row[new], start[new]

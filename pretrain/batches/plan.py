@@ -1,4 +1,4 @@
-"""What samples read: spans of the corpus by number (`SamplePlan`), and their tokens end to end (`Rows`)."""
+"""Planned samples as spans of the corpus (`SamplePlan`), and their concatenated tokens (`Rows`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pretrain.corpus.shards import TokenShards
 class SamplePlan:
     """The tokens of B samples and the lengths of the samples; int64 [B] each, `key` uint64 [B].
 
-    Begins are token offsets within the shard. Lengths of segments exclude special tokens; without pairs `length_b` is 0
-    everywhere.
+    `begin_a` and `begin_b` are token offsets within the shard. Segment lengths exclude special tokens; without pairs,
+    `length_b` is 0.
     """
 
     number: np.ndarray  # of each sample in its phase, counted across epochs
@@ -31,9 +31,9 @@ class SamplePlan:
     length_b: np.ndarray
     label: np.ndarray  # 0 B follows A, or no pairs; 1 B is another document's (nsp), A follows B (sop); IGNORED alone
     lengths: np.ndarray  # special tokens included
-    document: np.ndarray  # that holds the first token of a segment of several documents; else of no meaning
+    document: np.ndarray  # of the first token, if a segment crosses documents; otherwise unused
     separators: np.ndarray  # between documents of one segment
-    at_end: np.ndarray  # bool, whether the sample's span of text ends with a sentence
+    at_end: np.ndarray  # bool, whether the sample's span stops at a sentence boundary
 
     @property
     def ordinary(self) -> np.ndarray:
@@ -45,14 +45,14 @@ class SamplePlan:
 
     @staticmethod
     def joined(plans: Sequence[SamplePlan]) -> SamplePlan:
-        """The samples of several plans, one after the other."""
+        """Concatenate several plans."""
         names = [field.name for field in fields(SamplePlan)]
         return SamplePlan(**{name: np.concatenate([getattr(plan, name) for plan in plans]) for name in names})
 
 
 @dataclass(frozen=True)
 class Rows:
-    """S sequences end to end in T tokens, before masking."""
+    """S concatenated sequences of T tokens, before masking."""
 
     input_ids: np.ndarray  # int64 [T]
     token_types: np.ndarray  # int64 [T]
@@ -63,9 +63,9 @@ class Rows:
 
 
 def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bool) -> Rows:
-    """Fetch the tokens of a plan end to end: [CLS] A [SEP] B [SEP] if `paired`, else [CLS] A [SEP].
+    """Fetch the concatenated tokens of a plan: [CLS] A [SEP] B [SEP] if `paired`, else [CLS] A [SEP].
 
-    In full sentences across documents, a [SEP] stands between documents, too.
+    With full sentences across documents, there is a [SEP] between documents, too.
 
     Raises `InputError` if a token is not in the vocabulary.
     """
@@ -76,7 +76,7 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
     index = np.arange(starts[-1])
     sequence = np.repeat(np.arange(len(begins)), plan.lengths)
     source += index
-    # Special tokens are in no shard: point them at a token that is.
+    # Special tokens are not in the shards: point them at any token.
     source[begins] = source[begins + 1]
     source[separators] = source[1]
     input_ids = text.tokens.array.take(source).astype(np.int64)
@@ -94,7 +94,7 @@ def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bo
 
 
 def _pair_layout(text: ShardText, plan: SamplePlan, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As `_layout`, of [CLS] A [SEP] B [SEP]; `begins` int64 [S], where each sequence begins."""
+    """Return the `_layout` of [CLS] A [SEP] B [SEP]; `begins` int64 [S] are the starts of the sequences."""
     from_a = text.tokens.spans(plan.shard_a, plan.begin_a, plan.length_a)
     from_b = text.tokens.spans(plan.shard_b, plan.begin_b, plan.length_b)
     begins_b = begins + plan.length_a + 2
@@ -105,7 +105,7 @@ def _pair_layout(text: ShardText, plan: SamplePlan, begins: np.ndarray) -> tuple
 
 
 def _layout(text: ShardText, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(the token that each row of the token axis is read from, less the row; rows of [SEP]; token types)."""
+    """Return (index of the token that each row is read from, minus the row; rows of [SEP]; token types)."""
     begin = plan.begin_a
     first = text.tokens.spans(plan.shard_a, begin, plan.length_a)
     row, start = document_starts(text, plan.shard_a, begin, plan.length_a, plan.document, plan.separators)

@@ -1,4 +1,4 @@
-"""How often an epoch reads each token, counted by planning a part of it."""
+"""Count how often an epoch reads each token, by planning a part of it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,21 +17,21 @@ _AT_ONCE = 1 << 14  # samples
 
 @dataclass(frozen=True)
 class Reading:
-    """What samples of one length read of the text that was counted. Shares are of its tokens, unless said."""
+    """Statistics of samples of one length, on the counted text. Shares are of its tokens, unless noted."""
 
     sequence_length: int
     input_format: str
     tokens: int  # counted
-    reads: float  # of a token, in the mean
-    unread: float
-    twice: float  # or more often
+    reads: float  # of a token, on average
+    unread: float  # share that is never read
+    twice: float  # share that is read twice or more
     mean_length: float  # of samples, special tokens included
-    at_sentence_ends: float  # share of the samples whose text ends with a sentence
+    at_sentence_ends: float  # share of the samples whose text stops at a sentence boundary
     labeled: float  # share of the samples with a label of their pair; 0 without pairs
 
     @property
     def line(self) -> str:
-        """As a sentence."""
+        """The statistics as a sentence."""
         labels = f" {self.labeled:.1%} have a label of their pair." if self.input_format == "segment_pairs" else ""
         return (
             f"length {self.sequence_length}: an epoch reads a token {self.reads:.3f} times, {self.unread:.2%} of the "
@@ -41,7 +41,7 @@ class Reading:
 
 
 def count_readings(shards: TokenShards, config: PretrainConfig) -> list[dict[str, Any]]:
-    """A `Reading` of each sequence length that the config's phases have, as dictionaries.
+    """Return a `Reading`, as a dict, of each sequence length in the config's phases.
 
     Raises `InputError` if the corpus has no sample.
     """
@@ -71,8 +71,8 @@ def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> R
 
 
 def _count(source: SourceSamples) -> Sequence[float]:
-    """Of a source's first window: (tokens, reads, tokens unread and read twice, samples, their tokens, those that end
-    with a sentence, those with a label).
+    """Count a source's first window: (tokens, reads, unread tokens, tokens read twice; samples, their tokens, samples
+    that stop at a sentence boundary, samples with a label).
     """
     shard, begin, end = source.window_text(0, 0)
     order = np.lexsort((begin, shard))

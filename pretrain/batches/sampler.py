@@ -1,8 +1,8 @@
-"""Samples: which tokens each one reads, addressed by its number (invariants 1 and 4).
+"""Samples, addressed by number: the tokens that each one reads (invariants 1 and 4).
 
     number -> source (`order`) -> epoch, window (`blocks`) -> unit of text -> span (`cuts`) -> segments (`pairs`)
 
-Everything is vectorized over samples. Only to count the samples of each block takes a pass over the corpus.
+Everything is vectorized over samples. Only counting the samples of each block takes a pass over the corpus.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from pretrain.config import PairsConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
 SAMPLER = 4
-"""Which samples a number means, and what a `Rollback` holds. A run with other ones cannot be resumed: 1 did not read
-every token, 2 shuffled the samples of a window without regard to their blocks, and 3 lost the position in a source
-where the mixture changed.
+"""Version of the numbering of samples and of `Rollback`. A run with another one cannot be resumed: 1 did not read every
+token, 2 shuffled the samples of a window regardless of their blocks, and 3 lost the position in a source when the
+mixture changed.
 """
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Where the data of a run continue after its last rollback: before `step`, from `read` on."""
+    """Position from which a run reads its data after its latest rollback: before `step`, from `read` on."""
 
     step: int
     read: list[list[Any]]  # [name, fingerprint, *SourceProgress] of each source
@@ -51,7 +51,7 @@ def rolled_back(
     """Return the rollback to `step` of a run of which the first `failed` steps have read their data.
 
     Args:
-        before: the last rollback until then.
+        before: the previous rollback.
     """
     phase, within = config.phase_at(failed - 1)
     sampler = phase_sampler(shards, config, phase, seed=config.seed, rollback=before)
@@ -73,12 +73,12 @@ def phase_samplers(
     rollback: Rollback | None = None,
     machine: Machine = Machine(),  # noqa: B008 - frozen
 ) -> Iterator[Sampler]:
-    """Yield the samples of each phase, which continue each source where the phases before it have read to.
+    """Yield the samples of each phase; each source continues where the previous phases stopped.
 
-    At another sequence length they continue at the end of the window that is open.
+    At another sequence length it continues after the open window.
 
     Args:
-        rollback: the last one of the run. Of its phase, samples are right from its step on.
+        rollback: the run's latest one. In its phase, samples are valid only from its step on.
         machine: only its samples can be planned (`Sampler.owners`).
 
     Raises `InputError` if the corpus has no sample for a phase.
@@ -113,12 +113,12 @@ def _read_before(rollback: Rollback, shards: TokenShards) -> list[SourceProgress
 
 
 def _source_names(shards: TokenShards) -> list[tuple[str, str]]:
-    """(name, fingerprint) of each source; replayed ones have no name."""
+    """Return (name, fingerprint) of each source; replayed ones have no name."""
     return [(source.get("name", ""), shards.source_fingerprint(n)) for n, source in enumerate(shards.sources)]
 
 
 def held_out_sampler(shards: TokenShards, config: PretrainConfig, phase: int) -> Sampler:
-    """The samples that a phase is evaluated on: the same for every seed, mixed as the corpus says."""
+    """Return the samples that a phase is evaluated on: the same for every seed, mixed as the corpus says."""
     length = config.phases[phase].sequence_length
     return Sampler(shards, config.pairs, sequence_length=length, seed=0)
 
@@ -126,19 +126,19 @@ def held_out_sampler(shards: TokenShards, config: PretrainConfig, phase: int) ->
 class Sampler:
     """The samples of one split of a corpus at one sequence length.
 
-    A sample is a pure function of its source's fingerprint, `seed`, the source's epoch and its index in it, and of how
-    sequences are cut. Which of them is sample n follows from the `phase` and `start`.
+    A sample is a pure function of its source's fingerprint, `seed`, the source's epoch, its index in it, and the
+    cutting of sequences. The `phase` and `start` determine which of them is sample n.
 
     Args:
-        phase: says how much is read of each source, otherwise the corpus does; `where` is its place in the config.
-        start: how far each source was read when the phase was planned, from `read_after`.
-        resumed: (first sample, how far each source was read before it), if that is not what was planned.
+        phase: sets the share of each source, by default the corpus does; `where` is its path in the config.
+        start: progress in each source when the phase was planned, from `read_after`.
+        resumed: (first sample, progress in each source before it), if they differ from the plan.
         batch: samples that are read together; windows are never smaller.
-        block_tokens: tokens of a block; by default those of the corpus.
-        window_blocks: blocks of the windows of all sources together, at least; by default `WINDOW_BLOCKS`.
+        block_tokens: tokens of a block; by default, the blocks of the corpus are used.
+        window_blocks: minimum blocks of the windows of all sources together; by default `WINDOW_BLOCKS`.
         machine: only its samples can be planned (`owners`).
 
-    Raises `InputError` if the corpus has no sample, or no source of such a name.
+    Raises `InputError` if the corpus has no sample, or no source with a configured name.
     """
 
     def __init__(
@@ -163,51 +163,53 @@ class Sampler:
         self.pairs = pairs
         self._lock = threading.Lock()
         self.paired = pairs.has_classifier
-        self.special_tokens = 3 if self.paired else 2  # at least
+        self.special_tokens = 3 if self.paired else 2  # minimum per sequence
         self.capacity = sequence_length - self.special_tokens
         self._text = ShardText(shards.shards)
         joined = pairs.chosen_format == "full_sentences"
         cutting = Cutting(self.capacity, 2 if self.paired or joined else 1, pairs.short_share, joined)
-        own = [shards.of_source(source) for source in range(len(shards.sources))]
-        self._check_partners(own)
-        blocks = [blocks_of(shards.shards, one, block_tokens) for one in own]
+        shards_of = [shards.of_source(source) for source in range(len(shards.sources))]
+        self._check_partners(shards_of)
+        blocks = [blocks_of(shards.shards, numbers, block_tokens) for numbers in shards_of]
         counts = sample_counts(self._text, blocks, cutting, shards)
         shares = _uncapped_shares(shards, phase, [int(each.sum()) for each in counts], where)
-        most = window_blocks or WINDOW_BLOCKS
-        start = list(start) or [None] * len(own)
+        total_blocks = window_blocks or WINDOW_BLOCKS
+        start = list(start) or [None] * len(shards_of)
         first, self._start = resumed or (0, start)
         self.sources = [
             SourceSamples(
                 self._text,
-                one,
-                its_blocks,
-                its_counts,
+                numbers,
+                source_blocks,
+                source_counts,
                 cutting=cutting,
                 pairs=pairs,
                 fingerprint=shards.source_fingerprint(number),
                 seed=seed,
-                window_blocks=window_blocks_for(its_counts, batch, share, most),
+                window_blocks=window_blocks_for(source_counts, batch, share, total_blocks),
                 before=self._start[number],
                 machine=machine,
-                held=_streamed(shards, its_blocks),
+                held=_streamed(shards, source_blocks),
             )
-            for number, (one, its_blocks, its_counts, share) in enumerate(zip(own, blocks, counts, shares, strict=True))
+            for number, (numbers, source_blocks, source_counts, share) in enumerate(
+                zip(shards_of, blocks, counts, shares, strict=True)
+            )
         ]
         # A rollback changes what is read, not the mixture.
         read = self._samples_of(start)
         self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], read, where)
         self._mixture = Mixture(self.mix.shares)
-        self._before = self._mixture.counts(first)  # of each source, which others than `self` have read
+        self._before = self._mixture.counts(first)  # samples of each source that other samplers have read
         self._first = [a - b for a, b in zip(self._samples_of(self._start), self._before, strict=True)]
 
     def _samples_of(self, progress: Sequence[SourceProgress | None]) -> list[int]:
-        """The first sample of each source that reads nothing of what was read before."""
+        """Return the first sample of each source that reads only unread text."""
         both = zip(self.sources, progress, strict=True)
         return [source.first_after(before) if source.samples else 0 for source, before in both]
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Keep the text of the samples that are planned within, for one thread at a time."""
+        """Keep the text of samples that are planned in this context, for one thread at a time."""
         with self._lock:
             for source in self.sources:
                 source.in_use = []
@@ -218,12 +220,12 @@ class Sampler:
                     source.in_use = None
 
     def check_cache(self, where: str) -> None:
-        """Raise `InputError` if what is read at a time is more than the cache of a streamed corpus."""
+        """Raise `InputError` if the cache of a streamed corpus is too small for the text that is read at a time."""
         caches = {id(shard.cache): shard.cache for shard in self.shards.shards if shard.cache}
         pairs = zip(self.sources, self._mixture.shares, strict=True)
-        least = sum(source.held_bytes() for source, share in pairs if share)
+        required = sum(source.held_bytes() for source, share in pairs if share)
         for cache in caches.values():
-            cache.check_fits(least, where)
+            cache.check_fits(required, where)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -232,12 +234,12 @@ class Sampler:
 
     @property
     def identity(self) -> list[list[Any]]:
-        """What decides which sample has a number: [name, fingerprint, share] of each source that is read."""
+        """Values that determine the numbering of samples: [name, fingerprint, share] of each source that is read."""
         both = zip(_source_names(self.shards), self._mixture.shares, strict=True)
         return [[*source, share] for source, share in both if share]
 
     def readings(self, samples: int, left_out: Sequence[int] = ()) -> list[SourceReading]:
-        """What the first `samples` read of each source, of which so many tokens are left out."""
+        """Return the amounts of each source that the first `samples` read; `left_out` tokens of each are skipped."""
         counts, tokens = np.array(self._mixture.counts(samples)), np.zeros(len(self.sources))
         for shard in self.shards.shards:
             tokens[shard.source] += len(shard.tokens)
@@ -257,51 +259,49 @@ class Sampler:
         ]
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` are from each source."""
+        """Return the number of samples of each source among the first `samples`."""
         return self._mixture.counts(samples)
 
     def only(self, counts: Sequence[int]) -> Sampler:
-        """The sampler of which the first samples are so many of each source, its first ones."""
+        """Return a sampler that starts with the first `counts` samples of each source."""
         other = copy.copy(self)
         other._mixture = Mixture(counts)
         return other
 
     def read_after(self, samples: int) -> list[SourceProgress | None]:
-        """How far each source is read after so many samples; the `start` of a sampler that continues from there."""
+        """Return the progress in each source after `samples`; the `start` of a sampler that continues from there."""
         counts = self._mixture.counts(samples)
         rows = zip(self.sources, self._first, counts, self._before, self._start, strict=True)
         return [
-            source.progress(first + count) if count > others else before
-            for source, first, count, others, before in rows
+            source.progress(first + count) if count > earlier else before
+            for source, first, count, earlier, before in rows
         ]
 
     def left_out(self, source: int, reader: SourceSamples | None) -> int:
-        """Tokens of the open window of a source that these samples leave out, as they are cut otherwise than those of
-        `reader`, who has read it last.
+        """Return the tokens of a source's open window that these samples skip, because `reader`, the last sampler to
+        read it, cuts samples differently.
         """
         before = self._start[source]
         return reader.unread(before) if reader and before and reader.cutting != self.sources[source].cutting else 0
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """The machine that each of `samples` belongs to, int64 [B]. Machines have the same number, to within a few."""
+        """Return the machine of each of `samples`, int64 [B]. Machines have nearly the same number of samples."""
         source, before = self._mixture.locate(samples)
         owner = np.zeros_like(samples)
         for number in np.unique(source).tolist():
-            own = np.flatnonzero(source == number)
-            owner[own] = self.sources[number].owners(before[own] + self._first[number])
+            here = np.flatnonzero(source == number)
+            owner[here] = self.sources[number].owners(before[here] + self._first[number])
         return owner
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
-        """Plan `samples` of this machine (int64 [B], counted across epochs); reads sentence and document offsets, no
-        tokens.
-        """
+        """Plan `samples` of this machine (int64 [B], counted across epochs); reads only offsets, no tokens."""
         self._text.looked_up(len(samples))
         source, before = self._mixture.locate(samples)
         plans, rows = [], []
         for number in np.unique(source).tolist():
-            own = np.flatnonzero(source == number)
-            plans.append(self.sources[number].plan(before[own] + self._first[number]))
-            rows.append(own)
+            here = np.flatnonzero(source == number)
+            plans.append(self.sources[number].plan(before[here] + self._first[number]))
+            rows.append(here)
         plan = SamplePlan.joined(plans)[np.argsort(np.concatenate(rows), kind="stable")]
         plan.number[:] = samples
         return plan
@@ -311,24 +311,24 @@ class Sampler:
         return gather(self.shards, self._text, plan, paired=self.paired)
 
     def _check_partners(self, shards: Sequence[Sequence[int]]) -> None:
-        """Raise `InputError` if no source has documents that could exchange segments, and they should."""
-        most = max(sum(self._text.document_count(shard) for shard in own) for own in shards)
-        if self.pairs.objective == "nsp" and most < 2:
+        """Raise `InputError` if segments should be exchanged, but no source has two documents."""
+        largest = max(sum(self._text.document_count(shard) for shard in numbers) for numbers in shards)
+        if self.pairs.objective == "nsp" and largest < 2:
             raise InputError(
-                f"{self.shards.folder}: {counted(most, 'document')} in its largest source, but random next sentences "
-                "need at least two. Add documents or set pairs.objective: none."
+                f"{self.shards.folder}: {counted(largest, 'document')} in its largest source, but random next "
+                "sentences need at least two. Add documents or set pairs.objective: none."
             )
 
 
 def _uncapped_shares(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
-    """The share of each source in the samples of a phase, whatever was read before; it decides the size of windows."""
+    """Return the share of each source in a phase, whatever was read before; determines the size of windows."""
     uncapped = None if phase is None else phase.model_copy(update={"max_epochs": 0})
     shares = plan_mix(shards, uncapped, samples, [0] * len(samples), where).shares
     return [share / sum(shares) for share in shares]
 
 
 def _streamed(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | None:
-    """Where the blocks of a source are held; None if it is not streamed."""
+    """Return the cache of a source's blocks; None if it is not streamed."""
     cache = shards.shards[int(blocks.shard[0])].cache if len(blocks) else None
     if cache is None:
         return None

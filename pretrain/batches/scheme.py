@@ -1,4 +1,4 @@
-"""The common parts of all masking schemes: their base class, and choices within sequences that lie end to end."""
+"""Common parts of masking schemes: their base class, and selection within concatenated sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pretrain.batches.plan import Rows
 from pretrain.config import MaskingConfig
 from pretrain.corpus.byte_words import WordEdges
 
-_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters distinct from those of pairs.py and of `Masker`
+_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters that pairs.py and `Masker` do not use
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class MaskingVocabulary:
 
 
 class MaskingScheme:
-    """How the tokens to predict are chosen, and what replaces them. Every scheme subclasses this as `Scheme`.
+    """Chooses the tokens to predict and their replacements. Every scheme subclasses this as `Scheme`.
 
-    A result must depend only on its arguments: `bits` are a function of (source's fingerprint, seed, epoch of the
+    Results must depend only on the arguments: `bits` are a function of (source's fingerprint, seed, epoch of the
     source, index in it, sequence length, position). So all ranks, restarts and batch sizes see the same masks.
     """
 
     has_exact_counts: ClassVar[bool] = False
-    """Whether every sequence loses as many tokens as its limit, or all ordinary ones if it has fewer.
+    """True if every sequence gets exactly as many masked tokens as its limit, or all ordinary ones if it has fewer.
 
-    Otherwise the ranks exchange how many tokens they chose, or choose those of the whole global batch to count them.
+    Otherwise the ranks exchange their counts, or choose the tokens of the whole global batch to count them.
     """
 
     def __init__(self, masking: MaskingConfig, vocabulary: MaskingVocabulary) -> None:
@@ -44,12 +44,12 @@ class MaskingScheme:
         self.vocabulary = vocabulary
 
     def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """The tokens to predict, at most `limits` of each sequence and never a special one.
+        """Choose the tokens to predict, at most `limits` of each sequence and never a special one.
 
         Args:
-            rows: S sequences end to end in T tokens.
+            rows: S concatenated sequences of T tokens.
             bits: random bits of every token, uint64 [T].
-            limits: tokens to predict in each sequence at most, int64 [S]; may exceed its ordinary tokens.
+            limits: maximum tokens to predict in each sequence, int64 [S]; may exceed its ordinary tokens.
 
         Returns:
             Ascending rows of the token axis, int64 [K].
@@ -57,7 +57,7 @@ class MaskingScheme:
         raise NotImplementedError
 
     def replace(self, labels: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """The replacements of the chosen tokens: [MASK], a random ordinary token or the token itself.
+        """Replace the chosen tokens by [MASK], a random ordinary token or the token itself.
 
         Args:
             labels: the chosen tokens, int64 [K].
@@ -76,9 +76,9 @@ class MaskingScheme:
 
 
 def word_heads(rows: Rows, candidates: np.ndarray, vocabulary: MaskingVocabulary) -> np.ndarray:
-    """Which of the `candidates`, rows of ordinary tokens, begin a word; int64, ascending indices into `candidates`.
+    """Return ascending indices into `candidates`, rows of ordinary tokens, of the tokens that start a word; int64.
 
-    The first piece after a special token begins a word in any case.
+    The first token after a special one always starts a word.
     """
     begins_word = vocabulary.edges.begins(rows.input_ids[candidates])
     begins_word[0] = True
@@ -89,8 +89,8 @@ def word_heads(rows: Rows, candidates: np.ndarray, vocabulary: MaskingVocabulary
 def shuffle(rows: Rows, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle `index` (ascending rows of the token axis) within each sequence.
 
-    Returns where each sequence ends in the result, int64 [S], and the result. One sort of 64-bit numbers does
-    it: sequence, then 32 or fewer random bits, then position.
+    Returns (end of each sequence in the result, int64 [S]; the result). It is one sort of 64-bit numbers: sequence,
+    then 32 or fewer random bits, then position.
     """
     sequences = len(rows.starts) - 1
     position_bits = int(rows.positions.max(initial=0)).bit_length()
@@ -109,5 +109,5 @@ def shuffle(rows: Rows, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray
 
 
 def per_sequence(rows: Rows, index: np.ndarray) -> np.ndarray:
-    """How many of `index` (rows of the token axis) each sequence has, int64 [S]."""
+    """Return the number of `index` (rows of the token axis) in each sequence, int64 [S]."""
     return np.bincount(rows.sequence[index], minlength=len(rows.starts) - 1)

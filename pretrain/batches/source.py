@@ -20,29 +20,29 @@ from pretrain.batches.text import DocumentPlaces, JoinedPlaces, ShardText, Unit
 from pretrain.config import PairsConfig
 from pretrain.corpus.block_cache import BlockCache, Lease
 
-_CELL_LENGTHS = 8  # samples whose Bs may be exchanged, in sequence lengths: most lengths of B occur several times
-_LAYERS_KEPT, _WINDOWS_KEPT = 2, 2
-_GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # multiples of the golden ratio, of 2^32, fill any range evenly
+_CELL_LENGTHS = 8  # samples per cell of exchanges, in sequence lengths: most lengths of B occur several times
+_CACHED_LAYERS, _CACHED_WINDOWS = 2, 2
+_GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # multiples of 2^32 / golden ratio fill any range evenly
 _OWNERS_AT_ONCE, _COUNTED_AT_ONCE = 1 << 16, 1 << 14  # samples
-_WINDOW_BITS = 32  # of its number in an epoch
+_WINDOW_BITS = 32  # of a window's number in an epoch
 _OFFSET_BITS = 44  # of a token offset within a shard
-_SHARE_BLOCKS = 16  # least blocks of a share of a window: shares have nearly the same number of tokens
+_SHARE_BLOCKS = 16  # minimum blocks in a share of a window, so that shares have nearly the same number of tokens
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """How far a source was read, whatever the plan by which it was read: invariant 1 holds across phases."""
+    """Position in a source, independent of the plan by which it was read: invariant 1 holds across phases."""
 
-    cutting: str  # how its samples are cut; one that cuts otherwise reads from the end of the open window on
+    cutting: str  # identity of the cutting; a sampler with another one continues after the open window
     sample: int  # the next one, counted across epochs
     epoch: int
-    first: int  # of the blocks of the open window, in the order of the epoch
+    first: int  # block of the open window, in the order of the epoch
     last: int  # one past the last; `first` if no window is open
 
     def window(self, blocks: int, *, continued: bool) -> OpenWindow:
-        """The open window of a source of so many blocks, or where it ends."""
+        """Return the open window of a source with `blocks` blocks, or the empty window after it."""
         if continued:
             return OpenWindow(self.epoch, self.first, self.last)
         return OpenWindow(self.epoch + 1, 0, 0) if self.last == blocks else OpenWindow(self.epoch, self.last, self.last)
@@ -50,7 +50,7 @@ class SourceProgress:
 
 @dataclass(frozen=True)
 class Machine:
-    """Which machine of a run this is. Machines divide the text of a window among them."""
+    """This machine's number in a run. Machines divide the text of a window among them."""
 
     number: int = 0
     count: int = 1
@@ -58,21 +58,21 @@ class Machine:
 
 @dataclass(frozen=True)
 class StreamedBlocks:
-    """Where the blocks of a source are held; `numbers` int64 [N], their numbers in the cache."""
+    """The cache of a source's blocks; `numbers` int64 [N], their numbers in the cache."""
 
     cache: BlockCache
     numbers: np.ndarray
 
 
 class SourceSamples:
-    """Samples are counted from 0 across epochs.
+    """The samples of one source, counted from 0 across epochs.
 
     Args:
-        shards: of the source, among those of `text`.
+        shards: shards of the source, as indices into `text`.
         counts: samples of each block, [N].
         fingerprint: of the source's tokens.
-        window_blocks: blocks of a window, at least.
-        before: how far the source was read before.
+        window_blocks: minimum blocks of a window.
+        before: position up to which the source was read before.
         machine: only its samples can be planned (`owners`).
         held: the source's text if it is streamed.
     """
@@ -94,37 +94,37 @@ class SourceSamples:
         held: StreamedBlocks | None,
     ) -> None:
         self._machine, self._held = machine, held
-        self.in_use: list[_OpenWindow] | None = None  # if there is a list, windows that are read are put there
+        self.in_use: list[_OpenWindow] | None = None  # collects the windows that are read, unless None
         self._text, self._blocks, self._cutting, self._pairs = text, blocks, cutting, pairs
         self.cutting = str(cutting.identity)
         window = before and before.window(len(counts), continued=before.cutting == self.cutting)
-        # The order of blocks is the same for all lengths, so that a phase knows what others have read.
+        # The order of blocks is the same for all lengths, so that a phase knows which blocks others have read.
         self.order = SourceOrder(counts, root_key(fingerprint, seed), window_blocks, window)
         key = root_key(fingerprint, seed, self.cutting)
         self._shuffle_key, self._cut_key, self._sample_key = draw(key, np.arange(3))
         self._shard = np.zeros(1 + max(shards, default=0), np.int64)  # counted within the source
         self._shard[shards] = np.arange(len(shards))
-        self._windows: _Recent[_OpenWindow] = _Recent(_WINDOWS_KEPT)
-        self._layers: _Recent[SamplePlan] = _Recent(_LAYERS_KEPT)
+        self._windows: _LruCache[_OpenWindow] = _LruCache(_CACHED_WINDOWS)
+        self._layers: _LruCache[SamplePlan] = _LruCache(_CACHED_LAYERS)
 
     @property
     def samples(self) -> int:
-        """Of one epoch."""
+        """Samples of one epoch."""
         return self.order.samples
 
     def first_after(self, before: SourceProgress | None) -> int:
-        """The first sample that reads nothing of what was read before."""
+        """Return the first sample that reads only unread text."""
         if before is None:
             return 0
         return before.sample if before.cutting == self.cutting else self.order.first_sample(before.epoch, before.last)
 
     def progress(self, sample: int) -> SourceProgress:
-        """How far the source is read before a sample."""
+        """Return the position in the source before a sample."""
         window = self.order.open_window(sample)
         return SourceProgress(self.cutting, sample, window.epoch, window.first, window.last)
 
     def unread(self, before: SourceProgress) -> int:
-        """Tokens of the open window that were not read, where `before` is of `progress`; plans its other samples."""
+        """Count the unread tokens of the open window of `before`, from `progress`, by planning its other samples."""
         end = self.order.first_sample(before.epoch, before.last) if before.first < before.last else before.sample
         parts = range(before.sample, end, _COUNTED_AT_ONCE)
         return sum(int(self.plan(np.arange(low, min(low + _COUNTED_AT_ONCE, end))).ordinary.sum()) for low in parts)
@@ -138,14 +138,14 @@ class SourceSamples:
         return SamplePlan.joined(plans)[np.argsort(np.concatenate(rows), kind="stable")]
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """The machine that each sample belongs to, int64 [B]; reads no text. `_owner` divides a window."""
+        """Return the machine of each sample, int64 [B]; reads no text. `_owner` divides a window."""
         owner = np.zeros_like(samples)
         for here, window, within in self._by_window(samples):
             owner[here] = window.owner[within]
         return owner
 
     def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _OpenWindow, np.ndarray]]:
-        """(rows of `samples`, their window, their numbers in it), int64 each."""
+        """Yield (rows of `samples`, int64; their window; their numbers in it, int64)."""
         epoch, window, within = self.order.locate(samples)
         group = (epoch << _WINDOW_BITS) + window
         for number in np.unique(group).tolist():
@@ -158,30 +158,30 @@ class SourceSamples:
     def _open(self, epoch: int, window: int) -> _OpenWindow:
         found = self._windows.get((epoch, window))
         if found is None:
-            numbers, there = self.order.blocks(epoch, window), self.order.epoch(epoch)
-            # A window that the next phase continues has another number there.
-            key = draw(draw(self._shuffle_key, epoch), int(there.bounds[window]))
+            numbers, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
+            # Not keyed by its number: a window that the next phase continues has another number there.
+            key = draw(draw(self._shuffle_key, epoch), int(order.bounds[window]))
             samples = Window(numbers, self.order.counts[numbers], key)
             share, own = self._shares(numbers), self._own(numbers)
             self._windows.make_room()
             lease = self._hold(epoch, window, own) if self._held else None
             owner = self._owner(numbers, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
             units = Units(self._text, self._blocks, numbers[own], self._cutting)
-            first = int(there.samples[window])
+            first = int(order.samples[window])
             found = _OpenWindow(epoch, first, samples, share, own, owner, units, lease)
             self._windows.put((epoch, window), found)
         return found
 
     def window_text(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shard, first token, one past the last) of the blocks of a window, int64 [W] each."""
+        """Return (shard, first token, one past the last) of the blocks of a window, int64 [W] each."""
         numbers, blocks = self.order.blocks(epoch, window), self._blocks
-        its = blocks.table[numbers]
-        return blocks.shard[numbers].astype(np.int64), its["begin"], its["end"]
+        table = blocks.table[numbers]
+        return blocks.shard[numbers].astype(np.int64), table["begin"], table["end"]
 
     def _owner(self, numbers: np.ndarray, samples: Window) -> np.ndarray:
-        """The machine of each sample of a window, int16 [S].
+        """Return the machine of each sample of a window, int16 [S].
 
-        Machines divide the window's tokens evenly, so two may read the block where one ends. Couples of pairs stay
+        Machines divide the window's tokens evenly, so two may read the block at their border. Couples of pairs stay
         together: groups of machines have shares, and the machines of a group take turns.
         """
         owner = np.empty(samples.samples, np.int16)
@@ -192,7 +192,7 @@ class SourceSamples:
             block, sample = samples.locate(np.arange(first, min(first + _OWNERS_AT_ONCE, len(owner))))
             if self._pairs.has_classifier:
                 here = share[block] % groups
-            else:  # samples of a block go to its machines in proportion, at every stage of the block
+            else:  # samples of a block go to its machines in proportion, in any range
                 here = (begin[block] + ((sample * _GOLDEN & _LOW_BITS) * size[block] >> 32)) * count // tokens
             owner[first : first + len(here)] = here
         for number in range(groups if count > groups else 0):
@@ -201,10 +201,10 @@ class SourceSamples:
         return owner
 
     def _shares(self, numbers: np.ndarray) -> np.ndarray:
-        """The share of a window that each of its blocks is in, int64 [W]; 2^n shares of almost as many tokens."""
+        """Return the share of a window that each block is in, int64 [W]; 2^n shares of nearly equal token counts."""
         loads = [(0, share) for share in range(1 << max(0, (len(numbers) // _SHARE_BLOCKS).bit_length() - 1))]
-        its = self._blocks.table[numbers]
-        sizes = its["end"] - its["begin"]
+        table = self._blocks.table[numbers]
+        sizes = table["end"] - table["begin"]
         shares = np.zeros(len(numbers), np.int64)
         for place in np.argsort(-sizes, kind="stable").tolist():  # the largest first, to the share with the fewest
             tokens, shares[place] = loads[0]
@@ -212,11 +212,11 @@ class SourceSamples:
         return shares
 
     def _groups(self, share: np.ndarray) -> int:
-        """Groups of machines that read a window with these shares."""
+        """Return the number of groups of machines that read a window with these shares."""
         return math.gcd(1 + int(share.max(initial=0)), self._machine.count)
 
     def _own(self, numbers: np.ndarray) -> np.ndarray:
-        """The places of this machine's blocks in a window, int64."""
+        """Return the positions of this machine's blocks in a window, int64."""
         number, count = self._machine.number, self._machine.count
         if self._pairs.has_classifier:
             groups = self._groups(share := self._shares(numbers))
@@ -225,14 +225,14 @@ class SourceSamples:
         return np.flatnonzero((begin * count // tokens <= number) & ((begin + size - 1) * count // tokens >= number))
 
     def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """(tokens of a window before each of its blocks, of each block, of all), int64 [W] each."""
-        its = self._blocks.table[numbers]
-        size = (its["end"] - its["begin"]).astype(np.int64)
+        """Return (tokens of a window before each block, tokens of each block, int64 [W] each; tokens of all)."""
+        table = self._blocks.table[numbers]
+        size = (table["end"] - table["begin"]).astype(np.int64)
         end = np.cumsum(size)
         return end - size, size, int(end[-1])
 
     def _hold(self, epoch: int, window: int, own: np.ndarray) -> Lease:
-        """Wait for this machine's blocks of a window, and let those of the next one come."""
+        """Wait for this machine's blocks of a window, and prefetch the next window's."""
         assert self._held is not None
         lease = self._held.cache.hold(self._held.numbers[self.order.blocks(epoch, window)[own]])
         following = self.order.following(epoch, window)
@@ -240,7 +240,7 @@ class SourceSamples:
         return lease
 
     def held_bytes(self) -> int:
-        """The most that this machine holds of the source at a time."""
+        """Return the maximum bytes of the source that this machine holds at a time."""
         if self._held is None:
             return 0
         whole = self._held.cache.bytes_of(self._held.numbers)
@@ -248,12 +248,12 @@ class SourceSamples:
         return min(whole, largest * sum(len(self._own(window)) + 1 for window in self.order.largest_in_a_row()))
 
     def _of_window(self, window: _OpenWindow, within: np.ndarray) -> SamplePlan:
-        """Samples of a window; `within` int64 [B] counts in its order."""
+        """Plan samples of a window; `within` int64 [B] counts in its order."""
         block, sample = window.samples.locate(within)
         if not self._pairs.has_classifier:
             return self._single(*self._spans(window, within, block, sample))
         counts = window.samples.counts
-        # A layer has a cell of each share. Blocks are read at the same pace, so its samples are neighbors.
+        # A layer has one cell per share. Blocks are read at the same pace, so its samples are neighbors.
         shares = 1 + int(window.share.max())
         layers = max(1, window.samples.samples // (shares * _CELL_LENGTHS * self._cutting.capacity))
         layer = ((sample + 1) * layers - 1) // counts[block]
@@ -269,7 +269,7 @@ class SourceSamples:
         return SamplePlan.joined(plans)[np.argsort(np.concatenate(rows), kind="stable")]
 
     def _layer(self, window: _OpenWindow, number: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
-        """The samples `low` to `high` of each of this machine's blocks, int64 [W]; small batches use them again."""
+        """Plan the samples `low` to `high` of each of this machine's blocks, int64 [W]; small batches reuse them."""
         name = (window.epoch, window.first, number)
         plan = self._layers.get(name)
         if plan is None:
@@ -283,7 +283,7 @@ class SourceSamples:
     def _spans(
         self, window: _OpenWindow, within: np.ndarray, block: np.ndarray, sample: np.ndarray
     ) -> tuple[PairSpans, Unit]:
-        """The spans and keys of samples of blocks of a window, and what they are cut from; `_layer` sets `cell`, and
+        """Return the spans and keys of samples of blocks of a window, and their units; `_layer` sets `cell`, and
         `_paired` sets `first` and `at_begin`.
         """
         shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.samples.blocks[block])
@@ -293,7 +293,7 @@ class SourceSamples:
         key = draw(draw(self._cut_key, window.epoch), identity + unit.begin)
         places = (JoinedPlaces if self._cutting.joined else DocumentPlaces)(self._text, unit)
         spans, rows = self._cutting.cut(places, unit.size, number, key), np.arange(len(within))
-        made = PairSpans(
+        pair_spans = PairSpans(
             cell=np.zeros_like(within),
             shard=unit.shard,
             begin=places.token(rows, spans.begin),
@@ -305,12 +305,12 @@ class SourceSamples:
             document=identity + unit.first,
             key=draw(draw(self._sample_key, window.epoch), within + window.first),
         )
-        return made, unit
+        return pair_spans, unit
 
     def _single(self, spans: PairSpans, unit: Unit) -> SamplePlan:
-        """One segment for each span."""
-        length, nothing = spans.end - spans.begin, np.zeros_like(spans.begin)
-        first, separators = unit.first, nothing
+        """Plan one segment for each span."""
+        length, zeros = spans.end - spans.begin, np.zeros_like(spans.begin)
+        first, separators = unit.first, zeros
         if self._cutting.joined:
             first, last = (
                 self._text.last_document(unit.shard, unit.first, unit.last, place, column=1)
@@ -318,15 +318,15 @@ class SourceSamples:
             )
             separators = last - first
         return SamplePlan(
-            number=nothing.copy(),
+            number=zeros.copy(),
             key=spans.key,
             shard_a=spans.shard,
             begin_a=spans.begin,
             length_a=length,
             shard_b=spans.shard,
             begin_b=spans.begin,
-            length_b=nothing,
-            label=nothing,
+            length_b=zeros,
+            label=zeros,
             lengths=length + separators + 2,
             document=first,
             separators=separators,
@@ -334,15 +334,16 @@ class SourceSamples:
         )
 
     def _paired(self, spans: PairSpans) -> SamplePlan:
-        """Two segments for each span."""
+        """Plan two segments for each span."""
         first = self._text.offset(spans.shard, np.minimum(spans.first, spans.last))
         spans = replace(spans, at_begin=first == spans.begin, first=spans.first + (first == spans.begin))
         is_order = self._pairs.objective == "sop"
-        made = (swapped if is_order else exchanged)(self._text, spans)
-        a = spans.shard, spans.begin, made.split - spans.begin
-        b = spans.shard[made.b_of], made.split[made.b_of], (spans.end - made.split)[made.b_of]
+        segments = (swapped if is_order else exchanged)(self._text, spans)
+        a = spans.shard, spans.begin, segments.split - spans.begin
+        b_of = segments.b_of
+        b = spans.shard[b_of], segments.split[b_of], (spans.end - segments.split)[b_of]
         if is_order:
-            is_swapped = made.label == 1
+            is_swapped = segments.label == 1
             a, b = ((np.where(is_swapped, y, x) for x, y in zip(*pair, strict=True)) for pair in ((a, b), (b, a)))
         (shard_a, begin_a, length_a), (shard_b, begin_b, length_b) = a, b
         return SamplePlan(
@@ -354,7 +355,7 @@ class SourceSamples:
             shard_b=shard_b,
             begin_b=begin_b,
             length_b=length_b,
-            label=made.label,
+            label=segments.label,
             lengths=length_a + length_b + 3,
             document=np.zeros_like(spans.begin),
             separators=np.zeros_like(spans.begin),
@@ -364,23 +365,23 @@ class SourceSamples:
 
 @dataclass(frozen=True)
 class _OpenWindow:
-    """A window that is being read, and what samples of this machine are cut from."""
+    """A window that is being read, and the units of this machine's samples."""
 
     epoch: int
-    first: int  # sample of the epoch
+    first: int  # its first sample in the epoch
     samples: Window
     share: np.ndarray  # of each block, int64 [W]; couples of pairs stay within one
-    own: np.ndarray  # places of this machine's blocks in the window, int64
+    own: np.ndarray  # positions of this machine's blocks in the window, int64
     owner: np.ndarray  # machine of each sample, int16 [S]
     units: Units  # of this machine's blocks
-    lease: Lease | None  # keeps their text here
+    lease: Lease | None  # keeps their text in the cache
 
 
-class _Recent(Generic[V]):
-    """The values that were used last."""
+class _LruCache(Generic[V]):
+    """A small LRU cache."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._values = most, OrderedDict[Hashable, V]()
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self._values = capacity, OrderedDict[Hashable, V]()
 
     def get(self, name: Hashable) -> V | None:
         if name in self._values:
@@ -392,6 +393,6 @@ class _Recent(Generic[V]):
         self._values[name] = value
 
     def make_room(self) -> None:
-        """Forget what was used longest ago, if there is no room for another value."""
-        if len(self._values) >= self._most:
+        """Drop the least recently used value if there is no room for another one."""
+        if len(self._values) >= self._capacity:
             self._values.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The text of a split: documents, sentences and tokens of all its shards, looked up for many samples at once."""
+"""The text of a split: vectorized lookup of documents, sentences and tokens in all its shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from pretrain.corpus.shards import Shard
 
-# Looking up a sample maps about seven places of the shards into the process, usually 64 kB each. In a corpus of more
+# Looking up a sample maps about seven pages of the shards into the process, usually 64 kB each. In a corpus of more
 # than KEEP_MAPPED bytes they are unmapped after SAMPLES_MAPPED samples.
 KEEP_MAPPED = 1 << 28
 SAMPLES_MAPPED = 512
@@ -20,14 +20,14 @@ _DAMAGED = "an offset points outside its shard; the corpus is damaged"
 
 @dataclass(frozen=True)
 class Unit:
-    """What samples are cut from, looked up for each of B samples: documents, or ranges of neighboring documents."""
+    """The units that B samples are cut from: documents, or ranges of neighboring documents."""
 
     shard: np.ndarray
     begin: np.ndarray  # token offset
-    size: np.ndarray  # tokens, and one more between any two of its documents
-    first: np.ndarray  # document of the shard
-    last: np.ndarray  # one past the last one
-    first_sentence: np.ndarray  # of its block; a document that blocks divide has others, too
+    size: np.ndarray  # tokens, plus one between documents
+    first: np.ndarray  # first document, as an index into the shard
+    last: np.ndarray  # one past the last document
+    first_sentence: np.ndarray  # of its block; a document that spans several blocks has others, too
     last_sentence: np.ndarray  # one past the block's last one
 
     def __getitem__(self, rows: np.ndarray) -> Unit:
@@ -35,7 +35,7 @@ class Unit:
 
 
 class ShardText:
-    """Shards as they lie on disk. Offsets are within a shard; all arrays are int64 [B] unless said."""
+    """Shards, mapped from disk. Offsets are within a shard; all arrays are int64 [B] unless noted."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._sentences = JoinedArrays([np.asarray(shard.sentences).view(np.int64) for shard in shards])
@@ -49,13 +49,13 @@ class ShardText:
         self._looked_up = 0
 
     def looked_up(self, samples: int) -> None:
-        """Count samples looked up; from time to time unmap what they mapped. It stays in the page cache."""
+        """Count samples looked up, and regularly unmap their pages, which stay in the page cache."""
         self._looked_up += samples
         if self._looked_up >= SAMPLES_MAPPED:
             self.forget()
 
     def forget(self) -> None:
-        """Unmap what was looked up of a large corpus."""
+        """Unmap the pages that lookups mapped, if the corpus is large."""
         self._looked_up = 0
         for mapping in self._mapped:
             mapping.madvise(mmap.MADV_DONTNEED)  # so that the pages do not count as this process's memory
@@ -64,38 +64,38 @@ class ShardText:
         return int(self._counts[shard])
 
     def document_begin(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
-        """Token offset at which documents of shards begin, or their last one ends."""
+        """Return the token offset of documents, or one past the last token for the index after the last document."""
         return self._documents.at(shard, 2 * document + 1)
 
     def document_first(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
-        """First sentence of documents of shards, or one past their last."""
+        """Return the first sentence of documents, or one past the last sentence."""
         return self._documents.at(shard, 2 * document)
 
     def document_begins(self, shard: int, first: int, stop: int) -> np.ndarray:
-        """Token offsets of the documents from `first` to before `stop`; int64 [stop - first]."""
+        """Return the token offsets of the documents [first, stop); int64 [stop - first]."""
         return self._tables[shard][first:stop, 1]
 
     def offset(self, shard: np.ndarray, sentence: np.ndarray) -> np.ndarray:
-        """Token offset at which sentences begin."""
+        """Return the token offset of sentences."""
         return self._sentences.at(shard, sentence)
 
     def first_at_least(self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray) -> np.ndarray:
-        """The first sentence in [low, high) that begins at or after `offset`, or `high`; a binary search."""
+        """Return the first sentence in [low, high) that starts at or after `offset`, or `high`; a binary search."""
         return self.around(shard, low, high, offset)[0]
 
     def around(
         self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(`first_at_least`, where the sentence before it begins, where it begins).
+        """Return (`first_at_least`, start of the sentence before it, its start).
 
-        The sentence before is undefined where the first is `low`, and the other one where it is `high`.
+        The second is undefined if the first is `low`, the third if it is `high`.
         """
         left = np.maximum(high - low, 0)
         begin, array = self._sentences.ranges(shard, low, left), self._sentences.array
         place, last = begin.copy(), begin + np.maximum(left - 1, 0)
         for _ in range(int(left.max(initial=0)).bit_length()):
             half = left >> 1
-            # Where nothing is left, `place` may be past the range, which must not be read.
+            # Where nothing is left, `place` may be past the range and must not be read.
             before = array.take(np.minimum(place + half, last), mode="clip") < offset
             before &= left > 0
             half += 1
@@ -106,10 +106,10 @@ class ShardText:
     def last_document(
         self, shard: np.ndarray, first: np.ndarray, last: np.ndarray, value: np.ndarray, *, column: int, each: int = 0
     ) -> np.ndarray:
-        """The last document from `first` to before `last` whose entry is at most `value`; at least `first`.
+        """Return the last document in [first, last) whose entry is at most `value`; at least `first`.
 
-        The entry of a document is its first sentence (`column` 0) or token (1), and `each` more for every document
-        since `first`.
+        The entry of a document is its first sentence (`column` 0) or token (1), plus `each` for every document since
+        `first`.
         """
         low, high = first.copy(), last.copy()
         for _ in range(int((last - first).max(initial=0)).bit_length()):
@@ -120,7 +120,7 @@ class ShardText:
 
 
 class DocumentPlaces:
-    """Sentences of units that are documents, by their distance from where the unit begins (`cuts.Places`)."""
+    """Sentences of units that are documents, by their offset from the start of the unit (`cuts.Places`)."""
 
     def __init__(self, text: ShardText, unit: Unit) -> None:
         self._text, self._unit = text, unit
@@ -138,12 +138,12 @@ class DocumentPlaces:
         return found, before - begin, after - begin
 
     def token(self, rows: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Token offset of places."""
+        """Return the token offset of places."""
         return self._unit.begin[rows] + place
 
 
 class JoinedPlaces(DocumentPlaces):
-    """As `DocumentPlaces`, of units of several documents: a place more between neighbors, for the separator."""
+    """Like `DocumentPlaces`, for units of several documents: one more place between neighbors, for the separator."""
 
     def around(
         self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, place: np.ndarray
@@ -157,7 +157,7 @@ class JoinedPlaces(DocumentPlaces):
         return found, self._place(unit, np.maximum(found - 1, 0)), self._place(unit, found)
 
     def _place(self, unit: Unit, sentence: np.ndarray) -> np.ndarray:
-        """Where sentences of units begin."""
+        """Return the start of sentences of units."""
         document = self._text.last_document(unit.shard, unit.first, unit.last, sentence, column=0)
         return self._text.offset(unit.shard, sentence) - unit.begin + np.minimum(document, unit.last - 1) - unit.first
 
@@ -168,7 +168,7 @@ class JoinedPlaces(DocumentPlaces):
         return np.minimum(unit.begin + place - (document - unit.first), end)
 
     def _document(self, unit: Unit, place: np.ndarray) -> np.ndarray:
-        """The document of units that holds a place, or is before the separator there."""
+        """Return the document of units that contains a place, or precedes the separator there."""
         value = unit.begin + place
         return self._text.last_document(unit.shard, unit.first, unit.last, value, column=1, each=1)
 
@@ -176,8 +176,8 @@ class JoinedPlaces(DocumentPlaces):
 class JoinedArrays:
     """Many arrays of one type, read by one `take` in place, without a copy.
 
-    A view spans from the lowest of them in memory to the highest. What lies between them is never read,
-    since every index is checked against its own array first.
+    A view spans from the lowest array in memory to the highest. Memory between arrays is never read, since every index
+    is checked against the bounds of its array first.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
@@ -193,16 +193,16 @@ class JoinedArrays:
         self.array = as_strided(lowest, (length,), (bytes_each,), writeable=False)
 
     def at(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Element `index` of array `which`, each [B]."""
+        """Return element `index` of array `which`, each [B]."""
         return self.array.take(self._place(which, index))
 
     def spans(self, which: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Indices into `.array` of spans of at least one element, checked at both ends; int64 [B]."""
+        """Return indices into `.array` of spans of at least one element, checked at both bounds; int64 [B]."""
         self._place(which, begin + length - 1)
         return self._place(which, begin)
 
     def ranges(self, which: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """As `spans`, of spans that may be empty and then lie anywhere."""
+        """Like `spans`, for spans that may be empty and then have any offset."""
         if (begin + length > self._lengths[which]).any() or begin.min(initial=0) < 0:
             raise IndexError(_DAMAGED)
         return self._begins[which] + begin

@@ -17,9 +17,9 @@ Form = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MOST_POINTS, _FEWEST_POINTS = 300, 60  # of a curve; longer ones are averaged
-_POINTS_OF_ALL = 2400  # of all curves of a chart, unless that leaves them too few
-_LETTER_WIDTH = 6.5  # about, of the labels of axes
+_MAX_POINTS, _MIN_POINTS = 300, 60  # of a curve; longer ones are averaged
+_POINTS_OF_ALL = 2400  # of all curves of a chart, unless that is less than _MIN_POINTS each
+_LETTER_WIDTH = 6.5  # average, in axis labels
 _FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
 
 
@@ -42,7 +42,7 @@ def line_chart(
     marks: Sequence[tuple[float, str, str]] = (),
     from_zero: bool = False,
 ) -> str:
-    """A <figure> with title, legend and SVG; "" if no series has a point.
+    """Return a <figure> with title, legend and SVG; "" if no series has a point.
 
     Args:
         title: title of the chart, with its unit.
@@ -55,8 +55,8 @@ def line_chart(
     shown = [one for one in series if one.points]
     if not shown:
         return ""
-    most = min(_MOST_POINTS, max(_FEWEST_POINTS, _POINTS_OF_ALL // len(shown)))
-    curves = [_Curve.of(one, most) for one in shown]
+    max_points = min(_MAX_POINTS, max(_MIN_POINTS, _POINTS_OF_ALL // len(shown)))
+    curves = [_Curve.of(one, max_points) for one in shown]
     xs = [x for curve in curves for x, _ in curve.raw]
     ys = [y for curve in curves for _, y in curve.raw]
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys), 4)
@@ -78,7 +78,7 @@ def line_chart(
 
 
 def ticks(low: float, high: float, count: int, inside: bool = False) -> list[float]:
-    """About `count` round numbers that cover `low` to `high`; with `inside`, all within that range."""
+    """Return about `count` round numbers that cover `low` to `high`; with `inside`, all within that range."""
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-288):  # equal within floating-point precision
         high = low + (abs(low) if abs(low) > 1e-300 else 1.0)
     raw = (high - low) / count
@@ -100,8 +100,8 @@ class _Curve:
     line: Points
 
     @classmethod
-    def of(cls, series: Series, most: int) -> _Curve:
-        raw, line = _thin(series.points, most)
+    def of(cls, series: Series, max_points: int) -> _Curve:
+        raw, line = _thin(series.points, max_points)
         smooth = series.smooth and len(line) > _FEW_POINTS
         return cls(series.name, series.kind, raw, _smooth(line) if smooth else line)
 
@@ -134,7 +134,7 @@ def _horizontal(frame: _Frame, y: float, label: str) -> str:
 
 def _tick_x(frame: _Frame, x: float, label: str) -> str:
     at, anchor = frame.x(x), "middle"
-    if at + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # it would be cut off
+    if at + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # the label would be cut off
         at, anchor = _WIDTH, "end"
     return f'<text x="{at}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{escape(label)}</text>'
 
@@ -166,19 +166,19 @@ def _legend(series: Sequence[Series]) -> str:
     return "".join(f'<span class="{one.kind}">{escape(one.name)}</span>' for one in series)
 
 
-def _thin(points: Points, most: int) -> tuple[Points, Points]:
-    """(lowest and highest point, mean) of at most `most` equal intervals, so that every spike stays."""
-    size = math.ceil(len(points) / most)
+def _thin(points: Points, max_points: int) -> tuple[Points, Points]:
+    """Return (minimum and maximum, mean) of at most `max_points` equal intervals, so that every spike stays."""
+    size = math.ceil(len(points) / max_points)
     if size < 2:
         return points, points
     intervals = [points[first : first + size] for first in range(0, len(points), size)]
-    ends = [{min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in intervals]
+    extremes = [{min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in intervals]
     means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in intervals]
-    return [point for part in ends for point in sorted(part)], means
+    return [point for part in extremes for point in sorted(part)], means
 
 
 def _smooth(points: Points) -> Points:
-    """Centered moving average over a twentieth of the curve; the window shrinks at both ends."""
+    """Return the centered moving average over a twentieth of the curve; the window shrinks at its start and end."""
     half_width = max(1, len(points) // 40)
     out = []
     for index, (x, _) in enumerate(points):
@@ -189,7 +189,7 @@ def _smooth(points: Points) -> Points:
 
 
 def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form) -> str:
-    """Data for the script that shows values under the pointer: the points of each curve, as coordinates and as text."""
+    """Return data for the script that shows values under the pointer: points of curves, as coordinates and text."""
     return json.dumps(
         [
             {

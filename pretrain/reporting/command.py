@@ -1,4 +1,4 @@
-"""The commands that show runs and models as pages. Each imports what it needs when it runs."""
+"""The commands that show runs and models as pages. Heavy modules are imported when a command runs."""
 
 import argparse
 import functools
@@ -20,10 +20,10 @@ def add_to(commands: Any, find_job: FindJob) -> None:
     _add_attention(commands)
 
 
-# ---------------------------------------------------------------- what the commands do
+# ---------------------------------------------------------------- the commands
 
 
-def _place(text: str) -> str:
+def _path_or_address(text: str) -> str:
     return checked_address(text) if is_remote(text) else local_text(text)
 
 
@@ -45,8 +45,8 @@ def _report(find_job: FindJob, arguments: argparse.Namespace) -> None:
 def _attention(arguments: argparse.Namespace) -> None:
     from pretrain.reporting.attention.page import write_attention_page
 
-    given = {"text": arguments.text, "pair": arguments.pair, "texts": arguments.texts}
-    summary = write_attention_page(arguments.model, arguments.out, **given)
+    inputs = {"text": arguments.text, "pair": arguments.pair, "texts": arguments.texts}
+    summary = write_attention_page(arguments.model, arguments.out, **inputs)
     print(f"{summary}\n\n{arguments.out.resolve().as_uri()}")
 
 
@@ -66,8 +66,8 @@ def _add_report(commands: Any, find_job: FindJob) -> None:
   ./launch.sh report runs/glue --workspace
   ./launch.sh report --address http://127.0.0.1:8265 my-job""",
     )
-    what = f"{at('a run, which may still be training')}; a folder of runs; or a job"
-    parser.add_argument("run", nargs="+", type=_place, metavar="RUN", help=what)
+    run_help = f"{at('a run, which may still be training')}; a folder of runs; or a job"
+    parser.add_argument("run", nargs="+", type=_path_or_address, metavar="RUN", help=run_help)
     add_address(parser, "dashboard URL of the cluster that runs the jobs")
     parser.add_argument(
         "--out",
@@ -75,7 +75,7 @@ def _add_report(commands: Any, find_job: FindJob) -> None:
         metavar="FILE",
         help="page to write (default: report.html in the run's folder, or here for several)",
     )
-    parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, drawn again as runs go on")
+    parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, redrawn as runs continue")
     parser.add_argument(
         "--workspace", action="store_true", help="write the panels as a W&B workspace, too, and save it if a key is set"
     )
@@ -99,7 +99,7 @@ def _add_attention(commands: Any) -> None:
         "--texts",
         type=local_path,
         metavar="FILE",
-        help="file with one text per line: average each head's attention over all of them, instead of --text alone",
+        help="file with one text per line: average each head's attention over all of them, not only over --text",
     )
     parser.add_argument(
         "--out",

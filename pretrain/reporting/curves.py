@@ -1,4 +1,4 @@
-"""The charts of a report: of one run its training and held-out values, of several runs one curve each."""
+"""The charts of a report: training and held-out values of one run, or one curve for each of several runs."""
 
 import itertools
 import math
@@ -10,14 +10,14 @@ from pretrain.reporting.charts import Form, Points, Series, line_chart
 from pretrain.reporting.panels import GENERAL, Panel, Unit, panels_for
 from pretrain.reporting.runs import RunRecords
 
-_MOST_RANKS = 8  # with a curve each; of more, the slowest, the median and the fastest are shown
-_COLORS = 8  # further curves use them again, with dashes
+_MAX_RANKS = 8  # with a curve each; of more ranks, only the slowest, the median and the fastest are shown
+_COLORS = 8  # further curves reuse them, with dashes
 
-Charts = dict[str, list[tuple[str, str]]]  # section -> (title, figure) of each
+Charts = dict[str, list[tuple[str, str]]]  # section -> [(title, figure)]
 
 
 def short(value: float) -> str:
-    """1234567 -> 1.23M; at most three significant digits."""
+    """Format 1234567 as 1.23M; at most three significant digits."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
@@ -25,7 +25,7 @@ def short(value: float) -> str:
 
 
 def _plain(value: float) -> str:
-    """Three significant digits: 12.3, 0.00075 as 7.5e-4."""
+    """Format with three significant digits: 12.3, 0.00075 as 7.5e-4."""
     if value == 0 or abs(value) >= 1e-3:
         return f"{value:.3g}"
     exponent = -math.floor(math.log10(abs(value)))
@@ -37,9 +37,9 @@ _FROM_ZERO: tuple[Unit, ...] = ("tokens/s", "share", "s", "bytes", "steps")
 
 
 def draw_charts(runs: Sequence[RunRecords]) -> Charts:
-    """All charts for which the runs have values; events and changes of phase are marks in those of a single run.
+    """Draw all charts for which the runs have values; charts of a single run mark events and changes of phase.
 
-    Values that are not finite, such as the norm of a step that was left out, have no point; titles say how many.
+    Values that are not finite, such as the norm of a skipped step, have no point; titles give their number.
     """
     marks = [*_phases(runs[0]), *((event["step"], "", "") for event in runs[0].events)] if len(runs) == 1 else []
     charts: Charts = {}
@@ -77,7 +77,7 @@ def _of_one(panel: Panel, run: RunRecords) -> list[Series]:
 
 
 def _of_several(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tuple[str, list[Series]]]:
-    """The title and curves of each chart: training and held-out values apart, and scores by task and dataset."""
+    """Yield title and curves of each chart: training and held-out values separately, scores by task and dataset."""
     colors = {run.label: _color(number) for number, run in enumerate(runs)}
     for (data, metric), members in _groups(panel, runs).items():
         named = _readable(metric) if len(panel.metrics) > 1 or "/" in metric else ""
@@ -91,7 +91,7 @@ def _of_several(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tuple[str,
 
 
 def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], list[RunRecords]]:
-    """(dataset, metric) -> the runs of one chart. Scores of different datasets are not compared."""
+    """Return {(dataset, metric): the runs of one chart}. Scores of different datasets are not compared."""
     if panel.kind == "ranks":
         return {}
     if panel.kind != "scores":
@@ -107,7 +107,7 @@ def _by_rank(run: RunRecords, metric: str) -> list[Series]:
     lists = [(one["step"], one[metric]) for one in run.training if isinstance(one.get(metric), list)]
     ranks = max((len(values) for _, values in lists), default=0)
     names = [f"rank {number}" for number in range(ranks)]
-    if ranks > _MOST_RANKS:
+    if ranks > _MAX_RANKS:
         names = [f"{name} of {ranks}" for name in ("slowest", "median", "fastest")]
         ordered = [(step, sorted(value or 0.0 for value in values)) for step, values in lists if values]
         lists = [(step, [values[-1], values[len(values) // 2], values[0]]) for step, values in ordered]
@@ -124,7 +124,7 @@ def _points(records: Iterable[dict[str, Any]], metric: str) -> Points:
 
 
 def _phases(run: RunRecords) -> Iterator[tuple[float, str, str]]:
-    """The steps at which a run enters its next phase, with the sequence lengths before and after."""
+    """Yield the steps at which a run enters its next phase, with the sequence lengths before and after."""
     step = 0
     for phase, following in itertools.pairwise(run.config.get("phases") or []):
         step += phase["steps"]
@@ -132,7 +132,7 @@ def _phases(run: RunRecords) -> Iterator[tuple[float, str, str]]:
 
 
 def _readable(metric: str) -> str:
-    """source_loss/wiki -> wiki, evaluation_seconds -> evaluation."""
+    """Shorten a name: source_loss/wiki to wiki, evaluation_seconds to evaluation."""
     return metric.rpartition("/")[2].removesuffix("_seconds").replace("_", " ")
 
 

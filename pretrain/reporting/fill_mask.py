@@ -1,4 +1,4 @@
-"""Masked held-out sentences and the predictions of an exported model: a direct view of what it learned."""
+"""Masked held-out sentences and the predictions of an exported model, as examples of its knowledge."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Filling:
 
 
 def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: int) -> list[MaskedSentence]:
-    """Up to `count` readable sentences, spread over the held-out documents, each with a whole word to predict.
+    """Choose up to `count` readable sentences, spread over the held-out documents, each with a whole word to predict.
 
     The choice depends on the shards only, so reports of different runs on one corpus are comparable.
     """
@@ -75,7 +75,7 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
 
 
 def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]:
-    """The exported model's predictions for the masked token of each sentence, computed in fp32 by our encoder.
+    """Predict the masked token of each sentence with the exported model, in fp32 by our encoder.
 
     Raises `InputError` if the export is damaged or has no masked-language-modeling head.
     """
@@ -98,7 +98,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     _, tokenizer, special = ModelTokenizer.read(export_dir)
     batch = masked_batch([masked(sentences[number], special) for number in order])
     with torch.inference_mode():
-        # Padded rows stand for no token.
+        # Drop the rows that pad the vocabulary.
         probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()
     by_number = dict(zip(order, probabilities, strict=True))
     return [
@@ -110,7 +110,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
 
 
 def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ...]]:
-    """`count` sentences from documents that are far apart."""
+    """Yield `count` sentences from documents that are far apart."""
     documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
     if not documents:
         return
@@ -124,23 +124,23 @@ def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ..
 
 
 def with_blank(entry: str) -> str:
-    """An entry of a WordPiece vocabulary as `spelled` gives others: a whole word begins with a blank."""
+    """Spell an entry of a WordPiece vocabulary like `spelled`: a whole word starts with a blank."""
     return entry[2:] if entry.startswith("##") else f" {entry}"
 
 
-def maskable_words(texts: Sequence[str]) -> list[int]:
-    """Indices of the tokens that are whole words of at least three letters; [] if the sentence is not fit to be shown.
+def maskable_words(tokens: Sequence[str]) -> list[int]:
+    """Return indices of tokens that are whole words of at least three letters; [] if the sentence is not presentable.
 
-    `texts` are those of the tokens, with the blanks before words.
+    `tokens` are spelled out, with the blanks before words.
     """
-    prose = sum(_is_word(text.strip()) for text in texts)
-    is_shown = 10 <= len(texts) <= 40
-    if not is_shown or prose < 0.8 * len(texts) or " [UNK]" in texts or not _STOP.fullmatch(texts[-1].strip()):
+    prose = sum(_is_word(text.strip()) for text in tokens)
+    is_shown = 10 <= len(tokens) <= 40
+    if not is_shown or prose < 0.8 * len(tokens) or " [UNK]" in tokens or not _STOP.fullmatch(tokens[-1].strip()):
         return []
-    followers = [*texts[1:], ""]
+    followers = [*tokens[1:], ""]
     return [
         index
-        for index, (text, follower) in enumerate(zip(texts, followers, strict=True))
+        for index, (text, follower) in enumerate(zip(tokens, followers, strict=True))
         if len(text) >= 4 and text[0] == " " and _is_word(text[1:]) and not follower[:1].isalnum()
     ]
 
@@ -153,7 +153,7 @@ def _is_word(text: str) -> bool:
 
 
 def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequence:
-    """The sentence as the model reads it, between its first and last special token.
+    """Return the masked sentence between its first and last special token.
 
     Args:
         special: ids of the special tokens by role.
@@ -168,7 +168,7 @@ def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequen
 
 
 def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask: int) -> Filling:
-    """What the model expects in place of the masked token, as a reader sees it.
+    """Return the model's predictions for the masked token, as text.
 
     Args:
         probabilities: of each entry of the vocabulary.

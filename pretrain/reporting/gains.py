@@ -1,4 +1,4 @@
-"""What a run that continues from a checkpoint gained and lost: its figures before the first step and after the last."""
+"""Gains and losses of a run that continues from a checkpoint: metrics before its first step and after its last."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +8,11 @@ from pretrain.common.records import read_records
 
 @dataclass(frozen=True)
 class Gain:
-    """One figure before and after.
+    """One metric before and after.
 
     Attributes:
-        what: what was measured.
-        unit: "nats" of a loss, which is better when lower, or "accuracy", which is better when higher.
+        what: its name.
+        unit: "nats" for a loss (lower is better), or "accuracy" (higher is better).
     """
 
     what: str
@@ -22,14 +22,14 @@ class Gain:
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """(what, before, after, change) as text."""
+        """(name, before, after, change) as strings."""
         change = self.after - self.before
         shown = f"{change:+.3f} ({change / self.before:+.1%})" if self.before else ""
         return f"{self.what}, {self.unit}", f"{self.before:.3f}", f"{self.after:.3f}", shown
 
 
 def gains(run_dir: Path) -> list[Gain]:
-    """The figures of a run, [] if it was not evaluated before its first step.
+    """Return the gains of a run, [] if it was not evaluated before its first step.
 
     Raises `InputError` if its records are damaged.
     """
@@ -46,7 +46,7 @@ def gains(run_dir: Path) -> list[Gain]:
 
 
 def gain_lines(run_dir: Path) -> list[str]:
-    """The figures as lines for the terminal."""
+    """Return the gains as lines for the terminal."""
     rows = [gain.cells for gain in gains(run_dir)]
-    wide = max((len(what) for what, *_ in rows), default=0)
-    return [f"{what:<{wide}}  {before} -> {after}  {change}".rstrip() for what, before, after, change in rows]
+    width = max((len(name) for name, *_ in rows), default=0)
+    return [f"{name:<{width}}  {before} -> {after}  {change}".rstrip() for name, before, after, change in rows]

@@ -19,7 +19,7 @@ DATE = "%Y-%m-%d %H:%M UTC"  # for strftime
 def write_page(out: Path, template: str, **values: Any) -> Path:
     """Render `template` with `values` and `written` (the current time) and write it to `out` atomically.
 
-    `InputError` if `out` is a file that is no page, such as one of the run.
+    `InputError` if `out` is a file but not a page, such as a file of the run.
     """
     import jinja2
 
@@ -40,7 +40,7 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
 
 
 def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
-    """A server on a free port of 127.0.0.1 that answers with the page that `draw` writes."""
+    """Return a server on a free port of 127.0.0.1 that serves the page that `draw` writes."""
     drawing = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -59,7 +59,7 @@ def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
             self.wfile.write(page)
 
         def log_message(self, *_: object) -> None:
-            """Requests are not worth a line."""
+            """Do not log requests."""
 
     return http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 

@@ -1,4 +1,4 @@
-"""The panels of runs as data: the charts of a report and the W&B workspace are generated from `panels`."""
+"""The panels of runs as data, from which the charts of a report and the W&B workspace are generated."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ _UNITS: dict[str, Unit] = {"fraction": "share", "nats": "nats"}  # of a metric
 class Panel:
     """One chart over the steps of a run.
 
-    `metrics` are fields of metrics.jsonl; one that ends in / stands for all that begin with it. A panel of the kind
+    `metrics` are fields of metrics.jsonl; one with a trailing / stands for all with this prefix. A panel of the kind
     `curve` shows training and evaluation values, `ranks` a list with a value per rank, `scores` the metrics of a
     fine-tuning's evaluations, and `probes` scores of checkpoints, from probes.jsonl.
     """
@@ -37,7 +37,7 @@ _LEARNING = (
     Panel("Scores on held-out examples", (), "", "Learning", "scores"),
     Panel("Loss", ("loss",), "nats", "Learning"),
 )
-_LEARNING_TOO = (
+_LEARNING_MORE = (
     Panel("Held-out loss by source", (SOURCE_LOSS,), "nats", "Learning"),
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
@@ -55,12 +55,12 @@ _OTHERS = (
 
 
 def panels() -> tuple[Panel, ...]:
-    """All panels: those of each objective's metrics come after the loss."""
+    """Return all panels; the metrics of each objective come after the loss."""
     metrics, scores = objective_metrics().items(), PROBE_SCORES.items()
     return (
         *_LEARNING,
         *(Panel(one.title, (name,), _UNITS.get(one.unit, ""), "Learning") for name, one in metrics),
-        *_LEARNING_TOO,
+        *_LEARNING_MORE,
         *(Panel(one.title, (name,), _UNITS.get(one.unit, ""), "Probes", "probes") for name, one in scores),
         *_OTHERS,
     )
@@ -71,8 +71,8 @@ _NO_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds", 
 
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
-    """The `panels` for which `records` have data; the metrics of the panel `scores` are taken from the records."""
-    key_sets = dict.fromkeys(map(tuple, records))  # few distinct ones
+    """Yield the `panels` for which `records` have data; the metrics of the panel `scores` come from the records."""
+    key_sets = dict.fromkeys(map(tuple, records))  # only a few are distinct
     measured = dict.fromkeys(key for keys in key_sets for key in keys)
     not_scores = {metric for panel in panels() for metric in panel.metrics} | _NO_SCORES
     evaluated = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys)
@@ -88,5 +88,5 @@ def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
 
 
 def _family(field: str) -> str:
-    """The name under which a panel has a field: of one such as source_loss/wiki, the part with the slash."""
+    """Return the name of a field in a panel: for one such as source_loss/wiki, the prefix with the slash."""
     return "".join(field.partition("/")[:2])

@@ -30,9 +30,9 @@ from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
 from pretrain.tracking.live import phases_of, work
 
-SENTENCES, SHOWN = 100, 10  # that the model fills a word in, and those of them on the page
+NUM_SENTENCES, NUM_SHOWN = 100, 10  # masked and scored, listed on the page
 FINETUNED = "finetuned.json"
-_DETAILS = (CONFIG_FILE, ENVIRONMENT_FILE)  # shown as they are
+_DETAILS = (CONFIG_FILE, ENVIRONMENT_FILE)  # shown verbatim
 _REFRESH_SECONDS = 10  # of a page that is watched
 
 
@@ -44,7 +44,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
     Args:
         folders: run folders, or folders of several runs.
         out: the HTML file.
-        watched: let the browser load the page again every 10 s until all runs have ended.
+        watched: let the browser reload the page every 10 s until all runs are over.
 
     Raises:
         InputError: a folder has no run, its runs have no record yet, or a file is damaged.
@@ -75,7 +75,7 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
 
 
 def summary(folders: Sequence[Path]) -> str:
-    """The runs in a few lines for the terminal."""
+    """Summarize the runs in a few lines for the terminal."""
     runs = read_runs(folders)
     if len(runs) == 1:
         lines = [f"{runs[0].name}: {_header(runs)}"]
@@ -86,7 +86,7 @@ def summary(folders: Sequence[Path]) -> str:
 
 
 def _aligned(table: Table) -> str:
-    """A table as lines of text; one that is wider than the terminal as a block of lines for each row."""
+    """Format a table as lines of text; if it is wider than the terminal, as a block of lines for each row."""
     rows = [table[0], *table[1]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if sys.stdout.isatty() and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
@@ -110,7 +110,7 @@ def _header(runs: Sequence[RunRecords]) -> str:
 
 
 def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tuple[str, str, str]]:
-    """(label, value, note) of the most important results."""
+    """Return (label, value, note) of the most important results."""
     seconds = sum(map(_seconds, runs))
     if len(runs) > 1:
         return [("runs", str(len(runs)), ""), ("training time", clock(seconds), "sum of all runs")]
@@ -131,7 +131,7 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
 
 
 def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
-    """Figures of the last evaluation, a fine-tuning's main score, and those of the last probe."""
+    """Yield tiles of the last evaluation, of a fine-tuning's main score, and of the last probe."""
     last, probe = dict(*run.evaluations[-1:]), dict(*run.probes[-1:])
     title = score_title(run.score, next((one.positive for one in run.scores), "")).replace("_", " ")
     scores = {run.score: Metric("", "", title, "score")} if run.score else {}
@@ -154,7 +154,7 @@ def _time_left(run: RunRecords) -> Iterator[str]:
 
 
 def _seconds(run: RunRecords) -> float:
-    """Training time over all starts."""
+    """Return the training time over all starts, in seconds."""
     return dict(*run.training[-1:]).get("seconds") or 0.0
 
 
@@ -162,16 +162,16 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-# ---- what the report of a single pretraining has besides
+# ---- additional parts of the report of a single pretraining
 
 
 def _pretraining(runs: Sequence[RunRecords]) -> PretrainConfig | None:
-    """The config of a single run that is a pretraining."""
+    """Return the config if there is a single run and it is a pretraining."""
     return config_of(runs[0].folder) if len(runs) == 1 and "corpus" in runs[0].config else None
 
 
 def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:
-    """Values for the template."""
+    """Return values for the template."""
     from pretrain.checkpoint import hf
     from pretrain.reporting.attention.page import page_values
 
@@ -182,7 +182,7 @@ def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any
         "attention": attention,
         "heads": attention and attention.text and export_dir.is_dir() and page_values(export_dir, attention.text),
         "domains": gains(run.folder),
-        "fillings": filled[:: max(1, len(filled) // SHOWN)],
+        "fillings": filled[:: max(1, len(filled) // NUM_SHOWN)],
         "filled": _found(filled),
         "finetuned": _read_finetuned(run),
         "card": _read_text(corpus / "card.md"),
@@ -194,7 +194,7 @@ def _read_finetuned(run: RunRecords) -> list[dict[str, Any]]:
 
 
 def _worth(run: RunRecords) -> Table:
-    """The scores of the demo's fine-tunings on held-out examples, from this run's weights and from random ones."""
+    """Return scores of the demo's fine-tunings on held-out examples, from this run's weights and from random ones."""
     rows = []
     for one in _read_finetuned(run):
         scores = (one["scores"].get(start) for start in ("pretrained", "random"))
@@ -203,18 +203,18 @@ def _worth(run: RunRecords) -> Table:
 
 
 def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:
-    """The predictions for masked words; [] if the run has no export or its corpus is missing."""
+    """Return predictions for masked words; [] if the run has no export or its corpus is missing."""
     if not export_dir.is_dir() or not corpus.is_dir():
         return []
     from pretrain.corpus.shards import open_shards
     from pretrain.corpus.vocabulary import read_vocabulary
 
-    sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus / "vocab.txt"), SENTENCES)
-    return fill(export_dir, sentences)
+    vocabulary = read_vocabulary(corpus / "vocab.txt")
+    return fill(export_dir, held_out_sentences(open_shards(corpus, "validation"), vocabulary, NUM_SENTENCES))
 
 
 def _found(filled: Sequence[Filling]) -> str:
-    """Such as "the first guess in 21 and among the guesses in 44 of 100 sentences"."""
+    """Return a phrase such as "the first guess in 21 and among the guesses in 44 of 100 sentences"."""
     first = sum(filling.rank == 1 for filling in filled)
     among = sum(filling.rank <= len(filling.guesses) for filling in filled)
     return f"the first guess in {first} and among the guesses in {among} of {counted(len(filled), 'sentence')}"

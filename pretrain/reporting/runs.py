@@ -1,4 +1,4 @@
-"""Reads the runs of a report: pretrainings and fine-tunings, recognized by the files in their folders."""
+"""Read the runs of a report: pretrainings and fine-tunings, recognized by the files in their folders."""
 
 import dataclasses
 import datetime
@@ -21,7 +21,7 @@ from pretrain.reporting.subjects import Subject, subject
 FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 
 UNFINISHED = "not finished"
-_ENDS = {"stop": "stopped", "diverged": "diverged"}  # event that ends a run -> its state
+_ENDS = {"stop": "stopped", "diverged": "diverged"}  # final event of a run -> its state
 
 _DEPTH = 3  # levels of run folders below a folder of several runs, such as glue/TASK/seed-N
 
@@ -34,7 +34,7 @@ class Score:
     metric: str  # the main metric
     values: dict[str, float]
     remark: str = ""
-    positive: str = ""  # the class that f1 of two classes is of
+    positive: str = ""  # with two classes: the class whose f1 is computed
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class RunRecords:
 
     @property
     def subject(self) -> Subject | None:
-        """What a fine-tuning was trained on; None for other runs."""
+        """Task, data and settings of a fine-tuning; None for other runs."""
         return subject(self.config)
 
     @property
     def score(self) -> str:
-        """The main metric of a fine-tuning; until the run ends, the first metric of its evaluations; "" without any."""
+        """The main metric of a fine-tuning; before its scores exist, the first one of its evaluations; or ""."""
         names = [metric for panel in panels_for(self.evaluations) if panel.kind == "scores" for metric in panel.metrics]
         return next((name for name in (*(score.metric for score in self.scores), *names) if name in names), "")
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """The records of training, then those of evaluations and of probes."""
+        """The records of training, then of evaluations, then of probes."""
         return [*self.training, *self.evaluations, *self.probes]
 
     @property
@@ -86,7 +86,7 @@ class RunRecords:
 
     @property
     def state(self) -> str:
-        """ "finished", "diverged", "stopped" or `UNFINISHED`, which a run is that trains or was killed."""
+        """ "finished", "diverged", "stopped" or `UNFINISHED`; the last if the run is training or was killed."""
         if (self.folder / FAILED).is_file():
             return "diverged"
         if self.total_steps is not None and self.step >= self.total_steps:
@@ -95,17 +95,17 @@ class RunRecords:
 
     @property
     def end(self) -> dict[str, Any]:
-        """The event that ended the run early, if it was not started again since; else {}."""
+        """The event that stopped the run early, if it was not restarted since; otherwise {}."""
         ends = [event for event in self.events if event["event"] in _ENDS]
         return ends[-1] if ends and ends[-1].get("time", math.inf) >= _last_start(self.folder) else {}
 
     def values(self, field: str) -> list[float]:
-        """A field of the training records that have it."""
+        """Return the values of a field in the training records that have it."""
         return [record[field] for record in self.training if record.get(field) is not None]
 
 
 def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: None) -> Path:
-    """The folder `name`, or runs/`name`, or the run folder of the job `name` on the cluster that runs on this machine.
+    """Find the folder `name`, runs/`name`, or the run folder of the job `name` on this machine's cluster.
 
     Args:
         name: folder, run or job.
@@ -132,7 +132,7 @@ def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: Non
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
-    """For each folder, the run in it, or else the runs below it in the order of their paths.
+    """Read the run in each folder, or else the runs below it in the order of their paths.
 
     Raises `InputError` if a folder has no run, none of its runs has a record yet, or a file is damaged.
     """
@@ -176,7 +176,7 @@ def _read_run(folder: Path) -> RunRecords:
 
 
 def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records without those that a rollback undid: their steps occur again later."""
+    """Drop the records that a rollback undid: their steps occur again later."""
     kept: list[dict[str, Any]] = []
     for record in records:
         if not isinstance(record.get("step"), int):
@@ -188,7 +188,7 @@ def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The run's config; {} without one. Only the fields of the phases that every report uses are checked."""
+    """Read the run's config; {} without one. Only the phases' fields that every report uses are checked."""
     if not path.exists():
         return {}
     config = read_values(path)
@@ -199,7 +199,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _last_start(folder: Path) -> float:
-    """When the last start of the run began, in seconds since 1970; 0 if that is unknown."""
+    """Return the time of the last start of the run, in seconds since 1970; 0 if unknown."""
     try:
         environment = json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
         return datetime.datetime.fromisoformat(environment["started"]).timestamp()
@@ -218,7 +218,7 @@ def _read_scores(path: Path) -> Iterator[Score]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if path.name == FAILED:
             yield Score("", "", {}, str(content["message"]))
-        elif "models" not in content:  # of which a scores.json of evaluate-pretrained has a list
+        elif "models" not in content:  # a scores.json of evaluate-pretrained has "models"
             for part, values in content["scores"].items():
                 details = content["details"].get(part, {})
                 yield Score(part, content["metric"], values, positive=details.get("positive", ""))

@@ -13,13 +13,13 @@ from pretrain.reporting.subjects import Subject, differing, starts
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
 
-_MOST_SCORES = 5  # shown next to the main metric of a fine-tuning
+_MAX_SCORES = 5  # shown next to the main metric of a fine-tuning
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # head, and the cells of each row
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # header, and the cells of each row
 
 
 def run_table(runs: Sequence[RunRecords]) -> Table:
-    """A row for each run: its state, scores, last evaluation and probe, and speed."""
+    """Return a row for each run: its state, scores, last evaluation and probe, and speed."""
     last = [{**dict(*run.probes[-1:]), **dict(*run.evaluations[-1:])} for run in runs]
     metrics = {name: one for name, one in {**objective_metrics(), **PROBE_SCORES}.items() if one.short}
     rows: list[Sequence[str]] = []
@@ -42,22 +42,22 @@ def run_table(runs: Sequence[RunRecords]) -> Table:
 
 
 def _score(score: Score) -> str:
-    """A set, the main metric and a few others, or why the run failed."""
+    """Format a set, the main metric and a few others, or the reason why the run failed."""
     known = shown_scores(score.values, score.metric)
-    names = [score.metric, *(name for name in known if name not in (score.metric, "loss"))][: _MOST_SCORES + 1]
+    names = [score.metric, *(name for name in known if name not in (score.metric, "loss"))][: _MAX_SCORES + 1]
     values = [f"{_plain(name, score)} {known[name]:.4f}" for name in names if known.get(name) is not None]
     return score.remark or f"{score.part}: {', '.join(values)}"
 
 
 def state(run: RunRecords) -> str:
-    """Such as "stopped at step 1,000 of 2,000"."""
+    """Return the state, such as "stopped at step 1,000 of 2,000"."""
     step = run.end["step"] if run.state == "stopped" else run.step
     total = f" of {run.total_steps:,}" if run.total_steps and step < run.total_steps else ""
     return f"{run.state} at step {step:,}{total}"
 
 
 def event_table(runs: Sequence[RunRecords]) -> Table:
-    """The events of the runs in order of time."""
+    """Return the events of the runs in chronological order."""
     events = [(run.label, event) for run in runs for event in run.events]
     rows = [
         [label, str(event["event"]), f"{event['step']:,}", _date(event.get("time")), str(event.get("message") or "")]
@@ -71,10 +71,10 @@ def _date(seconds: float | None) -> str:
 
 
 def comparison(runs: Sequence[RunRecords]) -> Table:
-    """A row for each task and dataset, a column for each initial checkpoint; no rows if no two runs are comparable.
+    """Return a row for each task and dataset, a column for each initial checkpoint; no rows if nothing is comparable.
 
-    Runs that differ in their seeds only are averaged. If runs on the same dataset differ in further settings, the
-    row's label names these.
+    Runs that differ only in their seeds are averaged. If runs on the same dataset differ in other settings, the row's
+    label names these.
     """
     series: dict[tuple[Subject, str, str], list[float]] = {}
     for run in runs:
@@ -96,7 +96,7 @@ def comparison(runs: Sequence[RunRecords]) -> Table:
 
 
 def glue_table(runs: Sequence[RunRecords]) -> Table:
-    """GLUE's table as the last sweep that some of several runs are of wrote it; else no rows."""
+    """Return GLUE's table of the latest sweep that several of the runs belong to; no rows if there is none."""
     above = {folder for run in runs if run.subject and len(runs) > 1 for folder in run.folder.parents[:2]}
     paths = sorted((one / SUMMARY for one in above if (one / SUMMARY).is_file()), key=lambda one: one.stat().st_mtime)
     tables = [found for path in paths if (found := read_json(path).get("glue"))]
@@ -104,7 +104,7 @@ def glue_table(runs: Sequence[RunRecords]) -> Table:
 
 
 def _mean(values: Sequence[float]) -> str:
-    """The mean, and of several values their standard deviation and range."""
+    """Format the mean, and of several values also standard deviation and range."""
     if len(values) < 2:
         return "".join(f"{value:.4f}" for value in values)
     mean = f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"

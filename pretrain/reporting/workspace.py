@@ -38,7 +38,7 @@ def write(runs: Sequence[RunRecords], path: Path) -> str:
     `path` keeps the URL of the workspace, so saving again replaces it in W&B. The file is written even if W&B fails.
     Raises `InputError` if `path` is another file.
     """
-    os.environ["WANDB_SILENT"] = "true"  # W&B would print its own messages between ours
+    os.environ["WANDB_SILENT"] = "true"  # otherwise W&B prints messages between ours
     url = _url(path)
     message = f"{path}: the W&B workspace; set a W&B key to save it to W&B (WANDB_API_KEY or `wandb login`)"
     workspace = make(runs, "")
@@ -54,7 +54,7 @@ def write(runs: Sequence[RunRecords], path: Path) -> str:
 
 
 def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
-    """The workspace of `runs`: their panels under W&B's metric names, filtered to these runs."""
+    """Create the workspace of `runs`: their panels under W&B's metric names, filtered to these runs."""
     from wandb_workspaces import workspaces
 
     several = len(runs) > 1
@@ -78,7 +78,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
 
 
 def _url(path: Path) -> str:
-    """The URL in the file that `write` wrote; "" if there is none. Raises `InputError` if it is another file."""
+    """Read the URL from the file that `write` wrote; "" if there is none. Raises `InputError` if it is another file."""
     try:
         return json.loads(path.read_bytes())["url"] if path.is_file() else ""
     except (ValueError, KeyError, TypeError):
@@ -86,12 +86,12 @@ def _url(path: Path) -> str:
 
 
 def _tracking(run: RunRecords) -> dict[str, str]:
-    """The section tracking of the run's config."""
+    """Return the section `tracking` of the run's config."""
     return run.config.get("tracking") or {}
 
 
 def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
-    """Settings to group fine-tunings by, so that W&B averages over seeds only; [] if there is a single subject."""
+    """Return settings to group fine-tunings by, so that W&B averages only over seeds; [] for a single subject."""
     from wandb_workspaces import expr
 
     subjects = list(dict.fromkeys(run.subject for run in runs if run.subject))
@@ -103,14 +103,14 @@ def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
 
 
 def _query(run: RunRecords) -> str:
-    """A search expression for the run in W&B: its run_id, or the one that `Tracker` generates."""
-    given = _tracking(run).get("run_id")
-    return f"^{re.escape(given)}$" if given else f"^{re.escape(run.name[:ID_NAME])}-[0-9a-f]{{8}}$"
+    """Return a search expression for the run in W&B: its run_id, or the one that `Tracker` generates."""
+    run_id = _tracking(run).get("run_id")
+    return f"^{re.escape(run_id)}$" if run_id else f"^{re.escape(run.name[:ID_NAME])}-[0-9a-f]{{8}}$"
 
 
-def _literal(texts: list[str]) -> str:
-    """`texts` as a literal of a filter. The filter's parser changes < to <= even inside quotes, so it is escaped."""
-    return repr(texts).replace("<", r"\x3c").replace(">", r"\x3e")
+def _literal(strings: list[str]) -> str:
+    """Format a literal of a filter. The filter's parser changes < to <= even inside quotes, so it is escaped."""
+    return repr(strings).replace("<", r"\x3c").replace(">", r"\x3e")
 
 
 def _sections(runs: Sequence[RunRecords]) -> list[Any]:
@@ -150,7 +150,7 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
 
 
 def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
-    """The panel's metrics under their names in W&B, without the number of a rank, which has another unit."""
+    """Return the panel's metrics under their W&B names, without rank numbers, which have another unit."""
     names: dict[str, None] = {}
     for metric in (*panel.metrics, *(GENERAL + metric for metric in panel.metrics)):
         for records in itertools.chain.from_iterable((run.training, run.evaluations, run.probes) for run in runs):
@@ -162,13 +162,13 @@ def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
 
 
 def _is_online(run: RunRecords) -> bool:
-    """Whether the run's records go to W&B from this machine; offline runs have no workspace there."""
+    """Return whether this machine sends the run's records to W&B; offline runs have no workspace there."""
     mode = _tracking(run).get("wandb", "auto")
     return mode in ("auto", "online") and wandb_mode("auto") == "online"
 
 
 def _save(workspace: Workspace, url: str) -> str:
-    """Save it to W&B, in place of the one at `url` if that belongs to the same project; returns its URL."""
+    """Save it to W&B, replacing the one at `url` if that belongs to the same project; returns its URL."""
     if urlsplit(url).path.strip("/") != f"{workspace.entity}/{workspace.project}":
         return workspace.save().url
     saved = type(workspace).from_url(url)
@@ -178,11 +178,11 @@ def _save(workspace: Workspace, url: str) -> str:
 
 
 def as_data(workspace: Workspace) -> dict[str, Any]:
-    """A workspace as JSON, with the names of `wandb_workspaces`."""
+    """Return a workspace as JSON, with the names of `wandb_workspaces`."""
     return TypeAdapter(type(workspace)).dump_python(workspace, mode="json", exclude_none=True)
 
 
 def _without_secrets(error: Exception) -> str:
-    """The first line of the error, without anything that could be a key."""
+    """Return the first line of the error, without anything that could be a key."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: " + re.sub(r"[\w-]{32,}", "...", lines[0])[:200]

@@ -89,7 +89,7 @@ def test_tables_are_rows_and_other_objects_are_refused(folder: Path) -> None:
     assert model(pa.Table.from_pylist(rows)) == wanted
     assert model([row["text"] for row in rows]) == [{key: one[key] for key in one if key != "id"} for one in wanted]
     for nothing in (None, 3):
-        with pytest.raises(InputError, match="not a text, a record, or a list or table of them"):
+        with pytest.raises(InputError, match="not a string, a record, or a list or table of them"):
             model(nothing)  # pyright: ignore[reportArgumentType]
 
 

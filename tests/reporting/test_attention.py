@@ -93,18 +93,18 @@ def test_weights_of_every_family_are_those_of_transformers(family: str, tmp_path
 
 def test_tokens_are_shown_as_in_the_text(bert: AttentionModel) -> None:
     tokens = bert.tokens(TEXT, PAIR)
-    assert tokens.texts[:7] == ("[CLS]", "The", "film", "was", "good", ",", "the")
-    assert tokens.texts[-6:] == ("[SEP]", "It", "was", "great", "!", "[SEP]")
-    zebra = tokens.texts.index("z")
-    assert "".join(tokens.texts[zebra : zebra + 5]) == "zebra"
+    assert tokens.spellings[:7] == ("[CLS]", "The", "film", "was", "good", ",", "the")
+    assert tokens.spellings[-6:] == ("[SEP]", "It", "was", "great", "!", "[SEP]")
+    zebra = tokens.spellings.index("z")
+    assert "".join(tokens.spellings[zebra : zebra + 5]) == "zebra"
     assert tokens.joined[zebra : zebra + 6] == (False, True, True, True, True, False)
     assert not any(tokens.joined[:zebra])
     marked = tokens.marked
     assert np.flatnonzero(marked.first).tolist() == [0]
-    assert [tokens.texts[at] for at in np.flatnonzero(marked.separator)] == ["[SEP]", "[SEP]"]
-    assert [tokens.texts[at] for at in np.flatnonzero(marked.punctuation)] == [",", "."]
+    assert [tokens.spellings[at] for at in np.flatnonzero(marked.separator)] == ["[SEP]", "[SEP]"]
+    assert [tokens.spellings[at] for at in np.flatnonzero(marked.punctuation)] == [",", "."]
     assert len(set(marked.place[zebra : zebra + 5])) == 1
-    film, again = 2, tokens.texts.index("Film")
+    film, again = 2, tokens.spellings.index("Film")
     assert marked.word[film] == marked.word[again]
     assert marked.place[film] != marked.place[again]
     assert (marked.word[[0, -1]] == -1).all()
@@ -116,7 +116,7 @@ def test_a_long_text_is_divided_and_nothing_is_left_out(bert: AttentionModel) ->
     windows = list(bert.windows(TEXT, 8))
     assert max(map(len, windows)) == 8
     assert np.concatenate([window.marked.ids[1:-1] for window in windows]).tolist() == whole.tolist()
-    assert all(window.texts[0] == "[CLS]" and window.texts[-1] == "[SEP]" for window in windows)
+    assert all(window.spellings[0] == "[CLS]" and window.spellings[-1] == "[SEP]" for window in windows)
     assert len(bert.tokens(TEXT)) == len(whole) + 2  # the division does not last
 
 
@@ -208,7 +208,7 @@ def test_the_page_holds_every_weight_and_stands_alone(folders, bert, tmp_path) -
     page = Page(out.read_text())
     page.assert_stands_alone()
     data, tokens = page_data(out), bert.tokens(nasty, PAIR)
-    assert [token["text"] for token in data["tokens"]] == list(tokens.texts)
+    assert [token["text"] for token in data["tokens"]] == list(tokens.spellings)
     assert [token["special"] for token in data["tokens"]].count(True) == 3
     for packed, layer in zip(data["weights"], bert.weights(tokens), strict=True):
         held = np.frombuffer(base64.b64decode(packed), "<u2").reshape(layer.shape) / 65535

@@ -153,7 +153,7 @@ def pair(**changes: Any) -> bytes:
         ([pair() + pair(sentence_good=None)], "line 2 is not a pair of BLiMP .*a value is not text"),
         ([pair() + pair(UID="two")], r"line 2 is of another paradigm\. Give a file for each UID"),
         ([pair() + pair(linguistics_term="u")], "line 2 is of another paradigm"),
-        ([pair(), pair()], r"1\.jsonl: its UID .one. is that of another file"),
+        ([pair(), pair()], r"1\.jsonl: another file has the same UID .one."),
         ([], r"no \.jsonl file"),
         ([b""], "has no pair"),
         ([b'{"sentence_good": "a"}\n'], "line 1 is not a pair"),

@@ -1,6 +1,6 @@
-"""Masked language modeling, Devlin et al. section 3.1, on sequences that lie end to end.
+"""Masked language modeling, Devlin et al. section 3.1, on concatenated sequences.
 
-Which tokens are masked and what replaces them depends only on the sample's key and the position (invariant 1). Every
+The masked tokens and their replacements depend only on the sample's key and the position (invariant 1). Every
 module of this package is a scheme, with a class `Scheme` that chooses the tokens; a config names a scheme by its
 module. docs/extend/add-a-masking-scheme.md shows how to add one.
 """
@@ -26,8 +26,8 @@ from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
 KIND = Contract("Scheme", MaskingScheme, ("choose",))
-_TOKENS = 1 << 32  # a counter distinct from those of pairs.py and scheme.py
-# BERT's, Gemma's and Llama's, and the bytes that Gemma's spells rare characters with: one alone is no character.
+_TOKENS = 1 << 32  # a counter that pairs.py and scheme.py do not use
+# Unused entries of BERT, Gemma and Llama, and the bytes with which Gemma spells rare characters.
 _UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|>|<0x[0-9A-F]{2}>")
 
 
@@ -42,13 +42,13 @@ class MaskingResult:
 
 
 class Masker:
-    """Masks tokens of each sequence, at most as many as `counts` gives, never a special one.
+    """Masks tokens of each sequence, at most as many as `counts` returns, never a special one.
 
     Args:
-        text: a corpus; or a vocabulary alone, for texts outside of any corpus.
+        text: a corpus, or only a vocabulary, for text outside of a corpus.
         masking: the scheme and its shares.
-        sequence_length: of the longest sequences; the default limit is the share of it.
-        max_predictions: tokens to predict in a sequence at most; 0 for that limit.
+        sequence_length: maximum sequence length; the default limit is the share of it.
+        max_predictions: maximum tokens to predict in a sequence; 0: the default limit.
 
     `share` in its methods, float64 [S], is the share of each sequence's tokens to predict; None takes
     `masking.probability` for all. Raises `InputError` if vocab.txt does not match the shards.
@@ -71,14 +71,14 @@ class Masker:
 
     @classmethod
     def of_texts(cls, vocabulary: MaskingVocabulary, share: float, sequence_length: int) -> Masker:
-        """Masks a share of the tokens of texts that are in no corpus, each token on its own."""
+        """Return a masker for text outside of a corpus, which masks single tokens."""
         masking = MaskingConfig(probability=share)
         return cls(vocabulary, masking, sequence_length=sequence_length, max_predictions=0)
 
     def counts(
         self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, share: np.ndarray | None = None
     ) -> np.ndarray:
-        """Masked tokens of sequences of `lengths`, special tokens included; at most, unless `has_exact_counts`."""
+        """Return the number of masked tokens in sequences of `lengths`, or an upper bound unless `has_exact_counts`."""
         return np.minimum(self._limits(lengths, share), lengths - special_tokens)
 
     def apply(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> MaskingResult:
@@ -91,28 +91,28 @@ class Masker:
         return MaskingResult(input_ids, chosen, labels, (bits >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
     def count(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> int:
-        """How many tokens `apply` would mask."""
+        """Return the number of tokens that `apply` would mask."""
         return len(self._choose(rows, _token_bits(rows, key), share))
 
     def _choose(self, rows: Rows, bits: np.ndarray, share: np.ndarray | None) -> np.ndarray:
         return self._scheme.choose(rows, bits, self._limits(np.diff(rows.starts), share))
 
     def _limits(self, lengths: np.ndarray, share: np.ndarray | None) -> np.ndarray:
-        """Tokens to predict in sequences of `lengths` at most: their share of it, and one at least; int64 [S]."""
+        """Return the maximum tokens to predict in sequences of `lengths`: their share, at least one; int64 [S]."""
         wanted = self._probability if share is None else share
         most = self._max_predictions or np.rint(wanted * self._sequence_length).astype(np.int64)
         return np.clip(np.rint(wanted * lengths).astype(np.int64), 1, np.maximum(1, most))
 
 
 def ordinary_ids(entries: Sequence[str], special: Iterable[int]) -> np.ndarray:
-    """int64, ascending: the ids that may replace a token, which special and unused entries and single bytes do not."""
+    """Return the ids that may replace a token, int64, ascending: all but special, unused and single-byte entries."""
     left_out = set(special)
     kept = [number for number, entry in enumerate(entries) if number not in left_out and not _UNUSED.fullmatch(entry)]
     return np.array(kept, np.int64)
 
 
 def _token_bits(rows: Rows, key: np.ndarray) -> np.ndarray:
-    """64 random bits per token, uint64 [T]; the upper half is the token key, the lower one orders."""
+    """Return 64 random bits per token, uint64 [T]; the upper half is the token key, the lower half the sort key."""
     return draw(draw(key, _TOKENS)[rows.sequence], rows.positions)
 
 

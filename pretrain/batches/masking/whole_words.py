@@ -18,26 +18,26 @@ class Scheme(MaskingScheme):
         first = word_heads(rows, candidates, self.vocabulary)
         sizes = np.zeros(len(rows.input_ids), np.int64)
         sizes[candidates[first]] = np.diff(first, append=len(candidates))
-        ends, order = shuffle(rows, candidates[first], bits)
-        heads = order[_taken(sizes[order], ends, np.minimum(limits, per_sequence(rows, candidates)))]
+        stops, order = shuffle(rows, candidates[first], bits)
+        heads = order[_taken(sizes[order], stops, np.minimum(limits, per_sequence(rows, candidates)))]
         heads.sort()
         return ranges(heads, sizes[heads])
 
 
-def _taken(sizes: np.ndarray, ends: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """bool [W]: which words fit, if those of each sequence come in order and `limits` tokens of it may be taken.
+def _taken(sizes: np.ndarray, stops: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Return which words to take, bool [W]: in order, each one that fits into the rest of its sequence's limit.
 
-    sizes int64 [W], tokens of each word; ends int64 [S], where the words of each sequence end; limits int64 [S].
+    sizes int64 [W], tokens of each word; stops int64 [S], one past the last word of each sequence; limits int64 [S].
     """
     left = limits.copy()
-    next_word = np.concatenate(([0], ends[:-1]))
+    next_word = np.concatenate(([0], stops[:-1]))
     taken = np.zeros(len(sizes), bool)
-    unfinished = np.arange(len(ends))
+    unfinished = np.arange(len(stops))
     while len(unfinished):
         words = next_word[unfinished]
         fits = sizes[words] <= left[unfinished]
         taken[words] = fits
         left[unfinished] -= sizes[words] * fits
         next_word[unfinished] += 1
-        unfinished = unfinished[(left[unfinished] > 0) & (next_word[unfinished] < ends[unfinished])]
+        unfinished = unfinished[(left[unfinished] > 0) & (next_word[unfinished] < stops[unfinished])]
     return taken

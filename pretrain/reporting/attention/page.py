@@ -1,4 +1,4 @@
-"""The page of a model's attention on a text: all heads as small matrices, one enlarged, and what heads attend to."""
+"""The page of a model's attention on a passage: all heads as small matrices, one enlarged, and their averages."""
 
 import base64
 import math
@@ -16,8 +16,8 @@ from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
 from pretrain.reporting.pages import write_page
 from pretrain.run.attention.kinds import KINDS, HeadStatistics
 
-_MOST_WEIGHTS = 12_000_000  # of all heads on the page: 32 MB of text, which a phone still opens
-_WINDOW = 512  # tokens of a text of a file at a time, as in Clark et al.'s models
+_MAX_WEIGHTS = 12_000_000  # of all heads on the page: 32 MB of HTML, which a phone still opens
+_WINDOW = 512  # tokens of a line of a file at a time, as in Clark et al.'s models
 _STRONGEST = 3  # heads named for each kind
 
 
@@ -40,9 +40,9 @@ def write_attention_page(
 
     Args:
         folder: a run, an export, a released or a fine-tuned model.
-        text: the text whose matrices are drawn; by default the first of `texts`.
-        pair: the second text of a pair.
-        texts: a UTF-8 file with one text per line, over which the heads' averages are taken; by default `text` alone.
+        text: the input whose matrices are drawn; by default the first line of the file.
+        pair: the second segment of a pair.
+        texts: a UTF-8 file with one input per line, to average the heads over; by default only over `text`.
 
     Raises:
         InputError: no text is given, it is too long to be drawn, or the model or the file cannot be read.
@@ -62,7 +62,7 @@ def write_attention_page(
 
 
 def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequence[str] = ()) -> dict[str, Any]:
-    """What the template heads.html.j2 draws of the model in `folder`; averages are taken over `lines`, or `text`."""
+    """Return the values for the template heads.html.j2; averages are taken over `lines`, or `text`."""
     model = AttentionModel(folder)
     shape = model.shape
     shown = _drawable(model, text, pair)
@@ -84,7 +84,7 @@ def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequenc
 
 
 def read_texts(path: Path) -> list[str]:
-    """The lines of a UTF-8 file that are not blank. Raises `InputError` if there are none, or it cannot be read."""
+    """Read the non-blank lines of a UTF-8 file. Raises `InputError` if there are none, or it cannot be read."""
     try:
         with disk_errors(path):
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -99,15 +99,15 @@ def read_texts(path: Path) -> list[str]:
 
 
 def _drawable(model: AttentionModel, text: str, pair: str | None) -> ShownTokens:
-    """The tokens of the text that is drawn. Raises `InputError` if there are none, or too many."""
+    """Return the tokens to draw. Raises `InputError` if there are none, or too many."""
     shown = model.tokens(text, pair)
     heads = model.shape.depth * model.shape.heads
-    most = min(model.shape.max_positions, math.isqrt(_MOST_WEIGHTS // heads))
-    if len(shown) > most:
+    max_tokens = min(model.shape.max_positions, math.isqrt(_MAX_WEIGHTS // heads))
+    if len(shown) > max_tokens:
         raise InputError(
-            f"attention: the text has {len(shown)} tokens, and the page holds at most {most} for this model "
-            f"({heads} heads, {model.shape.max_positions} positions). Give a shorter text; --texts takes texts of any "
-            "length."
+            f"attention: the text has {len(shown)} tokens, and the page holds at most {max_tokens} for this model "
+            f"({heads} heads, {model.shape.max_positions} positions). Give a shorter one; lines of --texts may have "
+            "any length."
         )
     if (shown.marked.first | shown.marked.separator).all():
         raise InputError("attention: the text has no token. Give one with words.")
@@ -123,13 +123,13 @@ def _statistics(model: AttentionModel, lines: Sequence[str]) -> HeadStatistics:
 
 
 def _page_data(shown: ShownTokens, weights: list[np.ndarray], statistics: HeadStatistics) -> dict[str, Any]:
-    """What the page's script needs. Weights are 16-bit shares of 65,535, in base64 by layer [N, L, L]."""
+    """Return the data of the page's script. Weights are 16-bit shares of 65,535, in base64 by layer [N, L, L]."""
     special = shown.marked.first | shown.marked.separator
     return {
         "heads": len(weights[0]),
         "tokens": [
             {"text": text, "special": bool(one), "joined": joined}
-            for text, one, joined in zip(shown.texts, special, shown.joined, strict=True)
+            for text, one, joined in zip(shown.spellings, special, shown.joined, strict=True)
         ],
         "weights": [base64.b64encode(np.rint(layer * 65535).astype("<u2").tobytes()).decode() for layer in weights],
         "kinds": [
@@ -147,12 +147,12 @@ def _page_data(shown: ShownTokens, weights: list[np.ndarray], statistics: HeadSt
 
 
 def _present(statistics: HeadStatistics) -> Iterator[tuple[str, float]]:
-    """The kinds that occur in the texts, with the share that even attention would give them."""
+    """Return the kinds that occur in the input, with the share that even attention would give them."""
     return ((kind, even) for kind, even in statistics.even_shares.items() if even > 0)
 
 
 def strongest_heads(values: np.ndarray, count: int) -> list[StrongHead]:
-    """The `count` heads of the highest values [layers, heads], highest first."""
+    """Return the `count` heads with the highest values [layers, heads], highest first."""
     order = np.argsort(-values, axis=None, kind="stable")[:count]
     places = (divmod(int(place), values.shape[1]) for place in order)
     return [StrongHead(layer + 1, head + 1, float(values[layer, head])) for layer, head in places]

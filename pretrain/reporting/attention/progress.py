@@ -1,4 +1,4 @@
-"""The report's section on attention: what heads attend to over the steps of a training, and a few matrices."""
+"""The report's section on attention: the targets of heads over the steps of a training, and a few matrices."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from pretrain.reporting.charts import Series, line_chart
 from pretrain.run.attention.history import RECORDED, read_history, unpacked
 from pretrain.run.attention.kinds import KINDS
 
-_HEADS, _STEPS = 3, 6  # of the pictures
+_HEADS, _STEPS = 3, 6  # to draw
 _LEVELS = 6  # of opacity
 
 
@@ -25,10 +25,10 @@ class HeadPictures:
 
 @dataclass(frozen=True)
 class AttentionSection:
-    """What the report draws.
+    """Contents of the section.
 
     Attributes:
-        text: whose attention the pictures are; "" if the corpus has no tokenizer any more.
+        text: the input of the pictures; "" if the corpus has no tokenizer any more.
         heads: a few heads.
         charts: SVG of each kind over the steps.
     """
@@ -39,7 +39,7 @@ class AttentionSection:
 
 
 def attention_section(run_dir: Path, corpus: Path) -> AttentionSection | None:
-    """The section of the run in `run_dir`; None if it recorded no attention. `corpus` is for the tokenizer."""
+    """Return the section of the run in `run_dir`; None if it recorded no attention. `corpus` has the tokenizer."""
     history = read_history(run_dir)
     if not history.get("records"):
         return None
@@ -52,7 +52,7 @@ def attention_section(run_dir: Path, corpus: Path) -> AttentionSection | None:
 
 
 def matrix_svg(weights_LL: np.ndarray, label: str) -> str:
-    """An <svg> of a matrix of attention weights; opacity is the square root of the weight, in steps."""
+    """Return an <svg> of a matrix of attention weights; opacity is the square root of the weight, in steps."""
     length = len(weights_LL)
     levels_LL = np.rint(np.sqrt(weights_LL) * _LEVELS).astype(int)
     paths = [
@@ -64,7 +64,7 @@ def matrix_svg(weights_LL: np.ndarray, label: str) -> str:
 
 
 def _rectangles(chosen_LL: np.ndarray) -> str:
-    """An SVG path around the chosen fields, those beside each other in a row together."""
+    """Return an SVG path around the chosen cells; neighbors in a row are one rectangle."""
     parts = []
     for row, chosen_L in enumerate(chosen_LL):
         edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen_L.astype(np.int8), [0]])))
@@ -81,7 +81,7 @@ def _text(ids: list[int], corpus: Path) -> str:
 
 
 def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictures]:
-    """The heads that attend most to a kind after training, each for another kind."""
+    """Draw the heads that attend most to a kind after training, one per kind."""
     records = history["records"]
     last = len(records) - 1
     chosen = records if last < _STEPS else [records[round(at * last / (_STEPS - 1))] for at in range(_STEPS)]
@@ -103,7 +103,7 @@ def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictu
 def distinct_heads(
     heads: list[list[int]], shares: dict[str, Any], even: dict[str, float]
 ) -> list[tuple[int, str, float]]:
-    """(number in `heads`, kind, share) of the largest shares above even attention, no head and no kind twice."""
+    """Return (index in `heads`, kind, share) of the largest shares above even attention, no head or kind twice."""
     found = sorted(
         (
             (shares[kind][layer][head] - even[kind], number, kind)
@@ -120,7 +120,7 @@ def distinct_heads(
 
 
 def _chart(kind: str, records: list[dict[str, Any]]) -> str:
-    """The head that attends to the kind most at the end, and the mean of all heads."""
+    """Chart the head that attends most to the kind at the end, and the mean of all heads."""
     values = {one["step"]: np.array(one["entropy"] if kind == "entropy" else one["shares"][kind]) for one in records}
     last = values[records[-1]["step"]]
     place = int(last.argmin() if kind == "entropy" else last.argmax())

@@ -1,4 +1,4 @@
-"""The attention weights of any model that is readable, on any text.
+"""The attention weights of any readable model on any input.
 
 Shape letters: L tokens, N heads.
 """
@@ -23,30 +23,30 @@ _SPACE = re.compile(r"\s")
 
 @dataclass(frozen=True)
 class ShownTokens:
-    """A text, or a pair of texts, as the model reads it.
+    """A single input or a pair, as tokens.
 
     Attributes:
-        texts: each token as it stands in the text; special tokens by name.
+        spellings: each token as it is spelled in the input; special tokens by name.
         joined: whether a token continues the word before it.
         token_types: int64 [L].
         marked: for statistics.
     """
 
-    texts: tuple[str, ...]
+    spellings: tuple[str, ...]
     joined: tuple[bool, ...]
     token_types: np.ndarray
     marked: MarkedTokens
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.spellings)
 
 
 class AttentionModel:
     """A model with its tokenizer, in fp32.
 
     Args:
-        folder: what `pretrain.checkpoint.released.read_released` reads: a run, an export, a release, or a fine-tuned
-            model.
+        folder: a model that `pretrain.checkpoint.released.read_released` reads: a run, an export, a release, or a
+            fine-tuned model.
 
     Raises:
         InputError: the model or its tokenizer cannot be read.
@@ -61,19 +61,19 @@ class AttentionModel:
         self._encoder = PaddedEncoder(released.model, released.backbone).to(self._device)
 
     def tokens(self, text: str, pair: str | None = None) -> ShownTokens:
-        """The tokens of a text or a pair, with special tokens, however many there are."""
+        """Return all tokens of a single input or a pair, with special tokens, untruncated."""
         self._tokenizer.no_truncation()
         return _shown(self._tokenizer.encode(text, pair), text, pair)
 
-    def windows(self, text: str, most: int) -> Iterator[ShownTokens]:
-        """The tokens of a text in windows of at most `most` tokens, each with its special tokens."""
-        self._tokenizer.enable_truncation(most)
+    def windows(self, text: str, max_length: int) -> Iterator[ShownTokens]:
+        """Yield the tokens in windows of at most `max_length` tokens, each with its special tokens."""
+        self._tokenizer.enable_truncation(max_length)
         whole = self._tokenizer.encode(text)
         for window in (whole, *whole.overflowing):
             yield _shown(window, text, None)
 
     def weights(self, tokens: ShownTokens) -> list[np.ndarray]:
-        """The attention weights of each layer, float32 [N, L, L]; a row is what one token attends to, its sum is 1."""
+        """Return the attention weights of each layer, float32 [N, L, L]; the weights of each query sum to 1."""
         arrays = (tokens.marked.ids, tokens.token_types)
         ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in arrays)
         collected: list[torch.Tensor] = []
@@ -84,46 +84,46 @@ class AttentionModel:
 
 
 def _shown(encoding: Any, text: str, pair: str | None) -> ShownTokens:
-    """The tokens of an encoding of the tokenizers library."""
-    texts: list[str] = []
+    """Convert an encoding of the tokenizers library."""
+    spellings: list[str] = []
     joined: list[bool] = []
     words: list[tuple[int, int] | None] = []
     last_end: tuple[int | None, int] = (None, -1)  # text and end of the last token
     for number, name in enumerate(encoding.tokens):
         source = None if encoding.special_tokens_mask[number] else encoding.sequence_ids[number]
         if source is None:
-            texts.append(name)
+            spellings.append(name)
             joined.append(False)
             words.append(None)
             continue
         whole, (begin, end) = (text, pair or "")[source], encoding.offsets[number]
-        # Tokenizers of bytes count the space before a word to its first token.
-        begins_with_space = _SPACE.match(whole[begin:end]) is not None
-        texts.append(whole[begin:end].strip() or name)
-        # Without a division into words, each token is one.
+        # Byte-level tokenizers include the space before a word in its first token.
+        starts_with_space = _SPACE.match(whole[begin:end]) is not None
+        spellings.append(whole[begin:end].strip() or name)
+        # Without word boundaries, each token is a word.
         word = (source, -1 - number if encoding.word_ids[number] is None else encoding.word_ids[number])
-        joined.append(last_end == (source, begin) and not begins_with_space and word == words[-1])
+        joined.append(last_end == (source, begin) and not starts_with_space and word == words[-1])
         words.append(word)
         last_end = (source, end)
     return ShownTokens(
-        tuple(texts), tuple(joined), np.array(encoding.type_ids, np.int64), _marked(encoding, texts, words)
+        tuple(spellings), tuple(joined), np.array(encoding.type_ids, np.int64), _marked(encoding, spellings, words)
     )
 
 
-def _marked(encoding: Any, texts: list[str], words: list[tuple[int, int] | None]) -> MarkedTokens:
+def _marked(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> MarkedTokens:
     special = np.array([word is None for word in words])
     first = special & (np.arange(len(special)) == 0)
     spelled: dict[tuple[int, int], str] = {}
-    for text, word in zip(texts, words, strict=True):
+    for spelling, word in zip(spellings, words, strict=True):
         if word is not None:
-            spelled[word] = spelled.get(word, "") + text.lower()
+            spelled[word] = spelled.get(word, "") + spelling.lower()
     numbers = {spelling: number for number, spelling in enumerate(dict.fromkeys(spelled.values()))}
     places = {word: number for number, word in enumerate(spelled)}
     return MarkedTokens(
         ids=np.array(encoding.ids, np.int64),
         first=first,
         separator=special & ~first,
-        punctuation=np.array([text in _PUNCTUATION for text in texts]),
+        punctuation=np.array([spelling in _PUNCTUATION for spelling in spellings]),
         word=np.array([-1 if word is None else numbers[spelled[word]] for word in words]),
         place=np.array([-1 if word is None else places[word] for word in words]),
     )
