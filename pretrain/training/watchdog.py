@@ -353,7 +353,7 @@ class ExchangeThread:
             else:
                 self.summary = self._exchange.report(mine)
             self.error = None
-        # No error may stop this thread: the next round may succeed. Nor is it logged here: storage that hangs would stop
+        # No error may stop this thread: the next round may succeed. Nor is it logged here: hanging storage would stop
         # the heartbeats. If rounds fail for long, the ranks report a hang, and the error is written with the stacks.
         except Exception as error:
             self.error = error
