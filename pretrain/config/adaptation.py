@@ -1,4 +1,4 @@
-"""Settings of a run that continues from a checkpoint: what may change, how fast, and what it must not forget."""
+"""Settings of a run that continues from a checkpoint: learning rates by layer, and replay of general text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pretrain.common.sections import LocalPath, Section
 
 
 class AdaptationConfig(Section):
-    """How a run continues from the checkpoint in `start_from`."""
+    """Settings of a run that continues from the checkpoint in `start_from`."""
 
     layer_decay: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Learning rate of a layer divided by that of the layer above it; heads and added words have the "
-        "full rate. 1 is the same rate for all.",
+        description="Learning rate of a layer divided by the rate of the layer above it; heads and added words have "
+        "the full rate. 1 is the same rate for all.",
     )
     replay_corpus: LocalPath = Field(
         default="",
-        description="Folder of a second prepared corpus, of text like that which start_from was trained on. Its "
+        description="Folder of a second prepared corpus, of text similar to the training text of start_from. Its "
         "held-out loss shows what the model forgets.",
     )
     replay_share: float = Field(
@@ -33,6 +33,6 @@ class AdaptationConfig(Section):
     def _check_replay(self) -> AdaptationConfig:
         if self.replay_share and not self.replay_corpus:
             raise ValueError(
-                f"replay_share ({self.replay_share}) needs replay_corpus: the corpus to take the text from"
+                f"replay_share ({self.replay_share}) needs replay_corpus: the corpus from which text is replayed"
             )
         return self

@@ -13,17 +13,17 @@ from pretrain.common.sections import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
 from pretrain.config.model import MAX_ROWS
 
-# Packages in which every module is one choice: of `SourceConfig.kind`, and of `MaskingConfig.scheme`.
+# Packages in which every module is a value of `SourceConfig.kind` or of `MaskingConfig.scheme`.
 SOURCES = "pretrain.corpus.sources"
 MASKING_SCHEMES = "pretrain.batches.masking"
 
 
 class SourceConfig(Section):
-    """One source of text. `kind` decides whether `path` or `dataset` is required."""
+    """One source of text. `kind` determines whether `path` or `dataset` is required."""
 
     kind: str = Field(
         description="Text format: mediawiki, wikiextractor, books, files, sentences, lines, jsonl, parquet, csv, "
-        "huggingface or docstrings, or a module of your own such as my_package.markdown."
+        "huggingface or docstrings, or a custom module such as my_package.markdown."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
     path: Location = Field(
@@ -47,7 +47,7 @@ class SourceConfig(Section):
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
         description="Only csv: standard (RFC 4180), none (a quote is a character); auto: standard in .csv; in .tsv "
-        "none, and no cell may begin with a quote.",
+        "none, and no cell may start with a quote.",
     )
     weight: float = Field(
         default=1.0,
@@ -82,7 +82,7 @@ class VocabularyConfig(Section):
         default="wordpiece",
         description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it "
         "can encode any text and normalizes nothing. released is the tokenizer.json at path of any other kind, such as "
-        "that of XLM-R, DeBERTa-v3 or mmBERT.",
+        "XLM-R's, DeBERTa-v3's or mmBERT's.",
     )
     path: LocalPath = Field(
         default="",
@@ -99,7 +99,7 @@ class VocabularyConfig(Section):
     )
     lowercase: bool = Field(
         default=True,
-        description="Lower-case the text and strip accents (an uncased vocabulary). byte_bpe and released take only "
+        description="Lower-case the text and strip accents (an uncased vocabulary). byte_bpe and released accept only "
         "false, their default.",
     )
     strip_accents: bool | None = Field(
@@ -111,8 +111,8 @@ class VocabularyConfig(Section):
     added_words: int = Field(
         default=0,
         ge=0,
-        description="Only with start_from: largest number of words of the text to add to the checkpoint's vocabulary, "
-        "those that save the most tokens first.",
+        description="Only with start_from: maximum number of words of the text to add to the checkpoint's vocabulary. "
+        "Words that save the most tokens come first.",
     )
 
     @model_validator(mode="before")
@@ -124,7 +124,7 @@ class VocabularyConfig(Section):
 
     @model_validator(mode="after")
     def _check_case(self) -> VocabularyConfig:
-        reasons = {"byte_bpe": "which normalizes nothing", "released": "whose tokenizer.json decides it"}
+        reasons = {"byte_bpe": "which normalizes nothing", "released": "whose tokenizer.json determines it"}
         reason = reasons.get(self.kind, "")
         if reason and self.lowercase:
             raise ValueError(f"lowercase must be false with kind: {self.kind}, {reason}. Remove it")
@@ -143,7 +143,8 @@ class CorpusConfig(Section):
     cache: ByteSize = Field(
         default=ByteSize(0),
         description="Only with dir at an address: disk space of each machine for the training text, such as 50GB. "
-        "Training then begins at once and fetches what it reads next. 0 copies the whole corpus to each machine first.",
+        "Training then starts immediately and fetches text ahead of reading. 0 first copies the whole corpus to each "
+        "machine.",
     )
     sources: tuple[SourceConfig, ...] = Field(
         default=(), description="Text to prepare. May be empty if dir already holds a prepared corpus."
@@ -157,9 +158,9 @@ class CorpusConfig(Section):
     min_document_words: int = Field(
         default=20,
         ge=0,
-        description="Words that a document needs; shorter ones are dropped and counted. Spaces separate words. Where a "
-        "script has none, two characters of Chinese or Japanese, or four of Thai, Lao, Khmer, Burmese, Tibetan and "
-        "the like, count as a word.",
+        description="Minimum words of a document; shorter ones are dropped and counted. Spaces separate words. In "
+        "scripts without spaces, two characters of Chinese or Japanese, or four of Thai, Lao, Khmer, Burmese, Tibetan "
+        "and the like, count as a word.",
     )
     filters: FiltersConfig = Field(
         default=FiltersConfig(), description="Optional steps that drop documents, all off by default."
@@ -181,7 +182,7 @@ class CorpusConfig(Section):
     @model_validator(mode="after")
     def _check_dir(self) -> CorpusConfig:
         if self.cache and not is_remote(self.dir):
-            raise ValueError(f"cache has no effect with dir: {self.dir}, which is no address. Remove it")
+            raise ValueError(f"cache has no effect with dir: {self.dir}, which is not an address. Remove it")
         if shared := [n for n, one in enumerate(self.sources) if one.path and local(one.path) == self.folder]:
             raise ValueError(
                 f"dir: {self.dir} is the folder that sources.{shared[0]} reads. Choose another one, which may be in it"
@@ -190,7 +191,7 @@ class CorpusConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The corpus on this machine."""
+        """Return the corpus's folder on this machine."""
         return local(self.dir)
 
 
@@ -201,14 +202,14 @@ class MaskingConfig(Section):
         default=0.15,
         gt=0,
         lt=1,
-        description="Share of each sequence's tokens to predict. Evaluations take it, whatever phases say.",
+        description="Share of each sequence's tokens to predict. Evaluations use it, whatever the phases set.",
     )
     mask_share: float = Field(
         default=0.8,
         ge=0,
         le=1,
-        description="Share of the predicted tokens replaced by [MASK]. 1 with random_share: 0 replaces all, as NeoBERT "
-        "does.",
+        description="Share of the predicted tokens replaced by [MASK]. 1 with random_share: 0 replaces all, as in "
+        "NeoBERT.",
     )
     random_share: float = Field(
         default=0.1,
@@ -220,7 +221,7 @@ class MaskingConfig(Section):
     scheme: str = Field(
         default="tokens",
         description="How tokens are chosen: tokens, one by one; whole_words, all tokens of a word together; or a "
-        "module of your own such as my_package.window.",
+        "custom module such as my_package.window.",
     )
 
     @field_validator("scheme")
@@ -239,23 +240,22 @@ class MaskingConfig(Section):
 
 
 class PairsConfig(Section):
-    """How sequences are cut from documents, and what is predicted of a pair of segments.
+    """The cutting of documents into sequences, and the prediction for pairs of segments.
 
     Devlin et al. appendix A.2; Liu et al. 2019, section 4.2; Lan et al. 2020, section 3.1.
     """
 
     objective: Literal["none", "nsp", "sop"] = Field(
         default="nsp",
-        description="What is predicted of a pair: nsp, whether the second segment follows the first or comes from "
-        "another document (next-sentence prediction), as in half of the pairs; sop, sentence-order prediction of "
-        "ALBERT, whether the two neighboring segments are swapped, as in half; none, nothing: sequences have one "
-        "segment.",
+        description="Prediction for a pair: nsp, whether the second segment follows the first or comes from another "
+        "document (next-sentence prediction), as in half of the pairs; sop, ALBERT's sentence-order prediction, "
+        "whether two neighboring segments are swapped, as in half; none, no prediction: sequences have one segment.",
     )
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",
-        description="What a sequence holds, by RoBERTa's names: segment_pairs, two segments, for nsp and sop; "
-        "doc_sentences, neighboring sentences of one document; full_sentences, the same, but it goes on with the next "
-        "documents until it is full, with a [SEP] between documents. Empty means segment_pairs for nsp and sop, else "
+        description="Content of a sequence, by RoBERTa's names: segment_pairs, two segments, for nsp and sop; "
+        "doc_sentences, neighboring sentences of one document; full_sentences, the same, but filled up with sentences "
+        "of the next documents, with a [SEP] between documents. Empty means segment_pairs for nsp and sop, else "
         "doc_sentences.",
     )
     short_share: float = Field(
@@ -264,12 +264,12 @@ class PairsConfig(Section):
 
     @property
     def has_classifier(self) -> bool:
-        """Whether the model has a classifier of pairs, and sequences have two segments."""
+        """Return whether the model has a classifier of pairs, and sequences have two segments."""
         return self.objective != "none"
 
     @property
     def chosen_format(self) -> Literal["segment_pairs", "doc_sentences", "full_sentences"]:
-        """The format of the input that `input_format` and the objective name together."""
+        """Return `input_format`, or the default format of the objective."""
         return self.input_format or ("segment_pairs" if self.has_classifier else "doc_sentences")
 
     @model_validator(mode="after")

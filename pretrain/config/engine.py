@@ -10,7 +10,7 @@ from pretrain.common.sections import Section
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
-# DeepSpeed settings that our settings determine -> the setting that does.
+# DeepSpeed setting -> our setting that determines it.
 _DETERMINED_BY = {
     "zero_optimization.stage": "engine.zero_stage",
     "bf16.enabled": "engine.precision",
@@ -33,7 +33,7 @@ class EngineConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1,
         description="ZeRO stage: what is partitioned across the workers. 0 nothing, 1 optimizer states, "
-        "2 gradients too, 3 parameters too.",
+        "2 also gradients, 3 also parameters.",
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto",
@@ -41,7 +41,7 @@ class EngineConfig(Section):
         "and Turing, fp32 on older GPUs. On CPUs auto measures matrix products and uses the faster of bf16 and fp32.",
     )
     micro_batch_tokens: int = Field(
-        default=8192, ge=8, description="Most tokens per forward pass and worker. Lower it to save memory."
+        default=8192, ge=8, description="Maximum tokens per forward pass and worker. Lower it to save memory."
     )
     gradient_clip_norm: float = Field(
         default=1.0,
@@ -53,8 +53,8 @@ class EngineConfig(Section):
     )
     compile: Literal["auto", True, False] = Field(
         default="auto",
-        description="Compile the layers with torch.compile. auto compiles unless a fine-tuning on a CPU is so short "
-        "that it would end sooner without.",
+        description="Compile the layers with torch.compile. auto compiles, except for a fine-tuning on a CPU that is "
+        "so short that it would finish sooner without.",
     )
     cuda_graphs: Literal["auto", True, False] = Field(
         default="auto",
@@ -72,26 +72,26 @@ class EngineConfig(Section):
 
     @property
     def not_recorded(self) -> str:
-        """The setting with which passes cannot be recorded as CUDA graphs; "" without one."""
-        wrong = {
+        """Return the setting that prevents recording passes as CUDA graphs; "" if there is none."""
+        obstacles = {
             f"zero_stage is {self.zero_stage}": self.zero_stage != 1,
             "activation_checkpointing is true": self.activation_checkpointing,
             **{f"deepspeed.{name} is given": name in self.deepspeed for name in _WAITS_IN_PASSES},
         }
-        return next((what for what, is_so in wrong.items() if is_so), "")
+        return next((setting for setting, prevents in obstacles.items() if prevents), "")
 
     @model_validator(mode="after")
     def _check_graphs(self) -> EngineConfig:
-        if self.cuda_graphs is True and (found := self.not_recorded):
+        if self.cuda_graphs is True and (obstacle := self.not_recorded):
             raise ValueError(
                 "cuda_graphs needs zero_stage 1, no activation_checkpointing and none of DeepSpeed's "
-                f"timers and profilers; {found}. Change that, or set cuda_graphs to false"
+                f"timers and profilers; {obstacle}. Change that, or set cuda_graphs to false"
             )
         return self
 
     @property
     def compiled(self) -> bool:
-        """Whether the layers are compiled; a fine-tuning replaces auto before it builds its model."""
+        """Return whether the layers are compiled; a fine-tuning replaces auto before it builds its model."""
         return self.compile is not False
 
     @property
@@ -123,25 +123,25 @@ class CheckpointConfig(Section):
     every_minutes: float = Field(
         default=0.0,
         ge=0,
-        description="Minutes after which a checkpoint is saved, too, however long steps take. 0: none.",
+        description="Minutes after which a checkpoint is also saved, however long steps take. 0 disables it.",
     )
     keep_last: int = Field(
         default=2,
         ge=1,
-        description="Number of newest checkpoints to keep. The one with the lowest validation loss is kept too.",
+        description="Number of latest checkpoints to keep. The one with the lowest validation loss is kept, too.",
     )
     keep_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(), description="Steps after which a checkpoint is saved and kept, such as those to fork from."
+        default=(), description="Steps after which a checkpoint is saved and kept, such as steps to fork from."
     )
     keep_every_tokens: int = Field(
-        default=0, ge=0, description="Keep the first checkpoint after each so many tokens. 0 keeps none for that."
+        default=0, ge=0, description="Keep the first checkpoint after each multiple of so many tokens. 0: none."
     )
 
 
 class SpikeConfig(Section):
     """Loss spikes: a run rolls back to its last checkpoint and skips the data that caused the spike.
 
-    After three rollbacks without a checkpoint past the step that failed, it stops as diverged (exit code 4).
+    After three rollbacks without a checkpoint past the failed step, it stops as diverged (exit code 4).
     """
 
     spike_sigmas: float = Field(

@@ -1,4 +1,4 @@
-"""What a `model.family` stands for: the parts of its block, and its published sizes. No torch is needed."""
+"""Definitions of `model.family`: the parts of the block and the published sizes. Does not import torch."""
 
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ SIZES: dict[str, dict[str, Shape]] = {
     "deberta": _DEBERTA_SIZES,
 }
 
-# As their papers write them.
+# As written in their papers.
 TITLES = {
     "bert": "BERT",
     "roberta": "RoBERTa",
@@ -68,7 +68,7 @@ TITLES = {
     "deberta": "DeBERTa",
 }
 
-# Values of `ModelConfig` by family. A config may replace each of them; those not named are BERT's, the field's default.
+# Values of `ModelConfig` by family. A config may replace each; missing ones are BERT's, the defaults of the fields.
 PARTS: dict[str, dict[str, Any]] = {
     "bert": {},
     # FacebookAI/roberta-base and xlm-roberta-base, config.json.

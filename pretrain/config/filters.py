@@ -15,30 +15,30 @@ class NearDuplicatesConfig(Section):
         default=0.5,
         gt=0,
         le=1,
-        description="Similarity from which a document is dropped: the common share of all different sequences of words "
-        "in both (Jaccard), as MinHash estimates it. Sequences have 3 words: a change of an eighth gives 0.5.",
+        description="Similarity from which a document is dropped: the share of distinct word sequences that both have "
+        "(Jaccard), as MinHash estimates it. Sequences have 3 words: a change of an eighth gives 0.5.",
     )
 
 
 class EvaluationSetConfig(Section):
-    """Texts that a later evaluation uses."""
+    """Passages that a later evaluation uses."""
 
     path: LocalPath = Field(
-        description="File, or folder of files: .txt (a text per line), .csv, .tsv, .jsonl, .json, .conll, .bio or .iob "
-        "(words in the first column); also compressed with .gz, .bz2 or .xz."
+        description="File, or folder of files: .txt (a passage per line), .csv, .tsv, .jsonl, .json, .conll, .bio or "
+        ".iob (words in the first column); also compressed with .gz, .bz2 or .xz."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the file's name.")
     columns: tuple[str, ...] = Field(
         default=(),
-        description="Columns of .csv and .tsv, or keys of .jsonl and .json at any depth, that hold the texts. "
-        "Empty takes all.",
+        description="Columns of .csv and .tsv, or keys of .jsonl and .json at any depth, that hold the passages. "
+        "Empty uses all.",
     )
 
 
 class ContaminationConfig(Section):
     """Documents that share a sequence of words with an evaluation set (Brown et al. 2020, GPT-3, appendix C)."""
 
-    sets: tuple[EvaluationSetConfig, ...] = Field(default=(), description="Evaluation sets. Without any, it is off.")
+    sets: tuple[EvaluationSetConfig, ...] = Field(default=(), description="Evaluation sets. Empty disables the filter.")
 
 
 class FiltersConfig(Section):

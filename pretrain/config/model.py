@@ -10,24 +10,24 @@ from pretrain.common.kinds import did_you_mean
 from pretrain.common.sections import Section
 from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
-# The widths and lengths up to which the dropout seeds are distinct in int32 (model/kernels/hash_rng.py, ALONG).
+# Up to these widths and lengths, dropout seeds are distinct in int32 (model/kernels/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
-# Far beyond any encoder (Wang et al. 2022, DeepNet, has 1,000 layers); a typing error is refused before it is built.
+# Far beyond any encoder (Wang et al. 2022, DeepNet, has 1,000 layers), to refuse a typing error before it is built.
 MAX_LAYERS = 1024
 MAX_ROWS = 1 << 24
-# Of heads, that torch's flash kernel takes as they are (pytorch, transformers/cuda/flash_attn/flash_api.cpp,
-# mha_varlen_fwd).
+# Head widths that torch's flash kernel supports without padding (pytorch,
+# transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd).
 FLASH_WIDTHS = range(8, 257, 8)
 Positions = Literal["learned", "sinusoidal", "rotary", "rotary_interleaved", "relative", "disentangled", "none"]
 
 
 class ModelConfig(Section):
-    """Shape of the encoder. `family` and `size` provide the values that are not given."""
+    """Shape of the encoder. `family` and `size` provide the missing values."""
 
     family: Literal["bert", "roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"] = Field(
         default="bert",
         description="Architecture: sets the parts of the block, from norm to pooling. Each part can be replaced. "
-        "roberta is BERT's in the layout of RoBERTa and XLM-R.",
+        "roberta is BERT's architecture in the layout of RoBERTa and XLM-R.",
     )
     size: str = Field(
         default="base",
@@ -62,7 +62,7 @@ class ModelConfig(Section):
         description="Width of the embeddings, if they are projected to hidden. The transform of the MLM head projects "
         "back, so the decoder can be tied (Lan et al. 2020, ALBERT, section 3.1). 0 means hidden.",
     )
-    # The default is that of google-research/bert modeling.py, layer_norm; torch and RoBERTa use 1e-5.
+    # The default of google-research/bert (modeling.py, layer_norm); torch and RoBERTa use 1e-5.
     layer_norm_eps: float = Field(
         default=1e-12, gt=0, le=0.1, description="Epsilon of LayerNorm, added to the variance."
     )
@@ -95,7 +95,7 @@ class ModelConfig(Section):
         default=0,
         ge=0,
         le=MAX_ROWS,
-        description="Rows of the word embeddings and of the decoder. Those beyond the entries of the vocabulary are "
+        description="Rows of the word embeddings and of the decoder. Rows beyond the entries of the vocabulary are "
         "padding, such as up to a multiple of 64, which is faster on GPUs. 0 means no padding.",
     )
     recursions: int = Field(
@@ -151,8 +151,8 @@ class ModelConfig(Section):
     relative_norm: bool = Field(default=False, description="Normalize the embeddings of disentangled positions.")
     relative_projections: bool = Field(
         default=False,
-        description="Project the embeddings of disentangled positions by matrices of their own. Otherwise by those of "
-        "the tokens' queries and keys, as DeBERTa-v3 does.",
+        description="Project the embeddings of disentangled positions with separate matrices. Otherwise they share the "
+        "matrices of the tokens' queries and keys, as in DeBERTa-v3.",
     )
     local_attention: int = Field(
         default=0,
@@ -184,7 +184,7 @@ class ModelConfig(Section):
     tied_decoder: bool = Field(default=True, description="Use the word embeddings as the decoder's weight.")
     pooling: Literal["cls", "mean", "max"] = Field(
         default="cls",
-        description="What the next-sentence and classification heads read: the first token, or mean or maximum of all.",
+        description="Input of the next-sentence and classification heads: the first token, or mean or maximum of all.",
     )
 
     @model_validator(mode="before")
@@ -193,7 +193,7 @@ class ModelConfig(Section):
         if not isinstance(values, dict):
             return values
         family, size = values.get("family", "bert"), values.get("size", "base")
-        if family not in PARTS or not isinstance(size, str):  # the fields' own checks refuse them
+        if family not in PARTS or not isinstance(size, str):  # the fields' checks refuse them
             return values
         values = {**PARTS[family], **values}
         if size in SIZES[family]:
@@ -211,7 +211,7 @@ class ModelConfig(Section):
         if self.size != "custom" and self.size not in sizes:
             known = [*sizes, "custom"]
             raise ValueError(
-                f"size: {self.size!r} is no size of family {self.family}, which has {', '.join(known)}; "
+                f"size: unknown size {self.size!r} for family {self.family}, which has {', '.join(known)}; "
                 f"{did_you_mean(self.size, known) or 'choose one.'}"
             )
         if min(self.layers, self.hidden, self.heads) < 1:
@@ -235,7 +235,7 @@ class ModelConfig(Section):
     def _check_attention_init(self) -> ModelConfig:
         if self.attention_init != "neighbors":
             return self
-        if self.positions.startswith("rotary"):  # the heads begin with biases of queries and keys
+        if self.positions.startswith("rotary"):  # the heads are initialized through biases of queries and keys
             if not self.attention_bias:
                 raise ValueError("attention_init: neighbors needs attention_bias: true where positions are rotary")
         elif self.positions == "learned":
@@ -251,7 +251,7 @@ class ModelConfig(Section):
         return self
 
     def _check_learned_neighbors(self) -> None:
-        """The heads begin with rows of the position embeddings."""
+        """Check the settings on which the initialization from rows of the position embeddings depends."""
         if self.embedding not in (0, self.hidden):
             raise ValueError(
                 f"attention_init: neighbors needs embedding ({self.embedding}) to be 0 or hidden ({self.hidden}) "
@@ -264,7 +264,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_positions(self) -> ModelConfig:
-        """Refuse options without effect: they would be another family's, or a misunderstanding."""
+        """Refuse options without effect, which belong to another family or are a mistake."""
         rotary = self.positions.startswith("rotary")
         if rotary and not self.rotary_base:
             raise ValueError(f"positions: {self.positions} needs rotary_base, such as 10000")
@@ -318,7 +318,7 @@ class ModelConfig(Section):
         if self.local_rotary_base and not self.local_attention:
             raise ValueError("local_rotary_base has no effect without local_attention. Remove it, or set it to 0")
         if self.local_attention % 2:
-            raise ValueError(f"local_attention ({self.local_attention}) must be even: half of it lies on each side")
+            raise ValueError(f"local_attention ({self.local_attention}) must be even: half of it is on each side")
         if self.local_attention > self.max_positions:
             raise ValueError(
                 f"local_attention ({self.local_attention}) exceeds max_positions ({self.max_positions}): "
@@ -328,27 +328,27 @@ class ModelConfig(Section):
 
     @property
     def family_title(self) -> str:
-        """The family's name in prose."""
+        """Return the family's name in prose."""
         return TITLES[self.family]
 
     @property
     def fits_flash_attention(self) -> bool:
-        """Whether all of its attention can run in torch's flash kernel, which adds nothing to scores."""
+        """Return whether all attention can run in torch's flash kernel, which cannot add biases to scores."""
         return self.positions not in ("relative", "disentangled") and self.hidden // self.heads in FLASH_WIDTHS
 
     @property
     def disentangled(self) -> bool:
-        """Whether scores have products with embeddings of the distance."""
+        """Return whether scores contain products with embeddings of the distance."""
         return self.positions == "disentangled"
 
     @property
     def relative_span(self) -> int:
-        """Embeddings of each direction of disentangled positions; their table has twice as many rows."""
+        """Return the embeddings per direction of disentangled positions; their table has twice as many rows."""
         return (self.relative_buckets or self.relative_max_distance) if self.disentangled else 0
 
     @property
     def score_terms(self) -> int:
-        """Products that a score is the sum of: the one of query and key, and those with embeddings of the distance."""
+        """Return the number of products in a score: query and key, and products with embeddings of the distance."""
         return 1 + self.disentangled * (2 if self.relative_terms == "both" else 1)
 
     @property
@@ -356,32 +356,32 @@ class ModelConfig(Section):
         return self.hidden // self.heads
 
     def rows(self, entries: int) -> int:
-        """Rows of the word embeddings and of the decoder for a vocabulary of so many entries."""
+        """Return the rows of the word embeddings and of the decoder for a vocabulary of so many entries."""
         return max(entries, self.vocabulary_rows)
 
     def window(self, layer: int) -> int:
-        """Tokens that a token of layer `layer`, counted from 0, attends to on each side; 0 if to all."""
+        """Return how many tokens a token of `layer`, counted from 0, attends to on each side; 0 if to all."""
         return 0 if layer % self.global_every == 0 else self.local_attention // 2
 
     def rotary_base_of(self, layer: int) -> float:
-        """The base of the rotary frequencies of a layer, counted from 0; 0 without rotary positions."""
+        """Return the base of the rotary frequencies of a layer, counted from 0; 0 without rotary positions."""
         return self.local_rotary_base or self.rotary_base if self.window(layer) else self.rotary_base
 
     def with_rotary_bases(self, base: float, local: float) -> ModelConfig:
-        """The model with other rotary bases, of all layers and of local ones; 0 keeps each."""
-        given = {"rotary_base": base, "local_rotary_base": local}
-        return self.model_copy(update={name: value for name, value in given.items() if value})
+        """Return the model with other rotary bases, of all layers and of local ones; 0 keeps each."""
+        bases = {"rotary_base": base, "local_rotary_base": local}
+        return self.model_copy(update={name: value for name, value in bases.items() if value})
 
     @property
     def depth(self) -> int:
-        """Layers that a token passes through."""
+        """Return the number of layers that a token passes through."""
         return self.layers * self.recursions
 
     def has_attention_norm(self, layer: int) -> bool:
-        """False in the first layer of a pre-norm model that reads nothing but normalized embeddings."""
+        """Return False for the first layer of a pre-norm model if its input is always normalized embeddings."""
         return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 
 def _replaces(values: dict[str, Any], shape: Shape) -> bool:
-    """Whether a config gives its own hidden size, from which the feed-forward width then follows."""
+    """Return whether a config replaces the hidden size, from which the feed-forward width then follows."""
     return values.get("hidden") not in (None, 0, shape.hidden)

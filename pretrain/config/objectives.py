@@ -11,7 +11,7 @@ from pretrain.common.sections import Location, Section
 from pretrain.config.model import ModelConfig
 
 READ_BY_OBJECTIVES = ("distillation.teacher",)
-"""Settings that name what an objective reads. A run compares what is there, so a place may change."""
+"""Settings that are paths which an objective reads. A run compares the contents, so a path may change."""
 
 
 class DistillationConfig(Section):
@@ -24,13 +24,13 @@ class DistillationConfig(Section):
     )
     initialize: bool = Field(
         default=True,
-        description="Begin with the teacher's embeddings, heads and some of its layers. false begins with random "
-        "weights; the teacher may then have another shape. With another hidden width, the cosine loss is left out.",
+        description="Start from the teacher's embeddings, heads and some of its layers. false starts from random "
+        "weights; the teacher may then have another shape. With another hidden width, the cosine loss is omitted.",
     )
     layers: tuple[int, ...] = Field(
         default=(),
-        description="The teacher's layer, counted from 0, that each layer of the student begins with. Empty spreads "
-        "them evenly from the first to the last: 0, 2, 4, 7, 9, 11 for 6 of 12, as DistilBERT.",
+        description="The teacher's layer, counted from 0, from which each layer of the student starts. Empty spreads "
+        "them evenly from the first to the last: 0, 2, 4, 7, 9, 11 for 6 of 12, as in DistilBERT.",
     )
 
     @model_validator(mode="after")
@@ -67,14 +67,15 @@ class ElectraConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether a run trains a generator and a discriminator."""
+        """Return whether a run trains a generator and a discriminator."""
         return self.generator_width > 0
 
     def generator(self, model: ModelConfig) -> ModelConfig:
-        """The shape of the generator of a discriminator (google-research/electra, get_generator_config).
+        """Return the shape of a discriminator's generator (google-research/electra, get_generator_config).
 
         Its heads are as wide as the discriminator's, if its width allows it, and its embeddings have the
-        discriminator's width. Raises `ValueError` if its parts do not fit, such as rotary positions an odd head width.
+        discriminator's width. Raises `ValueError` if its parts do not fit, such as rotary positions and an odd head
+        width.
         """
         hidden, embedding = max(1, round(model.hidden * self.generator_width)), model.embedding or model.hidden
         heads = max(1, hidden // model.head_width)

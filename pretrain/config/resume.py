@@ -1,4 +1,4 @@
-"""What a resumed run keeps from its earlier starts, and which settings may change."""
+"""Settings that a resumed run must keep from its earlier starts, and settings that may change."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -14,7 +14,7 @@ from pretrain.config.run import PretrainConfig, R, RunConfig
 from pretrain.config.schedule import PhaseConfig
 
 MIXING = ("weights", "temperature", "max_epochs")
-"""The settings of a phase that decide what it reads of each source."""
+"""The settings of a phase that determine how much it reads of each source."""
 
 FREE_ON_RESUME = (
     "name",
@@ -28,7 +28,7 @@ FREE_ON_RESUME = (
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",
     "engine.compile",
-    # Filler is no sample.
+    # Filler is not part of the samples.
     "engine.cuda_graphs",
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""
@@ -36,7 +36,7 @@ FREE_ON_RESUME = (
 ALL_FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     "fork_from",
-    # What is read of the corpus is compared by what the checkpoint says of it.
+    # The text that is read of the corpus is compared with the checkpoint's record of it.
     "corpus",
     *(f"phases.*.{name}" for name in MIXING),
     "evaluation.every_steps",
@@ -49,27 +49,26 @@ ALL_FREE_ON_RESUME = (
     "phases.*.final_learning_rate",
     "optimizer.muon_lr_scale",
 )
-EVALUATED_ONLY = "adaptation.replay_corpus"  # free unless text of it is replayed
+EVALUATED_ONLY = "adaptation.replay_corpus"  # may change unless its text is replayed
 
 
 def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
-    """Dotted names, with both values, of changed settings that a run must keep when it resumes after `done` steps.
+    """Return dotted names, with both values, of changed settings that a run must keep if it resumes after `done` steps.
 
-    Of the phases, those that have begun are kept, up to `done`: a phase may end there, or go on longer, and what comes
-    after it may be anything.
+    Phases must be the same up to `done`: the current phase may end there or become longer, and later phases may change.
     """
     replayed = before.adaptation.replay_share or after.adaptation.replay_share
     free = ALL_FREE_ON_RESUME if replayed else (*ALL_FREE_ON_RESUME, EVALUATED_ONLY)
-    # What is read in both is compared by the fingerprint, too.
+    # Contents that both read are compared by fingerprint, too.
     free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
-    begun, again = (_as_begun(config, done) for config in (before, keep_precision(after, before)))
-    return settings.differences(begun, again, free=free) or _changed_by_length(before, after, done)
+    old, new = (_up_to(config, done) for config in (before, keep_precision(after, before)))
+    return settings.differences(old, new, free=free) or _changed_by_length(before, after, done)
 
 
 def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
-    """What another length of the phase that goes on after `done` steps would change in it, named as by `differences`.
+    """Return the settings of the current phase that would change if its length changed, named as by `differences`.
 
-    The phases before it are equal.
+    The phases before it must be equal.
     """
     if not 0 < done < after.total_steps:
         return []
@@ -84,35 +83,35 @@ def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int)
     ]
 
 
-def _as_begun(config: PretrainConfig, done: int) -> PretrainConfig:
-    """`config` with the phases of its first `done` steps alone."""
-    begun: list[PhaseConfig] = []
+def _up_to(config: PretrainConfig, done: int) -> PretrainConfig:
+    """Return `config` with only the phases of its first `done` steps."""
+    phases: list[PhaseConfig] = []
     for phase in config.phases:
-        if left := min(phase.steps, done):
-            begun.append(phase.model_copy(update={"steps": left}))
-        done -= left
-    return config.model_copy(update={"phases": tuple(begun)})
+        if steps := min(phase.steps, done):
+            phases.append(phase.model_copy(update={"steps": steps}))
+        done -= steps
+    return config.model_copy(update={"phases": tuple(phases)})
 
 
 def keep_precision(config: R, before: RunConfig) -> R:
-    """`config`, where precision auto is replaced by the precision that an earlier start of the run resolved."""
+    """Return `config`, with precision auto replaced by the precision that an earlier start of the run resolved."""
     if config.engine.precision != "auto" or before.engine.precision == "auto":
         return config
     return with_precision(config, before.engine.precision)
 
 
 def with_precision(config: R, precision: Precision) -> R:
-    """`config` with this `engine.precision`."""
+    """Return `config` with this `engine.precision`."""
     return config.model_copy(update={"engine": config.engine.model_copy(update={"precision": precision})})
 
 
-def run_folder(given: Mapping[str, Any]) -> Path:
-    """The run folder of a config's values, not validated; as `RunConfig.folder`."""
-    return local_run(str(given.get("run_dir") or f"runs/{given.get('name')}"))
+def run_folder(values: Mapping[str, Any]) -> Path:
+    """Return the run folder of a config's values, before validation; as `RunConfig.folder`."""
+    return local_run(str(values.get("run_dir") or f"runs/{values.get('name')}"))
 
 
 def began_from(folder: Path) -> bool:
-    """Whether the run in `folder` began from a checkpoint (`start_from`) and has one of its own to resume from."""
+    """Return whether the run in `folder` started from a checkpoint (`start_from`) and has written a checkpoint."""
     config = folder / "config.yaml"
     if not config.is_file() or not checkpoint_names(folder):
         return False

@@ -39,7 +39,7 @@ class TrackingConfig(Section):
     log_every_steps: int = Field(default=10, ge=1, description="Optimizer steps between records in metrics.jsonl.")
     wandb: Literal["auto", "offline", "online", "off"] = Field(
         default="auto",
-        description="Mode of W&B. auto is online if a W&B key is set, and offline if not; off without W&B installed.",
+        description="Mode of W&B. auto is online if a W&B key is set, else offline; off if W&B is not installed.",
     )
     project: str = Field(default="bertrain", description="W&B project.")
     run_id: str = Field(
@@ -50,9 +50,9 @@ class TrackingConfig(Section):
     group: str = Field(default="", description="W&B group. Empty means the run's name.")
 
     def check_names(self) -> None:
-        """Raise `InputError` if W&B's own rules refuse a name: the run would not be mirrored.
+        """Raise `InputError` if W&B's rules refuse a name, so that the run could not be mirrored.
 
-        For a run that starts. The recorded config of an earlier one may have such names, and is read all the same.
+        Only for runs that start: recorded configs of earlier runs may have such names, and must be readable.
         """
         if self.wandb == "off":
             return
@@ -74,7 +74,7 @@ class SchedulingConfig(Section):
     min_workers: int = Field(
         default=0,
         ge=0,
-        description="Fewest workers to continue with when nodes are lost, at most workers. The run grows again when "
+        description="Minimum workers to continue with when nodes are lost, at most workers. The run grows again when "
         "nodes return. 0 always needs all workers.",
     )
     cpus_per_worker: int = Field(
@@ -102,14 +102,14 @@ class SchedulingConfig(Section):
     start_seconds: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds for all workers to start once Ray has placed them, such as from a slow shared .venv. 0: "
-        "120, and half a second more for each worker.",
+        description="Limit in seconds for all workers to start after Ray has placed them; raise it for a slow shared "
+        ".venv. 0: 120, and half a second more for each worker.",
     )
     max_failures: int = Field(
         default=3,
         ge=0,
         description="Restarts after worker failures without a new checkpoint in between. "
-        "One more failure ends the run.",
+        "One more failure stops the run.",
     )
 
     @model_validator(mode="after")
@@ -120,14 +120,14 @@ class SchedulingConfig(Section):
 
 
 def callback_options(entry: str | Mapping[str, Any]) -> tuple[str, bool, dict[str, Any]]:
-    """(name of the function or class, whether its error stops the run, options of the class) of an entry."""
-    given = {"call": entry} if isinstance(entry, str) else dict(entry)
-    return str(given.pop("call", "")), given.pop("on_error", "warn") == "stop", given
+    """Return (name of the function or class, whether its error stops the run, options of the class) of an entry."""
+    options = {"call": entry} if isinstance(entry, str) else dict(entry)
+    return str(options.pop("call", "")), options.pop("on_error", "warn") == "stop", options
 
 
 def _check_callback(entry: Any) -> Any:
     if not isinstance(entry, str | dict):
-        raise ValueError("give my_package.module:name, or a section with it as `call`")
+        raise ValueError("use my_package.module:name, or a section with it as `call`")
     if isinstance(entry, dict) and (policy := entry.get("on_error", "warn")) not in ("warn", "stop"):
         raise ValueError(f"on_error: {policy!r} is not one of warn, stop")
     check_name(callback_options(entry)[0], attribute=True)
@@ -152,7 +152,7 @@ class RunConfig(Section):
     scheduling: SchedulingConfig = Field(default=SchedulingConfig(), description="Workers, the cluster, and restarts.")
     callbacks: tuple[Annotated[Any, AfterValidator(_check_callback)], ...] = Field(
         default=(),
-        description="Your own functions or classes that are told of steps, evaluations and checkpoints, such as "
+        description="Custom functions or classes to call after steps, evaluations and checkpoints, such as "
         "my_package.hooks:tell, or {call: my_package.hooks:Tell, on_error: stop, OPTION: VALUE}. An error in one is "
         "shown once; with on_error: stop it stops the run, resumable.",
     )
@@ -161,7 +161,7 @@ class RunConfig(Section):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not _RUN_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and begin with a letter or digit")
+            raise ValueError(f"{name!r} must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and start with a letter or digit")
         return name
 
     def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
@@ -170,12 +170,12 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run folder on this machine."""
+        """Return the run folder on this machine."""
         return local_run(self.run_dir or f"runs/{self.name}")
 
     @property
     def address(self) -> str:
-        """Where the run is stored besides its folder; "" for a local run."""
+        """Return the address at which the run is stored besides its folder; "" for a local run."""
         return self.run_dir if is_remote(self.run_dir) else ""
 
 
@@ -187,7 +187,7 @@ class PretrainConfig(RunConfig):
     optimizer: PretrainOptimizerConfig = Field(default=PretrainOptimizerConfig(), description="The optimizer.")
     corpus: CorpusConfig = Field(description="The text and the prepared corpus.")
     model: ModelConfig = Field(default=ModelConfig(), description="Shape of the encoder.")
-    pairs: PairsConfig = Field(default=PairsConfig(), description="How sequences are cut from documents.")
+    pairs: PairsConfig = Field(default=PairsConfig(), description="Sequences and pairs cut from documents.")
     masking: MaskingConfig = Field(default=MaskingConfig(), description="Masked language modeling.")
     phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="Phases of training, in order; at least one.")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation on held-out sequences.")
@@ -198,12 +198,12 @@ class PretrainConfig(RunConfig):
     )
     fork_from: str = Field(
         default="",
-        description="Run and step of a checkpoint with which the run begins, as RUN@STEP, such as runs/mini@2000: with "
-        "its weights, moments and place in the data. What lies before that step must be as it was there; later phases "
-        "may be others. --fork sets it, too.",
+        description="Run and step of a checkpoint from which the run starts, as RUN@STEP, such as runs/mini@2000: with "
+        "its weights, moments and position in the data. Settings before that step must be the same; later phases may "
+        "differ. --fork sets it, too.",
     )
     adaptation: AdaptationConfig = Field(
-        default=AdaptationConfig(), description="How a run continues from the checkpoint in start_from."
+        default=AdaptationConfig(), description="Settings of a run that continues from the checkpoint in start_from."
     )
     distillation: DistillationConfig = Field(
         default=DistillationConfig(), description="Learning from the predictions of a larger model."
@@ -213,8 +213,8 @@ class PretrainConfig(RunConfig):
     )
     objective: str = Field(
         default="",
-        description="What is minimized, as a module of your own such as my_package.places. Empty is masked language "
-        "modeling, or what distillation.teacher or electra.generator_width chooses.",
+        description="Custom objective, a module such as my_package.places. Empty is masked language modeling, or the "
+        "objective of distillation.teacher or electra.generator_width.",
     )
 
     @field_validator("objective")
@@ -233,17 +233,17 @@ class PretrainConfig(RunConfig):
 
     @field_validator("fork_from")
     @classmethod
-    def _check_fork(cls, text: str) -> str:
-        if text:
-            run, _, step = text.rpartition("@")
+    def _check_fork(cls, fork: str) -> str:
+        if fork:
+            run, _, step = fork.rpartition("@")
             if not (run and step.isascii() and step.isdigit()):
-                raise ValueError(f"{text!r} is not RUN@STEP, such as runs/mini@2000")
+                raise ValueError(f"{fork!r} is not RUN@STEP, such as runs/mini@2000")
             check_location(run)
-        return text
+        return fork
 
     @model_validator(mode="after")
     def _check_start(self) -> PretrainConfig:
-        """Refuse settings that have an effect only with a checkpoint to continue from."""
+        """Refuse settings that need a checkpoint to continue from."""
         if self.start_from:
             return self
         _refuse_changes("adaptation", self.adaptation, "start_from: the checkpoint to continue from")
@@ -261,7 +261,7 @@ class PretrainConfig(RunConfig):
             return self
         if self.start_from:
             raise ValueError(
-                f"start_from ({self.start_from}) and distillation.teacher ({settings.teacher}) both give the first "
+                f"start_from ({self.start_from}) and distillation.teacher ({settings.teacher}) both set the initial "
                 "weights. Remove one of them"
             )
         if len(settings.layers) not in (0, self.model.layers):
@@ -290,33 +290,31 @@ class PretrainConfig(RunConfig):
         return self
 
     @property
-    def _second(self) -> str:
-        """The section that chooses what is minimized besides the run's own objective; "" without one."""
+    def _objective_section(self) -> str:
+        """Return the section that selects an objective, besides the setting `objective`; "" if there is none."""
         return "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
 
     @property
     def not_recorded(self) -> str:
-        """Why passes cannot be recorded as CUDA graphs; "" if they can."""
-        if second := self._second or (self.objective and f"objective ({self.objective})"):
-            return (
-                f"does not fit {second}: only the masked language modeling of one model leaves filler out of its loss"
-            )
+        """Return why passes cannot be recorded as CUDA graphs; "" if they can."""
+        if other := self._objective_section or (self.objective and f"objective ({self.objective})"):
+            return f"does not fit {other}: only masked language modeling of one model ignores filler in its loss"
         if not self.model.fits_flash_attention:
             return (
                 "does not fit the model: it needs flash attention. That takes heads of a width that 8 divides, up to "
                 f"256 (here {self.model.hidden // self.model.heads}), and no positions by distance (model.positions is "
                 f"{self.model.positions})"
             )
-        return (found := self.engine.not_recorded) and f"engine.{found}"
+        return (obstacle := self.engine.not_recorded) and f"engine.{obstacle}"
 
     @model_validator(mode="after")
     def _check_shapes(self) -> PretrainConfig:
-        if self.objective and self._second:
+        if self.objective and self._objective_section:
             raise ValueError(
-                f"objective ({self.objective}) and {self._second} both choose what is minimized. Remove one"
+                f"objective ({self.objective}) and {self._objective_section} both select the objective. Remove one"
             )
-        if self.engine.cuda_graphs is True and (found := self.not_recorded):
-            raise ValueError(f"engine.cuda_graphs {found}. Set it to false")
+        if self.engine.cuda_graphs is True and (reason := self.not_recorded):
+            raise ValueError(f"engine.cuda_graphs {reason}. Set it to false")
         return self
 
     @model_validator(mode="after")
@@ -336,20 +334,20 @@ class PretrainConfig(RunConfig):
                     f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than "
                     f"phases.{number}.sequence_length ({phase.sequence_length})"
                 )
-            # The batches of a ramp are multiples of its first one.
-            if phase.ramp_from and (why := self.why_no_batch(number, phase.ramp_from)):
-                raise ValueError(f"phases.{number}.ramp_from ({phase.ramp_from}) {why}")
-            if why := self.why_no_batch(number, phase.global_sequences):
-                raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
+            # The batch sizes of a ramp are multiples of its first one.
+            if phase.ramp_from and (reason := self.why_no_batch(number, phase.ramp_from)):
+                raise ValueError(f"phases.{number}.ramp_from ({phase.ramp_from}) {reason}")
+            if reason := self.why_no_batch(number, phase.global_sequences):
+                raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {reason}")
         return self
 
     def why_no_batch(self, phase: int, sequences: int) -> str:
-        """Why a batch of `sequences` cannot be balanced at some size of the run; "" if it can at each."""
+        """Return why a batch of `sequences` cannot be balanced with some allowed number of workers; "" if it can."""
         counts = range(self.scheduling.min_workers or self.scheduling.workers, self.scheduling.workers + 1)
         return next(filter(None, (self.why_not_balanced(phase, sequences, workers) for workers in counts)), "")
 
     def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
-        """Why a batch of `sequences` cannot be balanced across `workers` (`balancing.balance`); "" if it can."""
+        """Return why a batch of `sequences` cannot be balanced across `workers` (`balancing.balance`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens
@@ -362,28 +360,28 @@ class PretrainConfig(RunConfig):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of all phases."""
+        """Return the number of optimizer steps of all phases."""
         return sum(phase.steps for phase in self.phases)
 
     def model_in(self, phase: int) -> ModelConfig:
-        """The model with the rotary bases that it has in a phase."""
-        own = self.phases[phase]
-        return self.model.with_rotary_bases(own.rotary_base, own.local_rotary_base)
+        """Return the model with the rotary bases of a phase."""
+        settings = self.phases[phase]
+        return self.model.with_rotary_bases(settings.rotary_base, settings.local_rotary_base)
 
     def weight_decay(self, phase: int) -> float:
-        """The optimizer's decoupled weight decay in a phase."""
-        own = self.phases[phase].weight_decay
-        return self.optimizer.decay_over(self.phases[: phase + 1]) if own is None else own
+        """Return the optimizer's decoupled weight decay in a phase."""
+        decay = self.phases[phase].weight_decay
+        return self.optimizer.decay_over(self.phases[: phase + 1]) if decay is None else decay
 
     def averaged_steps(self, step: int) -> int:
-        """Of how many steps the mean of the weights is after the 0-based `step`: those of its phase; 0 has no mean."""
+        """Return the number of steps, of its phase, in the mean of the weights after the 0-based `step`; 0: no mean."""
         number, within = self.phase_at(step)
         phase = self.phases[number]
         averaged = max(1, round(phase.averaged_share * phase.steps)) if phase.averaged_share else 0
         return max(0, within + 1 - (phase.steps - averaged))
 
     def masking_shares(self, phase: int) -> tuple[float, float]:
-        """The share of tokens to predict at the beginning and at the end of a phase; linear in between.
+        """Return the share of tokens to predict at the start and at the end of a phase; linear in between.
 
         Ankner et al. 2023, "Dynamic Masking Rate Schedules for MLM Pretraining", section 2.
         """
@@ -392,12 +390,12 @@ class PretrainConfig(RunConfig):
 
     @property
     def largest_masking_share(self) -> float:
-        """The largest share of tokens to predict in a sequence at any time, evaluations included."""
+        """Return the largest share of tokens to predict in a sequence at any time, evaluations included."""
         shares = (share for phase in range(len(self.phases)) for share in self.masking_shares(phase))
         return max(self.masking.probability, *shares)
 
     def phase_at(self, step: int) -> tuple[int, int]:
-        """(phase number, 0-based step within it) of the 0-based optimizer `step`."""
+        """Return (phase number, 0-based step within it) of the 0-based optimizer `step`."""
         for number, phase in enumerate(self.phases):
             if step < phase.steps:
                 return number, step
@@ -405,19 +403,19 @@ class PretrainConfig(RunConfig):
         raise IndexError("step is past the last phase")
 
 
-def _refuse_changes(section: str, settings: Section, needed: str) -> None:
-    """Raise `ValueError` if a setting is no default: without what is `needed` it has no effect."""
+def _refuse_changes(section: str, settings: Section, requirement: str) -> None:
+    """Raise `ValueError` if a setting differs from its default, which has no effect without the `requirement`."""
     for name, value in settings.model_dump(exclude_defaults=True).items():
-        raise ValueError(f"{section}.{name} ({value}) needs {needed}")
+        raise ValueError(f"{section}.{name} ({value}) needs {requirement}")
 
 
 def load_config(
     config: settings.AnyConfig, overrides: settings.Overrides = (), *, imports: bool = False
 ) -> PretrainConfig:
-    """The pretraining that `config` describes, with overrides, as `settings.load` reads it."""
+    """Load the pretraining config in `config`, with overrides, as `settings.load` does."""
     return settings.load(config, PretrainConfig, overrides, imports=imports)
 
 
 def config_of(folder: Path) -> PretrainConfig:
-    """The pretraining that a run recorded in its `folder`, as `settings.load_recorded` reads it."""
+    """Load the pretraining config that a run recorded in its `folder`, as `settings.load_recorded` does."""
     return settings.load_recorded(folder / "config.yaml", PretrainConfig)

@@ -17,7 +17,7 @@ class OptimizerConfig(Section):
         default="adamw",
         description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
         "al. 2023, ModernBERT's; use it with engine.gradient_clip_norm: 0); lamb scales updates per tensor, for large "
-        "batches (You et al. 2020); muon orthogonalizes the momentum of the layers' matrices and takes adamw for the "
+        "batches (You et al. 2020); muon orthogonalizes the momentum of the layers' matrices and uses adamw for the "
         "rest (Jordan et al. 2024, Liu et al. 2025).",
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of the first moment.")
@@ -31,7 +31,7 @@ class OptimizerConfig(Section):
         default=1.0,
         gt=0,
         description="Only muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are as "
-        "large as those of adamw, so 1 suits most runs.",
+        "large as with adamw, so 1 suits most runs.",
     )
 
     @model_validator(mode="after")
@@ -49,12 +49,12 @@ class PretrainOptimizerConfig(OptimizerConfig):
         ge=0,
         description="Weight decay given as its timescale, a fraction of the steps up to the end of the phase: after "
         "that many steps at the peak rate, the decay has multiplied the layers' matrices by 1/e (Wang and Aitchison "
-        "2024). It suits runs of any length, whereas a longer run needs a smaller weight_decay. No step takes more "
-        "than the whole weight: a timescale below one step counts as one. More than 0 replaces weight_decay.",
+        "2024). It suits runs of any length, whereas a longer run needs a smaller weight_decay. A timescale below one "
+        "step counts as one step. More than 0 replaces weight_decay.",
     )
 
     def decay_over(self, phases: Sequence[PhaseConfig]) -> float:
-        """The decoupled weight decay of the last of these phases: `weight_decay`, or what `decay_timescale` makes it.
+        """Return the decoupled weight decay of the last of these phases, from `weight_decay` or `decay_timescale`.
 
         A decay d at the rate r multiplies weights by 1 - d r in a step (Wang and Aitchison 2024, arXiv:2405.13698,
         section 3). The timescale counts all steps at the peaks of their phases, without warm-up and decay of the rate.
@@ -63,7 +63,7 @@ class PretrainOptimizerConfig(OptimizerConfig):
             return self.weight_decay
         peaks = sum(phase.steps * phase.peak_learning_rate for phase in phases)
         fastest = max(phase.peak_learning_rate for phase in phases) * max(1.0, self.muon_lr_scale)
-        # A weight that lost more than itself in a step would change its sign, and grow.
+        # A weight that decayed by more than itself in a step would change its sign, and grow.
         return min(1 / (self.decay_timescale * peaks * self.muon_lr_scale), 1 / fastest)
 
 
@@ -91,8 +91,8 @@ class PhaseConfig(Section):
     )
     decay: Literal["linear", "polynomial", "1-sqrt", "constant"] = Field(
         default="linear",
-        description="Decay of the learning rate after the warm-up. polynomial is that of NVIDIA's LAMB recipe, with "
-        "the power 0.5; 1-sqrt that of ModernBERT's last phase (Hägele et al. 2024).",
+        description="Decay of the learning rate after the warm-up. polynomial is NVIDIA's LAMB recipe, with the power "
+        "0.5; 1-sqrt is ModernBERT's last phase (Hägele et al. 2024).",
     )
     decay_steps: int = Field(
         default=0,
@@ -106,27 +106,27 @@ class PhaseConfig(Section):
     max_predictions: int = Field(
         default=0,
         ge=0,
-        description="Most masked tokens per sequence. 0 means sequence_length x the share that is masked then.",
+        description="Maximum masked tokens per sequence. 0 means sequence_length x the current masking probability.",
     )
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
-        description="Weights of sources in this phase by their names on the corpus card, in place of "
-        "corpus.sources.*.weight, such as {wiki: 2, books: 0.5}. 0 leaves a source out; sources not named keep theirs. "
+        description="Weights of sources in this phase by their names on the corpus card, instead of "
+        "corpus.sources.*.weight, such as {wiki: 2, books: 0.5}. 0 drops a source; unnamed sources keep theirs. "
         "Evaluations keep the weights of the corpus.",
     )
     temperature: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="A source gets tokens in proportion to weight x size^temperature. 1 takes weights for epochs; 0 "
-        "for shares of the tokens, such as {wiki: 0.7, books: 0.3}, and leaves out what they do not name; values "
-        "between favor small sources (0.3 is XLM-R's).",
+        description="A source gets tokens in proportion to weight x size^temperature. With 1, weights are epochs; with "
+        "0, shares of the tokens, such as {wiki: 0.7, books: 0.3}, and unnamed sources are dropped; values between "
+        "favor small sources (0.3 is XLM-R's).",
     )
     max_epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Most epochs of a source from the start of the run to the end of this phase. What a source "
-        "cannot give, the others do, in proportion; if weights name it, that is an error. 0 has no limit.",
+        description="Maximum epochs of a source from the start of the run to the end of this phase. Tokens that a "
+        "source lacks come from the others, in proportion; if weights name the source, that is an error. 0: no limit.",
     )
     masking_probability: float = Field(
         default=0.0,
@@ -164,24 +164,24 @@ class PhaseConfig(Section):
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The sequences per step of this phase, ascending."""
+        """Return the batch sizes of this phase in sequences per step, ascending."""
         if not self.ramp_from:
             return (self.global_sequences,)
         return tuple(range(self.ramp_from, self.global_sequences + 1, self.ramp_from))
 
     @property
     def sequences(self) -> int:
-        """Sequences of the whole phase."""
+        """Return the number of sequences of the whole phase."""
         return self.first_sample(self.steps)
 
     def sequences_at(self, step: int) -> int:
-        """Sequences of the 0-based `step`."""
+        """Return the number of sequences of the 0-based `step`."""
         if step >= self.ramp_steps:
             return self.global_sequences
         return self.ramp_from * (1 + step * (len(self.batch_sizes) - 1) // self.ramp_steps)
 
     def first_sample(self, step: int) -> int:
-        """Sequences of all steps before the 0-based `step`."""
+        """Return the number of sequences of all steps before the 0-based `step`."""
         ramped = min(step, self.ramp_steps)
         smaller = self.batch_sizes[:-1]
         starts = [-(-number * self.ramp_steps // len(smaller)) for number in range(len(smaller))] + [self.ramp_steps]
@@ -225,7 +225,7 @@ class PhaseConfig(Section):
 
 
 class ProbesConfig(Section):
-    """Scores of checkpoints that a process of its own measures while the run goes on."""
+    """Scores of checkpoints, measured by a separate process during the run."""
 
     texts: tuple[LocalPath, ...] = Field(
         default=(),
@@ -235,17 +235,17 @@ class ProbesConfig(Section):
     blimp: LocalPath = Field(
         default="", description="Folder with BLiMP's .jsonl files, of which the first 20 pairs each are scored."
     )
-    threads: int = Field(default=1, ge=1, description="CPU cores of the launching machine for it, at lowest priority.")
+    threads: int = Field(default=1, ge=1, description="CPU cores of the launching machine to use, at lowest priority.")
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is scored."""
+        """Return whether anything is scored."""
         return bool(self.texts or self.blimp)
 
     @model_validator(mode="after")
     def _check_texts(self) -> ProbesConfig:
         if self.common_words and not self.texts:
-            raise ValueError("common_words needs texts, in which it scores the words. Give some")
+            raise ValueError("common_words needs texts, in which it scores the words. Add some")
         return self
 
 
@@ -256,4 +256,4 @@ class EvaluationConfig(Section):
         default=1000, ge=1, description="Optimizer steps between evaluations, and between checkpoints that are scored."
     )
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
-    probes: ProbesConfig = Field(default=ProbesConfig(), description="Scores of checkpoints as they come.")
+    probes: ProbesConfig = Field(default=ProbesConfig(), description="Scores of checkpoints during the run.")

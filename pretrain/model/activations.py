@@ -56,7 +56,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def get_activation(name: str) -> Activation:
-    """The activation of a `model.activation`. Raises `InputError` for an unknown name."""
+    """Return the activation of a `model.activation`. Raises `InputError` for an unknown name."""
     if name not in ACTIVATIONS:
         raise InputError(f"model.activation: {not_one_of(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]

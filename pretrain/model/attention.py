@@ -2,8 +2,8 @@
 
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
 sequences of similar lengths, with the operations between the matmuls fused by torch.compile. On CPU that is
-2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout.
-Short sequences of a model that is not compiled: loops of our own (decision 149). All are in `kernels/`.
+2 to 6 times faster than torch's fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout.
+Short sequences of an uncompiled model: our C++ loops (decision 149). All are in `kernels/`.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D.
 """
@@ -26,7 +26,7 @@ from pretrain.model.projection import FORM_AXES, RelativeProjection, form_qkv, p
 
 
 class ProjectionWeights(NamedTuple):
-    """The projections to query, key and value. Either stacked, or the query apart if it has more heads."""
+    """The projections to query, key and value: stacked, or the query separate if it has more heads."""
 
     weights: tuple[Tensor, ...]  # one [3H, H], or [H, H] and [2 * kv_heads * D, H]
     biases: tuple[Tensor | None, ...]
@@ -34,7 +34,7 @@ class ProjectionWeights(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
-        """Those of a module whose parameters are `parameters.layer_parameters`."""
+        """Return the projections of a module with the parameters of `parameters.layer_parameters`."""
         names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
         weights = tuple(getattr(layer, f"{name}_weight") for name in names)
         biases = tuple(getattr(layer, f"{name}_bias", None) for name in names)
@@ -49,17 +49,17 @@ def self_attention(
     Args:
         hidden: [T, H], bf16, fp16 or fp32.
         projection: to query, key and value.
-        layout: which tokens attend; each sees all of its sequence, or the part of it within `options.window`.
+        layout: the sequences and query positions; a query sees its whole sequence, or the part in `options.window`.
         options: heads, dropout, compilation and window. The flash kernel samples dropout from the device's generator,
             the grouped matmuls hash the keys of `layout`.
 
     Returns:
         [R, H], the context of each query position, in the dtype of `hidden`.
     """
-    # The kernel adds nothing to scores.
+    # The flash kernel cannot add biases to scores.
     flash = has_flash(hidden, options.heads) and layout.distance_bias is None and layout.relative is None
     weight, bias = projection.weights[0], projection.biases[0]
-    rotation = layout.rotation if flash else None  # the grouped matmuls rotate what they read
+    rotation = layout.rotation if flash else None  # the grouped matmuls rotate as they read
     if rotation is not None or len(projection.weights) > 1:
         products = tuple(F.linear(hidden, weight) for weight in projection.weights)
         qkv = program(form_qkv, options.fused, FORM_AXES)(products, projection.biases, rotation, options.heads)

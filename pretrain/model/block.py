@@ -35,12 +35,12 @@ class Layer(nn.Module):
 
     Args:
         shape: the model.
-        number: from 0; which layers are local, and which has a norm before its attention, depends on it.
-        compile: fuse what lies between the matmuls.
+        number: from 0; determines whether the layer is local, and whether it has a norm before its attention.
+        compile: fuse the operations between the matmuls.
     """
 
-    # Query, key and value one below the other: one matmul instead of three. If key and value have fewer heads, the
-    # query is apart: q and kv.
+    # Query, key and value are stacked: one matmul instead of three. If key and value have fewer heads, the query is
+    # separate: q and kv.
     qkv_weight: nn.Parameter  # [3H, H]
 
     def __init__(self, shape: ModelConfig, number: int, compile: bool) -> None:
@@ -54,7 +54,7 @@ class Layer(nn.Module):
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
     def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:
-        """[T, H] -> [T, H], or of `layout.rows`: [R, H] and rows that round R up."""
+        """[T, H] -> [T, H], or [R, H] at `layout.rows`, plus rows that round R up."""
         shape, training, functions = self.shape, self.training, self.functions
         normed_TH = hidden_TH
         if self.norm_first:
@@ -74,7 +74,7 @@ class Layer(nn.Module):
 
 
 class BlockFunctions(NamedTuple):
-    """What a model computes between its matrix products."""
+    """The functions that a model computes between its matrix products."""
 
     norm: Callable[..., Tensor]  # as `norms.Norm.function`
     activation: Callable[[Tensor], Tensor]
@@ -85,7 +85,7 @@ class BlockFunctions(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig) -> BlockFunctions:
-        """The functions that a config names. Raises `InputError` for an unknown name."""
+        """Return the functions that a config names. Raises `InputError` for an unknown name."""
         return cls(
             norm_function(model.norm),
             activation_function(model.activation),
@@ -97,13 +97,13 @@ class BlockFunctions(NamedTuple):
 
 
 def norm_function(name: str) -> Callable[..., Tensor]:
-    """What a `model.norm` computes, as `norms.Norm.function`. Raises `InputError` for an unknown name."""
+    """Return the function of a `model.norm`, as `norms.Norm.function`. Raises `InputError` for an unknown name."""
     return get_norm(name).function or layer_norm
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """What a `model.activation` computes. Raises `InputError` for an unknown name."""
-    # BERT's is by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), not its tanh approximation.
+    """Return the function of a `model.activation`. Raises `InputError` for an unknown name."""
+    # BERT's GELU uses the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), not the tanh approximation.
     return get_activation(name).function or F.gelu
 
 
@@ -120,7 +120,7 @@ class EmbeddingWeights(NamedTuple):
 
     @classmethod
     def of(cls, embeddings: Any, model: ModelConfig, functions: BlockFunctions) -> EmbeddingWeights:
-        """Those of a module whose parameters are `parameters.embedding_parameters`."""
+        """Return the weights of a module with the parameters of `parameters.embedding_parameters`."""
         token_type = embeddings.token_type if model.token_types else None
         return cls(token_type, norm_weights(embeddings, "norm", functions) if model.embedding_norm else None)
 
@@ -131,7 +131,7 @@ class LayerWeights(NamedTuple):
     attention_out_weight: Tensor  # [H, H]
     attention_out_bias: Tensor | None
     attention_norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]; () in pre-norm
-    ffn_in_weight: Tensor  # [F, H]; gated [2F, H], first what the activation is applied to
+    ffn_in_weight: Tensor  # [F, H]; gated [2F, H], the rows before the activation first
     ffn_in_bias: Tensor | None
     ffn_out_weight: Tensor  # [H, F]
     ffn_out_bias: Tensor | None
@@ -139,7 +139,7 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, functions: BlockFunctions) -> LayerWeights:
-        """Those of a module whose parameters are `parameters.layer_parameters`."""
+        """Return the weights of a module with the parameters of `parameters.layer_parameters`."""
         ffn_in = "gated_in" if functions.gated else "ffn_in"
         return cls(
             layer.attention_out_weight,
@@ -154,7 +154,7 @@ class LayerWeights(NamedTuple):
 
 
 def norm_weights(module: Any, name: str, functions: BlockFunctions) -> tuple[Tensor, ...]:
-    """The parameters of the norm `name` of a module, in the order in which the norm takes them."""
+    """Return the parameters of the norm `name` of a module, in the order of the norm's arguments."""
     return tuple(getattr(module, f"{name}_{kind}") for kind in functions.norm_kinds)
 
 
@@ -172,7 +172,7 @@ def embed(
     if positions_TE is not None:
         summed_TE = summed_TE + positions_TE.float()
     if weights.token_type is not None:
-        # Before they are spread, so that their gradient is summed in fp32.
+        # To fp32 before the broadcast, so that their gradient is summed in fp32.
         first_E, second_E = weights.token_type.float()
         types_TE = first_E if token_types_T is None else torch.where(token_types_T[..., None] == 0, first_E, second_E)
         summed_TE = summed_TE + types_TE
@@ -211,7 +211,7 @@ def after_attention(
 
 
 def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:
-    """The activation, [T, F] of [T, F]; or times the gate, [T, F] of [T, 2F] (Shazeer 2020, arXiv:2002.05202)."""
+    """Apply the activation, [T, F] -> [T, F], or [T, 2F] -> [T, F] with a gate (Shazeer 2020, arXiv:2002.05202)."""
     if not functions.gated:
         return functions.activation(projected)
     activated_TF, gate_TF = projected.chunk(2, dim=-1)
@@ -219,10 +219,10 @@ def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias in fp32: [..., in] -> [..., out], to be rounded by what follows.
+    """Return x @ weight.T + bias in fp32: [..., in] -> [..., out]; the caller rounds it.
 
-    For code that is compiled: the bias joins the pass that reads the product. `F.linear` on CPU writes it out to
-    every row before the matmul, which costs an eighth of the matmul's time at BERT-Base (docs/benchmarks/lab-notes.md).
+    For compiled code: the bias is added in the pass that reads the product. On CPU, `F.linear` writes it to every row
+    before the matmul, which costs an eighth of the matmul's time at BERT-Base (docs/benchmarks/lab-notes.md).
     """
     sums = F.linear(x, weight).float()
     return sums if bias is None else sums + bias.float()

@@ -17,28 +17,28 @@ from torch import Tensor
 
 from pretrain.common import commands
 
-# Inductor's own launcher of kernels holds Python's lock while a GPU's queue is full, so the threads that report
-# heartbeats stand still; Triton's does not. Inductor reads the variable when it is imported.
+# Inductor's launcher of kernels holds Python's lock while a GPU's queue is full, which blocks the heartbeat threads;
+# Triton's does not. Inductor reads the variable when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
 # Whether this torch supports axes whose size the compiler must not rely on; older versions were not tested.
 MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-# Sizes that the compiler assumes for the axes of a batch, by their letters: how it vectorizes, runs in parallel and
-# splits sums depends on them. Otherwise it takes those of the first call, and its cache on disk hands the code of a
-# short text, which runs in one thread, to later runs with large batches.
-_TYPICAL = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
-_EQUAL = "KM"  # letters that stand for the same size in all arguments of a call
-_LINKING_SECONDS = 10.0  # more than a linker takes, and less than the next start of a run until it compiles
+# Sizes that the compiler assumes for the axes of a batch, by their letters: its vectorization, parallelization and
+# splitting of sums depend on them. Otherwise it assumes the sizes of the first call, and its cache on disk would give
+# the single-threaded code of a short batch to later runs with large batches.
+_ASSUMED_SIZES = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
+_EQUAL = "KM"  # letters that mean the same size in all arguments of a call
+_LINKING_SECONDS = 10.0  # longer than a linker runs, and shorter than a restarted run takes until it compiles
 
 
 @functools.cache
 def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """`function`, compiled when `fused`, once for all sizes of batches.
+    """Return `function`, compiled if `fused`, once for all sizes of batches.
 
     Args:
-        axes: for each of the first arguments, the letters of its leading axes, keys of `_TYPICAL`, whose size the
-            compiled code does not rely on, not even if it is 1. It relies on the sizes of these arguments' other axes,
-            which are the model's. The letters of a tuple are those of each of its tensors. Parameters need none.
+        axes: for each of the first arguments, the letters of its leading axes, keys of `_ASSUMED_SIZES`. The compiled
+            code does not rely on their sizes, not even on a size of 1, but on the sizes of the arguments' other axes,
+            which are the model's. The letters of a tuple apply to each of its tensors. Parameters need none.
     """
     if not fused:
         return function
@@ -47,7 +47,7 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         _configure()
-        # The compiler takes the number of threads for a constant, too, and compiles again for another.
+        # The compiler treats the number of threads as a constant, too, and recompiles if it changes.
         kinds = (_kind(x, letters) for x, letters in itertools.zip_longest(arguments, axes, fillvalue=""))
         variant = (torch.get_num_threads(), torch.is_grad_enabled(), *kinds)
         if variant not in known:
@@ -69,22 +69,22 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
 
 
 def _forget_killed(error: RuntimeError) -> bool:
-    """Whether a signal ended g++. It was to the process group, as torchrun's, whose stop saves this step first."""
+    """Return whether a signal killed g++, such as torchrun's to the process group, whose stop first saves this step."""
     cause = getattr(error, "inner_exception", None)
     if getattr(cause and cause.__cause__, "returncode", 0) >= 0:
         return False
     from torch._inductor.utils import clear_caches
 
-    clear_caches()  # they have the failure
+    clear_caches()  # they contain the failure
     return True
 
 
 @functools.cache
 def compiled_function(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
-    """The program of `function` in which these arguments are constants; it takes all of them and reads the others.
+    """Compile `function` with these integer arguments as constants; the result takes all arguments, but ignores them.
 
-    The compiler would take an integer for another size that varies. On a GPU, divisions by it in the addresses of
-    elements then cost more than to read them: the rotation of heads took forty times as long as its memory traffic.
+    The compiler would treat an integer as a dynamic size. On a GPU, dividing by it in address computations costs more
+    than reading the elements: the rotation of heads took forty times as long as its memory traffic.
     """
 
     def inner(*arguments: Any, integers: tuple[int | None, ...] = integers) -> Any:
@@ -99,7 +99,7 @@ def compiled_function(function: Callable[..., Any], integers: tuple[int | None, 
 
 
 def _kind(argument: Any, letters: str) -> Any:
-    """What the compiler compiles again for: of a tensor its type and the sizes of the model's axes."""
+    """Return the properties for which the compiler recompiles: a tensor's dtype and the sizes of the model's axes."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.requires_grad, argument.is_inference(), argument.shape[len(letters) :]
     return tuple(_kind(x, letters) for x in argument) if isinstance(argument, tuple) else argument
@@ -109,7 +109,7 @@ def _kind(argument: Any, letters: str) -> Any:
 def remove_unfinished(folder: Path) -> None:
     """Delete libraries in Inductor's cache that a killed linker left unfinished: every later run would fail on them.
 
-    Inductor's compiler writes them where they are loaded from. A file of the last seconds may be another process's.
+    Inductor's compiler writes them directly to the cache. A file of the last seconds may be another process's.
     """
     for path in folder.glob("*/*.so"):
         with contextlib.suppress(OSError):
@@ -119,28 +119,28 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _is_whole(library: Path, size: int) -> bool:
-    """Whether an ELF file (64 bits) has its last part, the table of sections, which its header names."""
+    """Return whether a 64-bit ELF file contains its last part, the section table, whose offset is in the header."""
     with library.open("rb") as file:
         header = file.read(64)
     if len(header) < 64:
         return False
-    (begin,), (each, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
-    return 0 < begin <= size - each * count
+    (offset,), (each, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
+    return 0 < offset <= size - each * count
 
 
 _configured = threading.local()
 
 
 def _configure() -> None:
-    """Apply the settings, once in each thread: torch keeps them apart, and CUDA's backward pass has its own thread."""
+    """Apply the settings, once in each thread: torch's settings are per thread, and CUDA's backward runs in another."""
     if hasattr(_configured, "done"):
         return
     _configured.done = True
     commands.compiles.set()
-    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    for folder in [Path(given)] if given else Path(tempfile.gettempdir()).glob("torchinductor_*"):
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    for folder in [Path(cache)] if cache else Path(tempfile.gettempdir()).glob("torchinductor_*"):
         remove_unfinished(folder)
-    # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
+    # Sizes that happen to be equal in the first batch must not be treated as one size, which would recompile later.
     torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.compiler.config.recompile_limit = 32
     torch._dynamo.config.specialize_float = True
@@ -155,7 +155,7 @@ def _mark_axes(x: Tensor, letters: str) -> None:
         return
     mark = torch._dynamo.decorators.mark_unbacked
     for axis, letter in enumerate(letters):
-        mark(x, axis, hint_override=_TYPICAL[letter], shape_id=letter if letter in _EQUAL else None)
+        mark(x, axis, hint_override=_ASSUMED_SIZES[letter], shape_id=letter if letter in _EQUAL else None)
     if letters and x._base is not None:  # the compiler reads its sizes, too
         for axis in range(x._base.dim()):
-            mark(x._base, axis, hint_override=_TYPICAL["B"])
+            mark(x._base, axis, hint_override=_ASSUMED_SIZES["B"])

@@ -1,4 +1,4 @@
-"""The cost of a model, from its shape alone: parameters, FLOPs, and memory. No torch is needed.
+"""The cost of a model, from its shape alone: parameters, FLOPs, and memory. Does not need torch.
 
 Letters: H hidden width, F feed-forward width, V vocabulary, L layers, T tokens and K masked tokens of a micro-batch.
 """
@@ -24,10 +24,10 @@ from pretrain.model.parameters import (
     total,
 )
 
-# Scores of the vocabulary that the model computes at a time: 2^26 bf16 entries are 128 MiB. Smaller pieces would add up
-# the decoder's gradient more often.
+# Scores of the vocabulary that the model computes in one piece: 2^26 bf16 entries are 128 MiB. Smaller pieces would
+# accumulate the decoder's gradient more often.
 LOGITS_PER_PIECE = 1 << 26
-# 2 FLOPs for each multiply-add; the backward pass has twice the products of the forward pass.
+# 2 FLOPs per multiply-add; the backward pass has twice the products of the forward pass.
 FLOPS_PER_ENTRY = 6
 _PROJECTIONS = ("qkv_weight", "q_weight", "kv_weight")
 
@@ -41,18 +41,18 @@ class ParameterCount(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The count of transformers for BertForPreTraining (BertForMaskedLM without NSP)."""
+        """The total, as transformers counts it for BertForPreTraining (BertForMaskedLM without NSP)."""
         return sum(self)
 
 
 def check_names(model: ModelConfig) -> None:
-    """Raise `InputError` if the config names a norm or an activation that the model does not have."""
+    """Raise `InputError` if the config names an unknown norm or activation."""
     get_norm(model.norm)
     get_activation(model.activation)
 
 
 def parameter_count(model: ModelConfig, vocabulary_size: int, next_sentence: bool = True) -> ParameterCount:
-    """Parameters of the encoder with its pretraining heads. Raises `InputError` as `check_names`."""
+    """Count the parameters of the encoder with its pretraining heads. Raises `InputError` as `check_names`."""
     check_names(model)
     return ParameterCount(
         total(embedding_parameters(model, vocabulary_size)) + total(position_parameters(model)),
@@ -64,12 +64,12 @@ def parameter_count(model: ModelConfig, vocabulary_size: int, next_sentence: boo
 def flops(
     model: ModelConfig, vocabulary_size: int, lengths: Sequence[float], masked: float, next_sentence: bool = True
 ) -> float:
-    """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
+    """Return the useful FLOPs of one forward and backward pass over sequences of `lengths` tokens.
 
-    Matrix products only; no padding, no recomputation; the MLM head at `masked` rows. 6 FLOPs per weight and row, and
-    in the attention 12 H per pair of a query and a key that it sees, which in a local layer is within the window. A
-    term of disentangled positions has 6 H per token and row that the distances reach; projecting the table, once a
-    micro-batch, is not counted. The last layer counts whole, as in every other system's figures, though ours skips the
+    Counts matrix products only, without padding and recomputation, and the MLM head at `masked` rows: 6 FLOPs per
+    weight and row, and in the attention 12 H per pair of a query and a visible key, in a local layer within the window.
+    A term of disentangled positions has 6 H per token and row that the distances reach; the projection of the table,
+    once per micro-batch, is not counted. The last layer counts whole, as in other systems' figures, though ours skips
     rows that no loss reads.
     """
     pairs = len(lengths) if next_sentence else 0
@@ -77,7 +77,7 @@ def flops(
 
 
 def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, pairs: int = 0) -> float:
-    """FLOPs of the heads, forward and backward: MLM at `masked` rows, the classifier of `pairs` pairs of segments."""
+    """Return the FLOPs of the heads, forward and backward: MLM at `masked` rows, the classifier for `pairs` pairs."""
     heads = {parameter.name: parameter for parameter in head_parameters(model, vocabulary_size, pairs > 0)}
     width = model.embedding or model.hidden
     transform = heads["mlm_transform_weight"].numel if model.mlm_transform else 0
@@ -86,9 +86,9 @@ def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, pairs: i
 
 
 def encoder_flops(model: ModelConfig, lengths: Sequence[float], rows: float) -> float:
-    """FLOPs of the encoder, forward and backward, with `rows` query positions in the last layer.
+    """Return the FLOPs of the encoder, forward and backward, with `rows` query positions in the last layer.
 
-    They are assumed to be spread evenly over the tokens. MFU counts these, so skipped work never counts as done.
+    The rows are assumed to be spread evenly over the tokens. MFU uses this count, which excludes skipped work.
     """
     tokens, window = sum(lengths), model.window(model.layers - 1)
     pairs = sum(_pairs(length, window) for length in lengths)
@@ -97,10 +97,10 @@ def encoder_flops(model: ModelConfig, lengths: Sequence[float], rows: float) -> 
 
 
 def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, *, checkpointing: bool) -> float:
-    """FLOPs of what the backward pass of the encoder computes a second time; `lengths` and `rows` as `encoder_flops`.
+    """Return the FLOPs that the encoder's backward pass recomputes; `lengths` and `rows` as for `encoder_flops`.
 
-    Every attention of ours computes its scores again, as flash attention does (Dao et al. 2022, algorithm 4): 2 H per
-    pair of a query and a key. Compiled code repeats only what lies between matrix products, which counts nothing.
+    All our attention kernels recompute scores, as flash attention does (Dao et al. 2022, algorithm 4): 2 H per pair of
+    a query and a key. Compiled code recomputes only operations between matrix products, which do not count.
 
     Args:
         checkpointing: whether the layers run forward again (`engine.activation_checkpointing`).
@@ -120,13 +120,13 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, 
 def activation_bytes(
     model: ModelConfig, tokens: int, rows: int, *, itemsize: int, compiled: bool, checkpointing: bool, native: bool
 ) -> int:
-    """What one micro-batch keeps for the backward pass, and the working space of one layer.
+    """Return the bytes that one micro-batch keeps for the backward pass, and the working space of one layer.
 
     A layer keeps the stacked query, key and value, the context, its output, and the products of its other matmuls.
-    Compiled, the backward pass computes all that lies between again. Native loops also keep what goes into a product.
-    Otherwise the layer also keeps what its norms and its activation need, and a byte per dropped entry. In pre-norm, it
-    keeps the normalized input of its projections, but not the last product. In the last layer, only the query positions
-    go past query, key and value. Checked against torch's saved tensors: within 8 %.
+    Compiled, the backward pass recomputes everything between these. Native loops also keep the inputs of products.
+    Otherwise the layer also keeps the inputs of its norms' and activation's gradients, and a byte per dropped entry. In
+    pre-norm, it keeps the normalized input of its projections, but not the last product. In the last layer, only query
+    positions are computed after query, key and value. Checked against torch's saved tensors: within 8 %.
 
     Args:
         tokens: T.
@@ -134,7 +134,7 @@ def activation_bytes(
         itemsize: bytes of a number in the model's precision.
         compiled: whether torch.compile fuses the layers.
         checkpointing: whether a layer keeps only its input.
-        native: whether the loops of `kernels/native.cpp` run what they can, as on a CPU where nothing is compiled.
+        native: whether the loops of `kernels/native.cpp` are used where they can, as on a CPU without compilation.
     """
     h, b = model.hidden, itemsize
     pre = model.norm_placement == "pre"
@@ -151,20 +151,20 @@ def activation_bytes(
 
 
 def has_native_loops(model: ModelConfig) -> bool:
-    """Whether `kernels/native.cpp` has the loops of the model's layers: those of BERT."""
+    """Return whether `kernels/native.cpp` has loops for the model's layers, which must be BERT's."""
     kind = model.norm, model.activation, model.norm_placement, model.gated
     biases = model.attention_bias and model.ffn_in_bias and model.ffn_out_bias
     return biases and kind == ("layer_norm", "gelu", "post", False)
 
 
 def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
-    """The working space of one layer over `tokens` tokens, in a precision of `itemsize` bytes."""
+    """Return the working space of one layer over `tokens` tokens, in a precision of `itemsize` bytes."""
     inner = model.intermediate * (2 if model.gated else 1)
     return itemsize * tokens * (2 * inner + 10 * model.hidden)
 
 
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
-    """One piece of the masked tokens' scores, which their gradient replaces, and the decoder's pending gradient."""
+    """Return the bytes of one piece of the masked tokens' scores or gradient, and of the decoder's pending gradient."""
     piece = min(masked * vocabulary_size, LOGITS_PER_PIECE)
     width = model.embedding or model.hidden
     # Two tables in fp32, and one of a byte.
@@ -172,7 +172,7 @@ def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, items
 
 
 def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
-    """FLOPs of the layers, as often as they are applied, and of the projection of the embeddings."""
+    """Return the FLOPs of all applications of the layers, and of the projection of the embeddings."""
     tokens, products = sum(lengths), _products(model)
     pairs = sum(
         layers * (_pairs(length, window) + _distance_pairs(model, length, window))
@@ -184,7 +184,7 @@ def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
 
 
 class _Products(NamedTuple):
-    """What the products of the layers of a model depend on, counted once: the loop asks for each micro-batch."""
+    """Counts for the FLOPs of a model's layers; cached, since the loop needs them for each micro-batch."""
 
     all_layers: int  # FLOPs per token of their matrices
     after_attention: int  # of these, in the last layer, past query, key and value
@@ -198,8 +198,8 @@ def _products(model: ModelConfig) -> _Products:
 
 @functools.lru_cache(maxsize=16)
 def counted_products(model: ModelConfig) -> _Products:
-    """What the matrix products of the layers cost, for tokens and for pairs of tokens."""
-    # Those of positions multiply embeddings of distances, not tokens.
+    """Count the FLOPs of the layers' matrix products for tokens, and the windows for pairs of tokens."""
+    # Products of positions multiply embeddings of distances, not tokens.
     layers = [
         [p for p in layer_parameters(model, number) if not p.name.startswith("position_")]
         for number in range(model.layers)
@@ -212,22 +212,22 @@ def counted_products(model: ModelConfig) -> _Products:
 
 
 def _projection(model: ModelConfig) -> int:
-    """FLOPs per token of the projection of embeddings that have another width than the layers."""
+    """Return the FLOPs per token of the projection of embeddings whose width differs from the layers'."""
     width = model.embedding or model.hidden
     return FLOPS_PER_ENTRY * width * model.hidden if width != model.hidden else 0
 
 
 def _pairs(length: float, window: int) -> float:
-    """Pairs of a query and a key that it sees, in a sequence of `length` tokens."""
+    """Return the number of pairs of a query and a visible key, in a sequence of `length` tokens."""
     if not window or length <= window:
         return length * length
     return length * (2 * window + 1) - window * (window + 1)
 
 
 def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
-    """The products of tokens with embeddings of distances, as pairs of a query and a key, which have two products.
+    """Return the products of tokens with embeddings of distances, in units of query-key pairs, which have two products.
 
-    A float's rounding may take the last bucket for its neighbor (`positions.distance_rows`).
+    Rounding may select the neighbor of the last bucket (`positions.distance_rows`).
     """
     if not model.disentangled:
         return 0.0
@@ -240,7 +240,7 @@ def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
 
 
 def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
-    """Bytes per token that the embeddings keep, and the angles of rotations."""
+    """Return the bytes per token that the embeddings keep, with the angles of rotations."""
     h, b = model.hidden, itemsize
     bases = {model.rotary_base_of(number) for number in range(model.layers)} - {0.0}
     angles = 4 * model.head_width * len(bases)
@@ -252,53 +252,53 @@ def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
 
 
 def _distance_saves(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of the embeddings of distances, once normalized, and projected for each layer; all rows, if reached."""
+    """Return the bytes of the embeddings of distances: normalized once, projected for each layer; reachable rows."""
     rows = min(2 * model.relative_span, 2 * model.max_positions)
     norm = rows * _norm_saves(model, itemsize, False) if model.relative_norm else 0
     return norm + model.depth * (model.score_terms - 1) * itemsize * rows * model.hidden
 
 
 def _compiled_saves(model: ModelConfig, itemsize: int) -> int:
-    """Bytes per token that a compiled layer keeps past its attention."""
+    """Return the bytes per token that a compiled layer keeps after its attention."""
     inner = model.intermediate * (2 if model.gated else 1)
     return itemsize * (inner + model.hidden * (3 if model.norm_placement == "pre" else 4))
 
 
 def _native_saves(model: ModelConfig, itemsize: int) -> int:
-    """Bytes per token that a layer keeps past its attention in native loops: also two moments for each norm."""
+    """Return the bytes per token that a layer keeps after its attention in native loops: also two moments per norm."""
     return itemsize * (2 * model.intermediate + 5 * model.hidden) + 16
 
 
 def _plain_saves(model: ModelConfig, itemsize: int) -> int:
-    """Bytes per token that a layer keeps past its attention when it is not compiled."""
+    """Return the bytes per token that an uncompiled layer keeps after its attention."""
     h, normed = model.hidden, 4 * model.hidden * get_norm(model.norm).saved
     norms = normed if model.norm_placement == "pre" else 2 * normed
     return itemsize * 3 * h + _activation_saves(model, itemsize) + norms + 2 * h * (model.hidden_dropout > 0)
 
 
 def _norm_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
-    """Bytes per token of a norm whose input is kept anyway: its output, and what its gradient needs in fp32."""
-    saved = get_norm(model.norm).saved - (itemsize == 4)  # in fp32 the input is its own copy
+    """Return the bytes per token of a norm whose input is kept anyway: its output, and its fp32 tensors."""
+    saved = get_norm(model.norm).saved - (itemsize == 4)  # in fp32 the input is not copied
     return model.hidden * (itemsize if compiled else itemsize + 4 * saved)
 
 
 def _activation_saves(model: ModelConfig, itemsize: int) -> int:
-    """Bytes per token: what the matmul after the activation reads, and in fp32 what gradients need."""
+    """Return the bytes per token of the input of the matmul after the activation, and of the fp32 tensors saved."""
     if model.gated:
         return model.intermediate * (itemsize + 12)  # both projections, and the activation's output
     # An output in fp32 is kept once: the matmul after it needs the same tensor.
-    own = get_activation(model.activation).saves_input or itemsize < 4
-    return model.intermediate * (itemsize + 4 * own)
+    saves_copy = get_activation(model.activation).saves_input or itemsize < 4
+    return model.intermediate * (itemsize + 4 * saves_copy)
 
 
 def hidden_matrices(model: ModelConfig) -> list[Parameter]:
-    """The weight matrices of the layers, those that Muon orthogonalizes (`parameters.is_hidden_matrix`)."""
+    """Return the weight matrices of the layers, which Muon orthogonalizes (`parameters.is_hidden_matrix`)."""
     layers = (layer_parameters(model, number) for number in range(model.layers))
     return [parameter for layer in layers for parameter in layer if len(parameter.shape) == 2]
 
 
 def orthogonalization_flops(model: ModelConfig) -> int:
-    """FLOPs of the five Newton-Schulz iterations with which Muon orthogonalizes all `hidden_matrices` in a step."""
+    """Return the FLOPs of Muon's five Newton-Schulz iterations for all `hidden_matrices` in a step."""
     flops = 0
     for parameter in hidden_matrices(model):
         parts = stacked_parts(parameter.name)

@@ -1,8 +1,8 @@
-"""The encoder over unpadded batches. The config chooses the parts of its block (`config/families.py`); BERT's are the
+"""The encoder over unpadded batches. The config selects the parts of its block (`config/families.py`); BERT's are the
 defaults (Devlin et al. 2019).
 
-BERT's forward pass is four files, in this order: `encoder.py`, `block.py`, `attention.py`, `heads.py`. What else they
-call is a kernel (`kernels/`), or a part that BERT lacks, such as `relative_positions.py`, `norms.py`, `final_norm.py`.
+BERT's forward pass is in four files, in this order: `encoder.py`, `block.py`, `attention.py`, `heads.py`. They call
+kernels (`kernels/`) and parts that BERT lacks, such as `relative_positions.py`, `norms.py`, `final_norm.py`.
 
 Shape letters: T tokens of the micro-batch, S sequences, R query positions, H hidden width, E width of the
 embeddings (H except in some ELECTRA models), V vocabulary, P positions.
@@ -19,7 +19,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, EmbeddingWeights, Layer, embed
 from pretrain.model.compile import program
 from pretrain.model.final_norm import FinalNorm
-from pretrain.model.initialization import begin_at_neighbors, create_parameters
+from pretrain.model.initialization import create_parameters, initialize_neighbors
 from pretrain.model.kernels.hash_rng import BETWEEN
 from pretrain.model.kernels.layout import TokenLayout
 from pretrain.model.kernels.rounding import UnpaddedBatch, with_round_tokens
@@ -35,7 +35,7 @@ class Encoder(nn.Module):
         shape: sizes, dropout, and the parts of the block.
         vocabulary_size: V.
         compile: fuse the layers with torch.compile.
-        activation_checkpointing: keep only the layers' inputs and compute the rest again in the backward pass.
+        activation_checkpointing: keep only the layers' inputs and recompute the rest in the backward pass.
 
     Raises:
         InputError: `shape` names an unknown norm or activation.
@@ -58,26 +58,26 @@ class Encoder(nn.Module):
         self.relative = None if relative is None else relative(shape)
         layers = [Layer(shape, number, compile) for number in range(shape.layers)]
         if shape.attention_init == "neighbors":
-            begin_at_neighbors(shape, self.embeddings, layers[: (shape.layers + 1) // 2])
+            initialize_neighbors(shape, self.embeddings, layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
         self.rotary = shape.positions.startswith("rotary")
 
     def use_rotary_bases(self, base: float, local: float) -> None:
-        """Rotate by other frequencies from now on; arguments as of `ModelConfig.with_rotary_bases`."""
+        """Use other rotary frequencies from now on; arguments as for `ModelConfig.with_rotary_bases`."""
         self.shape = self.shape.with_rotary_bases(base, local)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             layer.rotary_base = self.shape.rotary_base_of(number)
 
     def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
-        """Last hidden states [T, H], or [R, H] only at the query positions `rows_R` (int64, ascending).
+        """Return the last hidden states [T, H], or [R, H] at the query positions `rows_R` (int64, ascending).
 
-        In the last layer, all other tokens only serve as keys and values.
+        In the last layer, all other tokens are only keys and values.
         """
         rows = len(batch.input_ids if rows_R is None else rows_R)
         batch = with_round_tokens(batch, self.embeddings.word)
-        # Invariant 1: dropout depends on the sample and the place in the model, never on a generator's state.
+        # Invariant 1: dropout depends on the sample and the position in the model, never on a generator's state.
         keys_T = batch.token_keys
         layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, keys_T)
         if self.relative is not None:
@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and segment embeddings, normalized (Devlin et al., figure 2), of those that the config has.
+    """Normalized sum of word, position and segment embeddings (Devlin et al., figure 2), as far as the config has them.
 
     A projection follows if they are narrower or wider than the layers (google-research/electra modeling.py,
     embeddings_project).
@@ -118,8 +118,8 @@ class Embeddings(nn.Module):
     def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool) -> None:
         super().__init__()
         self.shape = shape
-        self.tied = True  # the words serve as a decoder, too
-        # Give the gradients of tables that nothing else uses as torch.sparse_coo, for an engine that adds up rows.
+        self.tied = True  # the word embeddings are also the decoder
+        # Return gradients of tables without other uses as torch.sparse_coo, for an engine that sums rows.
         self.sparse_gradients = False
         self.functions = BlockFunctions.of(shape)
         self.embed = program(embed, compile, ("M",) * 4)
@@ -128,7 +128,7 @@ class Embeddings(nn.Module):
 
     def forward(self, input_ids: Tensor, token_types: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """int64 [T] three times and int32 [T], the seeds of dropout -> [T, H]."""
-        # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
+        # The look-ups are not compiled: torch's gradient of them is faster than the compiled one.
         positions_TE = None
         if self.shape.positions == "learned":
             positions_TE = self.position_rows(positions)
@@ -155,14 +155,14 @@ class Embeddings(nn.Module):
 
 
 def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
-    """The rows `ids` (int64 [T]) of `table` [V, E], whose gradient is summed in fp32 and rounded once: [T, E].
+    """Look up the rows `ids` (int64 [T]) of `table` [V, E]: [T, E]; the gradient is summed in fp32 and rounded once.
 
     Args:
-        sparse: give the gradient as those rows only, uncoalesced, for a caller that sums them itself.
+        sparse: return the gradient as these rows only, uncoalesced, for a caller that sums them itself.
     """
-    # On CPU torch sums a gradient in the table's own precision: a row that is read a thousand times, such as that of
-    # [MASK], would be off by several percent in bf16. Its CUDA kernels sum in fp32; up to 3,072 tokens, they sum short
-    # runs, which are added in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
+    # On CPU torch sums a gradient in the table's precision: the error of a row that is read a thousand times, such as
+    # [MASK], would be several percent in bf16. Its CUDA kernels sum in fp32; up to 3,072 tokens, they sum short runs,
+    # which are added in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
     if sparse or not table.is_cpu or table.dtype == torch.float32:
         return F.embedding(ids, table, sparse=sparse)
     return _LookUp.apply(table, ids)  # pyright: ignore[reportReturnType]

@@ -22,7 +22,7 @@ _IGNORED = -100  # a label that no loss reads
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
-    """The further fields of a batch that pretraining reads; `pretrain.batches.batch.MicroBatch` is one."""
+    """The additional fields of a batch that pretraining reads, such as `pretrain.batches.batch.MicroBatch`."""
 
     @property
     def masked_rows(self) -> Tensor: ...  # int64 [K]
@@ -42,7 +42,7 @@ class Losses(NamedTuple):
 
 
 class PretrainingModel(Encoder):
-    """The encoder with its pretraining heads; arguments as `Encoder`, and whether there is an NSP head."""
+    """The encoder with its pretraining heads; arguments as for `Encoder`, and whether there is an NSP head."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PretrainingModel(Encoder):
         self.embeddings.tied = shape.tied_decoder
 
     def forward(self, batch: PretrainingBatch) -> Losses:
-        """Losses and correct predictions of one micro-batch; the heads compute only the rows that a loss reads."""
+        """Return losses and correct predictions of one micro-batch; the heads compute only rows that a loss reads."""
         if self.heads.next_sentence and self.shape.pooling != "cls":
             hidden_TH = self.encode(batch)
             pooled_SH = pool(hidden_TH, batch.cu_seqlens, self.shape.pooling)
@@ -69,14 +69,14 @@ class PretrainingModel(Encoder):
         return self.heads(hidden_RH, self._decoder(), batch.masked_labels, batch.nsp_labels)
 
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
-        """[K, V] scores of the vocabulary at the masked rows."""
+        """Return [K, V], the scores of the vocabulary at the masked rows."""
         hidden_KH = self.encode(batch, batch.masked_rows)
         round_KH = add_rows(hidden_KH, missing_rows(len(hidden_KH), hidden_KH))
         transformed_KH = self.heads.transform(round_KH, self.heads.fused)
         return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)[: len(hidden_KH)]
 
     def _decoder(self) -> Tensor:
-        """[V, H], the word embeddings or a table of its own."""
+        """Return [V, H], the word embeddings or a separate table."""
         return self.embeddings.word if self.shape.tied_decoder else self.heads.decoder
 
 
@@ -91,7 +91,7 @@ class MlmWeights(NamedTuple):
 class Heads(nn.Module):
     """MLM transform and decoder, and pooler with NSP classifier (Devlin et al., section 3.1).
 
-    A model may lack the transform, its bias or the decoder's; a tied decoder is not here.
+    A model may lack the transform, its bias or the decoder's bias; a tied decoder is not a parameter of the heads.
     """
 
     mlm_transform_weight: nn.Parameter
@@ -112,7 +112,7 @@ class Heads(nn.Module):
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
-        """`hidden_RH`: the sequences' pooled rows, then the masked tokens'."""
+        """Return the losses; `hidden_RH`: the sequences' pooled rows, then the masked tokens' rows."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
         more = missing_rows(len(masked_labels_K), hidden_RH)
         transformed_KH = self.transform(add_rows(hidden_RH[sequences:], more), self.fused)
@@ -121,15 +121,15 @@ class Heads(nn.Module):
             transformed_KH, decoder_VH, self.decoder_bias, masked_labels_K, self.fused
         )
         if not self.next_sentence:
-            nothing = mlm_loss.new_zeros(())
-            return Losses(mlm_loss, nothing, mlm_correct, nothing)
+            zero = mlm_loss.new_zeros(())
+            return Losses(mlm_loss, zero, mlm_correct, zero)
         logits_S2 = nsp_logits(hidden_RH[:sequences], self.nsp_weights()).float()
         nsp_loss = F.cross_entropy(logits_S2, nsp_labels_S, reduction="sum")
         nsp_correct = (logits_S2.argmax(-1) == nsp_labels_S).sum().float()
         return Losses(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
 
     def transform(self, hidden_KH: Tensor, fused: bool) -> Tensor:
-        """[K, H] -> [K, H], what the decoder reads."""
+        """[K, H] -> [K, H], the decoder's input."""
         if not self.shape.mlm_transform:
             return hidden_KH
         norm = norm_weights(self, "mlm_norm", self.functions)
@@ -163,7 +163,7 @@ def pool(hidden_TH: Tensor, cu_seqlens: Tensor, pooling: str) -> Tensor:
 
     Args:
         hidden_TH: hidden states; mean and maximum are taken in fp32 and returned in their dtype.
-        cu_seqlens: int32 [S + 1], where the sequences begin; no sequence is empty.
+        cu_seqlens: int32 [S + 1], the offsets of the sequences; no sequence is empty.
         pooling: as `ModelConfig.pooling`.
     """
     if pooling == "cls":

@@ -1,11 +1,11 @@
 """Initial values of the parameters: BERT's, and optionally attention heads that attend to adjacent tokens.
 
 With BERT's values every head attends to all tokens equally. A small run then stays on a long plateau, where it
-guesses a masked token only from word frequencies: first it must learn, position by position, where the adjacent tokens
-are. `attend_to_adjacent_tokens` gives each head one offset to attend to, as the heads of a trained BERT have (Clark et
-al. 2019, "What Does BERT Look At?", section 3.1), and `attend_to_adjacent_tokens_by_rotation` does where positions are
-rotations. Only initial values differ; the architecture stays, and all parameters are trained. Trockman & Kolter had the
-idea to start where trained attention ends (2023, "Mimetic Initialization of Self-Attention Layers").
+predicts masked tokens only from word frequencies: it must first learn, position by position, which tokens are adjacent.
+`attend_to_adjacent_tokens` gives each head one offset to attend to, as in a trained BERT (Clark et al. 2019, "What Does
+BERT Look At?", section 3.1); `attend_to_adjacent_tokens_by_rotation` is for rotary positions. Only initial values
+differ; the architecture is the same, and all parameters are trained. Trockman & Kolter had the idea to initialize
+attention as it is after training (2023, "Mimetic Initialization of Self-Attention Layers").
 """
 
 import math
@@ -24,7 +24,7 @@ from pretrain.model.positions import join_pairs
 POSITION_SCALE = 2.0
 # The score at a head's offset, above a mean of zero: about half of the attention among 128 tokens.
 PEAK = 5.0
-# With rotary positions: the same, above 0; and the slowest rotation that tells adjacent tokens apart, radians a token.
+# With rotary positions: the score above 0; and the slowest rotation that separates adjacent tokens, radians per token.
 ROTARY_PEAK, SLOWEST = 8.0, 0.2
 
 
@@ -52,7 +52,7 @@ def normal(std: float, *size: int) -> nn.Parameter:
     return nn.Parameter(weight.mul_(std))
 
 
-def begin_at_neighbors(shape: ModelConfig, embeddings: Any, layers: Iterable[Any]) -> None:
+def initialize_neighbors(shape: ModelConfig, embeddings: Any, layers: Iterable[Any]) -> None:
     """Initialize heads of a model with `attention_init: neighbors`, in place.
 
     Args:
@@ -73,7 +73,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     """Fill the position embeddings and add to the layers' stacked projections [3H, H], in place.
 
     Positions are cosines and sines of H/2 frequencies between 0 and pi, each with a phase, sampled from torch's
-    generator. They are far apart from each other, and the next position is a rotation (Vaswani et al. 2017, section
+    generator. They are distant from each other, and the next position is a rotation (Vaswani et al. 2017, section
     3.5). Without phases the first position, [CLS], would be ones and zeros, whose mean the LayerNorm subtracts.
     Queries are initialized to the position itself, and keys to the position that a head attends from. The heads attend
     to the tokens 1 before, 1 after, 2 before, 2 after and so on.
@@ -81,7 +81,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     Args:
         position_PH: the position embeddings, fp32 [P, H].
         qkv_weights: of each layer to initialize, the rows of queries, keys and values stacked: fp32 [3H, H]. The lower
-            half of the encoder is enough; in the layers above, [CLS] must attend to the whole text.
+            half of the encoder is enough; in the layers above, [CLS] must attend to the whole sequence.
         heads: attention heads, of an even width.
         std: deviation of the words' initial values.
     """
@@ -112,11 +112,11 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
 
 @torch.no_grad()
 def attend_to_adjacent_tokens_by_rotation(qkv_bias: Tensor, heads: int, base: float, *, interleaved: bool) -> None:
-    """Fill the biases of a layer's queries and keys, in place; the heads' offsets are those of the other function.
+    """Fill the biases of a layer's queries and keys, in place, with the offsets of `attend_to_adjacent_tokens`.
 
-    A bias is the same for all tokens until it is rotated by their positions. Queries begin as a vector with the fast
-    frequencies alone, and keys as that vector turned back by the head's offset, so that both agree where a key is that
-    far from a query: the score is the mean of cos(f (distance - offset)) over the frequencies f, times `ROTARY_PEAK`.
+    A bias is the same for all tokens until it is rotated by their positions. Queries start as a vector with the fast
+    frequencies only, and keys as this vector rotated back by the head's offset, so that they match at this distance:
+    the score is the mean of cos(f (distance - offset)) over the frequencies f, times `ROTARY_PEAK`.
 
     Args:
         qkv_bias: biases of queries, keys and values of all heads, stacked: fp32 [3H].

@@ -1,4 +1,4 @@
-"""The norms that `model.norm` can name: what each computes, and which parameters it takes. BERT's is in `block.py`.
+"""The norms that `model.norm` can name: function and parameters of each. BERT's function is in `block.py`.
 
 The estimates read this table without torch, so a norm imports torch itself.
 """
@@ -59,7 +59,7 @@ NORMS: dict[str, Norm] = {
 
 
 def get_norm(name: str) -> Norm:
-    """The norm of a `model.norm`. Raises `InputError` for an unknown name."""
+    """Return the norm of a `model.norm`. Raises `InputError` for an unknown name."""
     if name not in NORMS:
         raise InputError(f"model.norm: {not_one_of(name, NORMS)}")
     return NORMS[name]

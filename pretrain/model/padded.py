@@ -50,7 +50,7 @@ class PaddedEncoder(nn.Module):
         *,
         attention: list[Tensor] | None = None,
     ) -> Tensor:
-        """Last hidden states [B, L, H].
+        """Return the last hidden states [B, L, H].
 
         Args:
             input_ids: int64 [B, L].
@@ -77,22 +77,22 @@ class PaddedEncoder(nn.Module):
         return apply_norm(hidden_BLH, norm_weights(self.final, "norm", self.functions), self.functions)
 
     def _embed(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
-        own = self.embeddings
+        embeddings = self.embeddings
         positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
-        words_BLE, positions_LE = F.embedding(input_ids, own.word), None
+        words_BLE, positions_LE = F.embedding(input_ids, embeddings.word), None
         if self.shape.positions == "learned":
-            positions_LE = F.embedding(positions_L, own.position)
+            positions_LE = F.embedding(positions_L, embeddings.position)
         elif self.shape.positions == "sinusoidal":
-            positions_LE = sinusoids(positions_L, own.word.shape[1])
-        weights = EmbeddingWeights.of(own, self.shape, self.functions)
+            positions_LE = sinusoids(positions_L, embeddings.word.shape[1])
+        weights = EmbeddingWeights.of(embeddings, self.shape, self.functions)
         embedded_BLE = embed(words_BLE, positions_LE, token_type_ids, None, weights, self.functions, 0.0)
         if self.shape.embedding in (0, self.shape.hidden):
             return embedded_BLE
-        return F.linear(embedded_BLE, own.project_weight, own.project_bias)
+        return F.linear(embedded_BLE, embeddings.project_weight, embeddings.project_bias)
 
     def _masks(self, attention_mask: Tensor, positions_L: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-        """What a layer adds to its scores, by its window: broadcast to [B, N, L, L]."""
-        # Not -inf: a sequence that is all padding would become NaN.
+        """Return the tensors to add to scores, by the layer's window; they broadcast to [B, N, L, L]."""
+        # Not -inf: a sequence of only padding would become NaN.
         lowest, shape = torch.finfo(dtype).min, self.shape
         mask = (1 - attention_mask[:, None, None].to(dtype)) * lowest
         if shape.positions == "relative":
@@ -108,7 +108,7 @@ class PaddedEncoder(nn.Module):
     def _attend(
         self, layer: Any, hidden_BLH: Tensor, by: Rotation | None, mask: Tensor, attention: list[Tensor] | None
     ) -> Tensor:
-        """[B, L, H], the context of every token."""
+        """Return [B, L, H], the context of every token."""
         heads, projection = self.shape.heads, ProjectionWeights.of(layer, self.shape)
         products = tuple(F.linear(hidden_BLH, weight) for weight in projection.weights)
         qkv_BLX = form_qkv(products, projection.biases, by, heads)
@@ -126,13 +126,13 @@ class PaddedEncoder(nn.Module):
         return (weights_BNLL @ v_BNLD).transpose(1, 2).flatten(2)
 
     def _distance_embeddings(self) -> Tensor:
-        """[P, H]: the table of embeddings of distances, normalized if the model does that."""
+        """Return [P, H]: the table of embeddings of distances, normalized if the model does that."""
         if not self.shape.relative_norm:
             return self.relative.table
         return apply_norm(self.relative.table, norm_weights(self.relative, "norm", self.functions), self.functions)
 
     def _distances(self, keys_NPD: Tensor | None, queries_NPD: Tensor | None, q_BNLD: Tensor, k_BNLD: Tensor) -> Tensor:
-        """[B, N, L, L]: products of queries and keys with the projected embeddings of their distance."""
+        """Return [B, N, L, L]: products of queries and keys with the projected embeddings of their distance."""
         positions_L = torch.arange(q_BNLD.shape[2], device=q_BNLD.device)
         row_LL = distance_rows(positions_L[:, None] - positions_L[None], self.shape)
         row_BNLL = row_LL.expand(*q_BNLD.shape[:2], -1, -1)
@@ -145,7 +145,7 @@ class PaddedEncoder(nn.Module):
 
 
 def constants(state: Mapping[str, Tensor], prefix: str) -> Any:
-    """A module with the tensors of `state` whose names start with `prefix`, without that prefix; no gradients."""
+    """Return a module with the tensors of `state` whose names start with `prefix`, which is removed; no gradients."""
     module = nn.Module()
     for name, tensor in state.items():
         if name.startswith(prefix):

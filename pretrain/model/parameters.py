@@ -1,7 +1,7 @@
 """Every parameter of the model: name, shape and initial values. Modules, estimates and file layouts read this list.
 
-Modules create their parameters from it, so a parameter that is added here exists, is counted, and must have a place in
-the released layouts (`pretrain/checkpoint/layouts/`). No torch is needed.
+Modules create their parameters from it, so a parameter that is added here exists, is counted, and must be mapped in the
+released layouts (`pretrain/checkpoint/layouts/`). Does not need torch.
 
 A name is MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. Modules that end with `norm` are norms.
 """
@@ -17,7 +17,7 @@ from pretrain.model.norms import Initial, get_norm
 STACKED = {
     "qkv": 3,  # query, key and value
     "kv": 2,  # key and value, if they have fewer heads than the query
-    "gated_in": 2,  # the projection to the activation, and the one that its result is multiplied by
+    "gated_in": 2,  # the projection to the activation, and the gate
 }
 
 
@@ -35,7 +35,7 @@ class Parameter(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Entries."""
+        """The number of entries."""
         return math.prod(self.shape)
 
 
@@ -85,7 +85,7 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
 
 
 def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
-    """A layer's own projections of the embeddings of disentangled positions, to keys (c2p) and to queries (p2c)."""
+    """The per-layer projections of the embeddings of disentangled positions, to keys (c2p) and to queries (p2c)."""
     terms = {"position_key": "c2p", "position_query": "p2c"} if model.relative_projections else {}
     names = [name for name, term in terms.items() if model.relative_terms in (term, "both")]
     hidden, bias = model.hidden, model.attention_bias
@@ -127,23 +127,23 @@ def linear_parameters(
 
 
 def has_weight_decay(name: str) -> bool:
-    """Whether weight decay and LAMB's trust ratio apply to a parameter. Biases and norms are exempt."""
+    """Return whether weight decay and LAMB's trust ratio apply to a parameter. Biases and norms are exempt."""
     module, _, kind = name.rpartition("_")
     return not kind.endswith("bias") and not module.endswith("norm")
 
 
 def is_hidden_matrix(name: str) -> bool:
-    """Whether Muon steps a parameter: the weight matrices of the layers, not embeddings, heads, norms or biases."""
+    """Return whether Muon steps a parameter: the layers' weight matrices, not embeddings, heads, norms or biases."""
     return ".layers." in f".{name}" and has_weight_decay(name)
 
 
 def stacked_parts(name: str) -> int:
-    """How many projections a parameter stacks; 1 for most."""
+    """Return the number of projections that a parameter stacks; 1 for most."""
     return STACKED.get(name.rpartition(".")[2].rpartition("_")[0], 1)
 
 
 def layer_of(name: str, layers: int) -> int:
-    """The depth of a parameter: 0 for embeddings, 1 to `layers` for the layers, `layers` + 1 for what follows."""
+    """Return the depth of a parameter: 0 for embeddings, 1 to `layers` for the layers, `layers` + 1 for the rest."""
     part, _, rest = name.partition(".")
     if part in ("embeddings", "relative"):
         return 0
@@ -151,17 +151,17 @@ def layer_of(name: str, layers: int) -> int:
 
 
 def total(parameters: Iterable[Parameter]) -> int:
-    """Entries of all `parameters`."""
+    """Return the number of entries of all `parameters`."""
     return sum(parameter.numel for parameter in parameters)
 
 
 def matrix_entries(parameters: Iterable[Parameter]) -> int:
-    """Entries of the weight matrices among `parameters`: every token multiplies and adds each of them once."""
+    """Return the entries of the weight matrices among `parameters`: each is one multiply-add per token."""
     return sum(parameter.numel for parameter in parameters if len(parameter.shape) == 2)
 
 
 def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
-    """Query, key and value: stacked, or the query apart if keys and values have fewer heads."""
+    """Query, key and value: stacked, or the query separate if keys and values have fewer heads."""
     hidden, bias = model.hidden, model.attention_bias
     if model.kv_heads in (0, model.heads):
         return linear_parameters("qkv", STACKED["qkv"] * hidden, hidden, bias=bias)

@@ -1,4 +1,4 @@
-"""Position encodings that are computed, not learned: sinusoids, rotations, and the buckets of relative positions.
+"""Computed position encodings, which are not learned: sinusoids, rotations, and the buckets of relative positions.
 
 Shape letters: T tokens (L positions in the padded twin), E width of the embeddings, N heads of width D, K = D / 2
 frequencies.
@@ -22,7 +22,7 @@ class Rotation(NamedTuple):
 
 
 def sinusoids(positions_T: Tensor, width: int) -> Tensor:
-    """fp32 [T, E] of int64 `positions_T`: sine and cosine in turn, with wavelengths from 2 pi to 20,000 pi.
+    """Return fp32 [T, E] of int64 `positions_T`: alternating sine and cosine, wavelengths from 2 pi to 20,000 pi.
 
     Vaswani et al. 2017, section 3.5.
     """
@@ -32,14 +32,14 @@ def sinusoids(positions_T: Tensor, width: int) -> Tensor:
 
 
 def rotations(model: ModelConfig, positions_T: Tensor) -> dict[float, Rotation]:
-    """The rotation of each base that the model's layers have, at int64 `positions_T`; {} without rotary positions."""
+    """Return the rotation of each base of the model's layers, at int64 `positions_T`; {} without rotary positions."""
     bases = {model.rotary_base_of(number) for number in range(model.layers)} - {0.0}
     interleaved = model.positions == "rotary_interleaved"
     return {base: rotation(positions_T, model.head_width, base, interleaved=interleaved) for base in sorted(bases)}
 
 
 def rotation(positions_T: Tensor, width: int, base: float, *, interleaved: bool = False) -> Rotation:
-    """The rotation at each position: by position * base^(-2k / width) (Su et al. 2021, arXiv:2104.09864, eq. 15).
+    """Return the rotation at each position by position * base^(-2k / width) (Su et al. 2021, arXiv:2104.09864, eq. 15).
 
     Args:
         positions_T: int64 [T].
@@ -71,7 +71,7 @@ def split_pairs(x_D: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(interleaved: bool) -> tuple[tuple[int, int], int]:
-    """(what [D] is unflattened to, the axis of a pair's two columns in it)."""
+    """Return (the sizes to which [D] is unflattened, the axis of a pair's two columns)."""
     return ((-1, 2), -1) if interleaved else ((2, -1), -2)
 
 
@@ -86,7 +86,7 @@ def join_pairs(first_K: Tensor, second_K: Tensor, *, interleaved: bool) -> Tenso
 
 
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """The bucket of each distance, key minus query, int64 of any shape (Raffel et al. 2020, section 2.1).
+    """Return the bucket of each distance, key minus query, int64 of any shape (Raffel et al. 2020, section 2.1).
 
     Half of the buckets are for keys that follow. Of each half, the first half are single distances; the others are
     ranges that grow by a constant factor up to `max_distance` (transformers modeling_t5.py, _relative_position_bucket).
@@ -100,7 +100,7 @@ def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tens
 
 
 def distance_rows(distances: Tensor, model: ModelConfig) -> Tensor:
-    """The row of each distance, query minus key, in the table of disentangled positions: int64 of any shape.
+    """Return the row of each distance, query minus key, in the table of disentangled positions: int64 of any shape.
 
     The table has `relative_span` rows for each direction. Of these, the first half are single distances; the others are
     ranges that grow by a constant factor up to `relative_max_distance` (transformers modeling_deberta_v2.py,
@@ -109,7 +109,7 @@ def distance_rows(distances: Tensor, model: ModelConfig) -> Tensor:
     span, middle = model.relative_span, model.relative_span // 2
     buckets = distances
     if model.relative_buckets:
-        # In fp32 and in this order, as there: a rounding at the border of two buckets would choose another row.
+        # In fp32 and in the same order as there: rounding at the border of two buckets would select another row.
         size = distances.abs().clamp_min(middle)
         farthest = torch.tensor((model.relative_max_distance - 1) / middle)
         far = torch.ceil((size / middle).log() / farthest.log() * (middle - 1)) + middle

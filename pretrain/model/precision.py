@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices, and in which floating-point type it should train.
+"""Measures a device's rate of matrix products, and chooses the floating-point type of training.
 
 This module resolves `engine.precision: auto` from the devices of all workers. bf16 has the range of fp32 and needs no
 loss scaling. But processors without bf16 arithmetic emulate it at a fraction of their fp32 rate, and GPUs before Ampere
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 SECONDS = 0.25  # of one measurement
-_FIRST_SIZE, _LARGEST_SIZE = 128, {"cpu": 2048, "cuda": 8192}
-_LONG_ENOUGH_SECONDS = 5e-3  # the launch of a product is negligible then
-_TRIES = 4  # products of a size, before a larger one is tried
-_CLEARLY = 0.9  # two rates with a higher ratio differ by no more than the noise of the measurement
-_USABLE = 0.5  # of the rate in fp32: from here on, a model that was trained in bf16 also runs in it
+_FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}
+_MIN_PRODUCT_SECONDS = 5e-3  # the launch of a longer product is negligible
+_TRIES = 4  # products of a size, before a larger size is tried
+_NOISE_RATIO = 0.9  # rates with a higher ratio differ by no more than the noise of the measurement
+_MIN_BF16_SHARE = 0.5  # of the rate in fp32, from which on a model that was trained in bf16 also runs in bf16
 
 
 class DeviceCapabilities(NamedTuple):
@@ -50,46 +50,46 @@ def torch_dtype(precision: str) -> torch.dtype:
 
 
 def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0) -> float:
-    """Rate of square matrix products on one device in FLOP/s: the fastest product of about `seconds`.
+    """Measure the rate of square matrix products on one device in FLOP/s: the fastest product of about `seconds`.
 
     Other programs on the same cores may delay the other products by a time slice each. The size doubles until a product
-    takes milliseconds on one thread, so a device that is slow in this type is measured as quickly as a fast one.
+    takes milliseconds on one thread, so a device that is slow in this type is measured as quickly as a fast device.
 
     Args:
-        threads: of the CPU; 0 means torch's number. One thread waits for no other, so busy cores affect it least.
+        threads: of the CPU; 0 means torch's number. One thread does not wait for others, so busy cores affect it least.
     """
     import torch
 
     dtype, before = torch_dtype(precision), torch.get_num_threads()
 
     def product(a: torch.Tensor) -> float:
-        began = time.perf_counter()
+        started = time.perf_counter()
         torch.mm(a, a)
         if a.is_cuda:
             torch.cuda.synchronize(a.device)
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
-    size, largest = _FIRST_SIZE, _LARGEST_SIZE[torch.device(device).type]
+    size, largest = _FIRST_SIZE, _MAX_SIZE[torch.device(device).type]
     torch.set_num_threads(1)
     try:
         while True:
             a = torch.randn(size, size, device=device).to(dtype)
-            took = min(product(a) for _ in range(_TRIES))  # the first one of a size may initialize a library
-            if took >= _LONG_ENOUGH_SECONDS or size == largest:
+            fastest = min(product(a) for _ in range(_TRIES))  # the first one of a size may initialize a library
+            if fastest >= _MIN_PRODUCT_SECONDS or size == largest:
                 break
             size *= 2
         torch.set_num_threads(threads or before)
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline:
-            took = min(took, product(a))
+            fastest = min(fastest, product(a))
     finally:
         torch.set_num_threads(before)
-    return 2 * size**3 / took
+    return 2 * size**3 / fastest
 
 
 @functools.cache
 def matmul_peak(device: str, precision: Precision) -> float:
-    """`measure_matmul` for a device and type; of a CPU once for all processes that share `remembered` rates."""
+    """Return `measure_matmul` for a device and type; on a CPU, once for all processes that share `remembered` rates."""
     if device != "cpu":
         return measure_matmul(device, precision)
     import torch
@@ -99,17 +99,17 @@ def matmul_peak(device: str, precision: Precision) -> float:
 
 @functools.cache
 def of_one_thread(precision: Precision) -> float:
-    """FLOP/s of matrix products on one thread of this CPU, measured once."""
+    """Return the FLOP/s of matrix products on one thread of this CPU, measured once."""
     return remembered(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
 
 
 def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
-    """Whether a device with these rates of matrix products (FLOP/s) should compute in fp32."""
-    return bf16 < _CLEARLY * fp32
+    """Return whether a device with these rates of matrix products (FLOP/s) should compute in fp32."""
+    return bf16 < _NOISE_RATIO * fp32
 
 
 def offer(device: torch.device) -> DeviceCapabilities:
-    """The capabilities of this process's device. On CPU both rates are measured, or remembered."""
+    """Return the capabilities of this process's device. On CPU both rates are measured, or remembered."""
     import torch
 
     if device.type == "cuda":
@@ -118,7 +118,7 @@ def offer(device: torch.device) -> DeviceCapabilities:
 
 
 def choose(offers: Sequence[DeviceCapabilities]) -> PrecisionChoice:
-    """The precision for workers with these devices; if they differ, one that all of them have."""
+    """Choose the precision for workers with these devices; if they differ, one that all support."""
     weakest = min((one for one in offers if one.capability), key=lambda one: one.capability or (), default=None)
     if weakest is not None and weakest.capability is not None:
         return _for_gpu(weakest.name, weakest.capability)
@@ -131,18 +131,18 @@ def choose(offers: Sequence[DeviceCapabilities]) -> PrecisionChoice:
 
 
 def _for_gpu(name: str, capability: tuple[int, int]) -> PrecisionChoice:
-    what = f"{name} has compute capability {capability[0]}.{capability[1]}"
+    gpu = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability >= (8, 0):
-        return PrecisionChoice("bf16", f"{what}, which computes bf16")
+        return PrecisionChoice("bf16", f"{gpu}, which computes bf16")
     if capability >= (7, 0):
-        return PrecisionChoice("fp16", f"{what}: tensor cores for fp16, none for bf16; the loss is scaled")
-    return PrecisionChoice("fp32", f"{what}: no tensor cores")
+        return PrecisionChoice("fp16", f"{gpu}: tensor cores for fp16, none for bf16; the loss is scaled")
+    return PrecisionChoice("fp32", f"{gpu}: no tensor cores")
 
 
 def allow_tf32(precision: str, device: torch.device) -> bool:
     """Let a run in fp32 use TF32 tensor cores for its matrix products if the GPU has them (Ampere and newer).
 
-    Returns whether it does. In other precisions, the products that remain in fp32, such as those of heads, stay exact.
+    Returns whether it does. In other precisions, products that remain in fp32, such as the heads', stay exact.
     """
     import torch
 
@@ -154,7 +154,7 @@ def allow_tf32(precision: str, device: torch.device) -> bool:
 
 
 def unsupported(engine: EngineConfig, capability: tuple[int, int]) -> str:
-    """What the settings need that a GPU of this compute capability does not have, in words; "" if it has all."""
+    """Describe the feature that the settings need and a GPU of this compute capability lacks; "" if none."""
     if engine.precision == "bf16" and capability < (8, 0):
         return "engine.precision: bf16 needs compute capability 8.0"
     if engine.cuda_graphs is True and engine.precision != "bf16":
@@ -163,7 +163,7 @@ def unsupported(engine: EngineConfig, capability: tuple[int, int]) -> str:
 
 
 def choose_here() -> PrecisionChoice:
-    """The precision for this machine, as its workers would choose it."""
+    """Choose the precision for this machine, as its workers would."""
     import torch
 
     if not torch.cuda.is_available():
@@ -172,7 +172,7 @@ def choose_here() -> PrecisionChoice:
 
 
 def resolve_here(config: R) -> tuple[R, str]:
-    """(config with its precision chosen for this machine, the reason)."""
+    """Return (config with its precision chosen for this machine, the reason)."""
     if config.engine.precision != "auto":
         return config, "as configured"
     choice = choose_here()
@@ -180,7 +180,7 @@ def resolve_here(config: R) -> tuple[R, str]:
 
 
 def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
-    """(config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
+    """Return (config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
     address = config.scheduling.address
     if config.engine.precision != "auto" or not (address or on) or on == "here":
         return resolve_here(config)
@@ -191,7 +191,7 @@ def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
 
 
 def run_precision(trained: Precision, device: torch.device) -> PrecisionChoice:
-    """The precision in which to run a model that was trained in `trained`: the same, unless the device is slow in it.
+    """Choose the precision to run a model that was trained in `trained`: the same, unless the device is slow in it.
 
     A CPU counts as slow in bf16 below half its rate in fp32: a measurement that varies must not change scores.
     """
@@ -200,9 +200,9 @@ def run_precision(trained: Precision, device: torch.device) -> PrecisionChoice:
     here = offer(device)
     best = choose([here])
     if device.type == "cuda":
-        has_it = trained == best.precision or (trained == "fp16" and best.precision == "bf16")
+        supported = trained == best.precision or (trained == "fp16" and best.precision == "bf16")
     else:
-        has_it = trained == "bf16" and here.bf16 > _USABLE * here.fp32
-    if has_it:
+        supported = trained == "bf16" and here.bf16 > _MIN_BF16_SHARE * here.fp32
+    if supported:
         return PrecisionChoice(trained, "as trained")
     return PrecisionChoice(best.precision, f"trained in {trained}, but {best.reason}")

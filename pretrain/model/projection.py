@@ -1,4 +1,4 @@
-"""What other families than BERT project: rotated queries and keys, keys and values shared by heads, and distances.
+"""Projections that BERT lacks: rotated queries and keys, keys and values shared by heads, and distances.
 
 Shape letters: T tokens (the padded twin has sequences and tokens), N heads of width D, G heads of keys and values,
 H = N * D.
@@ -17,7 +17,7 @@ from pretrain.model.positions import Rotation, rotate
 
 
 class RelativeProjection(NamedTuple):
-    """How embeddings of distances are projected: which terms there are, and weights of their own if there are such."""
+    """The projection of embeddings of distances: the terms, and separate weights if the model has them."""
 
     terms: str  # as `ModelConfig.relative_terms`
     key: tuple[Tensor, Tensor | None] | None = None  # weight [H, H] and bias
@@ -25,14 +25,14 @@ class RelativeProjection(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> RelativeProjection:
-        """Those of a module whose parameters are `parameters.layer_parameters`."""
-        own = (
+        """Return the projection of a module with the parameters of `parameters.layer_parameters`."""
+        separate = (
             (layer_weight, getattr(layer, f"{name}_bias", None))
             if (layer_weight := getattr(layer, f"{name}_weight", None)) is not None
             else None
             for name in ("position_key", "position_query")
         )
-        return cls(model.relative_terms, *own)
+        return cls(model.relative_terms, *separate)
 
 
 FORM_AXES = "M", "", "M"  # of `form_qkv`, as `compile.program` takes them: products, biases, rotation
@@ -76,28 +76,28 @@ def project_distances(
     relative: RelativeProjection,
     heads: int,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(keys, queries) [N, P, D] of P embeddings of distances, each None if no term has it.
+    """Project P embeddings of distances to (keys, queries) [N, P, D], each None if no term has it.
 
-    By the weights and biases of the tokens, or by a layer's own (transformers modeling_deberta_v2.py,
+    Uses the weights and biases of the tokens, or separate ones (transformers modeling_deberta_v2.py,
     disentangled_attention_bias, share_att_key).
     """
     hidden, last = embeddings_PH.shape[1], len(weights) - 1
-    begin = hidden * (1 - last)  # of the keys, in the last of the weights
-    keys = slice(begin, begin + (weights[last].shape[0] - begin) // 2)
-    found: list[Tensor | None] = []
-    for term, number, rows, own in (("c2p", last, keys, relative.key), ("p2c", 0, slice(hidden), relative.query)):
+    start = hidden * (1 - last)  # of the keys, in the last of the weights
+    keys = slice(start, start + (weights[last].shape[0] - start) // 2)
+    projected: list[Tensor | None] = []
+    for term, number, rows, separate in (("c2p", last, keys, relative.key), ("p2c", 0, slice(hidden), relative.query)):
         if relative.terms not in (term, "both"):
-            found.append(None)
+            projected.append(None)
             continue
         bias = biases[number]
-        weight, bias = own or (weights[number][rows], None if bias is None else bias[rows])
+        weight, bias = separate or (weights[number][rows], None if bias is None else bias[rows])
         x_PND = F.linear(embeddings_PH, weight, bias).unflatten(-1, (-1, hidden // heads))
-        found.append(_for_each_head(x_PND, heads).transpose(0, 1).contiguous())
-    return found[0], found[1]
+        projected.append(_for_each_head(x_PND, heads).transpose(0, 1).contiguous())
+    return projected[0], projected[1]
 
 
 def _for_each_head(x_TGD: Tensor, heads: int) -> Tensor:
-    """[T, G, D] -> [T, N, D]: each shared head once for every query head that reads it, one after the other."""
+    """[T, G, D] -> [T, N, D]: repeat each shared head for the query heads that read it, which are consecutive."""
     shared = x_TGD.shape[-2]
     if shared == heads:
         return x_TGD

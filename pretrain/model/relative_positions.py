@@ -26,7 +26,7 @@ class RelativePositions(nn.Module):
         create_parameters(self, position_parameters(shape), shape.init_std)
 
     def forward(self, layout: TokenLayout) -> TokenLayout:
-        """With fp32 [N, 2M - 1]: the bias of the distances 1 - M to M - 1, key minus query, M being `max_seqlen`."""
+        """Return `layout` with fp32 [N, 2M - 1], biases of the distances 1 - M to M - 1, key minus query."""
         distances = torch.arange(1 - layout.max_seqlen, layout.max_seqlen, device=self.table.device)
         buckets = relative_buckets(distances, self.shape.relative_buckets, self.shape.relative_max_distance)
         return layout._replace(distance_bias=F.embedding(buckets, self.table.float()).T.contiguous())
@@ -35,7 +35,7 @@ class RelativePositions(nn.Module):
 class RelativeEmbeddings(nn.Module):
     """Embeddings of distances, one table for all layers (He et al. 2021, DeBERTa, section 3.1).
 
-    transformers drops entries of them in training. Ours does not: the table belongs to no sample (invariant 1).
+    transformers applies dropout to them. Ours does not: the table does not belong to a sample (invariant 1).
     """
 
     table: nn.Parameter  # [2 * span, H]
@@ -46,7 +46,7 @@ class RelativeEmbeddings(nn.Module):
         create_parameters(self, position_parameters(shape), shape.init_std)
 
     def forward(self, layout: TokenLayout) -> TokenLayout:
-        """With the rows of the distances between the tokens of the longest sequence."""
+        """Return `layout` with the rows of the distances between the tokens of the longest sequence."""
         row_of = distance_rows(torch.arange(1 - layout.max_seqlen, layout.max_seqlen), self.shape)
         rows_PH = self.table[int(row_of[0]) : int(row_of[-1]) + 1]
         if self.shape.relative_norm:

@@ -1,6 +1,6 @@
-"""What a pretraining minimizes: one module for each objective, with its class as `OBJECTIVE`, chosen by the config.
+"""Pretraining objectives: one module for each, with its class as `OBJECTIVE`, selected by the config.
 
-Adding one is adding its module and its line in the registry.
+To add an objective, add its module and its line in the registry.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ REGISTRY: dict[str, Callable[[PretrainConfig], object]] = {
     f"{__name__}.distillation": lambda config: config.distillation.teacher,
     f"{__name__}.replaced_tokens": lambda config: config.electra.is_on,
 }
-"""Module -> whether a config chooses it. A module is imported when it is needed, since its model needs torch."""
+"""Module -> whether a config selects it. A module is imported when it is needed, since its model needs torch."""
 
 KIND = Contract("OBJECTIVE", Objective)
-_own: dict[str, type[Objective]] = {}  # those of other packages that were used, for the metrics of pages
+_custom: dict[str, type[Objective]] = {}  # objectives of other packages used so far, for the metrics of pages
 
 
 def objective_of(config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> Objective:
-    """The objective that a config chooses, else masked tokens; arguments as its attributes.
+    """Return the objective that a config selects, by default masked tokens; arguments as for `Objective`.
 
-    Raises `InputError` if it is a module of the user's own that is missing or nobody asked for.
+    Raises `InputError` if it is a custom module that is missing or was not imported on request.
     """
     if config.objective:
-        _own[config.objective] = load_kind(__name__, config.objective).OBJECTIVE
-        return _own[config.objective](config, vocabulary, frozen)
-    chosen = next((_load(module) for module, is_chosen in REGISTRY.items() if is_chosen(config)), MaskedTokens)
-    return chosen(config, vocabulary, frozen)
+        _custom[config.objective] = load_kind(__name__, config.objective).OBJECTIVE
+        return _custom[config.objective](config, vocabulary, frozen)
+    selected = next((_load(module) for module, selects in REGISTRY.items() if selects(config)), MaskedTokens)
+    return selected(config, vocabulary, frozen)
 
 
 def objective_metrics() -> Mapping[str, Metric]:
-    """The metrics of all objectives, by name."""
-    asked = {name: module.OBJECTIVE for name, module in asked_modules().items() if hasattr(module, "OBJECTIVE")}
-    classes = (MaskedTokens, *map(_load, REGISTRY), *{**asked, **_own}.values())
+    """Return the metrics of all objectives, by name."""
+    imported = {name: module.OBJECTIVE for name, module in asked_modules().items() if hasattr(module, "OBJECTIVE")}
+    classes = (MaskedTokens, *map(_load, REGISTRY), *{**imported, **_custom}.values())
     return {name: metric for one in classes for name, metric in one.metrics.items()}
 
 

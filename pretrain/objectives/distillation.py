@@ -1,4 +1,4 @@
-"""Distillation: a teacher's predictions and hidden states beside the masked tokens.
+"""Distillation: learning from a teacher's predictions and hidden states in addition to masked tokens.
 
 Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2. Shape letters: T tokens, S sequences, K masked tokens, H
 hidden width, V vocabulary.
@@ -24,7 +24,7 @@ from pretrain.model.kernels.fused_cross_entropy import SoftTargets, soft_target_
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.objectives.objective import FrozenModel, ReadFrozen
 
-# Settings of the model that may differ between a student and the teacher whose layers it begins with.
+# Settings of the model that may differ between a teacher and a student that starts from its layers.
 _FREE = (
     "family",
     "size",
@@ -83,16 +83,17 @@ class Distillation(MaskedTokens):
             self.config.model,
             self.vocabulary,
             self.config.pairs.has_classifier,
-            teacher=_built(teacher, compile=self.how["compile"]),
+            teacher=_build(teacher, compile=self.how["compile"]),
             **self.how,
         )
         if self.settings.initialize:
-            own = self.model.state_dict()
-            self._first = {**own, **student_weights(self.config, teacher, {name: own[name].shape for name in own})}
+            state = self.model.state_dict()
+            shapes = {name: tensor.shape for name, tensor in state.items()}
+            self._first = {**state, **student_weights(self.config, teacher, shapes)}
 
     @property
     def _compares_states(self) -> bool:
-        """Whether there is a cosine loss: for equal widths, those of a teacher that cannot be read yet included."""
+        """Return whether there is a cosine loss: if the widths are equal, or the teacher cannot be read yet."""
         return self.frozen is None or self.frozen.hidden == self.config.model.hidden
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -132,7 +133,7 @@ class Distillation(MaskedTokens):
         return super().model_flops(lengths, masked) + self._teacher_flops(lengths, masked)
 
     def _teacher_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """The forward pass of the teacher: a third of the products."""
+        """Return the FLOPs of the teacher's forward pass, a third of the products of forward and backward."""
         teacher = self.frozen
         if teacher is None:
             return 0.0
@@ -166,16 +167,16 @@ class DistillationLosses(NamedTuple):
 
 
 class DistillingModel(PretrainingModel):
-    """A `PretrainingModel` with a teacher beside it, which is neither a submodule nor in a checkpoint.
+    """A `PretrainingModel` with a teacher, which is not a submodule and not in checkpoints.
 
     Args:
-        arguments, how: as its base class, of the student.
+        arguments, options: of the base class, for the student.
         teacher: a model over the same vocabulary. It is not trained, and runs without dropout.
     """
 
-    def __init__(self, *arguments: Any, teacher: PretrainingModel, **how: bool) -> None:
-        super().__init__(*arguments, **how)
-        # In a tuple, torch does not find it: DeepSpeed would partition it, and `parameters` list it.
+    def __init__(self, *arguments: Any, teacher: PretrainingModel, **options: bool) -> None:
+        super().__init__(*arguments, **options)
+        # A tuple hides it from torch: otherwise DeepSpeed would partition it, and `parameters` list it.
         self._teachers = (teacher.eval().requires_grad_(False),)
 
     @property
@@ -183,24 +184,24 @@ class DistillingModel(PretrainingModel):
         return self._teachers[0]
 
     def forward(self, batch: PretrainingBatch) -> DistillationLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Losses and correct predictions of one micro-batch. The cosine loss reads all tokens, the others some."""
-        rows_K, whole = batch.masked_rows, self.teacher.shape.hidden == self.shape.hidden
-        whole_too = whole or self.heads.next_sentence
-        hidden = self.encode(batch) if whole_too else self.encode(batch, rows_K)
+        """Return losses and correct predictions of one micro-batch. Only the cosine loss reads all tokens."""
+        rows_K, compares = batch.masked_rows, self.teacher.shape.hidden == self.shape.hidden
+        needs_all = compares or self.heads.next_sentence
+        hidden = self.encode(batch) if needs_all else self.encode(batch, rows_K)
         with torch.no_grad():
-            theirs = self.teacher.encode(batch) if whole else self.teacher.encode(batch, rows_K)
-        soft = self._soft_targets(theirs.index_select(0, rows_K) if whole else theirs)
+            teacher = self.teacher.encode(batch) if compares else self.teacher.encode(batch, rows_K)
+        soft = self._soft_targets(teacher.index_select(0, rows_K) if compares else teacher)
         predictions, mlm_loss, soft_loss, mlm_correct = soft_target_losses(
-            self.heads.transform(hidden.index_select(0, rows_K) if whole_too else hidden, self.fused),
+            self.heads.transform(hidden.index_select(0, rows_K) if needs_all else hidden, self.fused),
             self._decoder(),
             self.heads.decoder_bias,
             batch.masked_labels,
             soft,
             self.fused,
         )
-        nothing = mlm_loss.new_zeros(())
-        cosine_loss = (1 - F.cosine_similarity(hidden.float(), theirs.float(), dim=-1)).sum() if whole else nothing
-        nsp_loss, nsp_correct = self._pairs(hidden, batch) if self.heads.next_sentence else (nothing, nothing)
+        zero = mlm_loss.new_zeros(())
+        cosine_loss = (1 - F.cosine_similarity(hidden.float(), teacher.float(), dim=-1)).sum() if compares else zero
+        nsp_loss, nsp_correct = self._pairs(hidden, batch) if self.heads.next_sentence else (zero, zero)
         return DistillationLosses(predictions, mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss)
 
     @torch.no_grad()
@@ -216,7 +217,7 @@ class DistillingModel(PretrainingModel):
         )
 
     def _pairs(self, hidden_TH: Tensor, batch: PretrainingBatch) -> tuple[Tensor, Tensor]:
-        """Loss and correct predictions of the classifier of sentence pairs."""
+        """Return the loss and correct predictions of the classifier of sentence pairs."""
         pooled_SH = pool(hidden_TH, batch.cu_seqlens, self.shape.pooling)
         logits_S2 = nsp_logits(pooled_SH, self.heads.nsp_weights()).float()
         loss = F.cross_entropy(logits_S2, batch.nsp_labels, reduction="sum")
@@ -224,9 +225,9 @@ class DistillingModel(PretrainingModel):
 
 
 def evenly_spread(student: int, teacher: int) -> tuple[int, ...]:
-    """Which of the teacher's layers each layer of the student begins with: from the first to the last.
+    """Return the teacher's layer from which each layer of the student starts, from the first to the last.
 
-    For 6 of 12 they are DistilBERT's 0, 2, 4, 7, 9, 11 (transformers, research project distillation,
+    For 6 of 12 layers, these are DistilBERT's 0, 2, 4, 7, 9, 11 (transformers, research project distillation,
     scripts/extract_distilbert.py).
     """
     if student == 1:
@@ -234,8 +235,8 @@ def evenly_spread(student: int, teacher: int) -> tuple[int, ...]:
     return tuple(round(number * (teacher - 1) / (student - 1)) for number in range(student))
 
 
-def _built(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
-    """The teacher with its weights, not copied; it draws no random numbers."""
+def _build(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
+    """Build the teacher with its weights, without copying them or drawing random numbers."""
     with torch.device("meta"):
         rows = len(teacher.state["embeddings.word"])
         model = PretrainingModel(teacher.model, rows, teacher.next_sentence, compile=compile)
@@ -243,12 +244,12 @@ def _built(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
     return model
 
 
-# ---- what a student begins with
+# ---- initial weights of a student
 
 
 def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, torch.Size]:
-    """Shapes of the student's parameters, by name, with the teacher's heads."""
-    # `neighbors` needs the values of its biases, which a meta tensor has not.
+    """Return the shapes of the student's parameters, by name, with the teacher's heads."""
+    # `neighbors` needs the values of its biases, which meta tensors do not have.
     shape = config.model.model_copy(update={"attention_init": "normal"})
     with torch.device("meta"):
         student = PretrainingModel(shape, len(teacher.state["embeddings.word"]), teacher.next_sentence)
@@ -258,15 +259,15 @@ def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, to
 def student_weights(
     config: PretrainConfig, teacher: FrozenModel, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """What a student begins with: the teacher's embeddings and heads, and those of its layers that the config names.
+    """Return the initial weights of a student: the teacher's embeddings, heads and the configured layers.
 
     Args:
         config: the run.
-        teacher: the model to begin with.
-        shapes: of the student's parameters, by name. A head that the teacher lacks is left out of the result.
+        teacher: the model to start from.
+        shapes: of the student's parameters, by name. The result omits a head that the teacher lacks.
 
     Raises:
-        InputError: the student has other parts or widths, or the teacher has no such layer.
+        InputError: the student has other parts or widths, or the teacher lacks a layer.
     """
     _refuse_other_shape(config, teacher)
     layers = config.distillation.layers or evenly_spread(config.model.layers, teacher.model.layers)
@@ -277,8 +278,8 @@ def student_weights(
         )
     state: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        found = teacher.state.get(_source(name, layers))
-        if found is None:
+        weight = teacher.state.get(_source(name, layers))
+        if weight is None:
             if name.startswith("heads."):
                 continue
             raise InputError(
@@ -286,18 +287,18 @@ def student_weights(
                 "Let the first layer be the teacher's first one."
             )
         if name == "embeddings.position":
-            found = found[: config.model.max_positions]
-        if tuple(found.shape) != tuple(shape):
+            weight = weight[: config.model.max_positions]
+        if tuple(weight.shape) != tuple(shape):
             raise InputError(
-                f"distillation.teacher: {teacher.folder}: {name} is {list(found.shape)}, but {list(shape)} in the "
+                f"distillation.teacher: {teacher.folder}: {name} is {list(weight.shape)}, but {list(shape)} in the "
                 "student. Give it the teacher's shape, or set distillation.initialize: false."
             )
-        state[name] = found
+        state[name] = weight
     return state
 
 
 def _source(name: str, layers: Sequence[int]) -> str:
-    """The teacher's parameter that one of the student's begins with."""
+    """Return the name of the teacher's parameter from which the student's parameter `name` starts."""
     part, _, rest = name.partition(".")
     if part != "layers":
         return name
@@ -306,18 +307,18 @@ def _source(name: str, layers: Sequence[int]) -> str:
 
 
 def _resolved(model: ModelConfig, name: str) -> Any:
-    """The value of a field, or of the one that 0 stands for."""
+    """Return the value of a field, or of the field that replaces a value of 0."""
     return getattr(model, name) or getattr(model, _DEFAULTS.get(name, name))
 
 
 def _refuse_other_shape(config: PretrainConfig, teacher: FrozenModel) -> None:
-    """Raise `InputError` for the first setting of the model that differs from the teacher's and has to be the same."""
+    """Raise `InputError` for the first setting of the model that must equal the teacher's and does not."""
     for name in ModelConfig.model_fields:
-        own, theirs = (_resolved(model, name) for model in (config.model, teacher.model))
-        if name not in _FREE and own != theirs:
+        ours, theirs = (_resolved(model, name) for model in (config.model, teacher.model))
+        if name not in _FREE and ours != theirs:
             raise InputError(
-                f"model.{name}: {own!r}, but the teacher ({teacher.folder}) has {theirs!r}, and the student begins "
-                "with its layers. Set the teacher's, or distillation.initialize: false."
+                f"model.{name}: {ours!r}, but the teacher ({teacher.folder}) has {theirs!r}, and the student starts "
+                "from its layers. Set the teacher's value, or distillation.initialize: false."
             )
     if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":
         raise InputError(

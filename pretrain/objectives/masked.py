@@ -51,7 +51,7 @@ class MaskedTokens(Objective):
 
     @property
     def pairs(self) -> Term:
-        """Of the classifier of pairs; 0 without one."""
+        """The loss of the classifier of pairs; 0 without a classifier."""
         return Term("nsp", "labeled", shown=self.config.pairs.objective if self.config.pairs.has_classifier else "")
 
     def parameters(self) -> list[tuple[str, int, str]]:

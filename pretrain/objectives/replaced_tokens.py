@@ -1,10 +1,10 @@
 """Replaced-token detection: a discriminator that finds the tokens that a small generator has replaced.
 
 Clark et al. 2020, "ELECTRA", section 2. The discriminator is the encoder of the run; the generator, a masked language
-model, lies beside it. Both read one table of embeddings, or the discriminator adds differences to the generator's (He
-et al. 2021, DeBERTaV3, section 3.2).
+model, is a second model. Both share one table of embeddings, or the discriminator adds differences to the generator's
+(He et al. 2021, DeBERTaV3, section 3.2).
 
-Shape letters: T tokens, K masked tokens, C of them at a time, H hidden width, E width of the embeddings, V vocabulary.
+Shape letters: T tokens, K masked tokens, C a chunk of them, H hidden width, E width of the embeddings, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pretrain.model.parameters import Parameter, embedding_parameters, linear_pa
 from pretrain.objectives.masked import MLM
 from pretrain.objectives.objective import Exported, Objective, ReadFrozen, Term
 
-# Scores that are summed at a time to sample from them: 32 MiB of fp64.
-SCORES_AT_ONCE = 1 << 22
-# They separate the random numbers of a token: the discriminator's dropout, the generator's, and the sample.
+# Scores of a chunk, which are summed to sample from them: 32 MiB of fp64.
+CHUNK_SCORES = 1 << 22
+# Keys that separate a token's random numbers: the generator's dropout and the sample, from the discriminator's dropout.
 _GENERATOR, _SAMPLE = 0x1B873593, 0x52DCE729
 
-_GENERATOR_NAMES = "generator."  # of parameters in a checkpoint
+_GENERATOR_PREFIX = "generator."  # of parameters in a checkpoint
 _TABLES = ("embeddings.word", "embeddings.position")
 
 
@@ -69,20 +69,20 @@ class ReplacedTokens(Objective):
 
     def parameters(self) -> list[tuple[str, int, str]]:
         model, generator = self.shapes
-        own = sum(cost.parameter_count(model, self.vocabulary, False)[:2]) + total(discriminator_parameters(model))
+        main = sum(cost.parameter_count(model, self.vocabulary, False)[:2]) + total(discriminator_parameters(model))
         others = cost.parameter_count(generator, self.vocabulary, False).total
         if self.settings.embeddings == "shared":
             tables = (p for p in embedding_parameters(generator, self.vocabulary) if not p.name.startswith("project_"))
             others -= total(tables)
         return [
-            ("model", own, "; the discriminator, which fine-tuning uses"),
-            ("generator", others, "; without what it shares"),
+            ("model", main, "; the discriminator, which fine-tuning uses"),
+            ("generator", others, "; without shared parameters"),
         ]
 
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """The discriminator reads every row, the generator only the masked ones.
+        """Count every row for the discriminator, and only the masked rows for the generator.
 
-        The scores that samples are drawn from count a second time, without a backward pass.
+        The scores from which samples are drawn count a second time, without a backward pass.
         """
         model, generator = self.shapes
         discriminator = cost.FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
@@ -134,7 +134,7 @@ class ElectraLosses(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What an encoder reads of a batch (`encoder.UnpaddedBatch`), with other tokens or other keys."""
+    """A batch for an encoder (`encoder.UnpaddedBatch`), with other tokens or other keys."""
 
     input_ids: Tensor
     token_types: Tensor
@@ -149,13 +149,13 @@ class Tokens(NamedTuple):
 
 
 class ElectraModel(Encoder):
-    """The discriminator, whose `generator` is a `PretrainingModel`; arguments as `Encoder`, and the generator's."""
+    """The discriminator, with the generator as a submodule; arguments as for `Encoder`, and `settings`."""
 
-    def __init__(self, shape: ModelConfig, vocabulary_size: int, *, settings: ElectraConfig, **how: bool) -> None:
-        super().__init__(shape, vocabulary_size, **how)
+    def __init__(self, shape: ModelConfig, vocabulary_size: int, *, settings: ElectraConfig, **options: bool) -> None:
+        super().__init__(shape, vocabulary_size, **options)
         self.settings = settings
-        self.generator = PretrainingModel(settings.generator(shape), vocabulary_size, False, **how)
-        # Parameters are named in the order of the forward pass, on which the engine's buckets rely.
+        self.generator = PretrainingModel(settings.generator(shape), vocabulary_size, False, **options)
+        # Keeps parameters in the order of the forward pass, on which the engine's buckets rely.
         self.layers = self._modules.pop("layers")
         self.heads = DiscriminatorHeads(shape)
         if settings.embeddings == "disentangled":
@@ -164,7 +164,7 @@ class ElectraModel(Encoder):
             share_embeddings(self.embeddings, self.generator.embeddings)
 
     def forward(self, batch: PretrainingBatch) -> ElectraLosses:
-        """Losses and correct predictions of one micro-batch."""
+        """Return losses and correct predictions of one micro-batch."""
         rows_K, labels_K = batch.masked_rows, batch.masked_labels
         generator, keys_T = self.generator, batch.token_keys
         hidden_KH = generator.encode(Tokens.of(batch, batch.input_ids, keys_T ^ _GENERATOR), rows_K)
@@ -180,7 +180,7 @@ class ElectraModel(Encoder):
         return ElectraLosses(mlm_loss, rtd_loss, mlm_correct, rtd_correct)
 
     def scores(self, tokens: Tokens) -> Tensor:
-        """fp32 [T]: how much each token seems to be replaced; above 0, rather than not."""
+        """Return fp32 [T], the logits that each token was replaced."""
         return self.heads(self.encode(tokens))
 
 
@@ -204,19 +204,19 @@ class DiscriminatorHeads(nn.Module):
 
 
 def discriminator_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `DiscriminatorHeads`."""
+    """Return the parameters of `DiscriminatorHeads`."""
     return (*linear_parameters("rtd_dense", model.hidden, model.hidden), *linear_parameters("rtd_out", 1, model.hidden))
 
 
 class DisentangledEmbeddings(Embeddings):
     """Embeddings whose tables of words and positions are differences from another model's (DeBERTaV3, section 3.2).
 
-    They begin as 0. The other model's tables get no gradient from here, so the two objectives do not pull them apart.
+    They start as 0. The other model's tables get no gradient from here, so the two objectives do not conflict in them.
     Segments and the norm are not shared.
 
     Args:
-        shape, vocabulary_size, compile: as `Embeddings`.
-        base: the other model's, of the same width.
+        shape, vocabulary_size, compile: as for `Embeddings`.
+        base: the other model's embeddings, of the same width.
     """
 
     def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool, base: Embeddings) -> None:
@@ -234,7 +234,7 @@ class DisentangledEmbeddings(Embeddings):
 
 
 def share_embeddings(owner: Embeddings, other: Embeddings) -> None:
-    """Let `other` use the tables and the norm of `owner`, which has the same width; their projections stay apart."""
+    """Let `other` use the tables and the norm of `owner`, of the same width; projections are not shared."""
     for name, parameter in owner.named_parameters():
         if not name.startswith("project_"):
             other.register_parameter(name, parameter)
@@ -242,54 +242,54 @@ def share_embeddings(owner: Embeddings, other: Embeddings) -> None:
 
 @torch.no_grad()
 def sample_tokens(hidden_KE: Tensor, word_VE: Tensor, bias_V: Tensor | None, keys_K: Tensor) -> Tensor:
-    """Tokens drawn from the softmax of the scores: a function of the scores and the keys alone (invariant 1).
+    """Draw tokens from the softmax of the scores, as a function of the scores and the keys alone (invariant 1).
 
     Args:
-        hidden_KE: what the decoder reads.
+        hidden_KE: the decoder's input.
         word_VE, bias_V: the decoder.
-        keys_K: int32, one random number for each token is a hash of its key.
+        keys_K: int32; each token's random number is a hash of its key.
 
     Returns:
         int64 [K].
     """
     bits_K = hash_bits(keys_K ^ _SAMPLE).long() & 0xFFFFFFFF
     uniform_K = (bits_K.double() + 0.5) / (1 << 32)
-    rows = max(1, SCORES_AT_ONCE // len(word_VE))
+    rows = max(1, CHUNK_SCORES // len(word_VE))
     samples = [keys_K.new_empty(0, dtype=torch.int64)]
     for hidden_CE, uniform_C in zip(hidden_KE.split(rows), uniform_K.split(rows), strict=True):
         scores_CV = torch.mm(hidden_CE, word_VE.T, out=empty_scores(len(hidden_CE), word_VE)).float()
         if bias_V is not None:
             scores_CV = scores_CV + bias_V.float()
-        # The inverse of the distribution function, which needs one random number where Gumbel's noise needs V.
+        # Inverse transform sampling needs one random number, where Gumbel noise would need V.
         sums_CV = scores_CV.softmax(-1).cumsum(-1, dtype=torch.float64)
-        found_C1 = torch.searchsorted(sums_CV, uniform_C[:, None] * sums_CV[:, -1:], right=True)
-        samples.append(found_C1[:, 0].clamp_(max=len(word_VE) - 1))
+        sampled_C1 = torch.searchsorted(sums_CV, uniform_C[:, None] * sums_CV[:, -1:], right=True)
+        samples.append(sampled_C1[:, 0].clamp_(max=len(word_VE) - 1))
     return torch.cat(samples)
 
 
-# ---- the two models in a checkpoint, apart
+# ---- the two models of a checkpoint
 
 
 def discriminator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the model itself, with whole embeddings."""
-    own = {name: tensor for name, tensor in state.items() if not name.startswith(_GENERATOR_NAMES)}
+    """Return the weights of the discriminator, with complete embeddings."""
+    weights = {name: tensor for name, tensor in state.items() if not name.startswith(_GENERATOR_PREFIX)}
     for name in _TABLES:
-        base = state.get(_GENERATOR_NAMES + name)
+        base = state.get(_GENERATOR_PREFIX + name)
         if base is not None:  # disentangled: the discriminator has the difference
-            own[name] = own[name] + base
-    return own
+            weights[name] = weights[name] + base
+    return weights
 
 
 def generator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the generator as a `pretrain.model.heads.PretrainingModel`, shared embeddings included."""
-    own = {
-        name.removeprefix(_GENERATOR_NAMES): tensor
+    """Return the weights of the generator as a `pretrain.model.heads.PretrainingModel`, shared embeddings included."""
+    weights = {
+        name.removeprefix(_GENERATOR_PREFIX): tensor
         for name, tensor in state.items()
-        if name.startswith(_GENERATOR_NAMES)
+        if name.startswith(_GENERATOR_PREFIX)
     }
     shared = {
         name: tensor
         for name, tensor in state.items()
         if name.startswith("embeddings.") and not name.startswith("embeddings.project_")
     }
-    return own if _TABLES[0] in own else {**shared, **own}
+    return weights if _TABLES[0] in weights else {**shared, **weights}

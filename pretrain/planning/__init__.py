@@ -1,1 +1,1 @@
-"""What a run costs, by arithmetic or timed here, and which run to choose for a budget."""
+"""The cost of a run, by arithmetic or measured here, and the run that fits a budget."""

@@ -1,7 +1,7 @@
 """The cost of a run, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
 
-`pretrain/model/cost.py` has the costs of an architecture; here they are added up for a run. No torch is
-needed, except to measure this machine.
+`pretrain/model/cost.py` has the costs of an architecture; here they are added up for a run. Needs torch only to measure
+this machine.
 """
 
 import math
@@ -29,11 +29,11 @@ from pretrain.planning.recording import choose_graphs, with_graphs
 from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
 from pretrain.planning.work import ASSUMED_FILL, Work, frozen_shape, optimizer_flops, phase_work, vocabulary_size
 
-# Assumed MFU of this machine: our step on CPU has half of the measured matmul peak. By this definition NVIDIA's
-# BERT-Large on 8 A100 had 0.44 at length 128 (DeepLearningExamples README).
+# Assumed MFU of this machine: our step on CPU reaches half of the measured matmul peak. By this definition NVIDIA's
+# BERT-Large on 8 A100 has 0.44 at length 128 (DeepLearningExamples README).
 ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
-_DOLLARS_A_REQUEST = 0.0004 / 1000  # GET of S3 Standard in us-east-1, 2026
+_DOLLARS_PER_REQUEST = 0.0004 / 1000  # GET of S3 Standard in us-east-1, 2026
 
 
 def dry_run(
@@ -45,23 +45,23 @@ def dry_run(
     readings: Sequence[str] = (),
     show_config: bool = False,
 ) -> str:
-    """All estimates as text for the terminal.
+    """Return all estimates as text for the terminal.
 
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; by default `measured`.
-        measured: the mean of each phase on the prepared corpus; without them, `ASSUMED_FILL` of the length is assumed.
-        readings: lines on how often an epoch reads a token.
+        measured: the mean of each phase on the prepared corpus; if empty, `ASSUMED_FILL` of the length is assumed.
+        readings: lines about how often an epoch reads a token.
         show_config: add the resolved config.
 
     Raises:
         InputError: `on` is not a known cluster or has too many workers for a batch, `mean_length` is not above 0, the
-            model has no such norm or activation, or the prepared corpus is damaged.
+            model's norm or activation is unknown, or the prepared corpus is damaged.
     """
     if mean_length is not None and not 0 < mean_length < math.inf:
         raise InputError(f"--mean-length: {mean_length:g}; expected a number above 0.")
     size = vocabulary_size(config)
-    config, why = resolve_precision(config, on)
+    config, precision_reason = resolve_precision(config, on)
     cluster = parse_cluster(on, config) if on else None
     if cluster:
         _check_batches(config, cluster.workers, f"--on {on}")
@@ -70,7 +70,7 @@ def dry_run(
     lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
     graphs = ""
     if not cluster and device == "cuda" and config.engine.cuda_graphs == "auto":
-        graphs = "\n  engine.cuda_graphs: auto; the GPUs decide when the run starts"
+        graphs = "\n  engine.cuda_graphs: auto; chosen by the GPUs when the run starts"
     if cluster and device == "cuda":
         on_graphs, reason = choose_graphs(config, size, lengths, [cluster.name] * cluster.workers)
         config = with_graphs(config, on_graphs)
@@ -78,7 +78,7 @@ def dry_run(
     pairs, frozen = zip(config.phases, lengths, strict=True), frozen_shape(config)
     work = [phase_work(config, phase, size, length, frozen) for phase, length in pairs]
     parts = [
-        f"Precision\n  {config.engine.precision}: {why}{graphs}",
+        f"Precision\n  {config.engine.precision}: {precision_reason}{graphs}",
         "Parameters\n" + _parameter_lines(config, size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
         "Work\n" + _work_lines(config, work, _mean_note(config, mean_length, measured)),
@@ -91,12 +91,12 @@ def dry_run(
 
 
 def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
-    """Raise `InputError`, which begins with `where`, if a batch cannot be balanced across so many workers."""
+    """Raise `InputError`, prefixed with `where`, if a batch cannot be balanced across so many workers."""
     for number, phase in enumerate(config.phases):
         for name in ("ramp_from", "global_sequences"):
             sequences = getattr(phase, name)
-            if sequences and (why := config.why_not_balanced(number, sequences, workers)):
-                raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {why}.")
+            if sequences and (reason := config.why_not_balanced(number, sequences, workers)):
+                raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {reason}.")
 
 
 # ---- Time
@@ -114,9 +114,9 @@ class Cluster:
 
 
 def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
-    """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
+    """Parse `8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
 
-    Raises `InputError` if there is no such cluster or the run cannot compute there.
+    Raises `InputError` if the cluster is unknown or the run cannot compute there.
     """
     where = f"--on {text}"
     if text == "here":
@@ -130,18 +130,18 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     count = int(match[1] or 1) if match else 0
     if not match or match[2].upper() not in names or not count:
         known = ", ".join(GPUS)
-        raise InputError(f"{where}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
+        raise InputError(f"{where}: not a known cluster. Use here, or COUNTxNAME with one of {known}.")
     name = names[match[2].upper()]
     if config.engine.precision == "fp32":
-        raise InputError(f"{where}: its figures are for bf16 and fp16; engine.precision is fp32.")
+        raise InputError(f"{where}: the known peaks are for bf16 and fp16; engine.precision is fp32.")
     gpu = GPUS[name]
-    if why := unsupported(config.engine, gpu.capability):
-        raise InputError(f"{where}: {why}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
+    if reason := unsupported(config.engine, gpu.capability):
+        raise InputError(f"{where}: {reason}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
     return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu)
 
 
 def measure_peak(precision: Precision) -> tuple[Device, float]:
-    """(device, FLOP/s) of matrix products on all cores, or on one GPU."""
+    """Measure (device, FLOP/s) of matrix products on all cores, or on one GPU."""
     import torch
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,7 +151,7 @@ def measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _used_devices(config: PretrainConfig) -> int:
-    """GPUs of this machine that the run uses, one for each worker; 1 for CPUs, whose cores all workers share."""
+    """Return how many GPUs of this machine the run uses, one per worker; 1 for CPUs, whose cores the workers share."""
     import torch
 
     return max(1, min(torch.cuda.device_count(), config.scheduling.workers))
@@ -214,14 +214,14 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
     return "\n".join(lines)
 
 
-def _mean_note(config: PretrainConfig, given: float | None, measured: Sequence[float]) -> str:
-    """Where the mean lengths come from."""
-    if given:
+def _mean_note(config: PretrainConfig, mean_length: float | None, measured: Sequence[float]) -> str:
+    """Describe the origin of the mean lengths."""
+    if mean_length:
         return "as given"
     if measured:
         return f"measured on {config.corpus.dir}"
     is_prepared = prepared_manifest(config.corpus) is not None
-    advice = "measured where its text is" if is_prepared else "`prepare` the corpus, and it is measured"
+    advice = "measured on machines with its text" if is_prepared else "`prepare` the corpus to measure it"
     return f"assumed, {ASSUMED_FILL:g} of the length; {advice}"
 
 
@@ -245,14 +245,14 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
     lines.append("  FLOP: useful; no padding, MLM head only at masked tokens")
     lines.append(f"  mean: tokens per sequence, {mean_note}")
     lines.append(
-        "  executed: without the rows that the last layer skips, with what the backward pass computes again"
+        "  executed: without the rows that the last layer skips, with the recomputation in the backward pass"
         + (" and the optimizer's products" if config.optimizer.name == "muon" else "")
     )
     objective = objective_of(config)
     if role := objective.frozen_role:
         counted = f"both count the {role}'s forward pass"
-        told = counted if frozen_shape(config) else f"the {role} cannot be read: not counted"
-        lines.append(f"  {attrgetter(objective.setting)(config)}: {told}")
+        note = counted if frozen_shape(config) else f"the {role} cannot be read: not counted"
+        lines.append(f"  {attrgetter(objective.setting)(config)}: {note}")
     if config.optimizer.name == "muon":
         flops = optimizer_flops(config)
         shares = ", ".join(f"{flops / (w.flops / w.steps):.2g}" for w in work)
@@ -265,7 +265,7 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
 
 
 def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *more: str) -> Iterator[str]:
-    """A table with a column for each phase and each of `more`, whose cells may be left out at the end of a row."""
+    """Yield the lines of a table with a column for each phase and each of `more`; rows may lack their last cells."""
     table = {title: [*(f"phase {number}" for number in range(phases)), *more], **rows}
     first, width = max(map(len, table)), max(len(cell) for cells in table.values() for cell in cells)
     for name, cells in table.items():
@@ -274,7 +274,7 @@ def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *more:
 
 def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cluster | None) -> str:
     if cluster is None:
-        return "  give a cluster with --on 8xH100, or measure this machine with --on here"
+        return "  name a cluster with --on 8xH100, or measure this machine with --on here"
     if cluster.gpu is not None:
         objective = objective_of(config, size, frozen_shape(config))
         times = [
@@ -297,7 +297,7 @@ def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cl
 
 
 def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) -> str:
-    """What a step takes at least, part by part, and what that means for the run."""
+    """Describe the minimum time of each part of a step, and of the run."""
     rows = {name: [f"{1e3 * dict(step.rows())[name]:.2f}" for step in times] for name, _ in times[0].rows()}
     rows["limit"] = [f"{1e3 * step.limit:.2f}" for step in times]
     rows["limited by"] = [step.limited_by for step in times]
@@ -306,13 +306,13 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
     rows["sequences/s, at most"] = [f"{w.sequences / seconds:,.0f}" for w, seconds in pairs]
     rows["tokens/s, at most"] = [f"{w.tokens / seconds:,.0f}" for w, seconds in pairs]
     rows["MFU, at most"] = [f"{w.flops / seconds / cluster.peak_flops:.0%}" for w, seconds in pairs]
-    least = sum(seconds for _, seconds in pairs)
+    minimum = sum(seconds for _, seconds in pairs)
     expected = sum(w.steps * step.expected for w, step in zip(work, times, strict=True))
     lines = [
         *_by_phase("ms of a step, at least", rows, len(work)),
-        f"  total:   at least {_duration(least)} on {cluster.name}; about {_duration(expected)} as expected: "
+        f"  total:   at least {_duration(minimum)} on {cluster.name}; about {_duration(expected)} expected: "
         f"kernels at the share of their limit that public trainers reached, {REACHED:.2f}",
-        "  products, attention and memory follow one another on the GPU; the rest passes beside them, but for the "
+        "  products, attention and memory run one after another on the GPU; the rest overlaps with them, except the "
         "network with CUDA graphs",
     ]
     return "\n".join(lines)
@@ -325,7 +325,7 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
         try:
             return preparation_lines(describe(config))
-        except InputError as error:  # the run can be estimated before its text is there
+        except InputError as error:  # the run can be estimated before its text exists
             return f"  {folder}: not prepared, and cannot be prepared yet: {error}"
     lines = []
     for split in ("train", "validation"):
@@ -340,17 +340,17 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
 
 def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
-    """What it takes to read a corpus from its address."""
+    """Describe the cost of reading a corpus from its address."""
     shards = [shard for shard in manifest["shards"] if shard["split"] == "train"]
     files = (f"{shard['name']}.{part}.npy" for shard in shards for part in PARTS)
     size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_blocks, shards))
-    held = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
-    least, requests = min(blocks, 2 * held) * size / max(1, blocks), len(PARTS) * blocks
+    window = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
+    minimum, requests = min(blocks, 2 * window) * size / max(1, blocks), len(PARTS) * blocks
     return (
         f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}, a machine keeps {cache / 1e9:,.3g} GB and "
-        f"needs {least / 1e9:,.3g} GB at least, less if machines divide the text"
-        f"{': more than corpus.cache' if least > cache else ''}. "
-        f"A pass takes {requests:,} requests, ${requests * _DOLLARS_A_REQUEST:,.2f} at S3's price without transfer"
+        f"needs {minimum / 1e9:,.3g} GB at least, less if machines divide the text"
+        f"{': more than corpus.cache' if minimum > cache else ''}. "
+        f"A pass takes {requests:,} requests, ${requests * _DOLLARS_PER_REQUEST:,.2f} at S3's price without transfer"
     )
 
 
@@ -359,16 +359,16 @@ def _blocks(shard: dict[str, Any]) -> int:
 
 
 def preparation_lines(plan: dict[str, Any]) -> str:
-    """The result of `pretrain.corpus.description.describe` as text."""
+    """Return the result of `pretrain.corpus.description.describe` as text."""
     lines = [
         f"  {source['name']}: {source['kind']}, {counted(source['files'], 'file')}, {source['bytes'] / 1e6:,.1f} MB, "
         f"weight {source['weight']:g}"
         for source in plan["sources"]
     ]
     lines += [f"  {note}" for note in plan["notes"]]
-    who = counted(plan["processes"], "process", "processes") if plan["processes"] else "all cores"
+    readers = counted(plan["processes"], "process", "processes") if plan["processes"] else "all cores"
     where = f" of the Ray cluster at {plan['address']}" if plan["address"] else ""
-    read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {who}{where}"
+    read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {readers}{where}"
     finished = "finished and up to date" if plan["sources_compared"] else "finished; its sources are not compared"
     lines.append(
         f"  {shown(plan['dir'])}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {read}")

@@ -11,31 +11,31 @@ from pretrain.planning.work import frozen_shape, vocabulary_size
 Device = Literal["cpu", "cuda"]
 
 # DeepSpeed 0.19.8 reduces ZeRO 0 gradients in flattened copies of at most this many entries
-# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). Those of ZeRO 1 to 3 are in training/engine/buckets.py, and how many
-# are sent at the same time in gradient_sums.py.
+# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). The buckets of ZeRO 1 to 3 are in training/engine/buckets.py, and the
+# number that are sent simultaneously in gradient_sums.py.
 _WHOLE_BUCKET = 500_000_000
 BUCKET, IN_FLIGHT = 10_000_000, 8
-# ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
+# ZeRO 3 keeps gathered weights until so many are live (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
 _PROCESS_BYTES = 450 << 20
-_COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
+_COMPILER_BYTES = 200 << 20  # added by torch.compile
 
 
 def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
-    """Peak memory of one worker in bytes, by its use; the values add up to the total.
+    """Return the peak memory of one worker in bytes, by use; the values add up to the total.
 
-    On CUDA this is what torch allocates. Tensors that are not needed at the same time share memory: activations are
-    freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed memory and cannot
-    always use it again, so there the two add up.
+    On CUDA this is the memory that torch allocates. Tensors that are not needed simultaneously share memory:
+    activations are freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed
+    memory and cannot always reuse it, so there both count.
 
-    weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
+    weights       compute copy: whole, or a shard and the gathered weights (ZeRO 3)
     optimizer     fp32 master weights, the optimizer's moments, and the mean of the weights if they are averaged
     gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient; both twice with CUDA graphs
-    (its role)    a model that is read and not trained: its weights, and what its forward pass needs, if it can be read
-    copies        gradients in communication, and what DeepSpeed copies to take a step
+    (its role)    a frozen model: its weights, and the working space of its forward pass, if it can be read
+    copies        gradients in communication, and DeepSpeed's copies in a step
     checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
     process       the interpreter and its libraries (CPU)
     """
@@ -43,15 +43,15 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     p = objective_of(config, size).trained
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers, device)
-    # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
-    # computed last in the backward pass, when activations are freed.
+    # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The latter is
+    # computed at the end of the backward pass, when activations are freed.
     embedding = (6 if half else 12) * size * (config.model.embedding or config.model.hidden)
     states, during, after = _zero_states(stage, half, p, workers)
-    more = _more_than_adamw(config, p)
-    states["optimizer"] += more // (workers if stage else 1)
+    extra = _extra_state_bytes(config, p)
+    states["optimizer"] += extra // (workers if stage else 1)
     if device == "cuda":
         copies = during + max(0, max(after - during, embedding) - activations - logits)
-        if config.engine.cuda_graphs is True:  # recordings keep their memory; passes that are launched have their own
+        if config.engine.cuda_graphs is True:  # recordings keep their memory; launched passes use other memory
             activations, logits = 2 * activations, 2 * logits
     else:
         copies = max(during + embedding, after)
@@ -61,13 +61,13 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
         "logits": logits,
         **({role: _frozen_bytes(config, size, workers)} if (role := objective_of(config).frozen_role) else {}),
         "copies": copies,
-        "checkpoint": (12 * p + more) // workers if device == "cpu" else 0,
+        "checkpoint": (12 * p + extra) // workers if device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
     }
 
 
 def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
-    """The weights of a model that is not trained, which every worker has whole, and work space of its forward pass."""
+    """Return the bytes of a frozen model, which every worker has whole: weights and its forward pass's workspace."""
     frozen = frozen_shape(config)
     if frozen is None:
         return 0
@@ -78,15 +78,15 @@ def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
     return itemsize * (weights + scores) + cost.working_bytes(frozen, tokens, itemsize)
 
 
-def _more_than_adamw(config: PretrainConfig, p: int) -> int:
-    """Bytes of optimizer state besides AdamW's, over all workers; negative if there is less, as with Muon."""
+def _extra_state_bytes(config: PretrainConfig, p: int) -> int:
+    """Return the bytes of optimizer state beyond AdamW's, over all workers; negative if less, as with Muon."""
     averages = 4 * p if any(phase.averaged_share for phase in config.phases) else 0
     matrices = sum(total(cost.hidden_matrices(shape)) for shape in objective_of(config).shapes)
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
 
 def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int], int, int]:
-    """What the engine keeps with DeepSpeed 0.19.8, in bytes; then the largest temporary copies.
+    """Return the engine's states with DeepSpeed 0.19.8, in bytes, and the largest temporary copies.
 
     Args:
         stage: of ZeRO.
@@ -105,16 +105,16 @@ def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int]
     entries = min(p, BUCKET)
     bucket = b * entries
     if stage < 3:
-        # Pieces on their way, and this worker's part of each as it arrives.
+        # Pieces that are being sent, and this worker's part of each as it is received.
         sent = b * min(p, IN_FLIGHT * BUCKET)
-        on_their_way = sent + sent // w if w > 1 else 0
+        in_flight = sent + sent // w if w > 1 else 0
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         if stage == 1 or w == 1:
-            return states, on_their_way, 0
-        # Whole gradients only of buckets that are not complete: some layer's, and that of all biases and norms.
-        return {**states, "gradients": 4 * p // w}, on_their_way + 2 * bucket, 0
-    # The bucket stays; in the backward pass it is scattered from one copy to another. The step reads its gradients from
-    # one flat copy.
+            return states, in_flight, 0
+        # Whole gradients only of buckets that are not complete: one of a layer, and the one of all biases and norms.
+        return {**states, "gradients": 4 * p // w}, in_flight + 2 * bucket, 0
+    # The bucket stays allocated; the backward pass scatters it from one copy to another. The step reads its gradients
+    # from one flat copy.
     states = {
         "weights": b * p // w + b * min(p, _MAX_LIVE_PARAMETERS),
         "optimizer": 12 * p // w,
@@ -124,13 +124,13 @@ def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int]
 
 
 def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
-    """Tokens of the largest micro-batch that a worker can get: the budget, or all of its share of a batch."""
+    """Return the tokens of the largest micro-batch that a worker can get: the budget, or its whole share of a batch."""
     shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
     return min(config.engine.micro_batch_tokens, max(shares))
 
 
 def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int, device: Device) -> tuple[int, int]:
-    """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
+    """Return (activations, logits) in bytes of the largest micro-batch that a worker can get."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
     objective, longest = objective_of(config), max(phase.sequence_length for phase in config.phases)

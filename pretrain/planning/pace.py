@@ -1,4 +1,4 @@
-"""A schedule for a given time on this machine: a few steps of the run are timed, then its steps are scaled."""
+"""Fits a schedule to a time on this machine: times a few steps of the run, then scales its steps."""
 
 import itertools
 import math
@@ -23,38 +23,38 @@ from pretrain.model.precision import resolve_precision
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
 from pretrain.planning.work import Work, frozen_shape, phase_work, vocabulary_size
 
-_TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
+_TRAINING_SHARE = 0.95  # of the time; the rest is for evaluations and checkpoints, 2 to 3 % in the demo
 _TIMED_SECONDS = 15  # of training, about
-_TIMED_STEPS = (4, 60)  # fewest, most
-_UNTIMED_STEPS = 2  # the first, slower ones
-_OVER = 1.1  # a schedule takes longer than the time by more than rounding
+_MIN_TIMED_STEPS, _MAX_TIMED_STEPS = 4, 60
+_UNTIMED_STEPS = 2  # the first, slower steps
+_TOLERANCE = 1.1  # a schedule that exceeds the time by more than this factor is reported
 _SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # of a phase, in steps
-_REGULAR = ("checkpoint", "evaluation")  # sections with every_steps
+_PERIODIC = ("checkpoint", "evaluation")  # sections with every_steps
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run trains on this machine."""
+    """The speed of a run on this machine."""
 
-    timed: int  # steps
+    timed: int  # number of timed steps
     seconds: float  # of a step of the first phase, the median
     per_flop: float  # seconds
 
     def minutes(self, work: Sequence[Work]) -> float:
-        """Of a run whose phases have the work `work`, with evaluations and checkpoints."""
+        """Return the minutes of a run with this `work` of its phases, with evaluations and checkpoints."""
         return self.per_flop * sum(one.executed for one in work) / _TRAINING_SHARE / 60
 
 
 def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None = None) -> PretrainConfig:
-    """The config with its steps scaled so that the run takes about `minutes` on this machine; prints what was chosen.
+    """Return the config with steps scaled so that the run takes about `minutes` on this machine; prints the result.
 
-    Batches and rates stay; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
+    Batches and rates stay the same; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
 
     Args:
-        lengths: mean tokens of a sequence of each phase; without them, those that are assumed.
+        lengths: mean sequence length of each phase in tokens; None uses assumed lengths.
 
     Raises:
-        InputError: `minutes` is not above 0, or other processes than this one's would train.
+        InputError: `minutes` is not above 0, or processes outside this machine or of torchrun would train.
         MachineError: the timed run failed.
     """
     if not 0 < minutes < math.inf:
@@ -65,67 +65,66 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     pace = measure(config, lengths)
     fitted = scale(config, minutes / pace.minutes(work_of_phases(config, lengths)))
     needed = pace.minutes(work_of_phases(fitted, lengths))
-    # Every phase has a step at least.
-    about = f"{needed:.3g} min, not {minutes:g}" if needed > _OVER * minutes else f"{minutes:g} min"
-    chosen = f"{fitted.total_steps:,} steps take about {about} ({config.total_steps:,} in the config)"
-    print(f"{pace.timed} steps timed here, {pace.seconds:.3g} s each: {chosen}", flush=True)
+    # It may take longer, since every phase has at least one step.
+    time = f"{needed:.3g} min, not {minutes:g}" if needed > _TOLERANCE * minutes else f"{minutes:g} min"
+    result = f"{fitted.total_steps:,} steps take about {time} ({config.total_steps:,} in the config)"
+    print(f"{pace.timed} steps timed here, {pace.seconds:.3g} s each: {result}", flush=True)
     return fitted
 
 
 def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> Pace:
     """Time a few steps of the first phase, in a run with the same workers in a temporary folder; `lengths` as `fit`.
 
-    Raises `MachineError` with the last words of the run if it fails.
+    Raises `MachineError` with the last line of the run's output if it fails.
     """
     resolved, _ = resolve_precision(config)
     cluster = parse_cluster("here", resolved)
     first = work_of_phases(config, lengths)[0]
-    # All of the phase's batches count as full ones: the timed run has no ramp.
-    of_step = first.executed / first.sequences * config.phases[0].global_sequences
-    guess = of_step / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
-    fewest, most = _TIMED_STEPS
-    steps = min(most, max(fewest, round(_TIMED_SECONDS / guess)))
+    # All batches of the phase count as full batches: the timed run has no ramp.
+    flops = first.executed / first.sequences * config.phases[0].global_sequences
+    estimate = flops / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
+    steps = min(_MAX_TIMED_STEPS, max(_MIN_TIMED_STEPS, round(_TIMED_SECONDS / estimate)))
     seconds = time_steps(config, steps)
-    return Pace(steps, seconds, seconds / of_step)
+    return Pace(steps, seconds, seconds / flops)
 
 
 def work_of_phases(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
-    """The work of each phase."""
+    """Return the work of each phase."""
     rows, frozen = vocabulary_size(config), frozen_shape(config)
     pairs = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
     return [phase_work(config, phase, rows, length, frozen) for phase, length in pairs]
 
 
 def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
-    """The config with `factor` times its steps; every phase keeps at least one."""
+    """Return the config with `factor` times its steps; every phase keeps at least one."""
     phases = []
     for phase in config.phases:
         steps = max(1, round(factor * phase.steps))
         # Rounded down, so that the parts of a phase still fit into it.
         parts = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
-        if phase.decay_steps:  # 0 is not a short decay, but one of all steps after the warm-up
+        if phase.decay_steps:  # 0 would not be a short decay, but a decay over all steps after the warm-up
             parts["decay_steps"] = max(1, parts["decay_steps"])
-        least = len(phase.batch_sizes) - 1  # steps of a ramp
-        phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], least), "steps": max(steps, least)})
-    regular = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _REGULAR}
-    # A checkpoint that is kept at the end of a phase stays there.
+        ramp = len(phase.batch_sizes) - 1  # minimum steps
+        phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], ramp), "steps": max(steps, ramp)})
+    periods = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _PERIODIC}
+    # A checkpoint that is kept at the end of a phase stays at the end.
     ends = (
         [0, *np.cumsum([phase.steps for phase in config.phases])],
         [0, *np.cumsum([one["steps"] for one in phases])],
     )
     kept = {max(1, round(float(np.interp(step, *ends)))) for step in config.checkpoint.keep_at}
-    return _with_schedule(config, phases, regular, sorted(kept))
+    return _with_schedule(config, phases, periods, sorted(kept))
 
 
 def recorded(config: PretrainConfig) -> PretrainConfig:
-    """The config with the schedule of the run that its folder holds, which `--minutes` once fitted."""
+    """Return the config with the schedule of the run in its folder, which `--minutes` fitted earlier."""
     path = config.folder / CONFIG_FILE
     before = load_recorded(path, PretrainConfig) if path.is_file() else config
     if len(before.phases) != len(config.phases):
         return config
     phases = [{name: getattr(phase, name) for name in _SCHEDULE} for phase in before.phases]
-    regular = {name: getattr(before, name).every_steps for name in _REGULAR}
-    return _with_schedule(config, phases, regular, before.checkpoint.keep_at)
+    periods = {name: getattr(before, name).every_steps for name in _PERIODIC}
+    return _with_schedule(config, phases, periods, before.checkpoint.keep_at)
 
 
 def _with_schedule(
@@ -141,22 +140,22 @@ def _with_schedule(
 
 
 def time_steps(config: PretrainConfig, steps: int) -> float:
-    """Seconds per step, the median of `steps` steps."""
+    """Measure the seconds per step, the median of `steps` steps."""
     with unwound_when_terminated(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
         run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
         path.write_text(dump(timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
         program = f"import sys, pretrain; pretrain.train(sys.argv[1], no_ray={config.scheduling.workers == 1})"
-        done = run_program([sys.executable, "-c", program, str(path)])
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-            raise MachineError(f"The run that times steps failed: {said[-1]}")
+        result = run_program([sys.executable, "-c", program, str(path)])
+        if result.returncode:
+            output = (result.stderr or result.stdout).strip().splitlines() or [f"exit code {result.returncode}"]
+            raise MachineError(f"The run that times steps failed: {output[-1]}")
         ends = [record["seconds"] for record in read_records(run) if is_training(record)]
     timed = ends[_UNTIMED_STEPS - 1 :]
     return statistics.median(after - before for before, after in itertools.pairwise(timed))
 
 
 def timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
-    """`steps` steps of the first phase, with full batches."""
+    """Return a config for `steps` steps of the first phase, with full batches."""
     values: dict[str, Any] = config.model_dump()
     phase = {**values["phases"][0], **dict.fromkeys((*_SCHEDULE, "ramp_from", "averaged_share"), 0), "steps": steps}
     values.update(run_dir=str(run), phases=[phase])

@@ -1,4 +1,4 @@
-"""Choose `engine.cuda_graphs: auto`: passes are recorded if the roofline model then expects a shorter step."""
+"""Resolves `engine.cuda_graphs: auto`: passes are recorded if the roofline model then expects a shorter step."""
 
 from collections.abc import Sequence
 
@@ -11,31 +11,31 @@ from pretrain.planning.work import phase_work
 def choose_graphs(
     config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
 ) -> tuple[bool, str]:
-    """(whether passes are recorded, the reason) for workers on GPUs of these names, once the precision is resolved.
+    """Return (whether passes are recorded, the reason) for workers on GPUs of these names, after precision is resolved.
 
-    `lengths` are the mean tokens of a sequence of each phase; None where they are assumed.
+    `lengths` are the mean sequence lengths of each phase in tokens; None assumes a length.
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
     unknown = [f"the dry run has no figures of {name}" for name in gpus if gpu_of(name) is None]
-    other = "" if config.engine.precision == "bf16" else f"it needs bf16, not {config.engine.precision}"
-    asked = "engine.deepspeed is given" if config.engine.deepspeed else ""
-    if found := config.not_recorded or other or asked or "".join(unknown[:1]):
-        return False, found
+    precision = "" if config.engine.precision == "bf16" else f"it needs bf16, not {config.engine.precision}"
+    section = "engine.deepspeed is given" if config.engine.deepspeed else ""
+    if obstacle := config.not_recorded or precision or section or "".join(unknown[:1]):
+        return False, obstacle
     launched, recorded = (_expected_ms(with_graphs(config, on), vocabulary, lengths, gpus) for on in (False, True))
     times = f"a step is expected to take {launched:,.1f} ms launched and {recorded:,.1f} ms recorded"
     return recorded < launched, times
 
 
 def with_graphs(config: PretrainConfig, on: bool) -> PretrainConfig:
-    """`config` with this `engine.cuda_graphs`."""
+    """Return `config` with this `engine.cuda_graphs`."""
     return config.model_copy(update={"engine": config.engine.model_copy(update={"cuda_graphs": on})})
 
 
 def _expected_ms(
     config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
 ) -> float:
-    """Of a mean step of the run; of different GPUs, all wait for the slowest."""
+    """Return the expected milliseconds of a mean step of the run; if GPUs differ, all wait for the slowest."""
     slowest = min((gpu for name in gpus if (gpu := gpu_of(name))), key=lambda gpu: gpu.peak_flops)
     objective, total = objective_of(config, vocabulary), 0.0
     for phase, length in zip(config.phases, lengths, strict=True):

@@ -1,13 +1,13 @@
-"""The shortest time that a training step can take on GPUs, by arithmetic alone: a roofline model. No torch is needed.
+"""A roofline model: the minimum time of a training step on GPUs, by arithmetic alone, without torch.
 
-Four things happen side by side, and the longest of them is the limit:
+Four activities overlap, and the longest is the limit:
 
-    device    matrix products, attention and what lies between them, one kernel after another
+    device    matrix products, attention and the kernels between them, one after another
     host      Python, autograd and launches of kernels
-    network   gradients to their owners, and weights back; recorded passes do not hide it, so it follows them
-    loader    one thread that makes this rank's share of the next batch
+    network   gradients to their owners, and weights back; it does not overlap with recorded passes, but follows them
+    loader    one thread that prepares this rank's share of the next batch
 
-Every constant has its source beside it. A test compares the model with published results.
+Every constant has its source next to it. A test compares the model with published results.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pretrain.planning.work import Work, optimizer_flops
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU, in an eight-GPU machine that is sold with it; rates are those of one GPU and one direction."""
+    """A kind of GPU, in a common eight-GPU machine; rates are per GPU and direction."""
 
     peak_flops: float  # dense tensor cores at bf16 (V100: fp16), FLOP/s
     memory: float  # bytes/s
     link: float  # bytes/s to the GPUs of the same machine
     network: float  # bytes/s to other machines
-    # Shares of the peak that the best matrix product and long attention of heads of 64 reach.
+    # Shares of the peak reached by the best matrix product, and by long attention with heads of 64.
     product_share: float
     attention_share: float
     capability: tuple[int, int]  # CUDA's compute capability
@@ -42,7 +42,7 @@ class Gpu(NamedTuple):
 # Data sheets. Networks: DGX-1 has 4 cards of 100 Gb/s for 8 GPUs, DGX A100 200 Gb/s and DGX H100 400 Gb/s per GPU.
 # product_share: measured by mamf-finder.py (stas00/ml-engineering, compute/accelerator, August 2026); 0.8 where it has
 # no figure. attention_share: flash attention 2, forward and backward (Dao 2023, figures 4 and 7: 171 TFLOP/s on A100,
-# about 300 on H100); on B200 that of H100; on V100, which it does not support, 0.2 is a guess.
+# about 300 on H100); B200 is assumed equal to H100; on V100, which it does not support, 0.2 is a guess.
 GPUS = {
     "V100": Gpu(125e12, 0.9e12, 150e9, 6.25e9, 0.8, 0.2, (7, 0)),
     "A100": Gpu(312e12, 2.039e12, 300e9, 25e9, 0.869, 0.55, (8, 0)),
@@ -59,25 +59,25 @@ REACHED = 0.64  # share of the limit that public trainers reached: the median of
 # (openxla/xla, matmul_interpolator_data.h).
 _KERNEL_SECONDS = 5e-6
 _MEMORY_SHARE = 0.9  # a copy on an H100 reaches 3.0 of 3.35 TB/s
-# At this length attention has half of that rate: the tiles of flash attention are 64 to 128 rows. The figures of Dao
-# 2023 at 512 are 0.8 of those at 16,384.
+# At this length attention has half of that rate: the tiles of flash attention are 64 to 128 rows. In Dao 2023, the rate
+# at 512 is 0.8 of the rate at 16,384.
 _ATTENTION_LENGTH = 128
-# Numbers that kernels between the products read and write, for each that a compiled layer keeps for its backward pass.
-# By hand for BERT's layer: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H, bias gradients 9 H;
-# together 43 H, and 11 H are kept.
+# Numbers that kernels between the products read and write, per number that a compiled layer keeps for its backward
+# pass. Counted for BERT's layer: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H, bias gradients
+# 9 H; together 43 H, and 11 H are kept.
 _TRAFFIC = 4
 _LOGITS_TRAFFIC = 3  # the loss reads the scores, and writes and reads their gradient
-_OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes for each parameter and writes 12, and 2 of the bf16 weight
+_OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes per parameter and writes 12, and 2 of the bf16 weight
 _SUM_BYTES = 10  # a bf16 gradient that is added to an fp32 sum
 # The host's time for a layer of a micro-batch, forward and backward, and for the rest of a step: least squares over the
-# launched steps of BERT-Base and -Large on an H200 (tests/planning/test_roofline.py). A recorded pass leaves the rest.
+# launched steps of BERT-Base and -Large on an H200 (tests/planning/test_roofline.py). Recorded passes take the rest.
 LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
-_PLAIN_SECONDS = 75 * 6e-6  # more for a layer that is not compiled, of 75 more kernels (733 in 4 layers, not 434)
-_FILLER = 1.02  # tokens of recorded passes, for those of the text (decision 129)
-# For each round of matrices of one shape, of 2^24 entries on each worker: five iterations of three products, and copies
+_UNCOMPILED_SECONDS = 75 * 6e-6  # added per uncompiled layer, for 75 more kernels (733 in 4 layers, not 434)
+_FILLER = 1.02  # tokens of recorded passes per token of the text (decision 129)
+# Kernels of a round of matrices of one shape, 2^24 entries per worker: five iterations of three products, and copies
 # (tests/launches.py).
 MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
-MUON_LAUNCH_SECONDS = 20e-6  # of one of these: Python takes 14 us for it (a Zen 4), and the launch follows
+MUON_LAUNCH_SECONDS = 20e-6  # per kernel: Python takes 14 us (a Zen 4), and the launch follows
 # nccl-tests reach 0.8 of the links (stas00/ml-engineering, network). Seconds of a small collective, within one machine
 # and between machines: an assumption.
 _NETWORK_SHARE = 0.8
@@ -120,19 +120,19 @@ class StepTimes:
 
     @property
     def limited_by(self) -> str:
-        """What takes the longest: for the device, its longest part."""
-        beside = max(("host", "network", "loader"), key=lambda name: getattr(self, name))
-        if getattr(self, beside) == self.limit:
-            return beside
+        """The part that takes the longest: for the device, its longest part."""
+        overlapped = max(("host", "network", "loader"), key=lambda name: getattr(self, name))
+        if getattr(self, overlapped) == self.limit:
+            return overlapped
         return max(("products", "attention", "memory"), key=lambda name: getattr(self, name))
 
     def rows(self) -> list[tuple[str, float]]:
-        """(name, seconds) of each part."""
+        """Return (name, seconds) of each part."""
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """The figures of a GPU by the name that its driver gives; None if the model does not know it."""
+    """Return the figures of a GPU by its driver's name; None for an unknown GPU."""
     for known, gpu in GPUS.items():
         words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", known))
         if re.search(rf"\b{words}\b", name.upper()):
@@ -141,21 +141,21 @@ def gpu_of(name: str) -> Gpu | None:
 
 
 def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, workers: int) -> StepTimes:
-    """The parts of a mean step of a phase on `workers` GPUs.
+    """Return the parts of a mean step of a phase on `workers` GPUs.
 
     Args:
         work: of the phase (`pretrain.planning.work.phase_work`).
-        objective: of the run; those of its models that are not the run's own are taken to run at the rate of it.
+        objective: of the run; its other models are assumed to compute at the rate of the run's model.
     """
     config, vocabulary = objective.config, objective.vocabulary
     batch = CountedBatch.of(config, phase, work, workers)
-    more = _more_than_own(objective, work)
+    factor = _all_models_factor(objective, work)
     itemsize = 4 if config.engine.precision == "fp32" else 2
     muon = optimizer_flops(config) / workers / (gpu.product_share * gpu.peak_flops)
     network = _network_seconds(config, objective.trained * itemsize, batch.micro_batches, gpu, workers)
     return StepTimes(
-        products=more * batch.micro_batches * _product_seconds(config, vocabulary, batch, gpu, itemsize) + muon,
-        attention=more * batch.micro_batches * _attention_seconds(config, batch, gpu),
+        products=factor * batch.micro_batches * _product_seconds(config, vocabulary, batch, gpu, itemsize) + muon,
+        attention=factor * batch.micro_batches * _attention_seconds(config, batch, gpu),
         memory=_step_bytes(objective, batch, work, workers) / (_MEMORY_SHARE * gpu.memory),
         host=_host_seconds(config, batch.micro_batches, workers),
         network=network,
@@ -165,20 +165,20 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
 
 
 def _step_bytes(objective: Objective, batch: CountedBatch, work: Work, workers: int) -> float:
-    """Bytes that a rank reads and writes in a step between its products, to sum gradients, and in the optimizer."""
+    """Return the bytes that a rank reads and writes in a step between products, for gradient sums and the optimizer."""
     config = objective.config
     itemsize = 4 if config.engine.precision == "fp32" else 2
     states = workers if config.engine.zero_stage else 1
     between = _memory_bytes(config, objective.vocabulary, batch, itemsize) * batch.micro_batches
     updates = objective.trained * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / states)
-    return _more_than_own(objective, work) * between + updates
+    return _all_models_factor(objective, work) * between + updates
 
 
-def _more_than_own(objective: Objective, work: Work) -> float:
-    """FLOPs of a sequence with all models of the objective, over those of masked language modeling."""
-    own = MaskedTokens(objective.config, objective.vocabulary)
-    executed, alone = (one.executed_flops([work.mean_length], work.masked) for one in (objective, own))
-    return executed / alone
+def _all_models_factor(objective: Objective, work: Work) -> float:
+    """Return the FLOPs of a sequence with all models of the objective, relative to masked language modeling."""
+    masked = MaskedTokens(objective.config, objective.vocabulary)
+    executed, baseline = (one.executed_flops([work.mean_length], work.masked) for one in (objective, masked))
+    return executed / baseline
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class CountedBatch:
     micro_batches: int
     length: float  # mean, tokens
     sequences: float  # of a micro-batch
-    masked: float  # tokens of a micro-batch that are predicted
+    masked: float  # predicted tokens of a micro-batch
 
     @property
     def tokens(self) -> float:
@@ -209,8 +209,8 @@ class CountedBatch:
 
 
 def _product_seconds(config: PretrainConfig, vocabulary: int, batch: CountedBatch, gpu: Gpu, itemsize: int) -> float:
-    """Forward and backward passes of the matrix products of a micro-batch."""
-    again = config.engine.activation_checkpointing
+    """Return the time of the matrix products of a micro-batch, forward and backward."""
+    recomputes = config.engine.activation_checkpointing
 
     def seconds(rows: float, outputs: int, inputs: int) -> float:
         numbers = rows * inputs + inputs * outputs + rows * outputs
@@ -218,12 +218,12 @@ def _product_seconds(config: PretrainConfig, vocabulary: int, batch: CountedBatc
         return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / rates[0], itemsize * numbers / rates[1])
 
     # The backward pass has two products of the same size: for the gradients of the input and of the weight.
-    layers = sum((4 if again else 3) * seconds(*product) for product in layer_products(config, batch))
+    layers = sum((4 if recomputes else 3) * seconds(*product) for product in layer_products(config, batch))
     return layers + sum(3 * seconds(*product) for product in head_products(config, vocabulary, batch))
 
 
 def layer_products(config: PretrainConfig, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
-    """(rows, outputs, inputs) of each product in the layers; the last one computes only the rows that are read."""
+    """Yield (rows, outputs, inputs) of each product in the layers; the last layer's only for the rows that are read."""
     model = config.model
     for depth in range(model.depth):
         for parameter in _matrices(layer_parameters(model, depth % model.layers)):
@@ -232,7 +232,7 @@ def layer_products(config: PretrainConfig, batch: CountedBatch) -> Iterator[tupl
 
 
 def head_products(config: PretrainConfig, vocabulary: int, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
-    """(rows, inputs, outputs) of each matrix product of the heads but the decoder."""
+    """Yield (rows, outputs, inputs) of each matrix product of the heads, the decoder's last."""
     model = config.model
     for parameter in _matrices(head_parameters(model, vocabulary, config.pairs.has_classifier)):
         if parameter.name != "decoder":
@@ -246,7 +246,7 @@ def _matrices(parameters: tuple[Parameter, ...]) -> Iterator[Parameter]:
 
 
 def _attention_seconds(config: PretrainConfig, batch: CountedBatch, gpu: Gpu) -> float:
-    """Forward and backward passes of attention; the backward pass computes the scores again."""
+    """Return the time of attention, forward and backward; the backward pass recomputes the scores."""
     model, total = config.model, 0.0
     for depth in range(model.depth):
         window = model.window(depth % model.layers)
@@ -257,7 +257,7 @@ def _attention_seconds(config: PretrainConfig, batch: CountedBatch, gpu: Gpu) ->
 
 
 def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, itemsize: int) -> float:
-    """What the kernels between the products of a micro-batch read and write."""
+    """Return the bytes that kernels between the products of a micro-batch read and write."""
     tokens, rows = round(batch.tokens), round(batch.last_rows)
     kept = cost.activation_bytes(
         config.model, tokens, rows, itemsize=itemsize, compiled=True, checkpointing=False, native=False
@@ -267,9 +267,9 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, 
 
 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
-    """The host's time of a step."""
+    """Return the host's time of a step."""
     trained = objective_of(config).shapes
-    layer = LAYER_SECONDS + (0 if config.engine.compiled else _PLAIN_SECONDS)
+    layer = LAYER_SECONDS + (0 if config.engine.compiled else _UNCOMPILED_SECONDS)
     layers = micro_batches * sum(model.depth for model in trained) * layer
     muon = 0.0
     if config.optimizer.name == "muon":
@@ -280,10 +280,10 @@ def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> f
 
 
 def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gpu: Gpu, workers: int) -> float:
-    """The collectives of a step for `size` bytes of parameters (Rajbhandari et al. 2020, section 7).
+    """Return the time of a step's collectives for `size` bytes of parameters (Rajbhandari et al. 2020, section 7).
 
-    A ring over several machines crosses each boundary once for all GPUs of a machine, so it has all of their network
-    cards.
+    A ring over several machines crosses each boundary once for all GPUs of a machine, so it can use all of the
+    machine's network cards.
     """
     if workers == 1:
         return 0.0
@@ -297,5 +297,5 @@ def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gp
 
 
 def _loader_seconds(batch: CountedBatch, workers: int) -> float:
-    planning = next(seconds for most, seconds in _PLANNING_SECONDS if workers <= most)
+    planning = next(seconds for max_ranks, seconds in _PLANNING_SECONDS if workers <= max_ranks)
     return planning + _TOKEN_SECONDS * batch.tokens * batch.micro_batches

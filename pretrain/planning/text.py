@@ -1,4 +1,4 @@
-"""What the text of a run has: tokens of a sequence and of an epoch, measured on the prepared corpus.
+"""Statistics of a run's text: tokens of a sequence and of an epoch, measured on the prepared corpus.
 
 Sequences are planned, not read: a dry run needs no torch and takes a moment.
 """
@@ -26,8 +26,8 @@ from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
 from pretrain.corpus.stored import fetch_without_tokens, is_streamed, prepared_manifest
 from pretrain.planning.work import expected_length
 
-# Sequences of each phase. Lengths that differ as much as in a mixture of questions and books give a mean that is off by
-# 0.5 % (one deviation).
+# Sequences per phase. If lengths vary as much as in a mixture of questions and books, the error of the mean is 0.5 %
+# (one standard deviation).
 _SAMPLED = 16384
 _RUNS = 8
 
@@ -41,14 +41,13 @@ class PhaseText:
 
 
 def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
-    """The means of each phase, measured on the prepared corpus, or of the card of one that is streamed; () if there is
-    neither.
+    """Return the means of each phase, measured on the prepared corpus, or from the card of a streamed corpus.
 
-    Raises `InputError` if the corpus is damaged, or has no sequence for a phase.
+    Returns () if there is neither. Raises `InputError` if the corpus is damaged, or has no sequence for a phase.
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return ()
-    if not _is_here(config, manifest):
+    if not _has_copy(config, manifest):
         _check_weights(config, manifest)
         counted = {one.sequence_length: one.mean_length for one in _card_readings(config)}
         if any(phase.sequence_length not in counted for phase in config.phases):
@@ -61,20 +60,18 @@ def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
 
 
 def mean_lengths(config: PretrainConfig) -> list[float]:
-    """Return the mean tokens of a sequence of each phase; [] and errors as of `measured_phases`."""
+    """Return the mean sequence length of each phase in tokens; [] and errors as in `measured_phases`."""
     return [phase.mean_length for phase in measured_phases(config)]
 
 
 def reading_lines(config: PretrainConfig) -> list[str]:
-    """How often an epoch of the prepared corpus reads a token, by sequence length, and what phases read of each source.
+    """Describe how often an epoch reads a token, by sequence length, and how much phases read of each source.
 
-    [] if the corpus is not prepared.
-
-    Raises `InputError` as `measured_phases`.
+    Returns [] if the corpus is not prepared. Raises `InputError` as `measured_phases`.
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return []
-    if not _is_here(config, manifest):
+    if not _has_copy(config, manifest):
         counted = _card_readings(config)
         return [*(one.line for one in counted), *_expected_phase_lines(config, manifest, counted)]
     shards = _training_shards(config)
@@ -83,7 +80,7 @@ def reading_lines(config: PretrainConfig) -> list[str]:
 
 
 def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
-    """What each phase reads of each source; of a corpus of one, only phases that leave something out.
+    """Describe what each phase reads of each source; with one source, only phases that do not read all of it.
 
     Raises `InputError` as `measured_phases`.
     """
@@ -95,7 +92,7 @@ def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
 
 
 def phase_readings(shards: TokenShards, config: PretrainConfig) -> Iterator[list[SourceReading]]:
-    """Yield what each phase reads of each source; errors as of `measured_phases`."""
+    """Yield the readings of each source by phase; raises as `measured_phases`."""
     readers: list[SourceSamples | None] = [None] * len(shards.sources)
     samplers = phase_samplers(shards, config, seed=config.seed)
     for phase, sampler in zip(config.phases, samplers, strict=True):
@@ -108,7 +105,7 @@ def phase_readings(shards: TokenShards, config: PretrainConfig) -> Iterator[list
 def _expected_phase_lines(
     config: PretrainConfig, manifest: dict[str, Any], counted: Sequence[Reading]
 ) -> Iterator[str]:
-    """`phase_lines` of text that is not here, as if all its sources had sequences of the same mean length."""
+    """Estimate `phase_lines` without a copy of the text, as if all sources had the same mean sequence length."""
     if not counted:
         return
     means, nothing = {one.sequence_length: one.mean_length for one in counted}, np.zeros(1, np.uint16)
@@ -126,23 +123,23 @@ def _expected_phase_lines(
         whole = [max(1, round(one)) if one else 0 for one in samples.tolist()]  # 0: all of it is held out
         try:
             mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
-        except InputError as error:  # which only the run can know, since lengths are means
+        except InputError as error:  # only an estimate, since lengths are means
             yield f"phases.{number}: by these means the run would be refused: {error}"
             return
         shares = np.array(mix.shares) / sum(mix.shares)
         read = before + shares * phase.sequences / np.maximum(samples, 1)
         figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
-        own = zip(described.sources, figures, strict=True)
-        lines = (SourceReading(source["name"], *one).line for source, one in own if one[0])
+        by_source = zip(described.sources, figures, strict=True)
+        lines = (SourceReading(source["name"], *one).line for source, one in by_source if one[0])
         if len(described.sources) > 1:
             yield f"phases.{number}: about {'; '.join(lines)}"
         if any(phase.sequence_length != earlier.sequence_length for earlier in config.phases[:number]):
-            most = f"less than twice its share of {WINDOW_BLOCKS} blocks of a million tokens, or than a batch if larger"
-            yield f"phases.{number}: another sequence_length leaves out the rest of a source's open window, {most}."
+            limit = f"less than twice its share of {WINDOW_BLOCKS} blocks of 1e6 tokens, or than a batch if larger"
+            yield f"phases.{number}: another sequence_length skips the rest of a source's open window, {limit}."
 
 
-def _is_here(config: PretrainConfig, manifest: dict[str, Any]) -> bool:
-    """Whether this machine has a full copy of the corpus with this manifest; one at an address may have grown since."""
+def _has_copy(config: PretrainConfig, manifest: dict[str, Any]) -> bool:
+    """Return whether this machine has a full copy of the corpus with this manifest; the original may have grown."""
     folder = config.corpus.folder
     return (folder / MANIFEST).exists() and read_manifest(folder)["shards"] == manifest["shards"]
 
@@ -156,7 +153,7 @@ def _check_weights(config: PretrainConfig, manifest: dict[str, Any]) -> None:
 
 
 def _card_readings(config: PretrainConfig) -> list[Reading]:
-    """What `prepare` counted of a corpus that is streamed, for the lengths of its config then."""
+    """Return the readings that `prepare` counted of a streamed corpus, for the sequence lengths of its config."""
     if not is_streamed(config.corpus) or config.adaptation.replay_share:
         return []
     card = json.loads((fetch_without_tokens(config.corpus) / "card.json").read_text(encoding="utf-8"))
@@ -168,7 +165,7 @@ def _card_readings(config: PretrainConfig) -> list[Reading]:
 
 
 def counts_readings(config: PretrainConfig) -> CountReadings:
-    """What counts how often epochs and phases read text, for the card of the corpus that is prepared."""
+    """Return a function that counts how often epochs and phases read text, for the card of a prepared corpus."""
 
     def count(shards: TokenShards) -> tuple[list[dict[str, Any]], list[str]]:
         return count_readings(shards, config), phase_lines(shards, config)
@@ -177,17 +174,17 @@ def counts_readings(config: PretrainConfig) -> CountReadings:
 
 
 def _training_shards(config: PretrainConfig) -> TokenShards:
-    """What the run is trained on: its corpus, and replayed text of the general one."""
-    own, adaptation = open_shards(config.corpus.folder, "train"), config.adaptation
+    """Open the training text: the run's corpus, and replayed text of the general corpus."""
+    shards, adaptation = open_shards(config.corpus.folder, "train"), config.adaptation
     if not (adaptation.replay_corpus and adaptation.replay_share):
-        return own
-    return with_replay(own, open_shards(local(adaptation.replay_corpus), "train"), adaptation.replay_share)
+        return shards
+    return with_replay(shards, open_shards(local(adaptation.replay_corpus), "train"), adaptation.replay_share)
 
 
 def _measured(phase: PhaseConfig, sampler: Sampler) -> PhaseText:
-    # Neighbors are planned together, so runs of them at even distances.
+    # Consecutive sequences are planned together, so sample evenly spaced runs of them.
     count = min(phase.sequences, _SAMPLED)
     runs = min(_RUNS, count)
-    begins = np.arange(runs) * max(0, phase.sequences - count // runs) // max(1, runs - 1)
-    lengths = [sampler.plan(begin + np.arange(count // runs)).lengths for begin in begins.tolist()]
+    starts = np.arange(runs) * max(0, phase.sequences - count // runs) // max(1, runs - 1)
+    lengths = [sampler.plan(start + np.arange(count // runs)).lengths for start in starts.tolist()]
     return PhaseText(float(np.concatenate(lengths).mean()), sampler.samples_per_epoch)

@@ -1,7 +1,7 @@
-"""The work of a run: sequences, tokens and FLOPs of its phases, by arithmetic alone. No torch is needed.
+"""The work of a run: sequences, tokens and FLOPs of its phases, by arithmetic alone, without torch.
 
-An objective has the FLOPs of a sequence; here are those of a run, with the optimizer's. All counts are of matrix
-products, 2 FLOPs for each multiply-add. They depend on the config and the text, never on the machine: no padding is
+An objective has the FLOPs of a sequence; this module sums them for a run, with the optimizer's. All counts are of
+matrix products, 2 FLOPs per multiply-add. They depend on the config and the text, never on the machine: no padding is
 counted, and a local layer counts the keys within its windows.
 """
 
@@ -15,17 +15,17 @@ from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
 from pretrain.objectives import objective_of
 
-# Mean tokens of a sequence by its length, where no corpus is prepared that tells.
+# Mean length of a sequence as a share of the maximum, assumed if no prepared corpus is there to measure it.
 ASSUMED_FILL = 0.8
 
 
 def expected_length(phase: PhaseConfig) -> float:
-    """Mean tokens per sequence that are assumed without a prepared corpus; short documents have a lower mean."""
+    """Return the mean sequence length assumed without a prepared corpus; short documents have a lower mean."""
     return phase.sequence_length * ASSUMED_FILL
 
 
 def optimizer_flops(config: PretrainConfig) -> float:
-    """FLOPs of the matrix products of one optimizer step, over all workers: Muon's. Other optimizers have none."""
+    """Return the FLOPs of Muon's matrix products in a step, over all workers; 0 for other optimizers."""
     if config.optimizer.name != "muon":
         return 0.0
     return float(sum(cost.orthogonalization_flops(shape) for shape in objective_of(config).shapes))
@@ -51,12 +51,12 @@ def phase_work(
     mean_length: float | None = None,
     frozen: ModelConfig | None = None,
 ) -> Work:
-    """Sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
+    """Return the sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(phase), phase.sequence_length)
     number = next(n for n, one in enumerate(config.phases) if one is phase)
     share = sum(config.masking_shares(number)) / 2
-    most = phase.max_predictions or round(share * phase.sequence_length)
-    masked = min(share * mean, most)
+    limit = phase.max_predictions or round(share * phase.sequence_length)
+    masked = min(share * mean, limit)
     sequences = phase.sequences
     objective = objective_of(config, vocabulary, frozen)
     counts = (objective.useful_flops, objective.executed_flops)
@@ -66,7 +66,7 @@ def phase_work(
 
 
 def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
-    """The shape of the model that the run reads and does not train; None without one, or if it cannot be read yet."""
+    """Return the shape of the run's frozen model; None if there is none, or if it cannot be read yet."""
     objective = objective_of(config)
     if not objective.frozen_role:
         return None
@@ -79,12 +79,12 @@ def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
-    """Rows of the word embeddings for the entries of the vocabulary."""
+    """Return the rows of the word embeddings for the entries of the vocabulary."""
     return config.model.rows(_vocabulary_entries(config))
 
 
 def _vocabulary_entries(config: PretrainConfig) -> int:
-    """Entries of the prepared corpus's vocabulary, else of the given one, else of that to train."""
+    """Return the number of entries of the prepared corpus's vocabulary, or of the given or configured one."""
     manifest = prepared_manifest(config.corpus)
     if manifest:
         return int(manifest["vocabulary_size"])

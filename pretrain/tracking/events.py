@@ -1,6 +1,6 @@
-"""Fields of evaluations and events in metrics.jsonl, and the kinds of events, with their meaning.
+"""Definitions of the fields of evaluations and events in metrics.jsonl, and of the kinds of events.
 
-`pretrain.run.metrics` has those of training records; docs/reference/metrics.md is made from both.
+`pretrain.run.metrics` has the fields of training records; docs/reference/metrics.md is generated from both.
 """
 
 from pretrain.common.records import SOURCE_LOSS, Metric
@@ -13,7 +13,7 @@ EVALUATION_FIELDS: dict[str, Metric] = {
     f"{SOURCE_LOSS}NAME": Metric(
         "nats",
         "loss on the held-out text of a source, if there are several. Sources of fewer than 16 sequences (or fewer "
-        "than workers) are one text, such as `a + b`. `loss` is the mean over all.",
+        "than workers) are joined, such as `a + b`. `loss` is the mean over all.",
     ),
     "general_mlm_loss": Metric(
         "nats", "mlm_loss on `adaptation.replay_corpus`. Its other losses and accuracies have the same prefix."
@@ -33,7 +33,7 @@ PROBE_FIELDS: dict[str, Metric] = {
     "step": Metric("steps", "The checkpoint's. `split` is always `probe`, and `time` as for events."),
     "seconds": Metric("s", "Time that the scores took."),
     "averaged": Metric("steps", "Steps whose weights were averaged; 0 for the weights of the step itself."),
-    "skipped": Metric("checkpoints", "Due ones since the record before that were not scored: it took too long."),
+    "skipped": Metric("checkpoints", "Due checkpoints since the last record that were skipped to catch up."),
     "error": Metric("", "Why scores are missing."),
     **PROBE_SCORES,
 }
@@ -49,7 +49,7 @@ EVENT_FIELDS: dict[str, Metric] = {
 
 EVENTS: dict[str, str] = {
     "resume": "Training continued from a checkpoint: with `--resume`, or after a restart.",
-    "fork": "The run began with a checkpoint of another one: its weights, moments and place in the data.",
+    "fork": "The run started from a checkpoint of another run: its weights, moments and position in the data.",
     "restart": "All workers were restarted from a checkpoint.",
     "hang": "A worker made no progress for `scheduling.hang_seconds`.",
     "data_stall": "A worker waited 5 s or longer for one batch, or for the storage.",
@@ -59,10 +59,10 @@ EVENTS: dict[str, str] = {
     "rollback": "Training went back to an earlier checkpoint after a loss spike or repeated NaN.",
     "straggler": "A rank was slower than the others for a while.",
     "average": "The averaged weights were evaluated at the end of training.",
-    "callback": "A callback raised an error, the first of its own.",
+    "callback": "A callback raised its first error.",
     "storage": "Storage failed and was tried again.",
     "wandb": "W&B failed. The run continues without it.",
     "stop": "The run was stopped; it can be resumed.",
-    "diverged": "The run ended because training diverged.",
+    "diverged": "The run stopped because training diverged.",
 }
 """Kinds of events and their meaning."""

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 30.0
-_SPEED_SECONDS = 1800.0  # over which the speed for the time left is taken
+_SPEED_SECONDS = 1800.0  # window of the speed from which the time left is computed
 _BAR_WIDTH = 24
-_MOST_SCORES = 4
+_MAX_SCORES = 4
 # The phases of a start.
 WORKERS = "starting the workers"
 CONNECT = "connecting the workers"
@@ -44,7 +44,7 @@ _PHASE_FILE = "logs/starting.txt"  # exists while the run starts
 
 
 def write_phase(run_dir: Path, phase: str) -> None:
-    """Record that `phase` of the start begins. A full or read-only disk is ignored: other writes report it."""
+    """Record that a phase of the startup starts. A full or read-only disk is ignored: other writes report it."""
     path = run_dir / _PHASE_FILE
     aside = path.with_name(f".{path.name}.tmp")
     with contextlib.suppress(OSError):
@@ -64,12 +64,11 @@ def follow(
 ) -> Iterator[None]:
     """Show the run's progress on the terminal while the block runs.
 
-    `metrics` says how those of a pretraining are shown; a fine-tuning has scores.
+    `metrics` defines how a pretraining's metrics are shown; a fine-tuning has scores.
 
     One live line, drawn by rich, shows step, loss, time left, accuracies, useful tokens/s, MFU and data stalls; a
-    narrow terminal cuts its end off. Evaluations are printed above it. Before the first record, the line shows the
-    phase of the start. If stdout is not a terminal, a plain line is printed for each phase of the start, and then every
-    30 s.
+    narrow terminal truncates it. Evaluations are printed above it. Before the first record, the line shows the phase of
+    the startup. If stdout is not a terminal, a plain line is printed for each phase of the startup, then every 30 s.
     """
     console = console or make_console(highlight=False, soft_wrap=True)
     end_phases(run_dir)  # a killed start leaves its phase
@@ -86,7 +85,7 @@ def follow(
 
 
 def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
-    """The phases of a run's config.yaml; [] if there are none or some are damaged."""
+    """Return the phases of a run's config.yaml; [] if there are none or some are damaged."""
     from pretrain.config import PhaseConfig
 
     try:
@@ -96,7 +95,7 @@ def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
 
 
 def work(phases: Iterable[PhaseConfig], step: int) -> float:
-    """Work of the first `step` steps: an upper bound in tokens, or the steps if the phases are unknown."""
+    """Return the work of the first `step` steps: an upper bound in tokens, or the steps if the phases are unknown."""
     tokens = 0.0
     for phase in phases:
         done = min(step, phase.steps)
@@ -114,7 +113,7 @@ class _Tail:
         self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """(complete new records, whether the file was replaced or is read for the first time)."""
+        """Return (complete new records, whether the file was replaced or is read for the first time)."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -122,7 +121,7 @@ class _Tail:
                 start = 0 if fresh else self._offset
                 file.seek(start)
                 data = file.read()
-        except OSError:  # not there yet, or storage that fails for a moment: the next poll reads from here
+        except OSError:  # the file is missing, or storage fails for a moment: the next poll reads from here
             return [], False
         whole = data[: data.rfind(b"\n") + 1]
         self._inode, self._offset = status.st_ino, start + len(whole)
@@ -141,7 +140,7 @@ class LiveProgress:
         self.started = time.monotonic()
         self.last: dict[str, Any] = {}
         self._run_dir = run_dir
-        self._tail, self._probes, self._began = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
+        self._tail, self._probes, self._started_at = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
         self._old_file = (run_dir / METRICS).exists()
         # Events of the file so far: a restart and a rollback replace the file and keep them.
         self._known_events = {_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
@@ -167,12 +166,12 @@ class LiveProgress:
         self._print_wait()
         self._read_start()
         for record in self._probes.read()[0]:
-            if record.get("time", 0.0) > self._began:
+            if record.get("time", 0.0) > self._started_at:
                 self.console.print(_probe_line(record), markup=False)
         records, fresh = self._tail.read()
         if not records and not fresh:
             return
-        # Records from before this start (or restart) are history, not news.
+        # Records from before this start (or restart) are not shown.
         history = fresh and self._old_file
         self._old_file = True
         if history:
@@ -203,7 +202,7 @@ class LiveProgress:
                 self.phase_of_start = STEPS
 
     def _start_again(self) -> None:
-        """Show the phases of a start until the next record."""
+        """Show the phases of the startup until the next record."""
         self.has_news, self.started = False, time.monotonic()
         self.bar.reset(self._task, total=None)
 
@@ -215,7 +214,7 @@ class LiveProgress:
         if record["event"] == "resume":
             self._start_again()
         elif record["event"] == "rollback":
-            self.has_news = True  # training goes on at once
+            self.has_news = True  # training continues immediately
 
     def _take(self, record: dict[str, Any]) -> None:
         if record.get("split") == "validation":
@@ -226,7 +225,7 @@ class LiveProgress:
 
     @property
     def started_training(self) -> bool:
-        """Whether this start has written a record."""
+        """Return whether this start has written a record."""
         return self.has_news and bool(self.last)
 
     @property
@@ -234,7 +233,7 @@ class LiveProgress:
         return self.last.get("step", 0)
 
     def pieces(self) -> list[str]:
-        """The parts of the line, the most important first."""
+        """Return the parts of the line, the most important first."""
         last, left = self.last, self.bar.tasks[0].time_remaining
         live = metric_lines(last, {name: metric for name, metric in self.metrics.items() if metric.live})
         pieces = [
@@ -254,7 +253,7 @@ class LiveProgress:
         return work(self._read_phases(), step)
 
     def _read_phases(self) -> list[PhaseConfig]:
-        """The phases; [] until the run's config exists."""
+        """Return the phases; [] until the run's config exists."""
         if not self._phases:
             from pretrain.common.settings import read_values
 
@@ -264,12 +263,12 @@ class LiveProgress:
 
 
 def _key(event: dict[str, Any]) -> str:
-    """Distinguishes an event from the others of its run."""
+    """Return a key that identifies an event in its run."""
     return json.dumps(event, sort_keys=True)
 
 
 def _make_bar(console: Console) -> Progress:
-    """The live line: a bar, which pulses while the run starts, and text, which is cut off where the line ends."""
+    """Create the live line: a bar, which pulses while the run starts, and text, truncated to the line's width."""
     from rich.highlighter import ReprHighlighter
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
@@ -287,7 +286,7 @@ def _make_bar(console: Console) -> Progress:
 
 
 def _show(progress: LiveProgress, stop: threading.Event) -> None:
-    """Show the live line on a terminal; elsewhere, print a plain line for each phase of the start and every 30 s."""
+    """Show the live line on a terminal; otherwise print a plain line for each startup phase and every 30 s."""
     console = progress.console
     printed_at, printed_step, printed_phase = time.monotonic(), 0, ""
     with progress.bar if console.is_terminal else contextlib.nullcontext():
@@ -314,11 +313,11 @@ def _shown(form: str, value: float | None) -> str:
 
 
 def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric]) -> str:
-    """The metrics of an evaluation of pretraining, or the first few scores of another task."""
+    """Return the metrics of an evaluation of pretraining, or the first few scores of another task."""
     scores = metric_lines(record, metrics)
     if not scores:
         numbers = {key: one for key, one in record.items() if isinstance(one, float) and key != "seconds"}
-        first = list(shown_scores(numbers).items())[:_MOST_SCORES]
+        first = list(shown_scores(numbers).items())[:_MAX_SCORES]
         scores = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in first]
     return _line(record, "held-out", *scores, "best" if record.get("best") else "")
 

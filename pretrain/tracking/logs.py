@@ -38,7 +38,7 @@ def quiet_logging(log_file: Path) -> None:
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
-    """Leave logging and the handlers of signals afterward as they were: a program or notebook trains, and goes on."""
+    """Restore logging and signal handlers afterward, since the program or notebook that trains continues."""
     root, handlers = logging.root, logging.root.handlers[:]
     level, logger = root.level, logging.getLoggerClass()
     signals = {number: signal.getsignal(number) for number in stop_signals()}
@@ -62,7 +62,7 @@ def _on_terminal(handler: logging.Handler) -> bool:
 
 
 class _LogFile(logging.FileHandler):
-    """Logs INFO and above; of W&B, which writes its own debug.log to the run folder, only warnings."""
+    """Logs INFO and above, but only warnings of W&B, which writes debug.log to the run folder."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         super().__init__(path, encoding=encoding)

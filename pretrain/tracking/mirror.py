@@ -34,27 +34,26 @@ _WANDB_TRAIN = {
 }
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
-_MOST_RANKS = 16  # with a metric each in W&B
+_MAX_RANKS = 16  # with separate metrics in W&B
 LARGEST_RANK = "max_rank"
-"""Of many ranks, the end of the name of the metric that is the rank of the largest value."""
+"""Suffix of the metric that, for many ranks, names the rank with the largest value."""
 
 ID_NAME = 55
-"""Characters of a run's name in the W&B id that is generated for it: W&B's ids have up to 64."""
+"""Characters of a run's name in its generated W&B id: W&B's ids have up to 64."""
 
-# How long W&B may take to connect; after that the run is kept offline. Training does not wait.
+# Limit for W&B to connect; after that the run is kept offline. Training does not wait.
 INIT_SECONDS = 10.0
-# How long the last uploads may take at the end; `wandb sync` can send the rest later.
+# Limit for the last uploads at the end; `wandb sync` can send the rest later.
 _FINISH_SECONDS = 30.0
-# How long W&B's process may then take to exit; W&B itself allows 10 s.
+# Limit for W&B's process to exit after that; W&B itself allows 10 s.
 TEARDOWN_SECONDS = 12.0
 
 
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
-    """The record under the metric names of the HF Trainer and Composer; the x axis is train/global_step.
+    """Rename a record's fields to the metric names of the HF Trainer and Composer; the x axis is train/global_step.
 
-    A list of values per rank becomes one metric per rank; of many ranks, the least, the median and the largest value,
-    and the rank of the largest. An event becomes a metric named after its kind; its value is
-    the rank, or 1.
+    A list of values per rank becomes one metric per rank; for many ranks, the minimum, median and maximum, and the rank
+    of the maximum. An event becomes a metric named after its kind; its value is the rank, or 1.
     """
     if "event" in record:
         named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
@@ -69,10 +68,10 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
 
 def _of_ranks(values: list[float | None]) -> dict[int | str, float | None]:
     known = sorted(value for value in values if value is not None)
-    if len(values) <= _MOST_RANKS or not known:
+    if len(values) <= _MAX_RANKS or not known:
         return dict(enumerate(values))
-    least, middle, largest = known[0], statistics.median(known), known[-1]
-    return {"min": least, "median": middle, "max": largest, LARGEST_RANK: values.index(largest)}
+    largest = known[-1]
+    return {"min": known[0], "median": statistics.median(known), "max": largest, LARGEST_RANK: values.index(largest)}
 
 
 def wandb_mode(mode: str) -> str:
@@ -93,7 +92,7 @@ def wandb_mode(mode: str) -> str:
 
 
 def wandb_entity() -> str:
-    """The W&B entity of the runs: WANDB_ENTITY, or the default entity of the key's owner."""
+    """Return the W&B entity of the runs: WANDB_ENTITY, or the default entity of the key's owner."""
     import wandb
 
     return os.environ.get("WANDB_ENTITY") or wandb.Api(timeout=round(INIT_SECONDS)).default_entity or ""
@@ -120,14 +119,14 @@ def _wandb_key_set() -> bool:
 
 
 def new_id(config: RunConfig) -> str:
-    """W&B's id of a new run."""
+    """Return W&B's id of a new run."""
     return config.tracking.run_id or f"{config.name[:ID_NAME]}-{secrets.token_hex(4)}"
 
 
 def wandb_arguments(
     config: RunConfig, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
 ) -> dict[str, Any]:
-    """The arguments of `wandb.init` for a run."""
+    """Return the arguments of `wandb.init` for a run."""
     fork = read_fork(run_dir)
     return {
         "project": config.tracking.project,
@@ -143,10 +142,10 @@ def wandb_arguments(
 class WandbMirror:
     """Sends records to W&B from a background thread. Training only puts them into a queue and never waits.
 
-    `rows` makes one call a step of them.
+    `rows` collects the records of a step for one call.
 
     Attributes:
-        failure: why nothing is sent any more; "" while all is well.
+        failure: the error after which nothing is sent; "" if there is none.
     """
 
     def __init__(self, mode: str, arguments: dict[str, Any], rows: MetricRows) -> None:
@@ -160,7 +159,7 @@ class WandbMirror:
         self.thread.start()
 
     def log(self, record: dict[str, Any], at: int | None = None) -> None:
-        """Queue a record, for the row `at` of a later step than its own if that is given."""
+        """Queue a record for the row of its step, or of the later step `at`."""
         self._queue.put((record["step"] if at is None else at, record))
 
     def log_artifact(self, folder: Path, name: str) -> None:
@@ -200,7 +199,7 @@ def start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
         console="off",
         init_timeout=INIT_SECONDS,
         finish_timeout=_FINISH_SECONDS,
-        # A kill loses the rows of the last interval, which no restart sends again; the default is 15 s.
+        # A kill loses the rows of the last interval, which restarts do not send again; the default is 15 s.
         x_transaction_log_flush_interval=0.05,
     )
     run = None
@@ -236,5 +235,5 @@ def finish_wandb(run: Any) -> None:
     import wandb
 
     run.finish()
-    # W&B's own process writes the file. Without this call, killing the worker could lose the end of the file.
+    # W&B's process writes the file. Without this call, killing the worker could lose the end of the file.
     wandb.teardown()

@@ -1,7 +1,7 @@
-"""What W&B gets of a run's records: one row a step, each step once, however often the run is restarted.
+"""A run's records as rows for W&B: one per step, each step once, however often the run is restarted.
 
-A restarted run repeats the steps after its checkpoint bit for bit, so the first row of a step is as good as a second.
-W&B itself refuses steps that go back, but an offline run does not know what earlier ones have sent.
+A restarted run repeats the steps after its checkpoint bit for bit, so the first row of a step equals a repeated one.
+W&B itself refuses decreasing steps, but an offline run does not know the steps that earlier starts have sent.
 """
 
 import json
@@ -13,17 +13,17 @@ from pretrain.common.run_files import LAST_SENT
 
 MESSAGE = "events/message"
 _EVENT_STEP = "events/step"
-PROBE_STEP = "probe/step"  # the x axis of scores of checkpoints, which come later than their step
+PROBE_STEP = "probe/step"  # the x axis of scores of checkpoints, which are sent later than their step
 
 
 class MetricRows:
-    """Collects the values of a step until a later one comes.
+    """Collects the values of a step until a later step starts.
 
     Args:
         folder: the run folder.
         run_id: W&B's id of the run.
-        step: steps taken before this start; nothing up to it is sent if nobody knows what was sent before. None begins
-            a new run.
+        step: steps taken before this start; without a record of earlier rows, nothing up to it is sent. None starts a
+            new run.
 
     Attributes:
         last: the last step that was sent.
@@ -38,13 +38,13 @@ class MetricRows:
             self._write()
         self._step: int | None = None
         self._row: dict[str, Any] = {}
-        self._late: dict[str, Any] = {}  # of events at steps whose row was sent
+        self._late: dict[str, Any] = {}  # events at steps whose row was already sent
 
     def add(self, step: int, values: dict[str, Any], *, event: bool) -> tuple[int, dict[str, Any]] | None:
-        """Take the values of a record at `step`; the complete row of an earlier step, and that step, if it is over.
+        """Add the values of a record at `step`; returns the step and row of an earlier step if it is now complete.
 
-        Values at a step before the newest one are those of a repetition, and left out. An event there did happen, so it
-        comes into the next row, with its own step as events/step.
+        Values at a step before the latest are a repetition, and dropped. Events there are new, so they are added to
+        the next row, with their step as events/step.
         """
         open_step = self.last + 1 if self._step is None else self._step
         if step < open_step:
@@ -57,7 +57,7 @@ class MetricRows:
         return done
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
-        """The row that is being collected, and its step, which counts as sent from here on; None without one."""
+        """Return the step and row that are being collected, and count them as sent; None without a row."""
         if self._step is None:
             return None
         row, self.last = self._row, self._step
@@ -69,8 +69,8 @@ class MetricRows:
 
     def _read(self) -> tuple[int, int] | None:
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            return (int(found["step"]), int(found["probe"])) if found["id"] == self._id else None
+            sent = json.loads(self._path.read_text(encoding="utf-8"))
+            return (int(sent["step"]), int(sent["probe"])) if sent["id"] == self._id else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -79,7 +79,7 @@ class MetricRows:
 
 
 def _merge(row: dict[str, Any], values: dict[str, Any]) -> None:
-    """Add `values` to `row`; what it has stays, and messages are joined."""
+    """Add `values` to `row`; existing values stay, and messages are joined."""
     messages = [one[MESSAGE] for one in (row, values) if one.get(MESSAGE)]
     row.update({**values, **row})
     if messages:

@@ -22,7 +22,7 @@ class Tracker:
     Args:
         config: the run; `config.tracking` has the settings of W&B.
         run_dir: the run folder; created if missing.
-        run_id: the W&B id in the checkpoint that is resumed; None starts a new run of W&B's.
+        run_id: the W&B id in the resumed checkpoint; None starts a new W&B run.
         step: optimizer steps already taken; records after it belong to an abandoned continuation and are dropped, and
             all records if there is no checkpoint (None).
         card: facts about the data, stored in the W&B config of the run.
@@ -62,7 +62,7 @@ class Tracker:
             with disk_errors(path):
                 rows = self._rows = MetricRows(run_dir, self.run_id, step)
             self._probed = rows.probe
-            # What an earlier start recorded and was killed before it sent.
+            # Records of an earlier start that was killed before it sent them.
             unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= self._step]
             self.mirror = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
             for record in unsent:
@@ -84,7 +84,7 @@ class Tracker:
         self._note_failure()
 
     def _mirror_probe(self, step: int) -> None:
-        """Send the oldest scores of a checkpoint that W&B has not in the row of this step, if that is a new one."""
+        """Send the oldest unsent scores of a checkpoint in the row of this step, if the step is new."""
         if self.mirror is not None and self._rows is not None and step > max(self._rows.last, self._step):
             for record in _probes_after(self._folder, self._probed)[:1]:
                 self.mirror.log(record, at=step)
@@ -105,7 +105,7 @@ class Tracker:
                 self.file = append_open(path, buffering=0)
 
     def mirror_end(self, event: str, step: int, message: str) -> None:
-        """Send the event that ends the run to W&B. metrics.jsonl gets its own from the launcher (`note_end`)."""
+        """Send the event of the run's stop to W&B. The launcher writes it to metrics.jsonl (`note_end`)."""
         self._mirror({"event": event, "step": step, "message": message})
 
     def _mirror(self, record: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class Tracker:
 
     @property
     def mirrored(self) -> bool:
-        """Whether records go to W&B, now or by a later `wandb sync`."""
+        """Return whether records go to W&B, now or by a later `wandb sync`."""
         return self.mirror is not None
 
     def log_artifact(self, folder: Path) -> None:
@@ -148,7 +148,7 @@ class Tracker:
 
 
 def send_probes(config: RunConfig) -> None:
-    """Send scores of checkpoints that came after the last row of a finished run, a row for each."""
+    """Send the scores of checkpoints that arrived after the last row of a finished run, a row for each."""
     path, folder = config.folder / LAST_SENT, config.folder
     if (mode := wandb_mode(config.tracking.wandb)) != "off" and path.is_file():
         rows = MetricRows(folder, run_id := json.loads(path.read_text(encoding="utf-8"))["id"], None)
@@ -160,6 +160,6 @@ def send_probes(config: RunConfig) -> None:
 
 
 def _probes_after(folder: Path, step: int) -> list[dict[str, Any]]:
-    with contextlib.suppress(InputError):  # a bad line of theirs is no error of the run
+    with contextlib.suppress(InputError):  # a damaged probes.jsonl is not an error of the run
         return [one for one in read_records(folder, PROBES) if one["step"] > step]
     return []

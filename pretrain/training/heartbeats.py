@@ -1,7 +1,7 @@
-"""Heartbeats: what each rank reports, how rank 0 gathers it, and how hangs are detected from it.
+"""Heartbeats of the ranks: their exchange through a store, and the detection of hangs from them.
 
-A round costs O(ranks). Each rank sets one key. Rank 0 reads all of them with one request and sets a summary of constant
-size, which the others read. `Ranks` and `Follower` judge heartbeats without a store or a clock.
+A round costs O(ranks). Each rank sets one key. Rank 0 reads all keys with one request and sets a summary of constant
+size, which the others read. `Ranks` and `Follower` evaluate heartbeats without a store or a clock.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 HANG, DATA_STALL = "hang", "data_stall"
-IN_COLLECTIVE = "a collective"  # what a rank is doing that waits for other ranks
+IN_COLLECTIVE = "a collective"  # value of `Heartbeat.awaited` while a rank waits for other ranks
 START_SECONDS = 1800.0  # allowed until a rank reports for the first time, and for the first steps
 
 starts = itertools.count()  # every rank makes its exchanges in the same order
@@ -22,17 +22,17 @@ class Heartbeat(NamedTuple):
 
     count: int  # rounds so far; a rank whose count stays the same is silent
     pulses: int  # signs of progress so far
-    position: int  # micro-batches of training so far, which compares between ranks
-    allowed: float  # seconds without progress that are not a hang now
-    quiet: float  # seconds of silence that are not a hang now
-    doing: str  # what it waits for; "" while it works
+    position: int  # micro-batches of training so far, comparable between ranks
+    allowed: float  # seconds without progress that do not count as a hang now
+    allowed_silence: float  # seconds without a heartbeat that do not count as a hang now
+    awaited: str  # the cause of a wait; "" while the rank works
     ended: bool
     host: str
     pid: int
 
 
 class Hang(NamedTuple):
-    """The rank that blocks the others, and why."""
+    """The rank that blocks the others, and the reason."""
 
     event: str  # HANG or DATA_STALL
     rank: int
@@ -42,14 +42,14 @@ class Hang(NamedTuple):
 
 
 class HeartbeatSummary(NamedTuple):
-    """What rank 0 publishes for the others."""
+    """The summary that rank 0 publishes for the others."""
 
     aggregator: Heartbeat
     finding: Hang | None
 
 
 class HeartbeatExchange:
-    """One rank's part in the rounds, over the store that it was last attached to."""
+    """One rank's part in the rounds, through the store to which it was last attached."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -62,14 +62,14 @@ class HeartbeatExchange:
 
     @property
     def attached(self) -> bool:
-        """Whether `attach` was called."""
+        """Return whether a store is attached."""
         return self._store is not None
 
     def attach(self, store: Any) -> None:
         """Use this store from now on."""
         if self._rank == 0:  # `multi_get` waits for missing keys
             for key in self._keys[1:]:
-                store.compare_set(key, "", "null")  # keeps a heartbeat that came before
+                store.compare_set(key, "", "null")  # keeps an earlier heartbeat
         self._store = store
 
     def detach(self) -> None:
@@ -77,13 +77,13 @@ class HeartbeatExchange:
         self._store = None
 
     def gather(self, mine: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
-        """Rank 0: publish the summary; returns the newest heartbeat of each rank, None before its first."""
+        """Publish the summary (rank 0); returns the latest heartbeat of each rank, None before its first."""
         self._store.set(self._summary, json.dumps([mine, finding]))
         others = self._store.multi_get(self._keys[1:])
         return [mine, *(Heartbeat(*one) if one else None for one in map(json.loads, others))]
 
     def report(self, mine: Heartbeat) -> HeartbeatSummary | None:
-        """Other ranks: publish a heartbeat; returns the newest summary, None before the first."""
+        """Publish a heartbeat (other ranks); returns the latest summary, None before the first."""
         self._store.set(self._keys[self._rank], json.dumps(mine))
         self._has_summary = self._has_summary or self._store.check([self._summary])
         if not self._has_summary:
@@ -101,46 +101,46 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, now: float) -> None:
-        self._newest: list[Heartbeat | None] = [None] * world_size
+        self._latest: list[Heartbeat | None] = [None] * world_size
         self._changed_at = [now] * world_size
         self._last_seen = self._progress_at = now
 
     def record(self, heartbeats: Sequence[Heartbeat | None], now: float) -> None:
-        """Take in one round."""
-        for rank, (new, old) in enumerate(zip(heartbeats, self._newest, strict=True)):
+        """Record one round."""
+        for rank, (new, old) in enumerate(zip(heartbeats, self._latest, strict=True)):
             if new is None or (old is not None and new.count == old.count):
                 continue
             self._changed_at[rank] = now
             if old is None or new.pulses != old.pulses:
                 self._progress_at = now
-            self._newest[rank] = new
+            self._latest[rank] = new
         self._last_seen = now
 
     def silent_seconds(self, now: float, limit: float) -> float:
-        """Seconds since the last round if they exceed `limit`, or at a start the time that a start takes; else 0."""
-        started = any(heartbeat is not None for heartbeat in self._newest)
+        """Return the seconds since the last round if they exceed `limit` (during startup, a longer one); else 0."""
+        started = any(heartbeat is not None for heartbeat in self._latest)
         seconds = now - self._last_seen
         return seconds if seconds > (limit if started else max(limit, START_SECONDS)) else 0.0
 
     def find(self) -> Hang | None:
-        """The rank that blocks the others; None if there is none."""
+        """Find the rank that blocks the others; None if there is none."""
         return self._silent() or self._stuck()
 
     def _silent(self) -> Hang | None:
-        for rank in sorted(range(len(self._newest)), key=self._changed_at.__getitem__):
-            heartbeat = self._newest[rank]
+        for rank in sorted(range(len(self._latest)), key=self._changed_at.__getitem__):
+            heartbeat = self._latest[rank]
             silence = self._last_seen - self._changed_at[rank]
             if heartbeat is None and silence > START_SECONDS:
                 return _unreported(rank, silence)
-            if heartbeat is not None and not heartbeat.ended and silence > heartbeat.quiet:
+            if heartbeat is not None and not heartbeat.ended and silence > heartbeat.allowed_silence:
                 return _silent(rank, heartbeat, silence)
         return None
 
     def _stuck(self) -> Hang | None:
-        """The rank that keeps the others waiting, if no rank makes progress."""
+        """Find the rank for which the others wait, if no rank makes progress."""
         active = [
             (rank, heartbeat)
-            for rank, heartbeat in enumerate(self._newest)
+            for rank, heartbeat in enumerate(self._latest)
             if heartbeat is not None and not heartbeat.ended
         ]
         still = self._last_seen - self._progress_at
@@ -148,15 +148,15 @@ class Ranks:
             return None
         active.sort(key=lambda one: one[1].position)  # the furthest behind first
         for rank, heartbeat in active:
-            if heartbeat.doing not in ("", IN_COLLECTIVE):
-                return _hang(rank, heartbeat, f"has waited {still:.0f} s for {heartbeat.doing}", DATA_STALL)
-        missing = [rank for rank, heartbeat in enumerate(self._newest) if heartbeat is None]
+            if heartbeat.awaited not in ("", IN_COLLECTIVE):
+                return _hang(rank, heartbeat, f"has waited {still:.0f} s for {heartbeat.awaited}", DATA_STALL)
+        missing = [rank for rank, heartbeat in enumerate(self._latest) if heartbeat is None]
         if missing:
             return Hang(HANG, missing[0], f"has not reported, and no rank made progress for {still:.0f} s", "", 0)
         for rank, heartbeat in active:
-            if not heartbeat.doing:
+            if not heartbeat.awaited:
                 return _hang(rank, heartbeat, f"has made no progress for {still:.0f} s")
-        for rank, heartbeat in enumerate(self._newest):
+        for rank, heartbeat in enumerate(self._latest):
             if heartbeat is not None and heartbeat.ended:
                 why = f"has ended, and the others have waited {still:.0f} s for it in a collective"
                 return _hang(rank, heartbeat, why)
@@ -168,11 +168,11 @@ class Ranks:
 
 
 class Follower:
-    """The view of rank 0 that another rank has. Times are as in `Ranks`, from 0 on.
+    """Another rank's view of rank 0. Times are as in `Ranks`, from 0 on.
 
     Args:
-        rank: the rank that follows.
-        patience: more seconds of silence, in which rank 0 may find the cause first.
+        rank: this rank.
+        patience: additional seconds of silence, in which rank 0 may find the cause first.
     """
 
     def __init__(self, rank: int, patience: float) -> None:
@@ -181,9 +181,9 @@ class Follower:
         self._changed_at = self._progress_at = 0.0
 
     def find(self, summary: HeartbeatSummary | None, pulses: int, allowed: float, now: float) -> Hang | None:
-        """What rank 0 found, or that rank 0 itself hangs.
+        """Return rank 0's finding, or that rank 0 itself hangs.
 
-        `summary` is the newest that rank 0 published; `pulses` and `allowed` are this rank's own, as in its heartbeat.
+        `summary` is the latest that rank 0 published; `pulses` and `allowed` are this rank's, as in its heartbeat.
         """
         if pulses != self._pulses:
             self._pulses, self._progress_at = pulses, now
@@ -194,12 +194,12 @@ class Follower:
             self._count, self._changed_at = first.count, now
         if summary.finding is not None:
             return summary.finding
-        if first.ended:  # it gathers no heartbeats any more
+        if first.ended:  # it no longer gathers heartbeats
             still = now - max(self._progress_at, self._changed_at)
             why = f"has ended, and rank {self._rank} has made no progress since, {still:.0f} s ago"
             return _hang(0, first, why) if still > allowed else None
         silence = now - self._changed_at
-        return _silent(0, first, silence) if silence > first.quiet + self._patience else None
+        return _silent(0, first, silence) if silence > first.allowed_silence + self._patience else None
 
 
 def _silent(rank: int, heartbeat: Heartbeat, seconds: float) -> Hang:

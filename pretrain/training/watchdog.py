@@ -1,8 +1,8 @@
-"""Detects a hang of any rank, writes the stacks of every rank, names the rank that causes it, and ends this process.
+"""Detects a hang of any rank, writes the stacks of every rank, names the rank that causes it, and exits this process.
 
-Ranks wait for one another in collectives, so one rank that hangs stops all of them. The libraries' own limits are long
+Ranks wait for one another in collectives, so one rank that hangs stops all of them. The libraries' time-outs are long
 (DeepSpeed's groups drop torch's). So a thread of each rank publishes heartbeats (`pretrain.training.heartbeats`). The
-program that started the workers, such as Ray, restarts them when one ends.
+program that started the workers, such as Ray, restarts them when one exits.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from pretrain.training.heartbeats import (
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these bounds
 _LINGER_ROUNDS = 2.5  # between a finding and the exit, so that every rank learns of it before a collective fails
 _STORE_SECONDS = 30.0  # timeout of a request to the store
-_GOODBYE_SECONDS = 4.0  # the most that the end waits until the last heartbeat is published
-_ANNOUNCE_SECONDS = 1.0  # the most that a rank waits until its announcement is published
+_GOODBYE_SECONDS = 4.0  # limit of the wait for the last heartbeat to be published
+_ANNOUNCE_SECONDS = 1.0  # limit of a rank's wait for its announcement to be published
 _COMPILE_SECONDS = 1800.0
-_FIRST_BEATS = 20  # the first beats may be slow for good reasons
+_FIRST_BEATS = 20  # may take as long as a start
 _PATIENCE = 10  # no progress is allowed for this multiple of the longest recent beat, outliers excluded
-_EXCEPTIONS = 2  # longest recent beats that are left out: another rank may have stalled
+_OUTLIERS = 2  # longest recent beats to exclude: another rank may have stalled
 _DUMP_SECONDS = 4.0
 _WRITE_SECONDS = 10.0  # for stacks and hang.json; the storage may be what hangs
 _INNERMOST = 8  # frames of a stack that are read
 # Python modules in whose functions a rank waits for others.
 COLLECTIVES = ("torch.distributed", COLLECTIVE_MODULES)
-# On a GPU, these modules and functions, and those that a watchdog is handed, only launch kernels and copies, or read a
-# result. A host that stays in one waits for a collective, or has filled the device's queue, whose first kernel is one.
+# On a GPU, these modules and functions, and a watchdog's `launching`, only launch kernels and copies, or read a result.
+# A host that stays in one waits for a collective, or for the device's full queue, whose first kernel is one.
 LAUNCHING = (
     "deepspeed.runtime",
     "pretrain.common.transfers",
@@ -70,17 +70,17 @@ LAUNCHING = (
 
 
 class Watchdog:
-    """Watches over all ranks from this one. Use as a context manager around training, in the thread that trains.
+    """Watches all ranks from this one. Use as a context manager around training, in the training thread.
 
     Args:
-        rank, world_size: this process among all.
+        rank, world_size: of this process.
         logs: folder for stacks-<rank>.txt and hang.json.
-        limit_seconds: how long a rank may make no progress, or its process be silent; 0 watches nothing. Where beats
-            are long, the limit grows to ten times what the long ones took recently.
-        stall_seconds: how long a rank may wait for data or storage instead; 0 sets no limit.
-        compiles: torch.compile is used; each of its compilations may take half an hour.
-        on_gpu: the model runs on a GPU, so that kernels are launched and not waited for.
-        launching: modules and functions of the training that then only launch kernels.
+        limit_seconds: how long a rank may make no progress, or its process be silent; 0 disables the watchdog. If beats
+            are long, the limit grows to ten times the length of recent long beats.
+        stall_seconds: limit of waits for data or storage; 0 sets no limit.
+        compiles: torch.compile is used; each compilation may take half an hour.
+        on_gpu: the model runs on a GPU, so that the host launches kernels without waiting for them.
+        launching: the training's modules and functions that only launch kernels on a GPU.
     """
 
     def __init__(
@@ -106,26 +106,26 @@ class Watchdog:
         self._allowances: list[float] = []
         self._awaited = ""
         self._end = threading.Event()
-        self._began = time.time()
+        self._started_at = time.time()
         self._trainer = threading.get_ident()
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._exchange: ExchangeThread | None = None
-        # What torch calls when a compilation starts and ends.
+        # The callbacks that torch calls at the start and end of a compilation.
         self._compilation = (lambda _: self._start_allowance(_COMPILE_SECONDS)), (lambda _: self._end_allowance())
 
     def beat(self) -> None:
-        """This rank starts another micro-batch."""
+        """Note that this rank starts another micro-batch."""
         now = time.monotonic()
         if self._pulses:
             self._lengths.append(now - self._last)
-        if not self._allowances:  # in such a block, ranks may have different numbers of micro-batches
+        if not self._allowances:  # inside `allow`, ranks may have different numbers of micro-batches
             self._position += 1
         self._pulses, self._last = self._pulses + 1, now
 
     @contextlib.contextmanager
     def allow(self, seconds: float) -> Iterator[None]:
-        """While the block runs, this rank may make no progress and be silent for `seconds`.
+        """Allow this rank to make no progress and be silent for `seconds` inside the block.
 
         The allowance is published before the block starts. The block may therefore hold Python's lock all the time.
         """
@@ -137,15 +137,15 @@ class Watchdog:
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """The block waits for `what` ("a batch") from data or storage, and not for other ranks."""
-        began = time.monotonic()
+        """Declare that the block waits for `what` ("a batch") from data or storage, not for other ranks."""
+        started = time.monotonic()
         self._awaited = what
         try:
             yield
         finally:
             self._awaited = ""
             self._pulses += 1
-            self._last += time.monotonic() - began  # the length of a stall says nothing about the length of work
+            self._last += time.monotonic() - started  # stalls do not count as part of a beat
 
     def __enter__(self) -> Watchdog:
         if not self._limit:
@@ -171,15 +171,15 @@ class Watchdog:
             self._exchange.end()
 
     def heartbeat(self, *, ended: bool = False) -> Heartbeat:
-        """This rank's heartbeat, with a new number at each call."""
+        """Return this rank's heartbeat, with a new number at each call."""
         self._count += 1
         return Heartbeat(
             count=self._count,
             pulses=self._pulses,
             position=self._position,
             allowed=self._allowed(),
-            quiet=max(self._limit, *self._allowances, 0.0),
-            doing=self._awaited or (IN_COLLECTIVE if waits_for_others(self._trainer, self._launching) else ""),
+            allowed_silence=max(self._limit, *self._allowances, 0.0),
+            awaited=self._awaited or (IN_COLLECTIVE if waits_for_others(self._trainer, self._launching) else ""),
             ended=ended,
             host=self._host,
             pid=self._pid,
@@ -195,8 +195,8 @@ class Watchdog:
         self._pulses, self._last = self._pulses + 1, time.monotonic()
 
     def _allowed(self) -> float:
-        """Seconds without progress that do not count as a hang of this rank now."""
-        long = sorted(self._lengths)[-_EXCEPTIONS - 1 : -_EXCEPTIONS]
+        """Return the seconds without progress that do not count as a hang of this rank now."""
+        long = sorted(self._lengths)[-_OUTLIERS - 1 : -_OUTLIERS]
         usual = max(self._limit, *(_PATIENCE * one for one in long), 0.0)
         first = START_SECONDS if self._position < _FIRST_BEATS else 0.0
         stall = self._stall if self._awaited else 0.0
@@ -205,7 +205,7 @@ class Watchdog:
         return max(usual, first, stall)
 
     def _watch(self) -> None:
-        """Judge the heartbeats, in a thread of its own: their exchange blocks while the store's server is stopped."""
+        """Evaluate heartbeats, apart from the exchange's thread, which blocks while the store's server is stopped."""
         clock, ranks = Clock(2 * self._round), Ranks(self._world_size if self._exchange else 1, 0.0)
         follower = Follower(self._rank, _LINGER_ROUNDS * self._round)
         while not self._end.wait(self._round):
@@ -214,7 +214,7 @@ class Watchdog:
                 self._give_up(finding)
 
     def _find(self, ranks: Ranks, follower: Follower, now: float) -> Hang | None:
-        """Which rank hangs, at a time of `Clock`; rank 0 looks at all, the others at rank 0."""
+        """Find the rank that hangs, at a time of `Clock`; rank 0 checks all, the others check rank 0."""
         exchange = self._exchange
         if exchange is None:
             ranks.record([self.heartbeat()], now)
@@ -236,7 +236,7 @@ class Watchdog:
         if exchange is not None and self._rank == 0:
             exchange.publish(finding)
         learned = time.monotonic()
-        # The storage may be what hangs, so the end does not wait for it.
+        # The storage itself may hang, so the exit does not wait for it.
         writer = threading.Thread(target=self._write, args=(finding, found_here), daemon=True)
         writer.start()
         writer.join(_WRITE_SECONDS)
@@ -260,10 +260,10 @@ class Watchdog:
             self._dump_other(finding)
 
     def write_finding(self, finding: Hang) -> None:
-        """Write hang.json unless another rank has: a disconnected rank would blame those it cannot see."""
+        """Write hang.json unless another rank has: a disconnected rank would blame the ranks that it cannot see."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(path.read_text(encoding="utf-8"))["time"] >= self._began:
+            if json.loads(path.read_text(encoding="utf-8"))["time"] >= self._started_at:
                 return
         content = {
             "event": finding.event,
@@ -275,7 +275,7 @@ class Watchdog:
         write_json(path, content)
 
     def _dump_other(self, finding: Hang) -> None:
-        """Write another rank's stacks: a stopped process cannot, but on the same machine py-spy can read them."""
+        """Write another rank's stacks with py-spy, if on this machine: a stopped process cannot write them itself."""
         with contextlib.suppress(Exception), (self._logs / f"stacks-{finding.rank}.txt").open("a") as file:
             file.write(f"---- {time.strftime('%F %T')}, rank {finding.rank}, seen by rank {self._rank}\n")
             file.flush()
@@ -289,12 +289,12 @@ class Watchdog:
 
 
 class ExchangeThread:
-    """The thread that carries heartbeats: rank 0 gathers them, the others report.
+    """The thread that exchanges heartbeats: rank 0 gathers them, the others report.
 
     Attributes:
-        heartbeats: rank 0, the newest of all ranks; the reader sets it to None.
-        summary: other ranks, what rank 0 published last; None before the first round.
-        error: why the last round failed; None when it did not.
+        heartbeats: on rank 0, the latest of all ranks; the reader sets it to None.
+        summary: on other ranks, the latest of rank 0; None before the first round.
+        error: of the last round; None if it succeeded.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class ExchangeThread:
         self._thread.start()
 
     def announce(self) -> None:
-        """Publish a heartbeat now, and return when it is published (or the store does not answer)."""
+        """Publish a heartbeat now, and return when it is published or the store does not answer."""
         with self._changed:
             self._requested += 1
             requested = self._requested
@@ -321,7 +321,7 @@ class ExchangeThread:
             self._changed.wait_for(lambda: self._published >= requested, _ANNOUNCE_SECONDS)
 
     def publish(self, finding: Hang) -> None:
-        """Rank 0: publish what was found."""
+        """Publish a finding (rank 0)."""
         self._finding = finding
         self.announce()
 
@@ -335,26 +335,26 @@ class ExchangeThread:
     def _run(self) -> None:
         while True:
             with self._changed:
-                requested, ends = self._requested, self._end
-            self._run_round(self._watchdog.heartbeat(ended=ends))
+                requested, ended = self._requested, self._end
+            self._run_round(self._watchdog.heartbeat(ended=ended))
             with self._changed:
                 self._published = requested
                 self._changed.notify_all()
-                if ends:
+                if ended:
                     return
                 self._changed.wait_for(lambda done=requested: self._end or self._requested > done, self._seconds)
 
     def _run_round(self, mine: Heartbeat) -> None:
         try:
-            if not self._exchange.attached:  # attaching takes long where hundreds of ranks connect at once
+            if not self._exchange.attached:  # attaching takes long if hundreds of ranks connect simultaneously
                 self._exchange.attach(self._connect())
             if self._rank == 0:
                 self.heartbeats = self._exchange.gather(mine, self._finding)
             else:
                 self.summary = self._exchange.report(mine)
             self.error = None
-        # No error may end this thread: the next round may succeed. Nor is it logged here: storage that hangs would stop
-        # the heartbeats. When rounds fail for long, the ranks call it a hang, and the error is written with the stacks.
+        # No error may stop this thread: the next round may succeed. Nor is it logged here: hanging storage would stop
+        # the heartbeats. If rounds fail for long, the ranks report a hang, and the error is written with the stacks.
         except Exception as error:
             self.error = error
             if isinstance(error, dist.DistNetworkError):  # a broken connection stays broken
@@ -362,24 +362,24 @@ class ExchangeThread:
 
 
 class Clock:
-    """Seconds that this process has run. A tick that comes late, after the process was stopped, counts as `longest`.
+    """Seconds that this process has run. A late tick, after the process was stopped, counts as `max_tick` seconds.
 
-    Otherwise a process that was stopped would call the others silent when it runs again.
+    Otherwise a process that was stopped would report the others as silent when it continues.
     """
 
-    def __init__(self, longest: float) -> None:
-        self._longest, self._now, self._last = longest, 0.0, time.monotonic()
+    def __init__(self, max_tick: float) -> None:
+        self._max_tick, self._now, self._last = max_tick, 0.0, time.monotonic()
 
     def tick(self) -> float:
-        """The time now, in seconds from 0 on."""
+        """Return the time now, in seconds from 0 on."""
         now = time.monotonic()
-        self._now += min(now - self._last, self._longest)
+        self._now += min(now - self._last, self._max_tick)
         self._last = now
         return self._now
 
 
 def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
-    """Whether a thread is in a collective, as its Python frames show, or where it launches kernels, behind one."""
+    """Return whether a thread is in a collective, or launches kernels that queue behind one."""
     frame, modules = sys._current_frames().get(thread), []
     if frame is not None:
         module, name = frame.f_globals.get("__name__") or "", frame.f_code.co_name
@@ -394,7 +394,7 @@ def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
 
 
 def _stacks() -> str:
-    """The stacks of all threads, written to a local file first: faulthandler holds Python's lock while it writes."""
+    """Return the stacks of all threads, through a local file: faulthandler holds Python's lock while it writes."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -402,7 +402,7 @@ def _stacks() -> str:
 
 
 def _connection() -> Callable[[], Any] | None:
-    """How to connect again to the ranks' store, since training's own connection blocks while training waits.
+    """Return a function that opens a connection to the ranks' store; training's connection blocks while it waits.
 
     None if the ranks did not meet by MASTER_ADDR.
     """

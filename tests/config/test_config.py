@@ -177,7 +177,7 @@ def test_every_problem_has_a_line(write):
     ("override", "expected"),
     [
         ("model.rotary_base=10000", "rotary_base has no effect with positions: learned. Remove it, or set it to 0"),
-        ("model.size=bass", f"size: 'bass' is no size of family bert, which has {SIZES}; did you mean base?"),
+        ("model.size=bass", f"size: unknown size 'bass' for family bert, which has {SIZES}; did you mean base?"),
     ],
 )
 def test_a_check_of_a_section_names_the_override(write, override: str, expected: str):
@@ -260,7 +260,7 @@ def test_overrides_reach_sections_lists_and_new_places(write):
         ("corpus.vocabulary={kind: byte_bpe, lowercase: true}", "lowercase must be false"),
         ("corpus.vocabulary={kind: byte_bpe, strip_accents: false}", "strip_accents has no effect with kind: byte_bpe"),
         ("distillation.initialize=false", "needs distillation.teacher"),
-        ("distillation.teacher=t --set start_from=x", "both give the first weights"),
+        ("distillation.teacher=t --set start_from=x", "both set the initial weights"),
         ("distillation={teacher: t, layers: [0]}", "has 1 numbers for the 12 layers"),
         ("distillation={teacher: t, layers: [3, 0]} --set model.layers=2", "in ascending order"),
         ("distillation={teacher: t, layers: [0], initialize: false}", "has no effect with initialize"),

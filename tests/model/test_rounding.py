@@ -33,7 +33,7 @@ def test_losses_and_gradients_are_those_of_the_text(name: str, monkeypatch: pyte
     found = []
     for is_round in (False, True):
         for module in (rounding, grouped_op):
-            monkeypatch.setattr(module, "has_code_for_each_shape", lambda like, on=is_round: on)
+            monkeypatch.setattr(module, "compiles_each_shape", lambda like, on=is_round: on)
         model, batch = make_model(**MODELS[name]), make_batch(LENGTHS)
         assert len(rounding.with_round_tokens(batch, model.embeddings.word).input_ids) % 16 == 0 or not is_round
         losses = model(batch)

@@ -257,7 +257,7 @@ def test_a_cluster_at_an_address_is_assumed_to_have_gpus():
     scheduling = {"workers": 8, "address": "10.0.0.5:6379"}
     text = estimate.dry_run(make_config(scheduling=scheduling))
     assert "8 GPU workers (assumed), bf16" in text
-    assert "cuda_graphs: auto; the GPUs decide" in text
+    assert "cuda_graphs: auto; chosen by the GPUs" in text
     assert "  process " not in text
 
 

@@ -241,7 +241,7 @@ def poison_every_combination() -> dict[tuple[int, str], Any]:
 def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False, clip: float = 1.0) -> dict[int, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_sums, "adds_on_the_way", lambda: on_the_way)
+        patch.setattr(gradient_sums, "reduces_in_transit", lambda: on_the_way)
         patch.setattr(buckets, "ENTRIES", 9000)  # several buckets
         patch.setattr(gradient_sums, "PIECE_ENTRIES", 5000)  # several pieces of some
         if not alone:
@@ -373,7 +373,7 @@ def moves(writers: int, readers: int, precision: str) -> list[tuple[int, int]]:
 
 def load_everywhere(folders: dict[int, Path]) -> dict[int, dict[tuple[int, int, str], Any]]:
     """What was saved by so many writers, as it is loaded."""
-    engine_module.LEAST_DIVIDED = 64
+    engine_module.MIN_DIVIDED = 64
     found: dict[int, dict[tuple[int, int, str], Any]] = {}
     for writers, folder in folders.items():
         found[writers] = {
@@ -423,7 +423,7 @@ class CountingReader(store.CheckpointReader):
 
 def entries_read(folder: Path) -> dict[int, float]:
     """By stage, what this rank reads of a checkpoint, as a share of the whole one."""
-    engine_module.LEAST_DIVIDED = 64
+    engine_module.MIN_DIVIDED = 64
     save_at(folder, 1, "adamw", "bf16")
     shares = {}
     for stage in STAGES:

@@ -12,7 +12,15 @@ WAITS = heartbeats.IN_COLLECTIVE
 
 
 def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
-    usual = {"position": 0, "allowed": 8.0, "quiet": 8.0, "doing": "", "ended": False, "host": "a", "pid": 1}
+    usual = {
+        "position": 0,
+        "allowed": 8.0,
+        "allowed_silence": 8.0,
+        "awaited": "",
+        "ended": False,
+        "host": "a",
+        "pid": 1,
+    }
     return Heartbeat(count, pulses, **{**usual, **more})  # type: ignore[arg-type]
 
 
@@ -35,18 +43,18 @@ def test_progress_of_one_rank_is_enough() -> None:
         assert ranks.find() is None
 
 
-OTHER = {"doing": WAITS, "position": 7}
+OTHER = {"awaited": WAITS, "position": 7}
 
 
 @pytest.mark.parametrize(
     ("last", "rank", "why"),
     [
         # In no collective, even where it is not behind: a rank may hang after its forward pass.
-        *(((OTHER,) * n + ({"doing": "", "position": 7},) + (OTHER,) * (3 - n), n, "") for n in range(4)),
+        *(((OTHER,) * n + ({"awaited": "", "position": 7},) + (OTHER,) * (3 - n), n, "") for n in range(4)),
         # The slowest, if stack frames do not differ.
         (({"position": 8}, {"position": 7}, {"position": 8}), 1, ""),
-        (tuple({"position": position, "doing": WAITS} for position in (8, 8, 7)), 2, "all ranks have waited"),
-        (({"doing": WAITS}, {"ended": True, "position": 9}, {"doing": WAITS}), 1, "has ended"),
+        (tuple({"position": position, "awaited": WAITS} for position in (8, 8, 7)), 2, "all ranks have waited"),
+        (({"awaited": WAITS}, {"ended": True, "position": 9}, {"awaited": WAITS}), 1, "has ended"),
     ],
 )
 def test_the_rank_that_hangs_is_named(last: tuple[dict[str, object], ...], rank: int, why: str) -> None:
@@ -61,9 +69,9 @@ def named(finding: Hang | None, rank: int, why: str = "") -> None:
 
 
 def test_data_stalls_apart_from_hangs() -> None:
-    waiting = {"doing": "a batch", "allowed": 30.0, "position": 6}
-    assert find({"doing": WAITS}, waiting, seconds=30) is None
-    finding = find({"doing": WAITS}, waiting, seconds=31)
+    waiting = {"awaited": "a batch", "allowed": 30.0, "position": 6}
+    assert find({"awaited": WAITS}, waiting, seconds=30) is None
+    finding = find({"awaited": WAITS}, waiting, seconds=31)
     assert finding == Hang("data_stall", 1, "has waited 31 s for a batch", "a", 1)
 
 
@@ -85,9 +93,9 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
 def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
     ranks = Ranks(3, 0.0)
     for now in range(60):
-        ranks.record([heartbeat(now, now), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], float(now))
+        ranks.record([heartbeat(now, now), heartbeat(1, allowed_silence=60.0), heartbeat(1, ended=True)], float(now))
         assert ranks.find() is None
-    ranks.record([heartbeat(61, 61), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], 61.0)
+    ranks.record([heartbeat(61, 61), heartbeat(1, allowed_silence=60.0), heartbeat(1, ended=True)], 61.0)
     named(ranks.find(), 1)
 
 
@@ -114,9 +122,9 @@ class TestFollower:
 
     def test_rank_0_may_be_silent_in_an_announced_block(self) -> None:
         follower = Follower(5, patience=1.0)
-        assert follower.find(self.summary(1, quiet=60.0), 0, 8.0, 0.0) is None
-        assert follower.find(self.summary(1, quiet=60.0), 0, 8.0, 60.5) is None
-        assert follower.find(self.summary(1, quiet=60.0), 0, 8.0, 61.5) is not None
+        assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 0.0) is None
+        assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 60.5) is None
+        assert follower.find(self.summary(1, allowed_silence=60.0), 0, 8.0, 61.5) is not None
 
     def test_what_rank_0_found_is_taken(self) -> None:
         finding = Hang("hang", 3, "sleeps", "b", 9)

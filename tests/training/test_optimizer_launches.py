@@ -90,7 +90,7 @@ def test_many_tensors_at_a_time_step_as_one_does(kind: str, flat: bool, monkeypa
     for module in (lists, tensorwise, stable_adamw, muon):
         monkeypatch.setattr(module, "in_lists", lambda _: True)
     torch.testing.assert_close(train(values, flat=flat), one_at_a_time, rtol=1e-5, atol=1e-6)
-    monkeypatch.setattr(lists, "ENTRIES_AT_ONCE", 300)
+    monkeypatch.setattr(lists, "BATCH_ENTRIES", 300)
     torch.testing.assert_close(train(values, flat=flat), one_at_a_time, rtol=1e-5, atol=1e-6)
 
 

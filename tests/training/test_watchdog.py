@@ -143,7 +143,7 @@ def test_a_stopped_process_is_named_and_its_stack_read_from_outside(tmp_path: Pa
 def test_time_in_which_this_process_was_stopped_is_not_held_against_others(monkeypatch: Any) -> None:
     now = [100.0]
     monkeypatch.setattr("pretrain.training.watchdog.time.monotonic", lambda: now[0])
-    clock = Clock(longest=1.0)
+    clock = Clock(max_tick=1.0)
     ticks = []
     for later in (0.5, 0.5, 3600.0, 0.5):
         now[0] += later
@@ -178,15 +178,17 @@ def test_blocks_state_their_needs(tmp_path: Path) -> None:
     for _ in range(25):
         watchdog.beat()
     usual = watchdog.heartbeat()
-    assert (usual.allowed, usual.quiet, usual.doing, usual.position) == (8, 8, "", 25)
+    assert (usual.allowed, usual.allowed_silence, usual.awaited, usual.position) == (8, 8, "", 25)
     with watchdog.allow(100.0):
         watchdog.beat()
         inside = watchdog.heartbeat()
-    assert (inside.allowed, inside.quiet, inside.position) == (100, 100, 25), "evaluations differ between ranks"
+    assert (inside.allowed, inside.allowed_silence, inside.position) == (100, 100, 25), (
+        "evaluations differ between ranks"
+    )
     assert inside.pulses > usual.pulses
     with watchdog.awaiting("a batch"):
         waiting = watchdog.heartbeat()
-    assert (waiting.allowed, waiting.quiet, waiting.doing) == (600, 8, "a batch")
+    assert (waiting.allowed, waiting.allowed_silence, waiting.awaited) == (600, 8, "a batch")
     assert watchdog.heartbeat().allowed == 8
     with Watchdog(0, 1, tmp_path, 0.0).awaiting("a batch"):
         pass

@@ -27,16 +27,16 @@ class DistanceTables(NamedTuple):
 
     @property
     def terms(self) -> int:
-        """Products that a score has besides that of query and key."""
+        """The number of products in a score besides query times key."""
         return (self.keys is not None) + (self.queries is not None)
 
     def gradients(self, like: Tensor) -> DistanceTables:
-        """fp32 zeros of their shapes, [0] for a term that is missing, on the device of `like`."""
+        """Return fp32 zeros of their shapes, [0] for a missing term, on the device of `like`."""
         shapes = ((0,) if x is None else x.shape for x in self[:2])
         return DistanceTables(*(like.new_zeros(shape, dtype=torch.float32) for shape in shapes))
 
     def both(self) -> tuple[Tensor, Tensor]:
-        """Keys and queries of a result of `gradients`, where none is None."""
+        """Return keys and queries of a result of `gradients`, in which neither is None."""
         assert self.keys is not None
         assert self.queries is not None
         return self.keys, self.queries
@@ -50,7 +50,7 @@ class DistanceTerms:
         token_GQ: int64, the token row of each query.
         heads: N.
         window: as in `layout.AttentionOptions`.
-        tables: those of the layer.
+        tables: of the layer.
     """
 
     def __init__(self, group: SequenceGroup, token_GQ: Tensor, heads: int, window: int, tables: DistanceTables) -> None:
@@ -90,12 +90,12 @@ class DistanceTerms:
         totals: tuple[Tensor, Tensor],
         of_tables: DistanceTables,
     ) -> None:
-        """Add what the terms of rows `b` contribute to gradients.
+        """Add the contribution of the terms of rows `b` to gradients.
 
         Args:
             grad_BQL: gradient of `products`.
             operands: queries [B, Q, D] and keys [B, L, D] of these rows.
-            totals: the gradients of those, added to in place.
+            totals: gradients of the operands, added to in place.
             of_tables: fp32, as `DistanceTables.gradients`, added to in place.
         """
         if not self._tables.terms:
@@ -118,18 +118,18 @@ class DistanceTerms:
             grad_queries_NPD += torch.bmm(sums_NPX, _by_head(k_BLD, heads).flatten(1, 2))
 
     def _heads_in(self, count: int) -> int:
-        """The heads among so many rows."""
+        """Return the number of heads among so many rows."""
         return min(self._heads, count)
 
     def _rows(self, b: slice, count: int) -> Tensor:
-        """int64 [G, N, Q, L], an expanded view: the row for each score, counted from the first that is reached."""
+        """Return int64 [G, N, Q, L], an expanded view: the row of each score, counted from the first reached row."""
         heads = self._heads_in(count)
         first, units = b.start // self._heads, count // heads
         row_GQL = self._row_GQL if len(self._row_GQL) == 1 else self._row_GQL[first : first + units]
         return row_GQL[:, None].expand(units, heads, -1, -1)
 
     def of_heads(self, b: slice, count: int, tables: DistanceTables) -> tuple[Tensor | None, Tensor | None]:
-        """The reached rows of keys and queries for the heads among rows `b`: [N, P, D]."""
+        """Return the reached rows of keys and queries for the heads among rows `b`: [N, P, D]."""
         first, heads = b.start % self._heads, self._heads_in(count)
         keys, queries = (
             None if x is None or x.dim() == 1 else x[first : first + heads, self._reached] for x in tables[:2]

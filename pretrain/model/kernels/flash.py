@@ -13,7 +13,7 @@ from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_b
 
 
 def has_flash(hidden: Tensor, heads: int) -> bool:
-    """Whether the kernel takes hidden states [T, H] of this device, dtype and width of a head."""
+    """Return whether the kernel supports hidden states [T, H] of this device, dtype and head width."""
     if not hidden.is_cuda or hidden.dtype == torch.float32:
         return False
     return _device_has_it(hidden.device) and hidden.shape[1] // heads in FLASH_WIDTHS
@@ -22,7 +22,7 @@ def has_flash(hidden: Tensor, heads: int) -> bool:
 def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
     """[R, H] context from [T, 3H]; dropout comes from the device's generator."""
     if layout.rows is not None and options.window:
-        # The kernel counts distances from the ends of queries and keys, as if the queries were neighbors.
+        # The kernel measures distances from the last query and the last key, as if the queries were adjacent.
         return flash_attention(qkv, layout._replace(rows=None), options).index_select(0, layout.rows)
     q_RND, k_TND, v_TND = qkv.unflatten(-1, (3, options.heads, -1)).unbind(1)
     cu_queries = layout.cu_seqlens

@@ -1,11 +1,11 @@
-"""Cross-entropy over the vocabulary without a table of all logits: the heaviest part of a small encoder's step.
+"""Cross-entropy over the vocabulary without storing all logits: the heaviest part of a small encoder's step.
 
-Shape letters: K masked tokens, C of them at a time, H hidden width, V vocabulary.
+Shape letters: K masked tokens, C of them in a piece, H hidden width, V vocabulary.
 
-The gradient needs the same logits as the loss, so the forward pass computes it from each piece of them at once. For the
-backward pass it keeps the gradients of its inputs ([K, H], [V, H] and [V]) instead of logits [K, V]. That takes three
-matmuls, none done twice, and memory for one piece (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al.
-2024, arXiv:2410.10989, section 3.2). The gradient replaces the logits where they lie.
+The gradient needs the same logits as the loss, so the forward pass also computes it, piece by piece. For the backward
+pass it keeps the gradients of its inputs ([K, H], [V, H] and [V]) instead of logits [K, V]. That takes three matmuls
+without recomputation, and memory for one piece (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024,
+arXiv:2410.10989, section 3.2). The gradient overwrites the logits in place.
 """
 
 import math
@@ -17,17 +17,17 @@ from torch import Tensor
 from pretrain.model.compile import program
 from pretrain.model.cost import LOGITS_PER_PIECE
 
-# Entries that the rows of scores on a GPU begin at multiples of. cuBLAS needs 16 bytes for its fastest kernels (NVIDIA,
-# Matrix Multiplication Background User's Guide, section 4.1), and writes whole cache lines at 128.
+# Alignment in entries of the rows of scores on a GPU. cuBLAS's fastest kernels need 16 bytes (NVIDIA, Matrix
+# Multiplication Background User's Guide, section 4.1); with 128 it writes whole cache lines.
 _ROW_ENTRIES = 64
 
 
 def empty_scores(rows: int, word: Tensor) -> Tensor:
-    """[rows, V] for the product of so many hidden states and `word` [V, H], in its dtype and on its device.
+    """Allocate [rows, V] for the product of so many hidden states and `word` [V, H], in its dtype and on its device.
 
-    On a GPU there is a gap after each row, if V is no multiple of 64: BERT's 30,522 bf16 columns take 61,044 bytes, no
-    multiple of 16. torch hands the distance of rows to cuBLAS as it is, of an output as of an operand, and copies
-    nothing (aten/src/ATen/native/cuda/cuBlasCommonArgs.h, prepare_matrix_for_cublas). CPUs need no gap.
+    On a GPU each row is padded if V is not a multiple of 64: BERT's 30,522 bf16 columns take 61,044 bytes, not a
+    multiple of 16. torch passes the row stride of outputs and operands to cuBLAS without a copy
+    (aten/src/ATen/native/cuda/cuBlasCommonArgs.h, prepare_matrix_for_cublas). CPUs need no padding.
     """
     columns = len(word)
     gap = 0 if word.is_cpu else -columns % _ROW_ENTRIES
@@ -37,14 +37,14 @@ def empty_scores(rows: int, word: Tensor) -> Tensor:
 def vocabulary_losses(
     hidden: Tensor, word: Tensor, bias: Tensor | None, labels: Tensor, fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the scores `hidden @ word.T + bias` against the labels.
+    """Return the cross-entropy of the scores `hidden @ word.T + bias` against the labels.
 
     Args:
         hidden: [K, H], bf16, fp16 or fp32; K may be 0.
         word: [V, H], the decoder's weight, in the dtype of `hidden`.
         bias: [V], or None.
-        labels: int64 [K]; negative ones are left out.
-        fused: let torch.compile fuse what lies between the matmuls.
+        labels: int64 [K]; negative labels are ignored.
+        fused: let torch.compile fuse the operations between the matmuls.
 
     Returns:
         (sum of cross-entropies in nats, expected number of correct predictions, with ties broken at random), fp32
@@ -60,10 +60,10 @@ _ROWS = ("K", "", "K", "K", "K")
 
 
 class SoftTargets(NamedTuple):
-    """A teacher's scores for the same tokens, before they are computed, and how much they count.
+    """The factors of a teacher's scores for the same tokens, and the weights of the losses.
 
     Attributes:
-        hidden, word, bias: as those of `vocabulary_losses`, of any width; never differentiated.
+        hidden, word, bias: as for `vocabulary_losses`, of any width; never differentiated.
         temperature: by which both models' scores are divided.
         soft_weight, hard_weight: of the divergence from the teacher, and of the cross-entropy with the labels.
     """
@@ -79,10 +79,10 @@ class SoftTargets(NamedTuple):
 def soft_target_losses(
     hidden: Tensor, word: Tensor, bias: Tensor | None, labels: Tensor, soft: SoftTargets, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`vocabulary_losses` with a teacher's scores beside the labels (Hinton et al. 2015, arXiv:1503.02531, section 2).
+    """`vocabulary_losses` with a teacher's scores and labels (Hinton et al. 2015, arXiv:1503.02531, section 2).
 
-    The divergence is that of Kullback and Leibler from the student's to the teacher's softmax at the temperature, times
-    its square (transformers, research project distillation, distiller.py: `ce_loss_fct`).
+    The divergence is the Kullback-Leibler divergence from the student's to the teacher's softmax at the temperature,
+    times its square (transformers, research project distillation, distiller.py: `ce_loss_fct`).
 
     Returns:
         (weighted sum of the next two, which alone is differentiable; sum of cross-entropies; sum of divergences, both
@@ -108,24 +108,24 @@ class _VocabularyLosses(torch.autograd.Function):
         fused = fused and len(labels) > 0  # torch.compile would make another program for no rows
         totals = torch.zeros(2 if soft is None else 4, device=hidden.device)
         grad_hidden, grad_word, grad_bias = torch.empty_like(hidden), None, None
-        # Pieces of nearly equal length: a last one of a single row would be compiled for itself.
+        # Pieces of nearly equal length: a last piece of a single row would be compiled separately.
         pieces = max(1, -(-len(labels) * word.shape[0] // LOGITS_PER_PIECE))
         rows = max(1, -(-len(labels) // pieces))
         scores = empty_scores(min(rows, len(labels)), word)
-        their_scores = None if soft is None else empty_scores(len(scores), soft.word)
+        teacher_scores = None if soft is None else empty_scores(len(scores), soft.word)
         for first in range(0, max(1, len(labels)), rows):
             piece = slice(first, first + rows)
             labels_C = labels[piece]
             logits_CV = torch.mm(hidden[piece], word.T, out=scores[: len(labels_C)])
-            given = logits_CV, bias, labels_C, _label_scores(logits_CV, bias, labels_C)
+            operands = logits_CV, bias, labels_C, _label_scores(logits_CV, bias, labels_C)
             compute, more = losses_and_gradient, ()
-            if soft is not None and their_scores is not None:
+            if soft is not None and teacher_scores is not None:
                 compute = _soft_losses_and_gradient
-                more = torch.mm(soft.hidden[piece], soft.word.T, out=their_scores[: len(labels_C)]), *soft[2:]
+                more = torch.mm(soft.hidden[piece], soft.word.T, out=teacher_scores[: len(labels_C)]), *soft[2:]
             elif not needs_gradient:
-                totals += program(_losses, fused, _ROWS)(*given)
+                totals += program(_losses, fused, _ROWS)(*operands)
                 continue
-            totals += program(compute, fused, _ROWS)(*given, *more)
+            totals += program(compute, fused, _ROWS)(*operands, *more)
             if not needs_gradient:
                 continue
             grad_CV = logits_CV
@@ -142,7 +142,7 @@ class _VocabularyLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: nothing else uses them, and there is one backward pass.
+        # In place: they are not used elsewhere, and there is only one backward pass.
         return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), *(None,) * 4
 
 
@@ -173,11 +173,11 @@ def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C:
 
 
 def losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
-    """`_losses`; the logits become the gradient of the first. Not compiled, what is not in place takes a table."""
+    """`_losses`; the logits become the gradient of the first. Uncompiled, each out-of-place operation takes a table."""
     scores_CV, top_C, log_total_C = _normalize(logits_CV, bias_V)
     totals = _totals(labels_C, label_C, scores_CV, top_C, log_total_C)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
-    # Rows that are left out have no shares, and no column is their label: no work for each entry.
+    # Ignored rows get probabilities of 0, and no column is their label, so entries need no extra operation.
     denominator_C = torch.where(labels_C < 0, math.inf, log_total_C)
     grad_CV = scores_CV.sub_(denominator_C[:, None]).exp_()
     grad_CV.sub_((column_V == labels_C[:, None]).float())
@@ -227,5 +227,5 @@ def _totals(labels_C: Tensor, label_C: Tensor, scores_CV: Tensor, top_C: Tensor,
 
 
 def _sum_of_rows(values_C: Tensor, labels_C: Tensor) -> Tensor:
-    """The sum over the rows that are not left out, a scalar."""
+    """Return the sum over the rows that are not ignored, a scalar."""
     return torch.where(labels_C < 0, 0.0, values_C).sum()

@@ -19,10 +19,10 @@ from pretrain.model.kernels.grouping import SequenceGroup, cut_into_units, group
 from pretrain.model.kernels.hash_rng import HEADS, hash_bits
 from pretrain.model.kernels.kernels import Kernels, heads_first, kernels
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
-from pretrain.model.kernels.rounding import LENGTHS, has_code_for_each_shape
+from pretrain.model.kernels.rounding import LENGTH_MULTIPLE, compiles_each_shape
 from pretrain.model.kernels.terms import GroupTerms
 
-# Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache from one step to the next.
+# Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache between operations.
 SCORES_PER_PIECE = 1 << 20
 # On a GPU they only have to fit into its memory: 128 MiB of fp32 for each of some five tensors.
 SCORES_PER_PIECE_ON_GPU = 1 << 25
@@ -35,42 +35,42 @@ def grouped_attention(
     options: AttentionOptions,
     tables: DistanceTables | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention within each sequence, group by group.
+    """Compute attention within each sequence, group by group.
 
     Args:
-        qkv: [T, 3H], query, key and value side by side, still without their bias.
-        bias: [3H], or None if there is none or `qkv` has it.
-        layout: which tokens attend, and the rotation of queries and keys.
+        qkv: [T, 3H], query, key and value concatenated, without their bias.
+        bias: [3H], or None if there is none or `qkv` contains it.
+        layout: sequences, query positions, and the rotation of queries and keys.
         options: heads, dropout, compilation and window.
-        tables: projected embeddings of distances; none if scores have no such terms.
+        tables: projected embeddings of distances; None if scores do not use them.
 
     Returns:
         ([R, H] context, fp32 [R, N] log-sum-exp of each row of scores); the first is differentiable, once.
     """
     if layout.rows is not None and not layout.rows.is_cpu:
-        # How many queries a sequence has is known to the device only, and to read it would wait for all work queued
-        # there, in each pass. All tokens as queries cost more scores in the last layer, and nothing else.
+        # Only the device knows how many queries a sequence has, and reading the number would wait for all work queued
+        # there, in each pass. Using all tokens as queries only costs more scores in the last layer.
         context_TH, lse_TN = grouped_attention(qkv, bias, layout._replace(rows=None), options, tables)
         return context_TH.index_select(0, layout.rows), lse_TN.index_select(0, layout.rows)
     return forward_op(*Arguments.of(qkv, bias, layout, options, tables or DistanceTables()))
 
 
 class Arguments(NamedTuple):
-    """What the operator reads, written out once. torch hands an operator only tensors, numbers and lists of numbers."""
+    """The operator's arguments, defined once. torch passes an operator only tensors, numbers and lists of numbers."""
 
-    qkv: Tensor  # as those of `grouped_attention`, and the bias
+    qkv: Tensor  # qkv and bias: see `grouped_attention`
     bias: Tensor | None
-    rows: Tensor | None  # as those of `layout.TokenLayout`, and the next two
+    rows: Tensor | None  # rows, keys, distance_bias: see `layout.TokenLayout`
     keys: Tensor
     distance_bias: Tensor | None
-    cos: Tensor | None  # as those of `positions.Rotation`, [T, K], and the next
+    cos: Tensor | None  # cos and sin, [T, K]: see `positions.Rotation`
     sin: Tensor | None
-    distance_keys: Tensor | None  # as those of `distances.DistanceTables`, and the next two
+    distance_keys: Tensor | None  # distance_keys, distance_queries, row_of: see `distances.DistanceTables`
     distance_queries: Tensor | None
     row_of: Tensor | None
     lengths: Sequence[int]  # of the sequences
     interleaved: bool  # of the rotation
-    heads: int  # as those of `layout.AttentionOptions`, and what follows
+    heads: int  # heads, dropout, fused, window: see `layout.AttentionOptions`
     dropout: float
     fused: bool
     window: int
@@ -79,13 +79,13 @@ class Arguments(NamedTuple):
     def of(
         cls, qkv: Tensor, bias: Tensor | None, layout: TokenLayout, options: AttentionOptions, tables: DistanceTables
     ) -> Arguments:
-        """Those of `grouped_attention`: the only place that lays them out."""
+        """Flatten the arguments of `grouped_attention`."""
         cos, sin, interleaved = layout.rotation or (None, None, False)
         tensors = layout.rows, layout.keys, layout.distance_bias, cos, sin
         return cls(qkv, bias, *tensors, *tables, layout.lengths, interleaved, *options)
 
     def detached(self) -> Arguments:
-        """The same without gradients: compiled code does not depend on whether there are any."""
+        """Return the arguments detached: compiled code must not depend on whether they require gradients."""
         tensors = {name: getattr(self, name) for name in _DIFFERENTIABLE}
         return self._replace(**{name: x.detach() for name, x in tensors.items() if x is not None})
 
@@ -113,15 +113,15 @@ _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Ar
 
 @torch.library.custom_op("bertrain::grouped_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
 def forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """(context, log-sum-exp of the scores); takes the fields of `Arguments`."""
-    given = Arguments(*arguments).detached()
-    context_RH, lse_RN = _empty_outputs(given)
-    heads, between, tables = given.heads, kernels(given.fused), given.tables
-    for group in sequence_groups(given):
-        q_BQD, k_BLD, v_BLD = _project(between, given, group)
-        token_GQ = _rows(group, given.rows)
-        distances = DistanceTerms(group, token_GQ, heads, given.window, tables)
-        weighing = _Softmax.of(given, group, token_GQ, q_BQD.shape[-1])
+    """Return (context, log-sum-exp of the scores); takes the fields of `Arguments`."""
+    args = Arguments(*arguments).detached()
+    context_RH, lse_RN = _empty_outputs(args)
+    heads, between, tables = args.heads, kernels(args.fused), args.tables
+    for group in sequence_groups(args):
+        q_BQD, k_BLD, v_BLD = _project(between, args, group)
+        token_GQ = _rows(group, args.rows)
+        distances = DistanceTerms(group, token_GQ, heads, args.window, tables)
+        weighing = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
@@ -145,22 +145,22 @@ def backward_op(
     """(gradient of `qkv` [T, 3H], fp32 gradients of `distance_bias` [N, 2M - 1], `distance_keys` and
     `distance_queries` [N, P, D]), [0] for each that is None.
 
-    Scores are computed again, as in flash attention (Dao et al. 2022, alg. 4), from the context [R, H] and the
-    log-sum-exp [R, N] of the forward pass.
+    Scores are recomputed, as in flash attention (Dao et al. 2022, alg. 4), from the context [R, H] and the log-sum-exp
+    [R, N] of the forward pass.
     """
-    context, lse, given = context.detach(), lse.detach(), Arguments(*arguments).detached()
-    heads, between, tables = given.heads, kernels(given.fused), given.tables
-    grad_tables = tables.gradients(given.qkv)
-    grad_qkv = torch.empty_like(given.qkv) if given.rows is None else torch.zeros_like(given.qkv)
-    grad_table_NM = _empty_table(given).zero_()
-    for group in sequence_groups(given):
-        q_BQD, k_BLD, v_BLD = _project(between, given, group)
+    context, lse, args = context.detach(), lse.detach(), Arguments(*arguments).detached()
+    heads, between, tables = args.heads, kernels(args.fused), args.tables
+    grad_tables = tables.gradients(args.qkv)
+    grad_qkv = torch.empty_like(args.qkv) if args.rows is None else torch.zeros_like(args.qkv)
+    grad_table_NM = _empty_table(args).zero_()
+    for group in sequence_groups(args):
+        q_BQD, k_BLD, v_BLD = _project(between, args, group)
         numbers = group.queries
         do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
-        lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, given.rows))
-        token_GQ = _rows(group, given.rows)
-        distances = DistanceTerms(group, token_GQ, heads, given.window, tables)
-        weighing = _Softmax.of(given, group, token_GQ, q_BQD.shape[-1])
+        lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, args.rows))
+        token_GQ = _rows(group, args.rows)
+        distances = DistanceTerms(group, token_GQ, heads, args.window, tables)
+        weighing = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
         for b in head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
@@ -173,9 +173,9 @@ def backward_op(
             torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_v_BLD[b])
             operands, totals = (q_BQD[b], k_BLD[b]), (grad_q_BQD[b], grad_k_BLD[b])
             distances.add_gradients(b, grad_scores_BQL, operands, totals, grad_tables)
-            if given.distance_bias is not None:
+            if args.distance_bias is not None:
                 weighing.terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / weighing.scale)
-        _add_to_tokens(between, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, given)
+        _add_to_tokens(between, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, args)
     return grad_qkv, grad_table_NM, *grad_tables.both()
 
 
@@ -186,8 +186,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @backward_op.register_fake
 def _(grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = Arguments(*arguments)
-    return torch.empty_like(given.qkv), _empty_table(given), *given.tables.gradients(given.qkv).both()
+    args = Arguments(*arguments)
+    return torch.empty_like(args.qkv), _empty_table(args), *args.tables.gradients(args.qkv).both()
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -198,12 +198,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     context, lse, *tensors = ctx.saved_tensors
-    given = Arguments(*tensors, *ctx.options)
-    grad_qkv, *of_tables = backward_op(grad_context, context, lse, *given)
+    args = Arguments(*tensors, *ctx.options)
+    grad_qkv, *of_tables = backward_op(grad_context, context, lse, *args)
     grads: dict[str, Tensor | None] = dict.fromkeys(Arguments._fields)
-    grads["qkv"], grads["bias"] = grad_qkv, None if given.bias is None else grad_qkv.sum(0)
+    grads["qkv"], grads["bias"] = grad_qkv, None if args.bias is None else grad_qkv.sum(0)
     for name, grad in zip(_DIFFERENTIABLE[2:], of_tables, strict=True):
-        table = getattr(given, name)
+        table = getattr(args, name)
         grads[name] = None if table is None else grad.to(table.dtype)
     return tuple(grads.values())
 
@@ -211,27 +211,27 @@ def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tenso
 forward_op.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def _empty_outputs(given: Arguments) -> tuple[Tensor, Tensor]:
-    """Context [R, H] and fp32 log-sum-exp [R, N]."""
-    qkv, queries = given.qkv, (given.qkv if given.rows is None else given.rows).shape[0]
-    return qkv.new_empty(queries, qkv.shape[1] // 3), qkv.new_empty(queries, given.heads, dtype=torch.float32)
+def _empty_outputs(args: Arguments) -> tuple[Tensor, Tensor]:
+    """Allocate context [R, H] and fp32 log-sum-exp [R, N]."""
+    qkv, queries = args.qkv, (args.qkv if args.rows is None else args.rows).shape[0]
+    return qkv.new_empty(queries, qkv.shape[1] // 3), qkv.new_empty(queries, args.heads, dtype=torch.float32)
 
 
-def _empty_table(given: Arguments) -> Tensor:
-    """fp32, of the shape of `distance_bias`, or [0] without one."""
-    shape = (0,) if given.distance_bias is None else given.distance_bias.shape
-    return given.qkv.new_empty(shape, dtype=torch.float32)
+def _empty_table(args: Arguments) -> Tensor:
+    """Allocate fp32 of the shape of `distance_bias`, or [0] without one."""
+    shape = (0,) if args.distance_bias is None else args.distance_bias.shape
+    return args.qkv.new_empty(shape, dtype=torch.float32)
 
 
-def sequence_groups(given: Arguments) -> tuple[SequenceGroup, ...]:
-    """The groups of a micro-batch, made at its first layer; its rows are on the host."""
-    boundaries, queries = tuple(itertools.accumulate(given.lengths, initial=0)), None
-    if given.rows is not None:
-        begin = cut_into_units(boundaries, given.window)[0].begin if given.window else boundaries[:-1]
-        starts = torch.tensor([*begin, boundaries[-1]], device=given.rows.device)
-        queries = tuple(query_boundaries(given.rows, starts).tolist())
-    multiple = LENGTHS if has_code_for_each_shape(given.qkv) else 1
-    return group_sequences(boundaries, queries, given.heads, given.qkv.device, given.window, multiple)
+def sequence_groups(args: Arguments) -> tuple[SequenceGroup, ...]:
+    """Return the groups of a micro-batch, computed at its first layer; its rows are on the host."""
+    boundaries, queries = tuple(itertools.accumulate(args.lengths, initial=0)), None
+    if args.rows is not None:
+        begin = cut_into_units(boundaries, args.window)[0].begin if args.window else boundaries[:-1]
+        starts = torch.tensor([*begin, boundaries[-1]], device=args.rows.device)
+        queries = tuple(query_boundaries(args.rows, starts).tolist())
+    multiple = LENGTH_MULTIPLE if compiles_each_shape(args.qkv) else 1
+    return group_sequences(boundaries, queries, args.heads, args.qkv.device, args.window, multiple)
 
 
 def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
@@ -254,7 +254,7 @@ class _Rotary(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """How the scores of a group become weights, in both passes."""
+    """Arguments of the softmax kernels for a group, in both passes."""
 
     mask_BL: Tensor
     scale: float
@@ -263,12 +263,12 @@ class _Softmax(NamedTuple):
     terms: GroupTerms
 
     @classmethod
-    def of(cls, given: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Softmax:
-        """Those of a group, whose queries are the tokens `token_GQ`; `width` is that of a head."""
-        seeds_BQ = keys_to_heads(given.keys[token_GQ], given.heads) if given.dropout else None
-        terms = GroupTerms(group, token_GQ, given.heads, given.window, given.distance_bias)
-        scale = 1 / math.sqrt(width * (1 + given.tables.terms))  # a score is a sum of so many products
-        return cls(group.mask_GL.repeat_interleave(given.heads, 0), scale, seeds_BQ, given.dropout, terms)
+    def of(cls, args: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Softmax:
+        """Create them for a group whose queries are the tokens `token_GQ`; `width` is the head width."""
+        seeds_BQ = keys_to_heads(args.keys[token_GQ], args.heads) if args.dropout else None
+        terms = GroupTerms(group, token_GQ, args.heads, args.window, args.distance_bias)
+        scale = 1 / math.sqrt(width * (1 + args.tables.terms))  # a score is a sum of so many products
+        return cls(group.mask_GL.repeat_interleave(args.heads, 0), scale, seeds_BQ, args.dropout, terms)
 
     def at(self, b: slice) -> tuple[Any, ...]:
         """The arguments of the softmax kernels, from the mask on, for rows `b`."""
@@ -276,13 +276,13 @@ class _Softmax(NamedTuple):
         return self.mask_BL[b], self.scale, seeds, self.dropout, *self.terms.of(b)
 
 
-def _project(between: Kernels, given: Arguments, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _project(between: Kernels, args: Arguments, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
     """(queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
-    split = 3, given.heads, -1
-    x_T3ND = given.qkv.unflatten(1, split)
-    biases = (None, None, None) if given.bias is None else given.bias.unflatten(0, split).unbind(0)
-    rotation = () if given.cos is None else given.rotary
-    q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, given.rows), *rotation)
+    split = 3, args.heads, -1
+    x_T3ND = args.qkv.unflatten(1, split)
+    biases = (None, None, None) if args.bias is None else args.bias.unflatten(0, split).unbind(0)
+    rotation = () if args.cos is None else args.rotary
+    q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, args.rows), *rotation)
     k_BLD = between.to_heads(x_T3ND[:, 1], biases[1], group.keys.number_GL, *rotation)
     v_BLD = between.to_heads(x_T3ND[:, 2], biases[2], group.keys.number_GL)
     return q_BQD, k_BLD, v_BLD
@@ -293,12 +293,12 @@ def _add_to_tokens(
     grad_qkv: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     group: SequenceGroup,
-    given: Arguments,
+    args: Arguments,
 ) -> None:
     """Put the gradients of a group's queries [B, Q, D], keys and values [B, L, D] into `grad_qkv` [T, 3H]."""
     hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), numbers = grad_qkv.shape[1] // 3, grads, group.queries
-    heads, rotary = given.heads, given.rotary
-    queries = numbers.range if given.rows is None else given.rows[numbers.range]
+    heads, rotary = args.heads, args.rotary
+    queries = numbers.range if args.rows is None else args.rows[numbers.range]
     grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *rotary.of(queries)).flatten(1)
     if isinstance(queries, slice):
         grad_qkv[queries, :hidden] = grad_q_RH
@@ -310,14 +310,14 @@ def _add_to_tokens(
 
 
 def _without_padding(lse_GQN: Tensor, real_GQ: Tensor, rows: Tensor | None) -> Tensor:
-    """Infinite at padding that may repeat a query of other keys: its weights would be anything, even infinite."""
+    """Set padding to infinity: it may repeat a query of other keys, whose weights could become infinite."""
     return lse_GQN if rows is None else lse_GQN.masked_fill(~real_GQ[..., None], math.inf)
 
 
 def head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:
-    """Slices of the first axis whose scores fit into one piece: whole units of so many heads, or heads of one unit."""
-    most = SCORES_PER_PIECE if q_BQD.is_cpu else SCORES_PER_PIECE_ON_GPU
-    step = max(1, most // (q_BQD.shape[1] * k_BLD.shape[1]))
+    """Return slices of the first axis whose scores fit into one piece: whole units of `heads`, or heads of one unit."""
+    limit = SCORES_PER_PIECE if q_BQD.is_cpu else SCORES_PER_PIECE_ON_GPU
+    step = max(1, limit // (q_BQD.shape[1] * k_BLD.shape[1]))
     step = step - step % heads or max(part for part in range(1, step + 1) if heads % part == 0)
     return [slice(b, b + step) for b in range(0, len(q_BQD), step)]
 

@@ -1,7 +1,7 @@
-"""Which sequences are attended together: groups of similar lengths, padded to the longest, at the lowest cost.
+"""Groups of sequences for batched attention: similar lengths, padded to the longest, at the lowest cost.
 
-In a local layer a long sequence is cut into chunks of queries, each with the keys within reach, so that its cost grows
-with its length, not with the square. A unit is a chunk, or a whole sequence.
+In a local layer a long sequence is cut into chunks of queries, each with the keys in its window, so that the cost is
+linear in the length, not quadratic. A unit is a chunk, or a whole sequence.
 
 Shape letters: T tokens of the micro-batch, S sequences, inside a group of G units L keys and Q queries each.
 """
@@ -35,13 +35,13 @@ class SequenceGroup(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """Ranges of numbers laid side by side, padded to the longest. Only those of chunks' keys overlap."""
+    """Ranges of numbers as rows, padded to the longest. Ranges overlap only for keys of chunks."""
 
     range: slice  # all the numbers
-    number_GL: Tensor  # int64, the number at each place; padding repeats one of the range
+    number_GL: Tensor  # int64, the number at each position; padding repeats one of the range
     real_GL: Tensor  # bool, false at padding
-    place_T: Tensor  # int64 [numbers], g * L + l of each number in its own unit
-    other_T: Tensor | None = None  # the same in the neighboring chunk that shares it, or -1; None without chunks
+    place_T: Tensor  # int64 [numbers], the index g * L + l of each number in its unit
+    other_T: Tensor | None = None  # the index in the neighboring chunk that shares it, or -1; None without chunks
 
 
 class AttentionUnits(NamedTuple):
@@ -54,10 +54,10 @@ class AttentionUnits(NamedTuple):
 
 
 def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[AttentionUnits, np.ndarray]:
-    """(the units of the sequences between `boundaries`, number of units before each sequence and in all [S + 1]).
+    """Return (the units of the sequences between `boundaries`, cumulative number of units [S + 1]).
 
-    A chunk is at least twice as long as the window, so that only its neighbors share keys with it. Sequences under two
-    chunks are left whole.
+    A chunk is at least twice as long as the window, so that only its neighbors share keys with it. Sequences shorter
+    than two chunks stay whole.
     """
     offsets = np.asarray(boundaries, np.int64)
     lengths = np.diff(offsets)
@@ -74,7 +74,7 @@ def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[AttentionU
     return AttentionUnits(begin, end, key_begin, np.where(alone, ends, np.minimum(ends, end + window))), first
 
 
-@functools.lru_cache(maxsize=8)  # a micro-batch has few, used by every layer, forward and backward
+@functools.lru_cache(maxsize=8)  # a micro-batch has few groupings, used by every layer, forward and backward
 def group_sequences(
     boundaries: tuple[int, ...],
     queries: tuple[int, ...] | None,
@@ -85,27 +85,27 @@ def group_sequences(
 ) -> tuple[SequenceGroup, ...]:
     """Put the units of the sequences between `boundaries` (S + 1 token offsets) into the groups with the lowest cost.
 
-    Any order of the sequences is correct; the ascending order of the loader's batches makes the cheapest groups. A
-    group without queries is left out. No group ends within a sequence.
+    Any order of the sequences is correct; the ascending order of the loader's batches makes the cheapest groups. Groups
+    without queries are dropped. Groups do not split sequences.
 
     Args:
-        boundaries: where the sequences begin on the token axis, and the end of the last.
-        queries: where the units of `cut_into_units` begin among the query positions, and the end of the last; None if
+        boundaries: offsets of the sequences on the token axis, and the end of the last.
+        queries: offsets of the units of `cut_into_units` among the query positions, and the end of the last; None if
             every token is a query.
         heads: N.
         device: of the tensors.
         window: tokens that a query attends to on each side; 0 if to its whole sequence.
-        multiple: that L and Q are rounded up to.
+        multiple: to which L and Q are rounded up.
     """
     units, first = cut_into_units(boundaries, window)
     starts = np.append(units.begin, boundaries[-1]) if queries is None else np.asarray(queries)
     groups = []
     per_group = SCORES_PER_GROUP if device.type == "cpu" else SCORES_PER_GROUP_ON_GPU
     for begin, end in _cheapest_cuts(units, first, heads, per_group):
-        own = slice(int(first[begin]), int(first[end]))
-        of_queries = starts[own.start : own.stop + 1]
+        members = slice(int(first[begin]), int(first[end]))
+        of_queries = starts[members.start : members.stop + 1]
         if of_queries[0] < of_queries[-1]:
-            part = AttentionUnits(*(x[own] for x in units))
+            part = AttentionUnits(*(x[members] for x in units))
             keys = _pad(part.key_begin, part.key_end, device, multiple)
             chunked = len(part.begin) > end - begin
             if chunked:
@@ -118,7 +118,7 @@ def group_sequences(
 
 
 def _cheapest_cuts(units: AttentionUnits, first: np.ndarray, heads: int, per_group: int) -> list[tuple[int, int]]:
-    """(first, one past the last) sequence of each group, in order.
+    """Return (first, one past the last) sequence of each group, in order.
 
     A group of G units of Q queries and L keys costs `per_group` and heads * G * Q * (L + 128) scores: L for each of its
     G * Q tokens, and as many as 128 for carrying a token of a head of 64 there and back. Exact, by dynamic programming.
@@ -128,7 +128,7 @@ def _cheapest_cuts(units: AttentionUnits, first: np.ndarray, heads: int, per_gro
     longest = [np.maximum.reduceat(width, first[:-1]).astype(np.float64) for width in widths]
     best, cut = np.zeros(count + 1), np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
-        # Of the groups that end here, one for each beginning: its longest and its number of units.
+        # The candidate groups that end here, one for each start: longest unit and number of units.
         q, k = (np.maximum.accumulate(x[end - 1 :: -1])[::-1] for x in longest)
         costs = best[:end] + heads * (first[end] - first[:end]) * q * (k + 128)
         cut[end] = costs.argmin()
@@ -141,7 +141,7 @@ def _cheapest_cuts(units: AttentionUnits, first: np.ndarray, heads: int, per_gro
 
 
 def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> Padded:
-    """The ranges from `begin` to `end` [G], in ascending order."""
+    """Pad the ranges from `begin` to `end` [G], which are in ascending order."""
     begin_G1, end_G1 = torch.from_numpy(begin.copy())[:, None], torch.from_numpy(end.copy())[:, None]
     place_L = torch.arange(-(-int((end - begin).max()) // multiple) * multiple)
     real_GL = place_L < end_G1 - begin_G1
@@ -154,15 +154,15 @@ def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device, multiple: int
 
 
 def _places_of_shared_keys(units: AttentionUnits, length: int, device: torch.device) -> dict[str, Tensor]:
-    """`place_T` and `other_T` of the tokens of chunks, whose keys are laid out [G, length]."""
+    """Return `place_T` and `other_T` of the tokens of chunks, whose keys are laid out [G, length]."""
     token_T = np.arange(units.begin[0], units.end[-1])
     unit_T = np.searchsorted(units.end, token_T, side="right")
 
     def place(number_T: np.ndarray) -> np.ndarray:
-        """The token's place in a unit, or -1 if it is not among its keys."""
-        there = number_T.clip(0, len(units.begin) - 1)
-        has_it = (units.key_begin[there] <= token_T) & (token_T < units.key_end[there]) & (there == number_T)
-        return np.where(has_it, there * length + token_T - units.key_begin[there], -1)
+        """Return the token's index in a unit, or -1 if it is not among the unit's keys."""
+        unit = number_T.clip(0, len(units.begin) - 1)
+        is_key = (units.key_begin[unit] <= token_T) & (token_T < units.key_end[unit]) & (unit == number_T)
+        return np.where(is_key, unit * length + token_T - units.key_begin[unit], -1)
 
     other_T = np.maximum(place(unit_T - 1), place(unit_T + 1))
     return {

@@ -1,6 +1,6 @@
 """Dropout without a generator: every random number is a hash of the token's key and of its use in the model.
 
-So a sample's dropout depends neither on its position in a batch nor on earlier random numbers (invariant 1).
+A sample's dropout therefore depends neither on its position in a batch nor on earlier random numbers (invariant 1).
 """
 
 import torch

@@ -55,11 +55,11 @@ def heads_kernel(
     sin_TK: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """[T, N, D] -> [B, L, D] of one group's rows, plus the bias and rotated, if there are such."""
+    """[T, N, D] -> [B, L, D] of one group's rows, with bias and rotation if given."""
     if cos_TK is None or sin_TK is None:
         x_GLND = _add_bias(x_TND[rows_GL], bias_ND)
         return x_GLND.to(x_TND.dtype).transpose(1, 2).flatten(0, 1).contiguous()
-    # Each half is gathered on its own: one vectorized loop, where a split after the gather makes three.
+    # The halves are gathered separately: one vectorized loop, where a split after the gather makes three.
     biases = (None, None) if bias_ND is None else split_pairs(bias_ND, interleaved=interleaved)
     first_GLNK, second_GLNK = (
         _add_bias(x_TNK[rows_GL], bias_NK).float()
@@ -110,7 +110,7 @@ def _to_tokens(
 ) -> Tensor:
     """[B, L, D] -> [group's tokens, N, D], rotated back if there is a rotation.
 
-    `other_T` is a second place whose entry is added, -1 where there is none; None if no token has one.
+    `other_T` is a second row to add, or -1; None if no token has one.
     """
     x_PND = x_BLD.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
     if cos_TK is None or sin_TK is None:
@@ -189,7 +189,7 @@ def gradients_kernel(
     last_BQ: Tensor | None = None,
     bias_BQL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights after dropout, gradient of the products), both [B, Q, L]; `grad_BQL` is that of dropped weights."""
+    """(weights after dropout, gradient of the products), both [B, Q, L]; `grad_BQL` is of the dropped-out weights."""
     x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_BQ, last_BQ, bias_BQL)
     weights_BQL = (x_BQL - lse_BQ[..., None]).exp()
     dropped_BQL, grad = weights_BQL, grad_BQL.float()

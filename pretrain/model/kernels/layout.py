@@ -1,4 +1,4 @@
-"""The arguments of the attention operators besides query, key and value: which tokens attend to which, and how."""
+"""The arguments of the attention operators besides query, key and value: sequences, positions and options."""
 
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ class RelativeRows(NamedTuple):
 class TokenLayout(NamedTuple):
     """The sequences of an unpadded micro-batch of T tokens, and its query positions."""
 
-    cu_seqlens: Tensor  # int32 [S + 1], where the sequences begin on the token axis; the first is 0, the last T
-    lengths: tuple[int, ...]  # tokens of each sequence, on the host: to read `cu_seqlens` would wait for a GPU
+    cu_seqlens: Tensor  # int32 [S + 1], offsets of the sequences on the token axis; the first is 0, the last T
+    lengths: tuple[int, ...]  # tokens of each sequence, on the host: reading `cu_seqlens` would wait for a GPU
     rows: Tensor | None  # int64 [R], ascending: the query positions; None if every token is one
     keys: Tensor  # int32 [T], the dropout seed of each token as a query
     rotation: Rotation | None = None  # of queries and keys, [T, K]
@@ -33,7 +33,7 @@ class TokenLayout(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """How to attend."""
+    """Options of the attention operators."""
 
     heads: int
     dropout: float = 0.0  # probability of dropping an attention weight
@@ -42,5 +42,5 @@ class AttentionOptions(NamedTuple):
 
 
 def query_boundaries(rows_R: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """int32 [S + 1]: where the sequences begin among the query positions `rows_R`, int64 and ascending."""
+    """Return int32 [S + 1], offsets of the sequences among the query positions `rows_R`, int64 and ascending."""
     return torch.searchsorted(rows_R, cu_seqlens.long()).int()

@@ -1,8 +1,8 @@
-"""The loops of `native.cpp` as functions of torch with their gradients, for short texts on a CPU.
+"""The loops of `native.cpp` as differentiable functions of torch, for short sequences on a CPU.
 
 torch runs some hundred small operations for each layer of a step of 500 tokens, and compiled code, which starts after a
 minute, calls a dozen guarded programs. Here a layer has nine calls of code that g++ compiles in seconds, once for each
-machine. Without g++, everything is done by torch, and only the last bits of results differ.
+machine. Without g++, torch computes everything, and only the last bits of results differ.
 
 Shape letters: T tokens of the micro-batch, R query positions, H hidden width, F feed-forward width.
 """
@@ -36,34 +36,34 @@ _MAX_LENGTH, _MAX_LENGTH_WITHOUT_GRADIENTS = 128, 256
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled `native.cpp`; None without a C++ compiler. It is kept in the user's cache folder."""
+    """Compile and load `native.cpp`, cached in the user's cache folder; None without a C++ compiler."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         return None
     cpu = Path("/proc/cpuinfo")
     flags = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    made_of = [_SOURCE.read_text(), *_FLAGS, flags, platform.machine(), compiler, torch.__version__]
-    name = f"native-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    inputs = [_SOURCE.read_text(), *_FLAGS, flags, platform.machine(), compiler, torch.__version__]
+    name = f"native-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
     try:
         folder = rates_file().parent
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / name).exists():
-            with tempfile.TemporaryDirectory(dir=folder) as made:
-                target = Path(made) / name
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                target = Path(temporary) / name
                 subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(target)], check=True, capture_output=True)
-                target.replace(folder / name)  # whole, whoever else compiles it
+                target.replace(folder / name)  # atomically: other processes may compile it, too
         return ctypes.CDLL(str(folder / name))
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def runs_natively(x: Tensor) -> bool:
-    """Whether these kernels take `x`."""
+    """Return whether these kernels support `x`."""
     return x.is_cpu and x.dtype in _TYPES and not torch.compiler.is_compiling() and library() is not None
 
 
 def attends_natively(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> bool:
-    """Whether `attention` takes these arguments and is faster than batched matmuls."""
+    """Return whether `attention` supports these arguments and is faster than batched matmuls."""
     terms = layout.rotation, layout.distance_bias, layout.relative
     longest = layout.max_seqlen
     whole = not options.window or longest <= options.window + 1
@@ -76,14 +76,14 @@ def attends_natively(qkv: Tensor, layout: TokenLayout, options: AttentionOptions
 def attention(
     qkv: Tensor, bias: Tensor | None, layout: TokenLayout, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """As `grouped_op.grouped_attention`."""
+    """Attend as `grouped_op.grouped_attention`."""
     starts = layout.cu_seqlens if layout.rows is None else query_boundaries(layout.rows, layout.cu_seqlens)
     places = layout.rows, layout.keys, layout.cu_seqlens, starts
     return _Attention.apply(qkv, bias, places, options)  # pyright: ignore[reportReturnType]
 
 
 def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bool) -> Callable[..., Tensor]:
-    """`block.after_attention` in C++ where the model is BERT's kind and not compiled; `function` does it elsewhere."""
+    """Return `block.after_attention` in C++ for an uncompiled model with BERT's layers; otherwise `function`."""
     if compile or not has_native_loops(shape):
         return function
 
@@ -104,21 +104,21 @@ def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bo
 
 
 def step_table(group: dict[str, Any], state: dict[str, Any], divisor: float, *tensors: Tensor) -> None:
-    """A step of torch's fused AdamW for a table; a row that never had a gradient only decays.
+    """Step a table as torch's fused AdamW does; a row that never had a gradient only decays.
 
     Args:
         group: of the optimizer: rate, betas, epsilon and decay.
         state: of the table: moments fp32 [V * H] and count of steps.
         divisor: of the gradient, for clipping.
-        tensors: uint8 [V], whether a row ever had a gradient, 2 if that is not known; fp32 gradient [V, H]; fp32 master
-            weights [V * H]; the model's weights [V * H], which become those.
+        tensors: uint8 [V], whether a row ever had a gradient, 2 if unknown; fp32 gradient [V, H]; fp32 master weights
+            [V * H]; the model's weights [V * H], which are set to the master weights.
     """
     seen, gradient, master, weights = tensors
     state["step"] += 1
     moments = state["exp_avg"], state["exp_avg_sq"]
     numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"], state["step"].item()
-    held = seen, gradient, master, *moments, weights
-    _call("adamw", weights, *gradient.shape, *held, divisor, *map(float, numbers))
+    buffers = seen, gradient, master, *moments, weights
+    _call("adamw", weights, *gradient.shape, *buffers, divisor, *map(float, numbers))
 
 
 class _Sequences(ctypes.Structure):
@@ -208,9 +208,9 @@ class _AfterAttention(torch.autograd.Function):
         def norm_backward(x: Tensor, bias: Tensor, residual: Tensor, use: int, *rest: Any) -> tuple[Tensor, ...]:
             grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x)
             sums = torch.empty(3, x.shape[1])
-            made = grad_x, grad_residual, sums
-            _call("norm_backward", x, *x.shape, x, bias, residual, keys_R, use, ctx.dropout, *rest, *made)
-            return made
+            results = grad_x, grad_residual, sums
+            _call("norm_backward", x, *x.shape, x, bias, residual, keys_R, use, ctx.dropout, *rest, *results)
+            return results
 
         grad_output, grad_normed, last_sums = norm_backward(
             output_RH, last_bias, normed_RH, 2, last_gain, last_moments, grads[0].contiguous(), None

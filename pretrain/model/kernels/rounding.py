@@ -1,7 +1,8 @@
-"""Round numbers of rows for matrix products in bf16 on a CPU.
+"""Rounds up the rows of matrix products in bf16 on a CPU.
 
-oneDNN generates code for each shape of a product: 0.4 to 1.4 ms with AVX-512, 2 to 50 ms with AMX, as long as the
-product itself. Unpadded batches have other numbers of tokens in each step. torch's fp32 products need no such code.
+oneDNN generates code for each shape of a product: 0.4 to 1.4 ms with AVX-512, 2 to 50 ms with AMX, as much as the
+product itself takes. The number of tokens of unpadded batches changes in each step. torch's fp32 products are not
+generated for a shape.
 
 Shape letters: T tokens, S sequences.
 """
@@ -12,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_FEWEST, _SHARE = 16, 1 / 16  # rows, and the share of the rows that rounding adds at most
-LENGTHS = 8  # that padded lengths of sequences in bf16 are multiples of: 31 shapes in place of 221 in 20 steps
+_MIN_MULTIPLE, _MAX_SHARE = 16, 1 / 16  # the smallest multiple of rows; the largest share of rows that rounding adds
+LENGTH_MULTIPLE = 8  # of padded lengths of sequences in bf16: 31 shapes instead of 221 in 20 steps
 
 
 class UnpaddedBatch(Protocol):
-    """The fields of a batch that the encoder reads; `pretrain.batches.batch.MicroBatch` is one."""
+    """The fields of a batch that the encoder reads, such as `pretrain.batches.batch.MicroBatch`."""
 
     @property
     def input_ids(self) -> Tensor: ...  # int64 [T]
@@ -45,24 +46,24 @@ class RoundBatch(NamedTuple):
 
 
 def missing_rows(rows: int, like: Tensor) -> int:
-    """How many rows products of the type and device of `like` should have besides `rows`."""
-    if not has_code_for_each_shape(like):
+    """Return the number of rows to add to `rows` in products of the dtype and device of `like`."""
+    if not compiles_each_shape(like):
         return 0
-    return -rows % max(_FEWEST, 1 << max(0, int(rows * _SHARE).bit_length() - 1))
+    return -rows % max(_MIN_MULTIPLE, 1 << max(0, int(rows * _MAX_SHARE).bit_length() - 1))
 
 
-def has_code_for_each_shape(like: Tensor) -> bool:
-    """Whether products of this type and device are oneDNN's."""
+def compiles_each_shape(like: Tensor) -> bool:
+    """Return whether products of this dtype and device are oneDNN's."""
     return like.is_cpu and like.dtype != torch.float32
 
 
 def add_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
-    """`x` with so many more rows of `value`."""
+    """Append so many rows of `value` to `x`."""
     return F.pad(x, (*(0, 0) * (x.dim() - 1), 0, rows), value=value) if rows else x
 
 
 def with_round_tokens(batch: UnpaddedBatch, like: Tensor) -> UnpaddedBatch:
-    """The batch with sequences of filler, none longer than its longest, if products of the type of `like` need them."""
+    """Append sequences of filler, none longer than the longest, if products of the dtype of `like` need them."""
     tokens = len(batch.input_ids)
     more = missing_rows(tokens, like)
     if not more:

@@ -1,7 +1,7 @@
-"""What a group's scores get besides the product of query and key: the window of a local layer, and relative positions.
+"""Terms of a group's scores besides the product of query and key: the window of a local layer, and relative positions.
 
-Shape letters: T tokens, N heads, inside a group of G units L keys and Q queries each, B = G * N; M the longest distance
-that a table of biases has, plus one.
+Shape letters: T tokens, N heads, inside a group of G units L keys and Q queries each, B = G * N; M the largest distance
+in a table of biases, plus one.
 """
 
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class GroupTerms:
         total_NM.view(-1).index_add_(0, self._entries(b).flatten(), grad_BQL.float().flatten())
 
     def _entries(self, b: slice) -> Tensor:
-        """int64 [B, Q, L]: which entry of the flattened table each score reads."""
+        """Return int64 [B, Q, L]: the entry of the flattened table that each score reads."""
         assert self._bias is not None
         row_B = torch.arange(b.start, min(b.stop, len(self._key_GL) * self._heads), device=self._key_GL.device)
         unit_B, columns = row_B // self._heads, self._bias.shape[1]

@@ -153,7 +153,7 @@ def _marked(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
 
 
 def thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop records until `_MAX_RECORDS` are left, first those with the closest neighbors; never the first or last."""
+    """Drop records until `_MAX_RECORDS` are left: closest neighbors first, never the first or the last record."""
     while len(records) > _MAX_RECORDS:
         gaps = [records[at + 1]["step"] - records[at - 1]["step"] for at in range(1, len(records) - 1)]
         del records[1 + gaps.index(min(gaps))]

@@ -1,8 +1,8 @@
-"""Buckets: optimizer groups small enough to be sent while a pass through the model goes on.
+"""Buckets: optimizer groups small enough to overlap their communication with the forward and backward pass.
 
 ZeRO gives each rank one range of every group's flat weights. With one group of all matrices, the ranges of all ranks
-are complete only after the last gradient. With a group per bucket, each rank has a range of every bucket, so a bucket
-can be sent as soon as the backward pass has left it, and its weights gathered just before the forward pass needs them.
+are complete only after the last gradient. With a group per bucket, each rank has a range of every bucket. So a bucket
+can be sent when the backward pass has passed it, and its weights are gathered just before the forward pass needs them.
 """
 
 import time
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ENTRIES = 10_000_000  # of a bucket, 20 MB in half precision: larger ones save no time
+ENTRIES = 10_000_000  # of a bucket, 20 MB in half precision: larger buckets save no time
 # torch 2.13 renamed all_gather_into_tensor, and warns of the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -21,24 +21,24 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 def divide_groups(optimizer: torch.optim.Optimizer, forward_order: Sequence[str], entries: int) -> None:
     """Replace the groups of `optimizer` by buckets of at most `entries`, in the order in which they become complete.
 
-    A parameter is never divided; a larger one is a bucket of its own.
+    A parameter is never divided; a larger one gets a separate bucket.
 
     Args:
-        optimizer: its groups carry `names`.
+        optimizer: its groups have `names`.
         forward_order: the names of all parameters, in the order in which the forward pass needs them.
         entries: the size of a bucket.
     """
-    place = {name: number for number, name in enumerate(forward_order)}
-    buckets = [bucket for group in optimizer.param_groups for bucket in _buckets(group, place, entries)]
-    optimizer.param_groups = sorted(buckets, key=lambda bucket: -min(place[name] for name in bucket["names"]))
+    order = {name: number for number, name in enumerate(forward_order)}
+    buckets = [bucket for group in optimizer.param_groups for bucket in _buckets(group, order, entries)]
+    optimizer.param_groups = sorted(buckets, key=lambda bucket: -min(order[name] for name in bucket["names"]))
 
 
-def _buckets(group: Mapping[str, Any], place: Mapping[str, int], entries: int) -> Iterator[dict[str, Any]]:
+def _buckets(group: Mapping[str, Any], order: Mapping[str, int], entries: int) -> Iterator[dict[str, Any]]:
     names: list[str] = []
     parameters: list[Tensor] = []
     size = 0
     members = zip(group["names"], group["params"], strict=True)
-    for name, parameter in sorted(members, key=lambda member: -place[member[0]]):
+    for name, parameter in sorted(members, key=lambda member: -order[member[0]]):
         if parameters and size + parameter.numel() > entries:
             yield {**group, "names": names, "params": parameters}
             names, parameters, size = [], [], 0
@@ -49,18 +49,17 @@ def _buckets(group: Mapping[str, Any], place: Mapping[str, int], entries: int) -
 
 
 class WeightGather:
-    """Gathers the weights of every bucket from their owners, while the model's forward pass already runs.
+    """Gathers the weights of every bucket from their owners during the model's forward pass.
 
     Buckets are gathered in the order in which the forward pass reads them. Each block of the model (a member of a
-    ModuleList, such as a layer) waits for its own buckets before it runs, and the model for those of all that is in no
-    block.
+    ModuleList, such as a layer) waits for its buckets before it runs; the model waits for buckets outside all blocks.
 
     Attributes:
-        waited: seconds that this process has waited. On a GPU the device waits, and the process does not.
+        waited: seconds that this process has waited. On a GPU the device waits, not the process.
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[tuple[Sequence[nn.Parameter], Tensor]]) -> None:
-        """`buckets` has (parameters, their flat weights) of each; a flat holds equal parts of all ranks."""
+        """`buckets` has (parameters, their flat weights) of each; a flat tensor holds equal parts of all ranks."""
         self._flats = [flat for _, flat in buckets]
         self._pending: dict[int, Any] = {}  # by the number of the bucket
         self.waited = 0.0
@@ -78,18 +77,18 @@ class WeightGather:
             module.register_forward_pre_hook(lambda *_, numbers=frozenset(numbers): self._wait(numbers))
 
     def start(self) -> None:
-        """Begin to gather all weights, from the part of each that this rank has updated since `finish`."""
+        """Start to gather all weights; this rank has updated its part of each since `finish`."""
         for number in self._order:
             flat = self._flats[number]
-            own = flat.view(dist.get_world_size(), -1)[dist.get_rank()]
-            self._pending[number] = all_gather(flat, own, async_op=True)
+            part = flat.view(dist.get_world_size(), -1)[dist.get_rank()]
+            self._pending[number] = all_gather(flat, part, async_op=True)
 
     def finish(self) -> None:
-        """Wait until all weights are in place."""
+        """Wait until all weights are gathered."""
         self._wait(frozenset(self._order))
 
     def _wait(self, numbers: frozenset[int]) -> None:
-        began = time.perf_counter()
+        started = time.perf_counter()
         for number in [one for one in self._pending if one in numbers]:
             self._pending.pop(number).wait()
-        self.waited += time.perf_counter() - began
+        self.waited += time.perf_counter() - started

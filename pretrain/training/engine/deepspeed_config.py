@@ -12,11 +12,11 @@ from pretrain.training.engine.buckets import ENTRIES
 
 logger = logging.getLogger(__name__)
 
-_STEPS_NEVER = 1 << 60
+_NEVER_STEPS = 1 << 60
 
 
 def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's JSON for `settings`; the user's `deepspeed:` section overrides it, key by key."""
+    """Return DeepSpeed's JSON for `settings`; the user's `deepspeed:` section overrides it, key by key."""
     half, layout = settings.precision != "fp32", state_layouts.layout_class(settings)
     own_sums = state_layouts.has_own_sums(settings)
     config: dict[str, Any] = {
@@ -25,8 +25,8 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "steps_per_print": _STEPS_NEVER,
-        # It waits for the device in every forward pass and step.
+        "steps_per_print": _NEVER_STEPS,
+        # The timer waits for the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
         # If the layout clips, clipping again would cost a collective.
         "gradient_clipping": settings.gradient_clip_norm if layout.deepspeed_clips else 0.0,
@@ -35,11 +35,11 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
             "overlap_comm": torch.cuda.is_available() and not own_sums,
-            # Weights begin at 16 bytes, as cuBLAS's fast kernels need; compiled code would copy others at each call.
+            # Align weights to 16 bytes, as cuBLAS's fast kernels need; compiled code would copy others at each call.
             "parameter_alignment": True,
             "reduce_bucket_size": ENTRIES,
-            # Where the user's section asks for DeepSpeed's own sums in stages 1 and 2, a gradient is sent to its owner
-            # only, half the bytes of an all-reduce.
+            # If the user's section selects DeepSpeed's sums in stages 1 and 2, a gradient is sent to its owner only,
+            # half the bytes of an all-reduce.
             "use_multi_rank_bucket_allreduce": False,
             # Stage 3: small parameters are gathered together with the others, not one by one.
             "stage3_param_persistence_threshold": 0,
@@ -49,8 +49,8 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     }
     if settings.precision == "bf16":
         config["bf16"]["check_grad_overflow"] = True
-    if half and layout.sums_apart:
-        # A sum of many micro-batches with 8 bits of mantissa loses the later ones.
+    if half and layout.has_sum_buffer:
+        # A sum of many micro-batches with 8 bits of mantissa would lose the later ones.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = _merge(config, settings.deepspeed)
     if own_sums or (
@@ -58,15 +58,15 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         and settings.zero_stage == 1
         and not merged["zero_optimization"].get("offload_optimizer")
     ):
-        # Ours are fp32 whatever DeepSpeed believes. If it believes so of bf16 in stage 1, it takes its BF16_Optimizer,
-        # which sends all gradients to every worker and keeps them twice.
+        # Our sums are fp32 whatever this says. With fp32 here and bf16 in stage 1, DeepSpeed would use its
+        # BF16_Optimizer, which sends all gradients to every worker and keeps them twice.
         types = merged.pop("data_types", {})
         if not own_sums and types.get("grad_accum_dtype") == "fp32":
             logger.warning(
-                "engine.deepspeed: so set, DeepSpeed sums gradients in bf16; zero_stage 2 sums them in fp32."
+                "engine.deepspeed: with these settings, DeepSpeed sums gradients in bf16; zero_stage 2 sums in fp32."
             )
     if settings.precision == "fp16":
-        merged["fp16"]["loss_scale"] = 1.0  # the engine has its own `LossScale`
+        merged["fp16"]["loss_scale"] = 1.0  # the engine uses `LossScale` instead
     return merged
 
 

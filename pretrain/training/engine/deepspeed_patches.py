@@ -1,8 +1,8 @@
-"""The functions that read or replace private names of DeepSpeed (docs/decisions/0158-private-names.md).
+"""Functions that read or replace private names of DeepSpeed (docs/decisions/0158-private-names.md).
 
-The rest of this folder uses what DeepSpeed makes public: its engine's methods, the tensors that it gives our optimizer
-to step, and a wrapper's `step`. When DeepSpeed is upgraded, the tests report the names that are gone; read the others
-again in its source and raise `CHECKED`.
+The rest of this folder uses DeepSpeed's public interface: its engine's methods, the tensors that it gives our optimizer
+to step, and a wrapper's `step`. After an upgrade of DeepSpeed, the tests report the names that are gone; review the
+others in its source and raise `CHECKED`.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 CHECKED = "0.19.8"  # the version of DeepSpeed whose source was read for all names below
 
-# Prefixes of modules in whose functions a rank waits for others. In ZeRO 3 only the innermost frame is in the second,
-# since handles of gathered parameters have a `wait` without a frame.
+# Prefixes of modules in whose functions a rank waits for others. For `GATHERING_MODULES` (ZeRO 3) only the innermost
+# frame counts, since the `wait` of a gathered parameter's handle has no frame.
 COLLECTIVE_MODULES = "deepspeed.comm"
 GATHERING_MODULES = "deepspeed.runtime.zero.partition"
 
-_PART_ENTRIES = 8  # that a rank's part of the weights is a multiple of
+_PART_MULTIPLE = 8  # of entries in a rank's part of the weights
 
 
 # ---- the library
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, configured not to use the ops that it would have to compile first."""
+    """Import DeepSpeed, configured not to use the ops that it would have to compile first."""
     os.environ.setdefault("LOCAL_RANK", "0")  # it requires the variable even for one process
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -40,32 +40,31 @@ def import_deepspeed() -> Any:
 
         deepspeed.accelerator.get_accelerator()
     if not torch.cuda.is_available():
-        # Its shared-memory collectives for CPU. To read the list tests all ops by compiling, so a GPU's start leaves it
-        # alone.
+        # Disable its shared-memory collectives for CPU. Not on GPUs, where reading the list would compile all ops.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer: Any = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
-    optimizer.nccl_start_alignment_factor = property(lambda _: _PART_ENTRIES, lambda *_: None)
+    optimizer.nccl_start_alignment_factor = property(lambda _: _PART_MULTIPLE, lambda *_: None)
     return deepspeed
 
 
 @contextlib.contextmanager
 def without_nvml() -> Iterator[None]:
-    """Let DeepSpeed ask torch for free memory: with NVML it takes the entries of CUDA_VISIBLE_DEVICES for numbers."""
-    found = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
+    """Make DeepSpeed query free memory through torch: with NVML it parses CUDA_VISIBLE_DEVICES as numbers."""
+    imported = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
     sys.modules["pynvml"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules["pynvml"]
-        sys.modules.update(found)
+        sys.modules.update(imported)
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """While the context lasts, `torch.compile` returns functions as they are.
+    """Make `torch.compile` return functions unchanged inside the context.
 
-    With every optimizer DeepSpeed imports its Muon, which we do not use. Its kernels load 570 modules of the compiler,
-    1.2 s of CPU time.
+    DeepSpeed imports its Muon with every optimizer, although we do not use it. Its compiled functions load 570 modules
+    of the compiler, 1.2 s of CPU time.
     """
     compile, torch.compile = torch.compile, lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     try:
@@ -85,13 +84,13 @@ def use_world_group() -> None:
 
 
 def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]) -> None:
-    """Make stage 1 or 2 hand each gradient to `add`, with its parameter and its group's number, and do no more."""
+    """Make stage 1 or 2 only pass each gradient to `add`, with its parameter and its group's number."""
     for name, replacement in (("process_gradients", add), ("independent_gradient_partition_epilogue", lambda: None)):
-        if not hasattr(wrapper, name):  # to set it would have no effect
+        if not hasattr(wrapper, name):  # setting it would have no effect
             raise RuntimeError(f"{type(wrapper).__name__} of DeepSpeed has no {name}, which {CHECKED} has")
         setattr(wrapper, name, replacement)
 
 
 def weights_of_stage_3(parameter: Any) -> Tensor:
-    """This rank's part of the weights that the model computes with, 1-D, padding included."""
+    """Return this rank's part of the weights that the model computes with, 1-D, padding included."""
     return parameter.ds_tensor.data.view(-1)

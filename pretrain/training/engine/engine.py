@@ -1,7 +1,7 @@
 """A model under DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
 
 A loss is already divided by its count over all ranks and micro-batches, so gradients are only summed: in ZeRO 1 and 2
-by `gradient_sums`, otherwise by DeepSpeed, whose average over workers `backward` undoes. That over steps is disabled.
+by `gradient_sums`, otherwise by DeepSpeed. `backward` undoes its average over workers; that over steps is disabled.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from pretrain.training.engine.state_layouts import (
 from pretrain.training.engine.workers import RankGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
-LEAST_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
+MIN_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StepResult:
     """The outcome of one optimizer step. It stays on the device until it is read, which waits for the device.
 
     Attributes:
-        norm: fp64 scalar, the global norm of the gradients before clipping; not finite if the step was left out.
+        norm: fp64 scalar, the global norm of the gradients before clipping; not finite if the step was skipped.
     """
 
     norm: Tensor
@@ -59,7 +59,7 @@ class StepResult:
 
 
 class Usage(NamedTuple):
-    """What a process has used.
+    """Resources that a process has used.
 
     Attributes:
         memory_bytes: the peak of device memory on CUDA, of the resident set elsewhere.
@@ -71,17 +71,17 @@ class Usage(NamedTuple):
 
 
 class ProgressWatch(Protocol):
-    """Observes a run's progress; `pretrain.training.watchdog.Watchdog` is one."""
+    """An observer of a run's progress, such as `pretrain.training.watchdog.Watchdog`."""
 
     def beat(self) -> None:
         """Called whenever the engine makes progress."""
 
     def allow(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Wraps work without progress that may take `seconds`."""
+        """Wrap work without progress that may take `seconds`."""
         ...
 
     def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Wraps waits for data or storage; `what` names them."""
+        """Wrap a wait for data or storage; `what` names it."""
         ...
 
 
@@ -90,23 +90,23 @@ class Engine:
 
     Args:
         model: parameters in fp32 on any device; DeepSpeed casts and moves them.
-        make_optimizer: from (name, parameter) pairs to an optimizer whose groups carry `names`, and `lr_scale`
-            where a group's learning rate is a share of the run's.
-        settings: stage, precision, clipping and DeepSpeed's own section.
-        watch: called with progress and waits.
+        make_optimizer: from (name, parameter) pairs to an optimizer whose groups have `names`, and `lr_scale` if a
+            group's learning rate differs from the run's by this factor.
+        settings: stage, precision, clipping and the section for DeepSpeed.
+        watch: observer of progress and waits.
 
     Attributes:
         shapes: of the parameters, by name.
-        module: the model as DeepSpeed has it.
-        averaged: how many steps' weights are in the running mean.
-        variant: what the model's passes depend on besides its parameters and batches; recordings are those of one.
+        module: the model as wrapped by DeepSpeed.
+        averaged: number of steps in the running mean of the weights.
+        variant: anything that the passes depend on besides parameters and batches; each variant has its recordings.
         workers: all ranks.
-        watch: the one given.
-        loss_scale: that of fp16; None in other precisions.
-        records_passes: passes are recorded as CUDA graphs: `recorded_pass` takes the place of `forward` and `backward`.
+        watch: the argument.
+        loss_scale: for fp16; None in other precisions.
+        records_passes: passes are recorded as CUDA graphs: `recorded_pass` replaces `forward` and `backward`.
 
     Raises:
-        InputError: DeepSpeed refuses what its own section asks for.
+        InputError: DeepSpeed refuses the settings of its section.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Engine:
         self._deepspeed = _initialize(
             deepspeed, model, self._optimizer, deepspeed_config(settings, self.world_size), settings
         )
-        return_freed_memory()  # of the whole fp32 model, which ZeRO has partitioned by now
+        return_freed_memory()  # of the whole fp32 model, which ZeRO has now partitioned
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
         self.workers = RankGroup(self.rank, self.world_size, self.device)
@@ -162,7 +162,9 @@ class Engine:
         self.graphs = None
         if self.records_passes:
             if self.sums is None:
-                raise InputError("engine.cuda_graphs: does not fit what engine.deepspeed asks for. Set it to false.")
+                raise InputError(
+                    "engine.cuda_graphs: conflicts with the settings of engine.deepspeed. Set it to false."
+                )
             self.graphs = PassGraphs(self.module, self.sums)
         self.averaged = 0
         self.variant: Hashable = None
@@ -170,17 +172,17 @@ class Engine:
         self._show_shards()
 
     def forward(self, batch: Any) -> Any:
-        """The module's output for one micro-batch."""
+        """Return the module's output for one micro-batch."""
         self.watch.beat()
         return self._deepspeed(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of `loss`, this rank's share of the global loss; `last` micro-batch of the step or not."""
         self._deepspeed.set_gradient_accumulation_boundary(last)
-        if self.sums is None:  # DeepSpeed's own reduction divides by the number of workers
-            # fp16's scale of the loss, where DeepSpeed leaves it to us.
-            own = 1.0 if self.layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
-            self._deepspeed.backward(loss * (self.world_size * own), scale_wrt_gas=False)
+        if self.sums is None:  # DeepSpeed's reduction divides by the number of workers
+            # fp16's loss scale, unless DeepSpeed applies it.
+            scale = 1.0 if self.layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
+            self._deepspeed.backward(loss * (self.world_size * scale), scale_wrt_gas=False)
             return
         self.sums.begin_backward(last=last)
         self._deepspeed.backward(loss, scale_wrt_gas=False)
@@ -195,15 +197,15 @@ class Engine:
         last: bool,
         timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Tensor:
-        """Forward and backward pass of a micro-batch, if `records_passes`.
+        """Run the forward and backward pass of a micro-batch, if `records_passes`.
 
         Args:
-            batch: of few different shapes, on the device.
+            batch: on the device, of few different shapes.
             weights: of the losses.
             compute: from the module's output and the weights on the device to this rank's share of the global loss, and
                 totals; the same function each time.
-            last: micro-batch of the step or not.
-            timed: wraps what does not wait for other ranks.
+            last: whether this is the last micro-batch of the step.
+            timed: wraps the work that does not wait for other ranks.
 
         Returns:
             The totals.
@@ -227,7 +229,7 @@ class Engine:
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way.
 
-        `weight_decay` is that of the groups with `decays`; None leaves it as it is.
+        `weight_decay` is set in the groups with `decays`; None keeps theirs.
         """
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
@@ -240,7 +242,7 @@ class Engine:
         return StepResult(norm)
 
     def slow_entries(self, name: str, entries: int, share: float) -> None:
-        """From now on apply only `share` of every update of a parameter's first `entries`; 0 keeps them bit for bit."""
+        """Scale all future updates of a parameter's first `entries` by `share`; 0 keeps the entries bit for bit."""
         held = [
             fragment.tensors["weight"][: entries - fragment.start]
             for fragment in self.fragments()
@@ -260,15 +262,15 @@ class Engine:
         self._optimizer.register_step_post_hook(scale)
 
     def fragments(self) -> Iterator[Fragment]:
-        """Every piece of weights, moments and averages that this rank holds."""
+        """Yield every piece of weights, moments and averages that this rank holds."""
         yield from self.layout.fragments()
 
     @torch.no_grad()
     def average(self, number: int) -> None:
-        """Take the current weights into their running mean, in fp32, which `fragments` has as "average".
+        """Add the current weights to their running fp32 mean, "average" in `fragments`.
 
         Args:
-            number: of this step among those of the mean, from 1 on: 1 starts a new mean, 0 removes it.
+            number: of this step in the mean, from 1 on: 1 starts a new mean, 0 removes it.
         """
         if not number and not self.averaged:
             return
@@ -284,17 +286,17 @@ class Engine:
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[dict[str, Tensor]]:
-        """Every parameter, whole, by name, as the model computes with it; to be read only, on every rank at once."""
+        """Yield every parameter, whole, by name, as the model computes with it. Read-only; enter on all ranks."""
         parameters = dict(self.module.named_parameters())
         with self.layout.whole(list(parameters.values())):
             yield {name: parameter.data for name, parameter in parameters.items()}
 
     def load(self, reader: FragmentReader, state: Mapping[str, Any] | None = None) -> None:
-        """Take weights, moments and averages from `reader`.
+        """Load weights, moments and averages from `reader`.
 
         Args:
             reader: the saved fragments.
-            state: what `state` returned when they were saved; None for a training that begins.
+            state: the result of `state` when they were saved; None for a new training.
         """
         state = state or {}
         self.averaged = state.get("averaged", 0)
@@ -314,7 +316,7 @@ class Engine:
             self._set_loss_scale()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides `fragments`: counts, fp16's loss scale and the shapes of all parameters."""
+        """Return a checkpoint's state besides `fragments`: counts, fp16's loss scale and all parameters' shapes."""
         updates = self._optimizer.state[self.layout.flats()[0]]["step"]  # skipped steps do not count
         return {
             "updates": int(updates.item()),
@@ -324,8 +326,8 @@ class Engine:
         }
 
     def usage(self) -> Usage:
-        """What this process has used so far."""
-        if self.records_passes:  # recordings keep memory that nothing has allocated
+        """Return the resources that this process has used so far."""
+        if self.records_passes:  # recordings keep memory that does not count as allocated
             memory = torch.cuda.max_memory_reserved(self.device)
         elif self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device)
@@ -341,9 +343,9 @@ class Engine:
         gc.collect()
 
     def _read(self, reader: FragmentReader, kind: str, fragment: Fragment) -> Tensor:
-        """fp32 [numel] of a fragment. Of what every rank holds, each reads a part and takes the others' from them."""
+        """Read fp32 [numel] of a fragment. If every rank holds it, each reads a part and gathers the others."""
         start, numel = fragment.start, fragment.numel
-        if not fragment.shared or self.world_size == 1 or numel < LEAST_DIVIDED:
+        if not fragment.shared or self.world_size == 1 or numel < MIN_DIVIDED:
             return reader.read(kind, fragment.name, start, numel)
         share = -(-numel // self.world_size)
         first = min(self.rank * share, numel)
@@ -355,7 +357,7 @@ class Engine:
         return whole[:numel]
 
     def _show_shards(self) -> None:
-        """Tell an optimizer whose step depends on whole tensors what ZeRO's flat tensors hold."""
+        """Pass the content of ZeRO's flat tensors to an optimizer whose step depends on whole tensors."""
         segments, count = tensor_segments(self.layout, self.shapes)
         if isinstance(self._optimizer, TensorwiseOptimizer):
             reduce = (lambda norms: None) if self.layout.shared else self.workers.sum_over_workers
@@ -371,7 +373,7 @@ class Engine:
             )
 
     def _prepare_moments(self) -> None:
-        """Give every master tensor moments of zero and a step count of zero, whatever DeepSpeed did to them."""
+        """Set the moments and step counts of all master tensors to zero, whatever DeepSpeed did to them."""
         muon = isinstance(self._optimizer, Muon)
         matrices = {piece.flat for piece in self.layout.pieces() if muon and is_hidden_matrix(piece.name)}
         for flat in self.layout.flats():
@@ -388,18 +390,18 @@ class Engine:
 def _initialize(
     deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], settings: EngineConfig
 ) -> Any:
-    """DeepSpeed's engine. Raises `InputError` if it refuses `engine.deepspeed`."""
+    """Create DeepSpeed's engine. Raises `InputError` if it refuses `engine.deepspeed`."""
     try:
         with uncompiled():
             return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     except Exception as error:
-        of_the_machine = isinstance(error, (torch.OutOfMemoryError, dist.DistError))
-        if not settings.deepspeed or of_the_machine or _raised_in_our_code(error):
+        is_machine_error = isinstance(error, (torch.OutOfMemoryError, dist.DistError))
+        if not settings.deepspeed or is_machine_error or _raised_in_our_code(error):
             raise
         raise InputError(f"engine.deepspeed: DeepSpeed refuses it ({error}).") from error
 
 
 def _raised_in_our_code(error: Exception) -> bool:
-    """Whether the innermost frame is ours: DeepSpeed calls our optimizers and patches, whose bugs are not its own."""
+    """Return whether the innermost frame is ours: DeepSpeed calls our optimizers and patches."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]

@@ -15,31 +15,31 @@ from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import ENTRIES
 from pretrain.training.optim import square_sums
 
-PIECE_ENTRIES = ENTRIES  # of what is sent at once; larger pieces save no time and are copied three times
-_SUM_ENTRIES = 1 << 20  # of gradients that are added at once
-IN_FLIGHT = 8  # pieces that are sent at the same time, 160 MB in half precision
+PIECE_ENTRIES = ENTRIES  # sent by one collective; larger pieces save no time and are copied three times
+_SUM_ENTRIES = 1 << 20  # of gradients added by one operation
+IN_FLIGHT = 8  # pieces that are sent simultaneously, 160 MB in half precision
 # torch 2.13 renamed reduce_scatter_tensor, and warns of the old name.
 _sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def adds_on_the_way() -> bool:
-    """Whether the backend adds the workers' parts while they are sent. gloo does so too, but rounds more often."""
+def reduces_in_transit() -> bool:
+    """Return whether to let the backend sum the workers' parts. Not gloo, which would round more often."""
     return dist.get_backend() != "gloo"
 
 
 class GradientSums:
     """The fp32 sums of gradients of ZeRO 1 and 2.
 
-    Each gradient is added when it is computed. A bucket is sent to its owners as soon as it is complete, while the
-    backward pass goes on, in the last micro-batch of a step (stage 1) or in each (stage 2, which keeps no whole sums).
-    All ranks send the same buckets in the same order, whatever order their gradients come in.
+    Each gradient is added when it is computed. A bucket is sent to its owners as soon as it is complete, during the
+    backward pass of the last micro-batch of a step (stage 1) or of each (stage 2, which keeps no whole sums). All ranks
+    send the same buckets in the same order, whatever the order of their gradients.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
-    back and adds it to zeros: some 50 bytes of memory traffic for each entry. Its stage 1 also rounds the sums to half
+    back and adds it to zeros: some 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
     precision in the process, and gloo rounds after adding each worker's part. Here, with gloo, each worker's part is
-    rounded once, before it is sent, and the owner's part is not rounded. NCCL adds parts on their way around its ring,
-    and rounds each sum; that is one collective for a piece, however many workers there are. DeepSpeed needs one for
-    each piece and owner, and waits for the device before each (stage_1_and_2.py, allreduce_and_copy).
+    rounded once, before it is sent, and the owner's part is not rounded. NCCL adds parts along its ring and rounds each
+    sum; this takes one collective per piece, for any number of workers. DeepSpeed needs one per piece and owner, and
+    waits for the device before each (stage_1_and_2.py, allreduce_and_copy).
 
     Attributes:
         own_parts: fp32 [owner's part], this rank's sums of each bucket, complete after `finish`.
@@ -62,33 +62,33 @@ class GradientSums:
         self._sent = deepspeed.communication_data_type  # by default the type of the weights
         self._whole = whole or dist.get_world_size() == 1
         self._buckets = [_Bucket(parameters, weights, self._whole) for parameters, weights in buckets]
-        self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.places}
-        self.own_parts = [bucket.own for bucket in self._buckets]
+        self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.slices}
+        self.own_parts = [bucket.part for bucket in self._buckets]
         self._to_send: deque[_Bucket] = deque()  # of this backward pass, in order
         self._pending: deque[_InFlight] = deque()
         deepspeed_patches.replace_gradient_sums(deepspeed.optimizer, self._add)
 
     @property
     def takes_rows(self) -> bool:
-        """Whether gradients of embeddings may come as rows: they are summed in fp32 here."""
+        """Return whether gradients of embeddings may be sparse rows, which are summed in fp32 here."""
         return self._whole
 
     def nonzero(self) -> list[Tensor]:
-        """`own_parts`, of tables that got rows of gradients only these."""
+        """Return `own_parts`; only the rows with gradients of a table whose gradients are sparse."""
         tables = map(self.table, range(len(self.own_parts)))
-        return [own if t is None else t[0][t[1]].view(-1) for own, t in zip(self.own_parts, tables, strict=True)]
+        return [part if t is None else t[0][t[1]].view(-1) for part, t in zip(self.own_parts, tables, strict=True)]
 
     def table(self, number: int) -> tuple[Tensor, Tensor] | None:
-        """Of a bucket that is one table, which got rows of gradients: (sums [V, H], numbers of these rows)."""
+        """Return (sums [V, H], numbers of the rows with gradients) of a bucket with one table and sparse gradients."""
         bucket = self._buckets[number]
-        # The host would wait for a GPU to count them. It reads a whole table in microseconds.
-        if bucket.rows is None or bucket.shape is None or not bucket.own.is_cpu:
+        # Counting the rows would make the host wait for a GPU, which reads a whole table in microseconds.
+        if bucket.rows is None or bucket.shape is None or not bucket.part.is_cpu:
             return None
-        return bucket.own[: bucket.shape.numel()].view(bucket.shape), bucket.rows.unique()
+        return bucket.part[: bucket.shape.numel()].view(bucket.shape), bucket.rows.unique()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient of this step was added yet."""
+        """Return whether no gradient of this step was added yet."""
         return not any(bucket.filled for bucket in self._buckets)
 
     def add(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -97,19 +97,19 @@ class GradientSums:
             self._bucket_of[id(parameter)].add(parameter, gradient)
 
     def mark(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that gradients of `parameters` were added, by the device alone."""
+        """Note that gradients of `parameters` were added, by kernels that the device replays."""
         for parameter in parameters:
             self._bucket_of[id(parameter)].filled.add(id(parameter))
 
     def begin_backward(self, *, last: bool) -> None:
-        """Before the backward pass of a micro-batch; `last` one of the step or not."""
+        """Call before the backward pass of a micro-batch, the `last` of the step or not."""
         if dist.get_world_size() > 1 and (last or not self._whole):
             self._to_send = deque(self._buckets)
             for bucket in self._buckets:
-                bucket.missing, bucket.is_sent = set(bucket.places), False
+                bucket.missing, bucket.is_sent = set(bucket.slices), False
 
     def end_backward(self) -> None:
-        """After the backward pass: send the buckets that did not get all of their gradients."""
+        """Call after the backward pass: send the buckets that did not get all of their gradients."""
         while self._to_send:
             self._send(self._to_send.popleft())
 
@@ -129,82 +129,82 @@ class GradientSums:
             self._send(self._to_send.popleft())
 
     def _send(self, bucket: _Bucket) -> None:
-        """Send a bucket in pieces: to each owner its part."""
+        """Send a bucket to its owners, in pieces."""
         sums = bucket.take()
         for start in range(0, sums.shape[1], width := max(1, PIECE_ENTRIES // len(sums))):
             if len(self._pending) == IN_FLIGHT:
                 self._receive()
-            own, sent = bucket.own[start : start + width], sums[:, start : start + width].to(self._sent).contiguous()
-            if adds_on_the_way():
+            mine, sent = bucket.part[start : start + width], sums[:, start : start + width].to(self._sent).contiguous()
+            if reduces_in_transit():
                 received = sent.new_empty(sent.shape[1])
                 work = _sum_and_scatter(received, sent.view(-1), async_op=True)
             else:
                 received = torch.empty_like(sent)
                 work = dist.all_to_all_single(received, sent, async_op=True)
-            self._pending.append(_InFlight(own, received, work, replaces=self._whole and adds_on_the_way()))
+            self._pending.append(_InFlight(mine, received, work, replaces=self._whole and reduces_in_transit()))
 
     def _receive(self) -> None:
         """Add the other ranks' parts of the oldest piece to this rank's."""
-        own, received, work, replaces = self._pending.popleft()
+        mine, received, work, replaces = self._pending.popleft()
         work.wait()
-        if replaces:  # this rank's part is among them
-            own.copy_(received)
+        if replaces:  # the received sum includes this rank's part
+            mine.copy_(received)
         elif received.dim() == 1:
-            _add_entries(own, received)
+            _add_entries(mine, received)
         else:
             for other, row in enumerate(received):
                 if not self._whole or other != dist.get_rank():
-                    _add_entries(own, row)
+                    _add_entries(mine, row)
 
 
 class _InFlight(NamedTuple):
-    """A piece on its way."""
+    """A piece that is being sent."""
 
-    own: Tensor  # fp32 [entries], this rank's sums
+    mine: Tensor  # fp32 [entries], this rank's sums
     received: Tensor  # [entries], the sum over ranks, or [workers, entries]
     work: Any
-    replaces: bool  # `own`, instead of being added to it
+    replaces: bool  # `received` replaces `mine` instead of being added to it
 
 
 class _Bucket:
     """The sums of one optimizer group.
 
     Attributes:
-        own: fp32 [owner's part], this rank's sums over workers.
-        filled: ids of the parameters whose place has a gradient in it.
+        part: fp32 [owner's part], this rank's sums over workers.
+        filled: ids of the parameters whose slice contains a gradient.
         missing: ids of the parameters without a gradient in this micro-batch, if the bucket is to be sent in it.
         is_sent: whether it has been sent in this micro-batch.
-        shape: of the only parameter, if there is one and no other worker.
-        rows: int64, of this parameter, the only rows whose sums may differ from zero; None if that is not known.
+        shape: of its parameter, if it has only one and there is one worker.
+        rows: int64, the only rows of this parameter whose sums may differ from zero; None if unknown.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
-        """`whole` keeps the sums of a step in fp32 for all workers; `own` is a part of them."""
+        """`whole` keeps the sums of a step in fp32 for all workers; `part` is a view of them."""
         starts = {id(p): int(p.storage_offset() - weights.storage_offset()) for p in parameters}
-        self.places = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
+        self.slices = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
         self.missing: set[int] = set()
         self.is_sent = False
         self.filled: set[int] = set()
         self._weights, self._workers, self._kept = weights.detach(), dist.get_world_size(), whole
-        self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the type of the weights
+        self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the weights' dtype
         alone = whole and len(parameters) == 1 and self._workers == 1
         self.shape = parameters[0].shape if alone else None
         self.rows: Tensor | None = None
-        self._used = False  # whether `own` holds the sums of an earlier step
+        self._used = False  # whether `part` holds the sums of an earlier step
         if whole:
             self._sums = torch.zeros_like(self._weights, dtype=torch.float32)
-            self.own = self._sums.view(self._workers, -1)[dist.get_rank()]
+            self.part = self._sums.view(self._workers, -1)[dist.get_rank()]
         else:
-            self.own = self._weights.new_zeros(len(self._weights) // self._workers, dtype=torch.float32)
+            self.part = self._weights.new_zeros(len(self._weights) // self._workers, dtype=torch.float32)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient, dense or rows of one, to the whole sums."""
+        """Add a gradient, dense or sparse rows, to the whole sums."""
         if self.is_sent:
             raise RuntimeError(f"a gradient of shape {tuple(parameter.shape)} came after its bucket was sent")
         if self._sums is None:
             self._sums = torch.zeros_like(self._weights)
         key = id(parameter)
-        view, first = self._sums[self.places[key]], key not in self.filled
+        view, first = self._sums[self.slices[key]], key not in self.filled
         self.filled.add(key)
         self.missing.discard(key)
         if gradient.is_sparse:
@@ -220,12 +220,12 @@ class _Bucket:
             _add_entries(view, gradient.reshape(-1))
 
     def take(self) -> Tensor:
-        """The whole sums [workers, owner's part], to be sent."""
+        """Return the whole sums [workers, owner's part], to be sent."""
         self.is_sent = True
         if self._kept:
             self._zero_unfilled()
         elif self._used:
-            self.own.zero_()
+            self.part.zero_()
             self._used = False
         sums = torch.zeros_like(self._weights) if self._sums is None else self._sums
         if not self._kept:
@@ -234,7 +234,7 @@ class _Bucket:
         return sums.view(self._workers, -1)
 
     def end_step(self) -> None:
-        """The sums of a step are complete; the next gradients begin new ones."""
+        """Complete the sums of a step; the next gradients start new sums."""
         if self._kept:
             self._zero_unfilled()
         self.filled.clear()
@@ -242,10 +242,10 @@ class _Bucket:
 
     def _zero_unfilled(self) -> None:
         assert self._sums is not None
-        for key, place in self.places.items():
+        for key, entries in self.slices.items():
             if key not in self.filled:
-                self._sums[place].zero_()
-        self.filled.update(self.places)  # other ranks' sums may be added to these zeros
+                self._sums[entries].zero_()
+        self.filled.update(self.slices)  # other ranks' sums may be added to these zeros
 
 
 def _add_entries(sums: Tensor, more: Tensor) -> None:
@@ -258,19 +258,19 @@ def _add_entries(sums: Tensor, more: Tensor) -> None:
         piece.add_(new.float())
 
 
-def add_rows(sums: Tensor, gradient: Tensor, first: bool, held: Tensor | None = None) -> None:
-    """Add an uncoalesced sparse [V, H] to fp32 `sums` [V, H]; `first` overwrites what they hold, in the rows `held`."""
-    if first and held is not None:
-        sums.index_fill_(0, held, 0)
+def add_rows(sums: Tensor, gradient: Tensor, first: bool, used: Tensor | None = None) -> None:
+    """Add an uncoalesced sparse [V, H] to fp32 `sums` [V, H]; `first` clears them first, or only the rows `used`."""
+    if first and used is not None:
+        sums.index_fill_(0, used, 0)
     elif first:
         sums.zero_()
     sums.index_add_(0, gradient._indices()[0], gradient._values().float())
 
 
 def use_sparse_embedding_gradients(model: nn.Module) -> None:
-    """Make embeddings return gradients of only the rows that were looked up, if nothing else uses the table.
+    """Make embeddings return sparse gradients of the rows that were looked up, if nothing else uses the table.
 
-    A fine-tuning step of 400 tokens would otherwise clear, send and add 23 MB for them.
+    Otherwise a fine-tuning step of 400 tokens would clear, send and add 23 MB.
     """
     for part in model.modules():
         if isinstance(part, Embeddings):
@@ -278,9 +278,9 @@ def use_sparse_embedding_gradients(model: nn.Module) -> None:
 
 
 def global_norm(gradients: Sequence[Tensor], sum_over_workers: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """The norm of all workers' `gradients`, 1-D each; fp64 scalar, not finite if one of them is not.
+    """Return the norm of all workers' `gradients`, 1-D each; fp64 scalar, not finite if one of them is not.
 
-    DeepSpeed's own copies whole gradients to fp64 (twice their size), needs a collective for each group, and another
-    pass and collective to check whether all are finite.
+    DeepSpeed copies whole gradients to fp64 (twice their size), needs a collective for each group, and another pass and
+    collective to check whether all are finite.
     """
     return sum_over_workers(square_sums(list(gradients)).sum()).sqrt()

@@ -1,6 +1,6 @@
-"""Forward and backward passes as CUDA graphs: the device repeats what was recorded, and the host launches one thing.
+"""Forward and backward passes as CUDA graphs: the device replays recorded kernels, and the host makes one launch.
 
-A pass of a small model is hundreds of short kernels. To launch them takes the host several times as long as they run.
+A pass of a small model is hundreds of short kernels. Launching them takes the host several times as long as they run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim.lists import foreach
 
-LAUNCHED = 2  # passes of a shape before one is recorded: rare shapes are not worth it
-_MOST = 64  # recordings at a time
+LAUNCHED = 2  # passes of a shape before one is recorded: recording rare shapes is not worth it
+_MAX_RECORDINGS = 64
 
 # From (the module's output, fp32 weights of its losses on the device) to (the loss, totals [n]).
 LossAndTotals = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
@@ -27,10 +27,10 @@ class PassGraphs:
     """Passes of a module, recorded for each shape of its micro-batches.
 
     The first passes of a shape are launched kernel by kernel, which compiles them; the next one is recorded. Recordings
-    share their memory: one is replayed at a time. They keep it beside that of passes which are launched.
+    share one memory pool, since only one is replayed at a time. Launched passes use other memory.
 
     Attributes:
-        replayed: how many passes were replayed.
+        replayed: number of replayed passes.
     """
 
     replayed = 0
@@ -38,7 +38,7 @@ class PassGraphs:
     def __init__(self, module: nn.Module, sums: GradientSums) -> None:
         self._module, self._sums = module, sums
         self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        self._weights: Tensor | None = None  # of the losses; where recorded passes read them
+        self._weights: Tensor | None = None  # of the losses, in the memory that recorded passes read
         self._launched: Counter[Any] = Counter()
         self._recorded: dict[Any, _Recorded] = {}
         self._pool: Any = None
@@ -50,36 +50,36 @@ class PassGraphs:
             batch: a dataclass of tensors on the device and `lengths` on the host; no other field may vary.
             weights: of the losses, the same for all micro-batches of a step.
             compute: the same function each time.
-            variant: what else the module's passes depend on.
+            variant: anything else that the module's passes depend on.
         """
         if self._weights is None:
             device = next(value.device for value in vars(batch).values() if isinstance(value, Tensor))
             self._weights = torch.zeros(len(weights), device=device)
-        for place, weight in zip(self._weights, weights, strict=True):
-            place.fill_(weight)
-        # The first gradients of a step replace what the sums hold.
+        for entry, weight in zip(self._weights, weights, strict=True):
+            entry.fill_(weight)
+        # The first gradients of a step overwrite the sums.
         key = variant, self._sums.is_empty, shape_of(batch)
         if self._launched[key] < LAUNCHED:
             self._launched[key] += 1
             return self._pass(batch, compute)[0]
         recorded = self._recorded.pop(key, None)
         if recorded is None:
-            if len(self._recorded) == _MOST:
+            if len(self._recorded) == _MAX_RECORDINGS:
                 del self._recorded[next(iter(self._recorded))]
             recorded = self._record(of_one_shape(batch), compute)
         else:
-            recorded.take(batch)
+            recorded.copy_in(batch)
             self._sums.mark(recorded.reached)
-        self._recorded[key] = recorded  # behind those that were used before
+        self._recorded[key] = recorded  # last in the order of use
         recorded.graph.replay()
         self.replayed += 1
         return recorded.totals.clone()
 
     def _pass(self, batch: Any, compute: LossAndTotals) -> tuple[Tensor, list[nn.Parameter]]:
-        """(totals, the parameters that have a gradient). The module's hooks on gradients do not run."""
+        """Return (totals, the parameters that have a gradient). The module's hooks on gradients do not run."""
         assert self._weights is not None
-        # Autograd waits on the stream on which a leaf was first used, which must not be another one than the recorded:
-        # each pass has leaves of its own, with the parameters' memory.
+        # Autograd waits on the stream on which a leaf was first used, which must be the recorded stream. So each pass
+        # has new leaves, with the parameters' memory.
         leaves: dict[str, Tensor] = {name: nn.Parameter(one.detach()) for name, one in self._parameters.items()}
         loss, totals = compute(torch.func.functional_call(self._module, leaves, batch), self._weights)
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
@@ -102,32 +102,32 @@ class _Recorded(NamedTuple):
     """A recorded pass."""
 
     graph: torch.cuda.CUDAGraph
-    batch: Any  # which it reads
-    totals: Tensor  # which it writes
-    reached: list[nn.Parameter]  # that it adds a gradient of
+    batch: Any  # its input
+    totals: Tensor  # its output
+    reached: list[nn.Parameter]  # to which it adds a gradient
 
-    def take(self, batch: Any) -> None:
-        """Copy a micro-batch of the same shape to where the recording reads it."""
+    def copy_in(self, batch: Any) -> None:
+        """Copy a micro-batch of the same shape to the recording's input."""
         mine, new = tensors_of(self.batch), tensors_of(batch)
         foreach._foreach_copy_(list(mine.values()), list(new.values()))
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:
-    """The fields of a batch that are tensors."""
+    """Return the fields of a batch that are tensors."""
     return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
 
 
 def of_one_shape(batch: Any) -> Any:
-    """A copy of a batch, with every length replaced by the bound that batches of its shape share."""
+    """Copy a batch, with every length replaced by the bound that batches of its shape share."""
     copies = {name: value.clone() for name, value in tensors_of(batch).items()}
     return dataclasses.replace(batch, **copies, lengths=(_bound(batch.lengths),) * len(batch.lengths))
 
 
 def shape_of(batch: Any) -> Any:
-    """What two micro-batches that a recording serves have in common."""
+    """Return the key of a micro-batch's shape; one recording fits all micro-batches with the same key."""
     return _bound(batch.lengths), *(tuple(value.shape) for value in tensors_of(batch).values())
 
 
 def _bound(lengths: Sequence[int]) -> int:
-    """The power of two that no sequence exceeds; attention's kernel needs no more than a bound."""
+    """Return the power of two that no sequence exceeds; attention's kernel needs only a bound."""
     return 1 << (max(lengths) - 1).bit_length()

@@ -1,7 +1,7 @@
-"""How each ZeRO stage lays out the optimizer's state over the ranks: one class for each stage.
+"""Layouts of the optimizer's state over the ranks, one class for each ZeRO stage.
 
-A checkpoint is made of fragments: "entries start to stop of the parameter of this name, with their moments". Every
-layout can name the fragments that its rank holds. So any number of workers at any stage can read what any other wrote,
+A checkpoint consists of fragments: entries start to stop of a named parameter, with their moments. Every layout can
+list the fragments that its rank holds. So any number of workers at any stage can read a checkpoint of any other,
 without a conversion.
 """
 
@@ -31,7 +31,7 @@ AVERAGE = "average"  # the running mean of the weights
 class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, as this rank holds them.
 
-    `tensors` are 1-D fp32 views into the optimizer: "weight", and those of `MOMENTS` and `AVERAGE` that it keeps.
+    `tensors` are 1-D fp32 views into the optimizer: "weight", and `MOMENTS` and `AVERAGE` if the optimizer has them.
     `shared` is true if every rank holds the same entries.
     """
 
@@ -47,15 +47,15 @@ class Fragment:
 
 
 class FragmentReader(Protocol):
-    """The source from which `Engine.load` reads saved state; `pretrain.checkpoint.store.CheckpointReader` is one."""
+    """A source of saved state for `Engine.load`, such as `pretrain.checkpoint.store.CheckpointReader`."""
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
 
 class InitialWeights:
-    """A reader of given weights, and moments of zero, with which a training begins.
+    """A reader of initial weights, with moments of zero.
 
-    DeepSpeed takes its master weights from a rounded copy of the model; these are exact.
+    DeepSpeed initializes its master weights from a rounded copy of the model; these are exact.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
@@ -66,7 +66,7 @@ class InitialWeights:
 
 
 class ParameterPiece(NamedTuple):
-    """The place of entries `start` on of the flattened parameter `name`: `held` of `flat`, one of a layout's flats."""
+    """Entries of the flattened parameter `name` from `start` on, in the slice `held` of `flat`."""
 
     name: str
     start: int
@@ -80,10 +80,10 @@ class ParameterPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutInputs:
-    """The objects that a layout uses, once DeepSpeed has wrapped model and optimizer."""
+    """The objects that a layout uses, after DeepSpeed has wrapped model and optimizer."""
 
     deepspeed: Any  # DeepSpeed's engine
-    optimizer: torch.optim.Optimizer  # the one that DeepSpeed's wrapper steps
+    optimizer: torch.optim.Optimizer  # stepped by DeepSpeed's wrapper
     names: Sequence[Sequence[str]]  # of the parameters, by optimizer group
     parameters: Mapping[str, nn.Parameter]
     shapes: Mapping[str, torch.Size]  # of the whole parameters
@@ -106,32 +106,32 @@ class StateLayout(ABC):
     Attributes:
         deepspeed_clips: DeepSpeed clips gradients if it also sums them (`sums` is None); otherwise `step` does.
         deepspeed_scales: DeepSpeed scales the loss in fp16, as it does for its ZeRO optimizers (scale_if_loss).
-        sums_apart: DeepSpeed sums gradients in a separate buffer, whose type can be chosen.
+        has_sum_buffer: DeepSpeed sums gradients in a separate buffer, whose dtype can be chosen.
         shared: every rank holds the whole state.
-        sums: the sums of gradients that replace DeepSpeed's; None if its own are used.
+        sums: the sums of gradients that replace DeepSpeed's; None if DeepSpeed's are used.
     """
 
     deepspeed_clips = True
     deepspeed_scales = True
-    sums_apart = True
+    has_sum_buffer = True
     shared = False
     sums: GradientSums | None = None
     _loss_scale = 1.0  # of the gradients in this step
-    _gather: WeightGather | None = None  # of the weights that every rank updates a part of
+    _gather: WeightGather | None = None  # if every rank updates a part of the weights
 
     def __init__(self, parts: LayoutInputs) -> None:
         self._parts = parts
 
     def flats(self) -> list[Tensor]:
-        """The fp32 tensors that the inner optimizer steps; they are the keys of its state."""
+        """Return the fp32 tensors that the inner optimizer steps; they are the keys of its state."""
         return [tensor for group in self._parts.optimizer.param_groups for tensor in group["params"]]
 
     @abstractmethod
     def pieces(self) -> Iterator[ParameterPiece]:
-        """Every piece of the parameters that this rank holds."""
+        """Yield every piece of the parameters that this rank holds."""
 
     def fragments(self) -> Iterator[Fragment]:
-        """Every piece of weights, moments and averages that this rank holds."""
+        """Yield every piece of weights, moments and averages that this rank holds."""
         for name, start, flat, held in self.pieces():
             state = self._parts.optimizer.state[flat]
             whole = {"weight": flat.detach(), **{kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}}
@@ -139,19 +139,19 @@ class StateLayout(ABC):
 
     @abstractmethod
     def refresh(self, reader: FragmentReader) -> None:
-        """Bring the weights that the model computes with in line with the master weights, which were read."""
+        """Update the weights that the model computes with from the master weights, which were just read."""
 
     def wait_for_weights(self) -> None:
-        """Wait until the weights that the model computes with are those of the last step, on every rank."""
+        """Wait until the weights that the model computes with are up to date, on every rank."""
         if self._gather is not None:
             self._gather.finish()
 
     def waited(self) -> float:
-        """Seconds that this process has waited in forward passes for weights of other ranks."""
+        """Return the seconds that this process has waited in forward passes for weights of other ranks."""
         return self._gather.waited if self._gather is not None else 0.0
 
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-        """While the context lasts, `parameters` are whole on every rank. All ranks enter it together."""
+        """Make `parameters` whole on every rank inside the context. All ranks must enter it."""
         self.wait_for_weights()
         return contextlib.nullcontext()
 
@@ -159,7 +159,7 @@ class StateLayout(ABC):
         """Clip, and step the optimizer unless a gradient is not finite.
 
         Args:
-            loss_scale: that of the gradients.
+            loss_scale: of the gradients.
 
         Returns:
             fp64 scalar, the gradients' global norm before clipping; not finite if the optimizer did not step.
@@ -171,78 +171,78 @@ class StateLayout(ABC):
         return torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64)
 
     def _update(self, masters: Sequence[Tensor], gradients: list[Tensor], norm: Tensor) -> bool:
-        """Step the optimizer with clipped gradients; false if the step is known to be left out.
+        """Step the optimizer with clipped gradients; returns false if the step is known to be skipped.
 
         Args:
-            masters: what the optimizer steps.
+            masters: the tensors that the optimizer steps.
             gradients: their fp32 gradients, of any shape, which are overwritten.
             norm: the global norm of the gradients with their loss scale, fp64 scalar.
         """
-        if self._must_know() and not norm.isfinite():
+        if self._checks_on_host() and not norm.isfinite():
             return False
         self._scale(gradients, norm)
-        alone = self._step_tables(norm)
+        stepped = self._step_tables(norm)
         for number, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
-            master.grad = None if number in alone else gradient.view_as(master)
+            master.grad = None if number in stepped else gradient.view_as(master)
         self._parts.optimizer.step()
         for master in masters:
             master.grad = None
         return True
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Step what does not need the optimizer, unless a gradient is not finite; the numbers of these masters."""
+        """Step tables without the optimizer, unless a gradient is not finite; returns their numbers in `masters`."""
         return set()
 
-    def _must_know(self) -> bool:
-        """Whether the host must know if gradients are finite, for which it waits for the device.
+    def _checks_on_host(self) -> bool:
+        """Return whether the host must know if gradients are finite, and wait for the device.
 
-        The fused AdamW leaves the step out on the device. So do ours, which takes a few kernels more; on a CPU there is
-        nothing to wait for. A loss scaler is on the host.
+        The fused AdamW skips the step on the device. So do our optimizers, with a few more kernels; on a CPU they need
+        not, since there is nothing to wait for. A loss scaler is on the host.
         """
         optimizer, on_cpu = self._parts.optimizer, self.flats()[0].is_cpu
         fused = isinstance(optimizer, torch.optim.AdamW)
         return self._parts.scales_loss or not (fused or (isinstance(optimizer, SkippingOptimizer) and not on_cpu))
 
     def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Clip and remove the loss scale. The fused AdamW does so itself, as it reads a gradient."""
+        """Clip and remove the loss scale. The fused AdamW does both as it reads a gradient."""
         scale, clip, optimizer = self._loss_scale, self._parts.clip_norm, self._parts.optimizer
         divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
-        left_out = norm.isfinite().logical_not().float()
+        skipped = norm.isfinite().logical_not().float()
         if isinstance(optimizer, torch.optim.AdamW):
             optimizer.grad_scale = divisor.float()  # pyright: ignore[reportAttributeAccessIssue]
-            optimizer.found_inf = left_out  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer.found_inf = skipped  # pyright: ignore[reportAttributeAccessIssue]
             return
-        if isinstance(optimizer, SkippingOptimizer) and not self._must_know():
-            optimizer.found_inf = left_out
+        if isinstance(optimizer, SkippingOptimizer) and not self._checks_on_host():
+            optimizer.found_inf = skipped
         if clip or scale != 1.0:
             foreach._foreach_mul_(gradients, divisor.reciprocal().float())
 
 
 def has_own_sums(settings: EngineConfig) -> bool:
-    """Whether gradients are summed and sent by `GradientSums`, in fp32 on the device, and not by DeepSpeed."""
-    own = settings.deepspeed
-    zero, sums, autocast = (own.get(key) or {} for key in ("zero_optimization", "data_types", "torch_autocast"))
+    """Return whether `GradientSums`, not DeepSpeed, sums and sends gradients, in fp32 on the device."""
+    section = settings.deepspeed
+    zero, sums, autocast = (section.get(key) or {} for key in ("zero_optimization", "data_types", "torch_autocast"))
     return (
         settings.zero_stage in (1, 2)
         and not zero.get("offload_optimizer")
         and not zero.get("zenflow")
-        and zero.get("contiguous_gradients", True)  # without it, DeepSpeed hands out no gradients
+        and zero.get("contiguous_gradients", True)  # otherwise DeepSpeed does not pass gradients on
         and sums.get("grad_accum_dtype") in (None, "fp32")
         and not autocast.get("enabled")
     )
 
 
 def layout_class(settings: EngineConfig) -> type[StateLayout]:
-    """The layout of a stage and precision. Nothing else depends on the stage."""
+    """Return the layout class of a stage and precision. Nothing else depends on the stage."""
     if settings.zero_stage == 0:
         return Stage0Fp32Layout if settings.precision == "fp32" else Stage0HalfLayout
     return {1: Stage1Layout, 2: Stage2Layout, 3: Stage3Layout}[settings.zero_stage]
 
 
 class OwnStepLayout(StateLayout):
-    """A layout whose step is ours: DeepSpeed's engine calls it in place of its optimizer's."""
+    """A layout with our step: DeepSpeed's engine calls it instead of its optimizer's."""
 
-    _norm = torch.zeros(())  # of the step's gradients, with their loss scale; not finite if it is left out
+    _norm = torch.zeros(())  # of the step's gradients, with their loss scale; not finite if the step is skipped
 
     def step(self, loss_scale: float) -> Tensor:
         self._loss_scale = loss_scale
@@ -260,12 +260,12 @@ class OwnStepLayout(StateLayout):
 class Stage0Fp32Layout(StateLayout):
     """Every rank has all of the state, and the model's parameters are the master weights.
 
-    DeepSpeed sums the gradients over the workers. It neither clips with a norm that we can see nor notices NaN.
+    DeepSpeed sums the gradients over the workers. It does not report the norm with which it clips, nor notice NaN.
     """
 
     deepspeed_clips = False
     deepspeed_scales = False
-    sums_apart = False
+    has_sum_buffer = False
     shared = True
 
     def pieces(self) -> Iterator[ParameterPiece]:
@@ -275,12 +275,12 @@ class Stage0Fp32Layout(StateLayout):
             yield ParameterPiece(name, 0, masters[name], slice(0, masters[name].numel()))
 
     def refresh(self, reader: FragmentReader) -> None:
-        """Does nothing: the model computes with the master weights."""
+        """Do nothing: the model computes with the master weights."""
 
     def step(self, loss_scale: float) -> Tensor:
         gradients = [parameter.grad for parameter in self.flats() if parameter.grad is not None]
         norm = global_norm([gradient.reshape(-1) for gradient in gradients])
-        if self._must_know() and not norm.isfinite():
+        if self._checks_on_host() and not norm.isfinite():
             self._parts.deepspeed.zero_grad()
         else:
             self._scale(gradients, norm)
@@ -305,7 +305,7 @@ class Stage0HalfLayout(OwnStepLayout, Stage0Fp32Layout):
 
     @torch.no_grad()
     def _take_step(self) -> None:
-        """With the gradients that DeepSpeed summed."""
+        """Step with the gradients that DeepSpeed summed."""
         masters = self.flats()
         gradients = [
             torch.zeros_like(master) if weight.grad is None else weight.grad.float()
@@ -319,21 +319,21 @@ class Stage0HalfLayout(OwnStepLayout, Stage0Fp32Layout):
 class Stage1Layout(OwnStepLayout):
     """Each rank has a part of every optimizer group's master weights and moments.
 
-    DeepSpeed keeps the weights of a group end to end in one tensor, and each rank owns an equal part of it.
+    DeepSpeed concatenates the weights of a group in one tensor, and each rank owns an equal part of it.
     """
 
-    keeps_whole_sums = True  # each rank keeps the sums of all gradients, as DeepSpeed's stage 1 does too
+    keeps_whole_sums = True  # each rank keeps the sums of all gradients, as in DeepSpeed's stage 1
 
     def __init__(self, parts: LayoutInputs) -> None:
         super().__init__(parts)
         self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
-        self._seen: dict[int, Tensor] = {}  # of tables, whether a row ever had a gradient, as in `step_table`
-        self._cast: set[int] = set()  # the weights that are those of the last step already
+        self._seen: dict[int, Tensor] = {}  # tables -> whether each row ever had a gradient, as in `step_table`
+        self._cast: set[int] = set()  # numbers of weights that this step has already cast
         buckets = []
         for names, master in zip(parts.names, self.flats(), strict=True):
             parameters = [parts.parameters[name] for name in names]
             buckets.append((parameters, whole_storage(parameters[0], master.numel() * parts.world_size)))
-        self._weights = [flat for _, flat in buckets]  # those that the model computes with
+        self._weights = [flat for _, flat in buckets]  # with which the model computes
         self._gather = WeightGather(parts.deepspeed.module, buckets)
         if parts.own_sums:
             self.sums = GradientSums(parts.deepspeed, buckets, whole=self.keeps_whole_sums)
@@ -343,11 +343,11 @@ class Stage1Layout(OwnStepLayout):
         flats = self.flats()
         for name, parameter in self._parts.parameters.items():
             flat = flats[self._group_of[name]]
-            # Where the parameter, and this rank's part, begin in the weights of the group.
-            first, own = int(parameter.data.storage_offset()), self._parts.rank * flat.numel()
-            start, stop = max(first, own), min(first + parameter.numel(), own + flat.numel())
+            # Offsets of the parameter, and of this rank's part, in the weights of the group.
+            first, part = int(parameter.data.storage_offset()), self._parts.rank * flat.numel()
+            start, stop = max(first, part), min(first + parameter.numel(), part + flat.numel())
             if start < stop:
-                yield ParameterPiece(name, start - first, flat, slice(start - own, stop - own))
+                yield ParameterPiece(name, start - first, flat, slice(start - part, stop - part))
 
     def refresh(self, reader: FragmentReader) -> None:
         """Gather the weights from the ranks that hold them, so that no rank reads more than its part."""
@@ -368,15 +368,15 @@ class Stage1Layout(OwnStepLayout):
             self._spread_weights()
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Tables that got rows of gradients: most of their rows never had one, and AdamW only shrinks those."""
-        optimizer, alone = self._parts.optimizer, set[int]()
+        """Step tables whose gradients came as rows: most rows never had one, and AdamW only decays these."""
+        optimizer, stepped = self._parts.optimizer, set[int]()
         if self.sums is None or not isinstance(optimizer, torch.optim.AdamW):
-            return alone
+            return stepped
         for number, (weights, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
             table = self.sums.table(number)
             if table is None or not runs_natively(weights):
                 continue
-            alone.add(number)
+            stepped.add(number)
             if norm.isfinite():
                 gradient, rows = table
                 seen = self._seen.setdefault(number, torch.full((len(gradient),), 2, dtype=torch.uint8))
@@ -384,15 +384,15 @@ class Stage1Layout(OwnStepLayout):
                 divisor = float(optimizer.grad_scale)  # pyright: ignore[reportAttributeAccessIssue]
                 group, state = optimizer.param_groups[number], optimizer.state[master]
                 step_table(group, state, divisor, seen, gradient, master, weights)
-        self._cast = alone
-        return alone
+        self._cast = stepped
+        return stepped
 
     @torch.no_grad()
     def _spread_weights(self) -> None:
-        """Cast this rank's master weights to those that the model computes with, and begin to gather all of these."""
+        """Cast this rank's master weights into the model's weights, and start to gather all of the latter."""
         self.wait_for_weights()
         for number, (flat, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
-            if number in self._cast:  # by the step
+            if number in self._cast:  # already, by the step
                 continue
             flat.view(self._parts.world_size, -1)[self._parts.rank].copy_(master)
         assert self._gather is not None
@@ -427,7 +427,7 @@ class Stage3Layout(StateLayout):
                 yield ParameterPiece(name, start, master._base, slice(offset, offset + held))
 
     def _part(self, name: str) -> tuple[int, int]:
-        """(start, entries) of the part of a flattened parameter that this rank holds, padding left out."""
+        """Return (start, entries) of this rank's part of a flattened parameter, without padding."""
         part = self._masters[name].numel()
         start = self._parts.rank * part
         return start, max(0, min(part, self._parts.shapes[name].numel() - start))
@@ -442,12 +442,12 @@ class Stage3Layout(StateLayout):
                 part = deepspeed_patches.weights_of_stage_3(parameter)
                 part[:held].copy_(reader.read("weight", name, start, held))
             shape = self._parts.shapes[name]
-            if parameter.data.numel() == shape.numel():  # small parameters are kept whole
+            if parameter.data.numel() == shape.numel():  # small parameters are not sharded
                 parameter.data.copy_(reader.read("weight", name, 0, shape.numel()).view(shape))
 
 
 def whole_storage(part: Tensor, numel: int) -> Tensor:
-    """All `numel` entries of the storage that `part` is a view of, 1-D; `RuntimeError` if it has another number."""
+    """Return the storage that `part` is a view of, 1-D; `RuntimeError` if it does not have `numel` entries."""
     storage = part.data.untyped_storage()
     if storage.nbytes() != numel * part.element_size():
         raise RuntimeError(f"DeepSpeed keeps {storage.nbytes()} bytes of weights for {numel} master weights")
@@ -455,7 +455,7 @@ def whole_storage(part: Tensor, numel: int) -> Tensor:
 
 
 def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:
-    """(which entries of which flat tensor belong to which of `number_tensors`, how many tensors there are)."""
+    """Return (the segments of each flat tensor, with the ids of `number_tensors`; the number of tensors)."""
     ids = number_tensors(shapes)
     segments: dict[Tensor, list[Segment]] = {flat: [] for flat in layout.flats()}
     for piece in layout.pieces():

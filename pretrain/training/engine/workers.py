@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankGroup:
-    """All ranks in one process group, by default that of training.
+    """All ranks in one process group, by default the group of training.
 
     Attributes:
-        rank: this one.
-        world_size: how many there are.
-        device: on which tensors can be sent.
+        rank: this rank.
+        world_size: number of ranks.
+        device: from which tensors can be sent.
     """
 
     rank: int
@@ -28,36 +28,36 @@ class RankGroup:
     _group: Any = None
 
     def aside(self, timeout: timedelta) -> RankGroup:
-        """The same ranks for another thread, on the CPU: its collectives are separate from those of this group."""
+        """Return the same ranks for another thread, on the CPU: its collectives are separate from this group's."""
         cpu = torch.device("cpu")
         if self.world_size == 1:
             return RankGroup(self.rank, self.world_size, cpu)
         return RankGroup(self.rank, self.world_size, cpu, dist.new_group(backend="gloo", timeout=timeout))
 
     def sum_over_workers(self, values: Tensor) -> Tensor:
-        """`values`, on any device, summed over all ranks in place."""
+        """Sum `values`, on any device, over all ranks in place, and return them."""
         if self.world_size > 1:
-            there = values.to(self.device)  # NCCL knows no other
-            dist.all_reduce(there, group=self._group)
-            if there is not values:
-                values.copy_(there)
+            moved = values.to(self.device)  # NCCL supports no other device
+            dist.all_reduce(moved, group=self._group)
+            if moved is not values:
+                values.copy_(moved)
         return values
 
     def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        """The sums of all ranks' `sums`, and the largest of all ranks' `largest`, on every rank."""
+        """Return the sums of all ranks' `sums`, and the maximum of all ranks' `largest`, on every rank."""
         if self.world_size == 1:
             return sums, largest
-        most = torch.tensor([largest], device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        return self.sum_over_workers(torch.tensor(sums)).tolist(), int(most)
+        maximum = torch.tensor([largest], device=self.device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self._group)
+        return self.sum_over_workers(torch.tensor(sums)).tolist(), int(maximum)
 
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; the `received[r]` entries from each."""
-        there = values.to(self.device)
+        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; return `received[r]` entries from each."""
+        moved = values.to(self.device)
         if self.world_size == 1:
-            return there
-        gathered = there.new_empty(sum(received))
-        dist.all_to_all_single(gathered, there, received, sent, group=self._group)
+            return moved
+        gathered = moved.new_empty(sum(received))
+        dist.all_to_all_single(gathered, moved, received, sent, group=self._group)
         return gathered
 
     def barrier(self) -> None:
@@ -66,11 +66,11 @@ class RankGroup:
             dist.barrier(self._group)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """One small JSON-like value of each rank, on every rank."""
+        """Return one small JSON-like value of each rank, on every rank."""
         return gather_objects(value, self._group)
 
     def collect_objects(self, value: Any) -> list[Any]:
-        """One small JSON-like value of each rank, on rank 0; an empty list on the others."""
+        """Return one small JSON-like value of each rank, on rank 0; an empty list on the others."""
         if self.world_size == 1:
             return [value]
         collected: list[Any] = [] if self.rank else [None] * self.world_size
@@ -78,12 +78,12 @@ class RankGroup:
         return collected
 
     def first_object(self, value: Any) -> Any:
-        """The small JSON-like value of rank 0, on every rank."""
+        """Return the small JSON-like value of rank 0, on every rank."""
         return first_object(value, self._group)
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """One small JSON-like value of each rank of `group` (by default all), on every rank."""
+    """Return one small JSON-like value of each rank of `group` (by default all), on every rank."""
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return [value]
@@ -93,7 +93,7 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
 
 
 def first_object(value: Any, group: Any = None) -> Any:
-    """The small JSON-like value of rank 0 of `group` (by default all), on every rank."""
+    """Return the small JSON-like value of rank 0 of `group` (by default all), on every rank."""
     values = [value]
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(values, group=group, group_src=0)
@@ -101,7 +101,7 @@ def first_object(value: Any, group: Any = None) -> Any:
 
 
 def end_process_group() -> None:
-    """Destroy the process group and DeepSpeed's state of it, so that this process can start another run."""
+    """Destroy the process group, also in DeepSpeed, so that this process can start another run."""
     if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
         sys.modules["deepspeed"].comm.destroy_process_group()
     else:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
-    """The two optimizer groups of BERT: with weight decay, and without it (biases and norms).
+    """Return the two optimizer groups of BERT: with weight decay, and without it (biases and norms).
 
     Args:
         named_parameters: (name, parameter) as `Module.named_parameters` yields them; the order is kept.
@@ -43,9 +43,9 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 
 
 def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The configured optimizer over `parameter_groups`.
+    """Return the configured optimizer over `parameter_groups`.
 
-    Its learning rate starts at 0, so that a step taken before the loop has set one changes no weight
+    Its learning rate starts at 0, so that a step before the loop has set the rate changes no weight
     (DeepSpeed's FP16_UnfusedOptimizer takes such a step to allocate the moments).
     """
     betas = (settings.beta1, settings.beta2)
@@ -54,7 +54,7 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
     if settings.name == "stable_adamw":
         return StableAdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon)
     if settings.name == "muon":
-        groups = _with_matrices_apart(groups, settings.muon_lr_scale)
+        groups = _with_separate_matrices(groups, settings.muon_lr_scale)
         return Muon(
             groups,
             lr=0.0,
@@ -64,8 +64,8 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
 
 
-def _with_matrices_apart(groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """`groups`, each divided into what Muon orthogonalizes, at `rate` times its learning rate, and all else."""
+def _with_separate_matrices(groups: list[dict[str, Any]], lr_scale: float) -> list[dict[str, Any]]:
+    """Divide each group into the matrices that Muon orthogonalizes, at `lr_scale` times its rate, and the rest."""
     divided = []
     for group in groups:
         for orthogonal in (True, False):
@@ -76,7 +76,7 @@ def _with_matrices_apart(groups: list[dict[str, Any]], rate: float) -> list[dict
             ]
             if members:
                 names, parameters = map(list, zip(*members, strict=True))
-                share = group.get("lr_scale", 1.0) * (rate if orthogonal else 1.0)
-                own = {"names": names, "params": parameters, "orthogonal": orthogonal, "lr_scale": share}
-                divided.append({**group, **own})
+                scale = group.get("lr_scale", 1.0) * (lr_scale if orthogonal else 1.0)
+                changes = {"names": names, "params": parameters, "orthogonal": orthogonal, "lr_scale": scale}
+                divided.append({**group, **changes})
     return divided

@@ -1,10 +1,10 @@
-"""A LAMB that stays correct when ZeRO shards it: it scales each tensor's step by |weight| / |update|."""
+"""LAMB for parameters sharded by ZeRO: it scales each whole tensor's step by |weight| / |update|."""
 
 from typing import Any
 
 import torch
 
-from pretrain.training.optim.lists import foreach, together
+from pretrain.training.optim.lists import batches, foreach
 from pretrain.training.optim.tensorwise import (
     Segment,
     TensorPiece,
@@ -18,11 +18,11 @@ class Lamb(TensorwiseOptimizer):
     """LAMB, You et al. 2020 (arXiv:1904.00962), Algorithm 2 with NVIDIA's choices.
 
     From apex's FusedLAMB, which NVIDIA's BERT recipe uses: bias-corrected moments, decay inside the update,
-    phi the identity, trust ratio 1 where either norm is 0. Gradient clipping is the engine's work. A stacked
-    `qkv_weight` counts as the three tensors it holds.
+    phi the identity, trust ratio 1 if either norm is 0. The engine clips gradients. A stacked `qkv_weight` counts as
+    three tensors.
 
-    Groups carry `names` and `layer_adaptation` as `parameter_groups` makes them. Parameters must be
-    contiguous fp32. `step` uses up the gradient: it holds the update afterward, which saves a buffer.
+    Groups have `names` and `layer_adaptation`, as from `parameter_groups`. Parameters must be contiguous fp32. `step`
+    overwrites the gradient with the update, which saves a buffer.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Lamb(TensorwiseOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step over the gradients present; none before the shards are known, as DeepSpeed takes to make moments."""
+        """Take one step over the gradients present; do nothing before `set_segments`, when DeepSpeed makes moments."""
         if not self._segments:
             return
         self._prepare_skip()
@@ -65,7 +65,7 @@ class Lamb(TensorwiseOptimizer):
             self._apply_adapted(adapted)
 
     def _apply_adapted(self, adapted: list[tuple[float, list[TensorPiece]]]) -> None:
-        """Step each piece at its tensor's trust ratio; every worker calls this, even without a piece."""
+        """Step each piece, scaled by its tensor's trust ratio; every worker calls this, even without a piece."""
         squares = self._zeros()
         for _, pieces in adapted:
             index, _ = self._ids_and_sizes(pieces)
@@ -77,16 +77,16 @@ class Lamb(TensorwiseOptimizer):
         ratios = torch.where(measurable, weight_norms / update_norms, 1.0).to(torch.float32)
         ratios *= self._share(1.0)
         for rate, pieces in adapted:
-            # A kernel for each piece: a list of factors on the device has no faster one.
-            own = ratios[self._ids_and_sizes(pieces)[0]].unbind()
+            # One kernel per piece: there is no faster one for a list of factors on the device.
+            factors = ratios[self._ids_and_sizes(pieces)[0]].unbind()
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
-            foreach._foreach_addcmul_(weights, updates, own, value=-rate)
+            foreach._foreach_addcmul_(weights, updates, factors, value=-rate)
 
     def _update(self, group: dict[str, Any], pieces: list[TensorPiece]) -> None:
-        """Advance the moments of some pieces and turn their gradients into the update."""
-        for run in together([piece.weights for piece in pieces]):
-            some = pieces[run]
-            divide_means(group, some, self._advance(group, some))
+        """Advance the moments of `pieces` and turn their gradients into the update."""
+        for run in batches([piece.weights for piece in pieces]):
+            batch = pieces[run]
+            divide_means(group, batch, self._advance(group, batch))
             if group["weight_decay"]:
-                gradients, weights = [piece.gradient for piece in some], [piece.weights for piece in some]
+                gradients, weights = [piece.gradient for piece in batch], [piece.weights for piece in batch]
                 foreach._foreach_add_(gradients, weights, alpha=group["weight_decay"])

@@ -1,8 +1,8 @@
-"""Which worker orthogonalizes which matrix, and which pieces travel: the plan of a Muon step over sharded matrices.
+"""The plan of a Muon step over sharded matrices: each matrix's owner, and the pieces that workers exchange.
 
-Each matrix has one owner. The workers send it their pieces, it orthogonalizes the whole, and sends the pieces back. So
-the work is divided, each entry travels once in each direction, and the result does not depend on how ZeRO cut the
-matrices. Matrices are handled in rounds, which bounds the memory of the copies.
+Each matrix has one owner. The workers send it their pieces; it orthogonalizes the whole matrix and sends the pieces
+back. So the work is divided, each entry is sent once in each direction, and the result does not depend on ZeRO's
+sharding. Matrices are processed in rounds, which bounds the memory of the copies.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-# Entries of a round, for each worker. 64 MB in fp32: larger rounds spare few collectives and need more memory.
+# Entries of a round, per worker: 64 MB in fp32. Larger rounds save few collectives and need more memory.
 ROUND_ENTRIES = 1 << 24
 
 Shape = tuple[int, int]
@@ -28,23 +28,23 @@ class Workers(Protocol):
 
     def gather_objects(self, value: Any) -> list[Any]: ...  # of each rank, on every rank
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; the `received[r]` entries from each."""
+        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; return `received[r]` entries from each."""
         ...
 
 
 class MatrixPiece(NamedTuple):
-    """Entries of a matrix that a worker holds; sorted, they lie in the order of the matrix."""
+    """Entries of a matrix that a worker holds; they sort in the order of the matrix."""
 
     tensor_id: int
-    first: int  # of its entries, in the flattened matrix
+    first: int  # entry, in the flattened matrix
     numel: int
-    flat: int  # number of the flat tensor that holds them
-    start: int  # of its entries, there
+    flat: int  # number of the flat tensor that holds the entries
+    start: int  # offset in the flat tensor
 
 
 @dataclass(frozen=True)
 class Round:
-    """The part of one worker in one round: pieces by the worker that they go to or come from.
+    """One worker's part of one round: pieces by the worker that they are sent to or received from.
 
     Attributes:
         owned: shapes of the matrices that this worker orthogonalizes, by tensor id.
@@ -64,7 +64,7 @@ class Round:
 def plan_rounds(
     held: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, shared: bool
 ) -> list[Round]:
-    """The rounds of `rank`.
+    """Plan the rounds of `rank`.
 
     Args:
         held: the pieces of each worker.
@@ -73,7 +73,7 @@ def plan_rounds(
         shared: every worker holds all matrices, so an owner needs no pieces of others.
 
     Returns:
-        The rounds in order. All workers get as many, and what one sends in a round another expects in it.
+        The rounds in order. All workers have equally many, with matching sends and receives.
     """
     pieces = [sorted(of_rank) for of_rank in held]
     ids = sorted({piece.tensor_id for of_rank in pieces for piece in of_rank}, key=lambda i: (shapes[i], i))
@@ -81,7 +81,7 @@ def plan_rounds(
     for members in _cut(ids, shapes, ROUND_ENTRIES * len(pieces)):
         owner = _owners(members, shapes, len(pieces))
         taken = [_by(owner, (p for p in of_rank if p.tensor_id in owner), len(pieces)) for of_rank in pieces]
-        sent = [[own if o == r or not shared else [] for o, own in enumerate(taken[r])] for r in range(len(pieces))]
+        sent = [[mine if o == r or not shared else [] for o, mine in enumerate(taken[r])] for r in range(len(pieces))]
         rounds.append(
             Round(
                 owned={i: shapes[i] for i in members if owner[i] == rank},
@@ -94,13 +94,13 @@ def plan_rounds(
     return rounds
 
 
-def _cut(ids: list[int], shapes: Mapping[int, Shape], most: int) -> Iterator[list[int]]:
-    """`ids` in runs of at most `most` entries, or of one matrix."""
+def _cut(ids: list[int], shapes: Mapping[int, Shape], max_entries: int) -> Iterator[list[int]]:
+    """Cut `ids` into runs of at most `max_entries`, or of one matrix."""
     run: list[int] = []
     entries = 0
     for tensor_id in ids:
         numel = shapes[tensor_id][0] * shapes[tensor_id][1]
-        if run and entries + numel > most:
+        if run and entries + numel > max_entries:
             yield run
             run, entries = [], 0
         run.append(tensor_id)
@@ -110,7 +110,7 @@ def _cut(ids: list[int], shapes: Mapping[int, Shape], most: int) -> Iterator[lis
 
 
 def _owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) -> dict[int, int]:
-    """The owner of each matrix: the most expensive first, each to the worker with the least work."""
+    """Assign an owner to each matrix: the most expensive first, each to the worker with the least work."""
     heap = [(0, worker) for worker in range(workers)]
     owner: dict[int, int] = {}
     for tensor_id in sorted(ids, key=lambda i: (-_work(shapes[i]), i)):
@@ -121,13 +121,13 @@ def _owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) -> dict[i
 
 
 def _work(shape: Shape) -> int:
-    """Of an orthogonalization, up to a factor: products of the Gram matrix with the matrix and with itself."""
+    """Return an orthogonalization's work up to a factor: products of the Gram matrix with the matrix and itself."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)
 
 
 def _by(owner: Mapping[int, int], pieces: Iterable[MatrixPiece], workers: int) -> list[list[MatrixPiece]]:
-    found: list[list[MatrixPiece]] = [[] for _ in range(workers)]
+    by_owner: list[list[MatrixPiece]] = [[] for _ in range(workers)]
     for piece in pieces:
-        found[owner[piece.tensor_id]].append(piece)
-    return found
+        by_owner[owner[piece.tensor_id]].append(piece)
+    return by_owner

@@ -1,7 +1,7 @@
-"""Muon: momentum, orthogonalized, for the matrices of the layers; AdamW for all other parameters.
+"""Muon: orthogonalized momentum for the matrices of the layers; AdamW for all other parameters.
 
-DeepSpeed has a Muon too (0.19.8, `optimizer.type`). It orthogonalizes before gradients are clipped and checked, keeps
-stacked projections together, and takes its momentum out of the optimizer's state.
+DeepSpeed's Muon (0.19.8, `optimizer.type`) differs: it orthogonalizes before gradients are clipped and checked, does
+not split stacked projections, and keeps its momentum outside the optimizer's state.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from pretrain.training.optim.tensorwise import Segment, number_tensors
 
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
-_RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
-_NARROW = 256  # in bf16, one by one such matrices take 1.5 times as long, of 128 4 to 5 times (docs/benchmarks)
+_RMS = 0.2  # of AdamW's updates (Liu et al. 2025, section 2.2)
+_NARROW = 256  # batched on CPUs: alone in bf16, such matrices take 1.5 times as long, of 128 4 to 5 (docs/benchmarks)
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
-    """Shapes of the matrices that Muon orthogonalizes, by tensor id; a stacked parameter holds several."""
+    """Return the shapes of the matrices that Muon orthogonalizes, by tensor id; a stacked parameter has several."""
     ids = number_tensors(shapes)
     return {
         tensor_id: (shape[0] // len(ids[name]), shape[1])
@@ -37,10 +37,10 @@ def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
 
 
 def orthogonalize(update_RC: Tensor) -> Tensor:
-    """The nearest orthogonal matrix, roughly: singular values become 0.7 to 1.2 (Newton-Schulz iteration).
+    """Return roughly the nearest orthogonal matrix: singular values become 0.7 to 1.2 (Newton-Schulz iteration).
 
-    Computed in the type of `update_RC`, which is one matrix or several, [..., R, C]. The scale of a matrix does not
-    matter; zeros stay zeros.
+    Computed in the dtype of `update_RC`, one matrix or several, [..., R, C]. The scale of a matrix does not matter;
+    zeros stay zeros.
     """
     rows, columns = update_RC.shape[-2:]
     x = update_RC.mT if rows > columns else update_RC
@@ -58,13 +58,13 @@ class Muon(SkippingOptimizer):
     """Muon, Jordan et al. 2024, with weight decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
 
     Updates of matrices are Nesterov momentum, orthogonalized, times 0.2 sqrt(max(rows, columns)). So they are as large
-    as AdamW's, and one learning rate and weight decay serve both, as in `torch.optim.Muon` with
-    adjust_lr_fn="match_rms_adamw". Query, key and value of a stacked `qkv_weight` are orthogonalized each on its own,
-    and so are the halves of `gated_in_weight`.
+    as AdamW's, and one learning rate and weight decay fit both, as in `torch.optim.Muon` with
+    adjust_lr_fn="match_rms_adamw". Query, key and value of a stacked `qkv_weight` are orthogonalized separately, as are
+    the halves of `gated_in_weight`.
 
-    Groups carry `names`, and `orthogonal` where all their parameters are matrices for Muon. Parameters must be
-    contiguous fp32; `set_shards` and their state, of matrices without a second moment, come first. `step` uses up the
-    gradient.
+    Groups have `names`, and `orthogonal` if all their parameters are matrices for Muon. Parameters must be contiguous
+    fp32. Before the first step, call `set_shards` and set the state, without a second moment for matrices. `step`
+    overwrites the gradient.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Muon(SkippingOptimizer):
             "orthogonal": False,
         }
         super().__init__(groups, defaults)
-        self._planned: dict[int, bool] = {}  # matrices in any round so far, and whether this worker owns them
+        self._planned: dict[int, bool] = {}  # matrices of any round so far -> whether this worker owns them
         self._held: list[list[MatrixPiece]] = []  # by rank
         self._numbers: dict[Tensor, int] = {}  # of the flat tensors
         self._shapes: dict[int, Shape] = {}
         self._shared, self._dtype = False, torch.float32
         self._workers: Workers
-        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the flat tensors that step
+        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the flat tensors of the step
 
     def set_shards(
         self,
@@ -102,14 +102,14 @@ class Muon(SkippingOptimizer):
         shared: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Set what the flat parameters hold, once a wrapper has flattened and sharded them; all workers call this.
+        """Set the content of the flat parameters, after a wrapper has sharded them; all workers call this.
 
         Args:
-            segments: the pieces of each flat parameter of this worker. All workers have as many, in the same order.
-            shapes: as `matrix_shapes` gives them.
-            workers: those that step together; `step` calls its collectives.
+            segments: the pieces of each flat parameter of this worker. All workers have equally many, in one order.
+            shapes: the result of `matrix_shapes`.
+            workers: the workers that step together; `step` uses their collectives.
             shared: every worker holds all matrices.
-            dtype: in which momenta travel and are orthogonalized.
+            dtype: in which momenta are sent and orthogonalized.
         """
         self._dtype = dtype
         self._numbers = {flat: number for number, flat in enumerate(segments)}
@@ -125,7 +125,7 @@ class Muon(SkippingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step over the gradients present; none before the shards are known, as DeepSpeed takes to make moments."""
+        """Take one step over the gradients present; do nothing before `set_shards`, when DeepSpeed makes moments."""
         if not self._held:
             return
         self._prepare_skip()
@@ -141,7 +141,7 @@ class Muon(SkippingOptimizer):
             self._step_matrices(rates)
 
     def _nesterov(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Advance momenta and turn gradients into Nesterov's; decay the weights."""
+        """Advance the momenta, turn gradients into Nesterov updates, and decay the weights."""
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]
@@ -174,7 +174,7 @@ class Muon(SkippingOptimizer):
         )
 
     def _step_matrices(self, rates: Mapping[Tensor, float]) -> None:
-        """Orthogonalize the updates of these flat parameters, which their gradients hold, and step."""
+        """Orthogonalize the updates of these flat parameters, stored in their gradients, and step."""
         flats = {self._numbers[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
         if key not in self._rounds:
@@ -188,7 +188,7 @@ class Muon(SkippingOptimizer):
     def _apply(
         self, taken: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, float]
     ) -> None:
-        """Step the weights of these pieces, whose fp32 updates lie end to end."""
+        """Step the weights of these pieces; their fp32 `updates` are concatenated."""
         if self._kept is not None:
             updates.mul_(self._kept)
         weights = _views(taken, flats)
@@ -198,11 +198,11 @@ class Muon(SkippingOptimizer):
             by_size.setdefault(size, []).append(number)
         cut = updates.split([piece.numel for piece in taken])
         for size, numbers in by_size.items():
-            their_weights, their_updates = ([values[number] for number in numbers] for values in (weights, cut))
-            foreach._foreach_add_(their_weights, their_updates, alpha=-size)
+            same_size = ([values[number] for number in numbers] for values in (weights, cut))
+            foreach._foreach_add_(*same_size, alpha=-size)
 
     def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
-        """The orthogonalized updates of this worker's pieces, fp32, end to end."""
+        """Return the orthogonalized updates of this worker's pieces, concatenated in fp32."""
         gradients = {number: flat.grad for number, flat in flats.items() if flat.grad is not None}
         like = next(iter(flats.values()))
         sent = _views(_joined(part.sent), gradients)
@@ -217,41 +217,41 @@ class Muon(SkippingOptimizer):
         return self._send(returned, part.returned, part.taken, like).float()
 
     def _orthogonalize(self, part: Round, whole: Tensor) -> None:
-        """Replace the owned matrices, which lie end to end, by their updates up to the rate.
+        """Replace the owned matrices, concatenated in `whole`, by their updates up to the rate.
 
-        On a GPU those of one shape together, so that their number of kernels does not matter. Five temporaries take as
-        much memory as the matrices: 32 MB each in bf16 (`ROUND_ENTRIES`), or as one matrix takes if that is more. On a
-        CPU only narrow ones, whose products are too small for all cores.
+        On a GPU all matrices of one shape are batched, so that their number does not add kernels. Each of five
+        temporaries takes as much memory as the batch: 32 MB in bf16 (`ROUND_ENTRIES`), or one matrix if that is larger.
+        On a CPU only narrow matrices are batched, whose products are too small for all cores.
         """
-        begin = 0
+        start = 0
         for shape, run in itertools.groupby(part.owned.items(), key=lambda owned: owned[1]):
             count = len(list(run))
-            many = in_lists(whole) or min(shape) <= _NARROW
-            for some in [count] if many else [1] * count:
-                end = begin + some * math.prod(shape)
-                matrices = whole[begin:end].view((-1, *shape) if many else shape)
+            batched = in_lists(whole) or min(shape) <= _NARROW
+            for size in [count] if batched else [1] * count:
+                stop = start + size * math.prod(shape)
+                matrices = whole[start:stop].view((-1, *shape) if batched else shape)
                 matrices.copy_(orthogonalize(matrices))
-                begin = end
+                start = stop
 
     def _send(
         self, values: Sequence[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
     ) -> Tensor:
-        """`values`, which are the pieces `sent`, sent; those received, 1-D, in the type of the computation."""
+        """Send `values`, the pieces `sent`; return the pieces `received`, 1-D, in the dtype of the computation."""
         joined = like.new_empty(sum(value.numel() for value in values), dtype=self._dtype)
         _copy(joined.split([value.numel() for value in values]), values)
         return self._workers.all_to_all(joined, *([sum(p.numel for p in of) for of in by] for by in (sent, received)))
 
 
 def _views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
-    """The entries of the pieces in flat tensors, by the numbers of those."""
+    """Return the entries of each piece in its flat tensor; `flats` is by their numbers."""
     flat = {number: x.view(-1) for number, x in flats.items()}
     return [flat[piece.flat][piece.start : piece.start + piece.numel] for piece in pieces]
 
 
 def _within(whole: Tensor, pieces: Sequence[MatrixPiece], starts: Mapping[int, int]) -> list[Tensor]:
-    """The entries of the pieces in `whole`, where each matrix begins at its start."""
-    begins = [starts[piece.tensor_id] + piece.first for piece in pieces]
-    return [whole[begin : begin + piece.numel] for begin, piece in zip(begins, pieces, strict=True)]
+    """Return the entries of the pieces in `whole`; `starts` are the matrices' offsets in it, by tensor id."""
+    offsets = [starts[piece.tensor_id] + piece.first for piece in pieces]
+    return [whole[offset : offset + piece.numel] for offset, piece in zip(offsets, pieces, strict=True)]
 
 
 def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -13,11 +13,11 @@ _POWER = 0.5  # of a polynomial decay (NVIDIA's LAMB recipe, DeepLearningExample
 
 
 def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
-    """The rate of the 0-based optimizer `step`; each phase restarts the schedule.
+    """Return the rate of the 0-based optimizer `step`; each phase restarts the schedule.
 
-    Linear warm-up from 1 / warmup_steps of the peak to the peak, which the last warm-up step has. Then a decay over the
-    phase's remaining steps, or over its last `decay_steps` with a plateau before them (warm-up, stable, decay: Hägele
-    et al. 2024, arXiv:2405.18392). The first step of the decay has the peak too.
+    The rate warms up linearly from 1 / warmup_steps of the peak to the peak in the last warm-up step. Then it decays
+    over the phase's remaining steps, or over its last `decay_steps` after a plateau (warm-up, stable, decay: Hägele et
+    al. 2024, arXiv:2405.18392). The first step of the decay has the peak rate, too.
 
     This is transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup, or its get_wsd_schedule, over one
     more step, without its first step: a rate of 0 would waste a global batch.

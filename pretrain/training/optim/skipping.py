@@ -1,4 +1,4 @@
-"""Optimizers that can leave out a step on the device, whose host does not know whether the gradients are finite."""
+"""Optimizers that can skip a step on the device, without the host knowing whether the gradients are finite."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,22 +10,22 @@ from pretrain.training.optim.lists import foreach
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
-    """An optimizer with the flag of torch's fused AdamW.
+    """An optimizer with `found_inf` as in torch's fused AdamW.
 
     Attributes:
-        found_inf: fp32 scalar: 1 leaves the next step out on the device, and weights and state stay as they are, bit
-            for bit; 0 takes it. None takes it as well, with fewer kernels.
+        found_inf: fp32 scalar: 1 skips the next step on the device, and weights and state stay the same, bit for bit;
+            0 takes the step. None takes it, too, with fewer kernels.
     """
 
     found_inf: Tensor | None = None
-    _kept: Tensor | None = None  # fp64 scalar of a step: 0 if `found_inf` leaves it out, else 1
+    _kept: Tensor | None = None  # fp64 scalar of a step: 0 if `found_inf` skips it, else 1
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
-        self._remainders: dict[float, Tensor] = {}  # of a step, what `_remaining` returned
+        self._remainders: dict[float, Tensor] = {}  # cache of `_remaining`'s results in a step
 
     def _prepare_skip(self) -> None:
-        """Prepare the step for `found_inf`: gradients of a step that is left out become 0."""
+        """Prepare the step for `found_inf`: gradients of a skipped step become 0."""
         self._kept = None if self.found_inf is None else 1 - self.found_inf.double()
         self._remainders.clear()
         if self._kept is None:
@@ -35,11 +35,11 @@ class SkippingOptimizer(torch.optim.Optimizer):
         foreach._foreach_mul_([gradient.view(torch.int32) for gradient in gradients], self._kept.int())
 
     def _share(self, share: float) -> Any:
-        """`share`, or 0 on the device in a step that is left out; fp32, as a kernel rounds a number of the host."""
+        """Return `share`, or 0 on the device in a skipped step; fp32, as kernels round numbers of the host."""
         return share if self._kept is None else (share * self._kept).float()
 
     def _remaining(self, share: float) -> Any:
-        """1 - `share`, or 1 on the device in a step that is left out."""
+        """Return 1 - `share`, or 1 on the device in a skipped step."""
         if self._kept is None:
             return 1 - share
         if share not in self._remainders:
@@ -47,14 +47,14 @@ class SkippingOptimizer(torch.optim.Optimizer):
         return self._remainders[share]
 
     def _advance_counts(self, counts: Sequence[Tensor]) -> None:
-        """Add the step to its parameters' counts of steps, scalars."""
-        # An addition of one tensor to a list reads it.
+        """Increment the step counts of the parameters, scalars."""
+        # Adding one tensor to a list would read its value on the host.
         foreach._foreach_add_(counts, 1 if self._kept is None else [self._share(1.0)] * len(counts))
 
     def _blend(self, means: Sequence[Tensor], values: Sequence[Tensor], share: float) -> None:
-        """Take `share` of `values`, which are 0 in a step that is left out, into running means."""
+        """Update running means with `share` of `values`, which are 0 in a skipped step."""
         if self._kept is None:
             foreach._foreach_lerp_(means, values, share)
-        else:  # lists cannot be blended by a number on the device
+        else:  # the lerp of lists does not take a weight on the device
             foreach._foreach_mul_(means, self._remaining(share))
             foreach._foreach_add_(means, values, alpha=share)

@@ -1,11 +1,11 @@
-"""AdamW whose rate falls, tensor by tensor, while gradients exceed what their second moments expect."""
+"""AdamW that lowers a tensor's rate while its gradients exceed the expectation of their second moments."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pretrain.training.optim.lists import foreach, in_lists, together
+from pretrain.training.optim.lists import batches, foreach, in_lists
 from pretrain.training.optim.tensorwise import TensorPiece, TensorwiseOptimizer, divide_means
 
 
@@ -13,11 +13,11 @@ class StableAdamW(TensorwiseOptimizer):
     """StableAdamW, Wortsman et al. 2023 (arXiv:2304.13013), Algorithm 2: AdamW with AdaFactor's update clipping.
 
     The rate of each tensor, weight decay included, is divided by max(1, RMS), the root mean square of
-    gradient / sqrt(second moment). ModernBERT's recipe uses it in place of gradient clipping, in the implementation of
-    warner-benjamin/optimi (stableadamw.py), which this equals. Its debiased betas are the bias-corrected moments here.
-    A stacked `qkv_weight` counts as the three tensors it holds.
+    gradient / sqrt(second moment). ModernBERT's recipe uses it instead of gradient clipping, as implemented in
+    warner-benjamin/optimi (stableadamw.py), which this class equals. Its debiased betas are the bias-corrected moments
+    here. A stacked `qkv_weight` counts as three tensors.
 
-    Groups carry `names`. `step` uses up the gradient.
+    Groups have `names`. `step` overwrites the gradient.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class StableAdamW(TensorwiseOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step over the gradients present; none before the shards are known, as DeepSpeed takes to make moments."""
+        """Take one step over the gradients present; do nothing before `set_segments`, when DeepSpeed makes moments."""
         if not self._segments:
             return
         self._prepare_skip()
@@ -40,7 +40,7 @@ class StableAdamW(TensorwiseOptimizer):
         for group in self.param_groups:
             pieces = self._begin(group, self._pieces(group))
             if pieces:
-                runs = together([piece.weights for piece in pieces])
+                runs = batches([piece.weights for piece in pieces])
                 ratios = [self._update(group, pieces[run]) for run in runs]
                 stepped.append((group, pieces, torch.cat(ratios)))
         sums = self._zeros()
@@ -51,15 +51,15 @@ class StableAdamW(TensorwiseOptimizer):
         self._reduce(sums.view(-1))
         shares = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal() * self._share(1.0)
         for group, pieces, _ in stepped:
-            own = shares[self._ids_and_sizes(pieces)[0]].to(torch.float32)
-            kept = 1 - own * (group["lr"] * group["weight_decay"])
+            factors = shares[self._ids_and_sizes(pieces)[0]].to(torch.float32)
+            kept = 1 - factors * (group["lr"] * group["weight_decay"])
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
-            # Two kernels for each piece: a list of factors on the device has no faster one.
+            # Two kernels per piece: there is no faster one for a list of factors on the device.
             foreach._foreach_mul_(weights, kept.unbind())
-            foreach._foreach_addcmul_(weights, updates, own.unbind(), value=-group["lr"])
+            foreach._foreach_addcmul_(weights, updates, factors.unbind(), value=-group["lr"])
 
     def _update(self, group: dict[str, Any], run: list[TensorPiece]) -> Tensor:
-        """Advance the moments and turn the gradients into Adam's updates; fp64, the sums of squared ratios."""
+        """Advance the moments, turn gradients into Adam's updates, and return the fp64 sums of squared ratios."""
         corrected = self._advance(group, run)
         ratios = [piece.gradient for piece in run]
         foreach._foreach_mul_(ratios, ratios)
@@ -68,6 +68,6 @@ class StableAdamW(TensorwiseOptimizer):
             sums = [ratio.sum(dtype=torch.float64) for ratio in ratios]
         else:  # ratios are not negative: their norm of order 1 is their sum
             sums = foreach._foreach_norm(ratios, 1, dtype=torch.float64)
-        found = torch.stack(list(sums))
+        square_ratios = torch.stack(list(sums))
         divide_means(group, run, corrected)
-        return found
+        return square_ratios

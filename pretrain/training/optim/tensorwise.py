@@ -1,7 +1,7 @@
-"""Optimizers whose step depends on whole tensors, over flat shards that hold pieces of many tensors.
+"""Optimizers whose step depends on whole tensors, over flat shards with pieces of many tensors.
 
-ZeRO hands an optimizer flat shards. So these optimizers take a table of which piece belongs to which tensor, add up
-their numbers by tensor, and sum them over the workers before they step.
+ZeRO passes an optimizer flat shards. So these optimizers take a table that maps pieces to tensors, add up their
+statistics by tensor, and sum these over the workers before they step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from pretrain.model.parameters import stacked_parts
 from pretrain.training.optim.lists import common, foreach, in_lists
 from pretrain.training.optim.skipping import SkippingOptimizer
 
-# torch sums a norm in fp32: over the 31 M entries of BERT-Large's word embeddings that is 1.1e-3 off
+# torch sums a norm in fp32: over the 31 M entries of BERT-Large's word embeddings the error is 1.1e-3
 # (measured, torch 2.13 CPU). Norms of rows this long are exact to 1e-7; their squares are added in fp64.
 _NORM_ROW = 1 << 16
 
 
 class Segment(NamedTuple):
-    """Entries `start` to `stop` of a flat parameter that belong to tensor number `tensor_id`, there from `first` on."""
+    """Entries `start` to `stop` of a flat parameter: entries of tensor `tensor_id` from `first` on."""
 
     start: int
     stop: int
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 
 class TensorPiece(NamedTuple):
-    """Entries of a tensor as a step sees them: 1-D views, and the corrections of the bias of its moments."""
+    """Entries of a tensor in a step: 1-D views, and the bias corrections of the moments."""
 
     tensor_id: int
     correction1: Tensor  # fp32 scalars; the pieces of a parameter share them
@@ -41,7 +41,7 @@ class TensorPiece(NamedTuple):
 
 
 def number_tensors(names: Iterable[str]) -> dict[str, range]:
-    """Tensor ids, by parameter name: one each, several for stacked projections such as query, key and value."""
+    """Return tensor ids by parameter name: one each, several for stacked projections such as query, key and value."""
     ids: dict[str, range] = {}
     count = 0
     for name in names:
@@ -51,42 +51,42 @@ def number_tensors(names: Iterable[str]) -> dict[str, range]:
     return ids
 
 
-def cut_segments(ids: range, numel: int, first: int, last: int, at: int) -> list[Segment]:
-    """The segments of entries `first` to `last` of one parameter, which lie in a flat shard from offset `at` on.
+def cut_segments(ids: range, numel: int, first: int, last: int, offset: int) -> list[Segment]:
+    """Return the segments of entries `first` to `last` of one parameter, which start at `offset` of a flat shard.
 
     Args:
         ids: the parameter's tensor ids, from `number_tensors`; its `numel` entries divide evenly among them.
         numel: entries of the whole parameter.
         first, last: the half-open range of its entries that this shard holds; may be empty.
-        at: where entry `first` lies in the shard.
+        offset: of entry `first` in the shard.
     """
     part = numel // len(ids)
     segments = []
     for number, tensor_id in enumerate(ids):
         start, stop = max(first, number * part), min(last, (number + 1) * part)
         if start < stop:
-            segments.append(Segment(at + start - first, at + stop - first, tensor_id, start - number * part))
+            segments.append(Segment(offset + start - first, offset + stop - first, tensor_id, start - number * part))
     return segments
 
 
 def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Views of the segments of a flat tensor, which are in ascending order."""
-    sizes, places, end = [], [], 0
+    """Return views of the segments of a flat tensor, which are in ascending order."""
+    sizes, indices, end = [], [], 0
     for start, stop, *_ in segments:
         if start > end:
             sizes.append(start - end)
-        places.append(len(sizes))
+        indices.append(len(sizes))
         sizes.append(stop - start)
         end = stop
     parts = flat.view(-1).split([*sizes, flat.numel() - end])
-    return [parts[place] for place in places]
+    return [parts[index] for index in indices]
 
 
 class TensorwiseOptimizer(SkippingOptimizer):
     """An optimizer whose step depends on whole tensors.
 
-    Groups carry `names`. Parameters must be contiguous fp32; `set_segments` and their state, moments and a count of
-    steps, come first. A stacked parameter counts as the tensors it holds.
+    Groups have `names`. Parameters must be contiguous fp32. Before the first step, call `set_segments` and set the
+    state: moments and a count of steps. A stacked parameter counts as several tensors.
     """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         self._segments: dict[Tensor, Sequence[Segment]] = {}
         self._tensor_count = 0
         self._reduce: Callable[[Tensor], Any] = lambda norms: None
-        self._numbers: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}  # what `_ids_and_sizes` returned
+        self._numbers: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}  # cache of `_ids_and_sizes`
 
     def set_segments(
         self,
@@ -102,12 +102,12 @@ class TensorwiseOptimizer(SkippingOptimizer):
         tensor_count: int,
         reduce: Callable[[Tensor], Any],
     ) -> None:
-        """Set what the flat parameters hold, once a wrapper has flattened and sharded them.
+        """Set the content of the flat parameters, after a wrapper has flattened and sharded them.
 
         Args:
             segments: for each flat parameter that steps by tensor, its pieces in ascending order. Entries
                 in no piece are padding and are not changed.
-            tensor_count: how many tensors there are over all workers; ids are below it.
+            tensor_count: number of tensors over all workers; ids are below it.
             reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once
                 if any of its groups steps by tensor, so all workers must step the same groups in the same order.
         """
@@ -115,19 +115,19 @@ class TensorwiseOptimizer(SkippingOptimizer):
         self._numbers.clear()
 
     def _pieces(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Sequence[Segment]]]:
-        """The group's parameters with their pieces."""
+        """Yield the group's parameters with their pieces."""
         return ((parameter, self._segments[parameter]) for parameter in group["params"])
 
     def _begin(self, group: dict[str, Any], parts: Iterable[tuple[Tensor, Sequence[Segment]]]) -> list[TensorPiece]:
-        """The pieces of those parameters that have a gradient; their counts of steps are increased."""
+        """Return the pieces of the parameters that have a gradient, and increment their step counts."""
         present = [(parameter, segments) for parameter, segments in parts if parameter.grad is not None]
         if not present:
             return []
         states = [self.state[parameter] for parameter, _ in present]
         counts, (beta1, beta2) = [state["step"] for state in states], group["betas"]
         self._advance_counts(counts)
-        # The counts stay on their device: to read them would wait for all work queued there.
-        # Before the first step that is taken they are 0, and so would the corrections be.
+        # The counts stay on their device: reading them would wait for all work queued there.
+        # Before the first step that is not skipped they are 0, and so would be the corrections.
         steps = torch.stack(counts).double().clamp(min=1)
         corrections = zip((1 - beta1**steps).float().unbind(), (1 - beta2**steps).float().unbind(), strict=True)
         pieces: list[TensorPiece] = []
@@ -141,7 +141,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         return pieces
 
     def _advance(self, group: dict[str, Any], run: Sequence[TensorPiece]) -> list[Tensor]:
-        """Advance the moments of some pieces by their gradients; the second moments without their bias, new tensors."""
+        """Advance the moments of pieces by their gradients; return new, bias-corrected second moments."""
         _, _, corrections, _, gradients, means, squares = zip(*run, strict=True)
         beta1, beta2 = group["betas"]
         self._blend(means, gradients, 1 - beta1)
@@ -150,7 +150,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         return list(foreach._foreach_div(squares, common(corrections)))
 
     def _ids_and_sizes(self, pieces: Sequence[TensorPiece]) -> tuple[Tensor, Tensor]:
-        """(int64 tensor ids, fp64 numbers of entries) of some pieces, on their device, where they are copied once."""
+        """Return (int64 tensor ids, fp64 numbers of entries) of pieces, on their device; they are copied there once."""
         key = tuple((piece.tensor_id, piece.weights.numel()) for piece in pieces)
         if key not in self._numbers:
             ids, sizes = zip(*key, strict=True)
@@ -159,13 +159,13 @@ class TensorwiseOptimizer(SkippingOptimizer):
         return self._numbers[key]
 
     def _zeros(self) -> Tensor:
-        """fp64 [2, tensors] on the device of the parameters."""
+        """Return fp64 zeros [2, tensors] on the device of the parameters."""
         device = next(p.device for group in self.param_groups for p in group["params"])
         return torch.zeros(2, self._tensor_count, dtype=torch.float64, device=device)
 
 
 def divide_means(group: dict[str, Any], run: Sequence[TensorPiece], corrected: Sequence[Tensor]) -> None:
-    """Replace the gradients of some pieces by Adam's update; the second moments `corrected` are used up."""
+    """Replace the gradients of pieces by Adam's update; overwrites the second moments `corrected`."""
     foreach._foreach_sqrt_(corrected)
     foreach._foreach_add_(corrected, group["eps"])
     foreach._foreach_mul_(corrected, common([piece.correction1 for piece in run]))
@@ -175,7 +175,7 @@ def divide_means(group: dict[str, Any], run: Sequence[TensorPiece], corrected: S
 
 
 def square_sums(values: Sequence[Tensor]) -> Tensor:
-    """fp64 [len(values)], the sum of squares of each [n]."""
+    """Return fp64 [len(values)], the sum of squares of each [n]."""
     if not in_lists(values[0]):
         return torch.stack([square_sum(x) for x in values])
     # The CUDA kernel adds rows of 2^16 entries, and then the rows (aten ForeachReduceOp.cu).
@@ -183,7 +183,7 @@ def square_sums(values: Sequence[Tensor]) -> Tensor:
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """Sum of squares of `values` [n], as an fp64 scalar."""
+    """Return the sum of squares of `values` [n], an fp64 scalar."""
     whole = values.numel() // _NORM_ROW * _NORM_ROW
     rows = torch.linalg.vector_norm(values[:whole].view(-1, _NORM_ROW), dim=1, dtype=torch.float32).double()
     rest = torch.linalg.vector_norm(values[whole:], dtype=torch.float32).double()
