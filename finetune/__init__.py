@@ -1,6 +1,6 @@
 """Fine-tuning of BERT-family checkpoints to classification, named entities and span questions.
 
-`train` is what the command `finetune` calls. Importing the package loads nothing heavy.
+The command `finetune` calls `train`. Importing the package loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["load", "train"]
 
 
 def load(folder: FinetunedRun | Path | str, **options: Any) -> Predictor:
-    """A fine-tuned model ready to be called: `finetune.load("runs/my-task")(["a text", "another"])`.
+    """Load a fine-tuned model for predictions: `finetune.load("runs/my-task")(["one example", "another"])`.
 
-    `folder` is a run folder, its model, an export, or what `train` returned; `options` are those of
+    `folder` is a run folder, its model, an export, or the result of `train`; `options` are passed on to
     `finetune.artifacts.predictor.Predictor`.
     """
     expect_ours()
@@ -42,9 +42,9 @@ def __getattr__(name: str) -> Any:
 
 
 def expect_ours() -> None:
-    """Raise `ImportError` if a module of the user's own, such as a cluster.py beside the script, hides our package."""
+    """Raise `ImportError` if a user's module, such as a cluster.py next to the script, hides one of our packages."""
     for name, inner in {"pretrain": "common", "cluster": "workers"}.items():
         if (found := PathFinder.find_spec(name)) is not None:
-            places = list(found.submodule_search_locations or ())
-            if not any(Path(place, inner).is_dir() for place in places):
-                raise ImportError(f"{found.origin or places[0]} hides bertrain's package {name}. Rename it.")
+            paths = list(found.submodule_search_locations or ())
+            if not any(Path(path, inner).is_dir() for path in paths):
+                raise ImportError(f"{found.origin or paths[0]} hides bertrain's package {name}. Rename it.")

@@ -36,7 +36,7 @@ from pretrain.common.wording import did_you_mean, for_terminal
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
 
-MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
+MEASURES = "pretrain.run.machine"  # the module whose measurements `doctor` runs on every node
 # All commands, as --help and the reference list them.
 GROUPS = {
     "Start here": ("demo", "configs", "completion", "doctor"),
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # in a cluster, for `submit`
+    if words == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of `submit`, in the cluster
         from cluster.jobs import entrypoint
 
         entrypoint.run(job_functions)
@@ -75,7 +75,7 @@ def _run(words: list[str]) -> int:
 def build_parsers(
     kind: type[Parser] = Parser, listed: str | None = argparse.SUPPRESS
 ) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser of the command line and that of each command by its name; `listed` is over argparse's own list."""
+    """Build the parser and the commands' parsers by name; `listed` is the help above argparse's list of commands."""
     parser = kind(
         prog=program(),
         usage="%(prog)s COMMAND [arguments]",
@@ -98,7 +98,7 @@ def build_parsers(
 
 
 def overview(parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """A line for each command, in groups."""
+    """Return a line for each command, in groups."""
     lines = []
     for title, names in GROUPS.items():
         lines += ["", f"{title}:"]
@@ -114,7 +114,7 @@ def _add_configs(commands: Any) -> None:
     parser = add_command(
         commands,
         "configs",
-        lambda given: print(text_of(given.example) if given.example else f"{for_terminal(listing())}\n", end=""),
+        lambda one: print(text_of(one.example) if one.example else f"{for_terminal(listing())}\n", end=""),
         "list the example configs, or print one",
         """
   ./launch.sh configs
@@ -129,7 +129,7 @@ def _add_completion(commands: Any) -> None:
         commands,
         "completion",
         _completion,
-        "print what makes bash or zsh complete what you type",
+        "print a script for completion in bash or zsh",
         """
   ./launch.sh completion bash >> ~/.bashrc
   ./launch.sh completion zsh >> ~/.zshrc
@@ -146,11 +146,11 @@ def _completion(arguments: argparse.Namespace) -> None:
     print(script(build_parsers(MarkedParser, listed=None)[0], arguments.shell))
 
 
-# ---------------------------------------------------------------- what components are handed of others
+# ---------------------------------------------------------------- functions that connect components
 
 
 def job_functions() -> Mapping[str, Callable[..., Any]]:
-    """What a job runs, by command."""
+    """Return the functions that a job can run, by command."""
     from finetune.training import api as finetuning
     from pretrain.run import api
 
@@ -163,11 +163,11 @@ def _config_type(path: Path) -> type[Any]:
     return config_type(path)
 
 
-def find_job(*given: Any, **options: Any) -> Path | None:
-    """The run folder of a job of a cluster, as `cluster.jobs.client.run_folder`."""
+def find_job(*arguments: Any, **options: Any) -> Path | None:
+    """Return the run folder of a job of a cluster, as `cluster.jobs.client.run_folder` does."""
     from cluster.jobs.client import run_folder
 
-    return run_folder(*given, **options)
+    return run_folder(*arguments, **options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Scripts that make bash and zsh complete `bertrain` and ./launch.sh: shtab's, told of the values of our arguments."""
+"""Completion scripts for bash and zsh, for `bertrain` and ./launch.sh: shtab's, extended by values of our arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from pretrain.common.commands import Parser
 from pretrain.common.examples import CONFIGS, KINDS, examples
 
-# The function that completes an argument, by its attribute or the first word of its metavar. Others complete their
-# choices, or nothing. shtab reads what a function with `_file` or `_dir` in its name offers as paths.
+# Suffix of the shell function that completes an argument, by its attribute or the first word of its metavar. Other
+# arguments complete their choices, or nothing. shtab treats results of functions with `_file` or `_dir` as paths.
 _KINDS = {
     **dict.fromkeys(("start_from", "RUN", "MODEL", "JOB", "RUN@STEP"), "dir_of_run"),
     **dict.fromkeys(("texts", "general", "FILE", "PATH"), "file"),
@@ -24,10 +24,10 @@ _CONFIGS_OF = {"prepare": "pretrain", "pretrain": "pretrain", "finetune": "finet
 
 
 class MarkedParser(Parser):
-    """A parser whose arguments name the functions that complete them, as shtab reads it."""
+    """A parser whose arguments name the functions that complete them, in the form that shtab reads."""
 
-    def add_argument(self, *names: Any, **given: Any) -> argparse.Action:
-        action = super().add_argument(*names, **given)
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
         kind = _KINDS.get(action.dest) or _KINDS.get(str(action.metavar).split(" ")[0])
         if kind == "file_of_any":
             kind = f"file_of_{_CONFIGS_OF.get(self.prog.split(' ')[-1], 'any')}"
@@ -37,11 +37,11 @@ class MarkedParser(Parser):
 
 
 def script(parser: Parser, shell: str) -> str:
-    """The script for a shell, bash or zsh, from a parser of the kind above."""
+    """Return the completion script for `shell`, bash or zsh."""
     import shtab
 
     parser.prog = "bertrain"
-    # The last lines of shtab's zsh script complete one command, and nothing where the script is read by another.
+    # The last lines of shtab's zsh script complete a single command, and nothing if another script sources it.
     theirs = shtab.complete(parser, shell).partition("\ntypeset -A opt_args\n")[0]
     if shell == "zsh":
         theirs = theirs.replace("#compdef bertrain", "#compdef bertrain launch.sh").replace('"(*):', '"*:')

@@ -1,6 +1,6 @@
 """Pretraining of encoder-only language models, from raw text to a released-format checkpoint.
 
-`prepare`, `train` and `export` are what the commands of these names call. Importing the package loads nothing heavy.
+The commands call `prepare`, `train` and `export`. Importing the package loads nothing heavy.
 """
 
 from __future__ import annotations

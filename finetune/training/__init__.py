@@ -1,1 +1,1 @@
-"""One fine-tuning: `config`, `runs` (checks and plan), `train` (on a worker), `model/`, `saved` (the model on disk)."""
+"""One fine-tuning: `config`, `runs` (checks, plan), `train` (on a worker), `model/`, `saved` (the model on disk)."""

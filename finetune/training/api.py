@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint to a task: what the commands call, and `import finetune` offers."""
+"""Fine-tunes a checkpoint on a task: the functions behind the commands and `import finetune`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def train(
     no_ray: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> FinetunedRun:
-    """Train a model for one task from a checkpoint to the end, with its progress on standard output.
+    """Fine-tune a checkpoint on one task until the end, with progress on standard output.
 
-    Arguments and errors are those of `pretrain.train`; the config is that of a fine-tuning.
+    Arguments and errors are as in `pretrain.train`; `config` is the config of a fine-tuning.
     """
 
     def check(config: FinetuneConfig, alone: bool) -> int | None:
@@ -51,9 +51,9 @@ def train(
         print(runs.describe_start(config, plan))
         return plan.steps
 
-    read = read_config(config, overrides, start_from=start_from)
+    loaded = read_config(config, overrides, start_from=start_from)
     if resume:
-        launch.download(read.run_dir)
+        launch.download(loaded.run_dir)
     kind = launch.RunKind(
         "finetune.training.train:main",
         check=check,
@@ -62,10 +62,10 @@ def train(
         metrics=NO_METRICS,
         callbacks=tuple(callbacks),
     )
-    before = launch.config_before(read, resume)
-    return FinetunedRun(read, launch.start_run(kind, read, before, resume=resume, ray=ray, no_ray=no_ray))
+    before = launch.config_before(loaded, resume)
+    return FinetunedRun(loaded, launch.start_run(kind, loaded, before, resume=resume, ray=ray, no_ray=no_ray))
 
 
 def read_config(config: AnyConfig, overrides: Overrides = (), *, start_from: Any = None) -> FinetuneConfig:
-    """The config, with overrides and the checkpoint to start from."""
+    """Load the config with overrides and the checkpoint to start from."""
     return load_config(config, with_start(overrides, start_from), imports=True)

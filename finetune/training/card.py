@@ -1,4 +1,4 @@
-"""README.md of a fine-tuned model: its task, data, training and scores, with metadata for the Hugging Face hub."""
+"""README.md of a fine-tuned model: its task, data, training and scores, with metadata for the Hugging Face Hub."""
 
 import json
 import re
@@ -15,11 +15,11 @@ from pretrain.common.settings import dump
 from pretrain.common.wording import score_title, shown_scores
 from pretrain.config import ModelConfig
 
-_MOST_CLASSES = 20  # a larger confusion matrix is not shown in full
-_MOST_CONFUSIONS = 20  # shown of a larger matrix
+_MAX_CLASSES = 20  # a larger confusion matrix is not shown in full
+_MAX_CONFUSIONS = 20  # number shown of a larger matrix
 
-# Layouts that hold another family's model and have a name of their own.
-_ALIKE = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
+# Layouts whose name differs from the family of the model that they contain.
+_TITLES = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
 _PIPELINES = {
     "sequence": "text-classification",
     "tokens": "token-classification",
@@ -43,9 +43,9 @@ class CardFacts:
         step: the training step of the weights.
         chosen_on: the set that selected that step and tuned the task; "" for none.
         examples: number of examples of each set; the training set is "train".
-        scores, details: of each labeled dev and test set, as the task gives them.
-        temperature: by which the logits were divided to fit the probabilities to `chosen_on`; 1 for none.
-        own: the settings of the model for which it is saved in our own layout; "" for a released one.
+        scores, details: of each labeled dev and test set, as the task returns them.
+        temperature: divisor of the logits, chosen to calibrate the probabilities on `chosen_on`; 1 for none.
+        own: the settings because of which the model is saved in our layout; "" for a released layout.
         brings_code: transformers loads it with `trust_remote_code`.
     """
 
@@ -63,7 +63,7 @@ class CardFacts:
 
 
 def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str:
-    """The card in Markdown."""
+    """Render the card as Markdown."""
     scores = facts.scores
     repeated = config.repeated_sets()
     metadata = _metadata(config, task, facts)
@@ -72,7 +72,7 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
         config=config,
         task=task,
         facts=facts,
-        family=_ALIKE.get(facts.family, facts.shape.family_title),
+        family=_TITLES.get(facts.family, facts.shape.family_title),
         auto_model=_AUTO_MODELS[task.head],
         untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
         remarks=[repeated_remark(*pair) for pair in repeated],
@@ -85,14 +85,14 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
             dict.fromkeys(name for values in scores.values() for name in shown_scores(values, task.metric))
         ),
         interval=lambda name, score: interval_text(facts.details.get(name, {})) if score == task.metric else "",
-        most_classes=_MOST_CLASSES,
+        most_classes=_MAX_CLASSES,
         confusions=_confusions,
         config_yaml=dump(config).strip(),
     )
 
 
 def repeated_remark(name: str, earlier: str) -> str:
-    """A remark, for terminal and card, that the set `name` is the same file as `earlier`."""
+    """Return the remark, for terminal and card, that the set `name` is the same file as `earlier`."""
     use = "trained the model" if earlier == "train" else "selected the checkpoint"
     return f"{name} is the same file as {earlier}: its examples {use}, so its scores do not measure generalization."
 
@@ -111,7 +111,7 @@ def _template() -> Any:
     return templates.get_template("model_card.md.j2")
 
 
-# ---------------------------------------------------------------- the hub's metadata
+# ---------------------------------------------------------------- metadata for the Hub
 # https://huggingface.co/docs/hub/model-cards
 
 
@@ -124,12 +124,12 @@ def _metadata(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> dict
 
 
 def _hub_name(folder: str) -> str | None:
-    """The hub's name of a model in its cache (.../models--google-bert--bert-base-uncased/snapshots/86b5e09...)."""
+    """The Hub's name of a model in its cache (.../models--google-bert--bert-base-uncased/snapshots/86b5e09...)."""
     match = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(Path(folder).absolute()))
     return match and match[1].replace("--", "/")
 
 
-# ---------------------------------------------------------------- the text
+# ---------------------------------------------------------------- parts of the card
 
 
 def _confusions(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tuple[str, str, int]]:
@@ -140,26 +140,26 @@ def _confusions(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[
         for predicted, count in enumerate(row)
         if true != predicted and count
     ]
-    return sorted(wrong, key=lambda mistake: -mistake[2])[:_MOST_CONFUSIONS]
+    return sorted(wrong, key=lambda mistake: -mistake[2])[:_MAX_CONFUSIONS]
 
 
 def interval_text(details: Mapping[str, Any]) -> str:
-    """The 95 % interval among the details of a set, in brackets; "" without any."""
+    """Format the 95 % interval in the details of a set, in parentheses; "" if there is none."""
     return " (95 %: {:.4f} to {:.4f})".format(*details["interval"]) if "interval" in details else ""
 
 
 def _cell(value: Any) -> str:
-    """Text escaped for a cell of a Markdown table."""
+    """Escape a value for a cell of a Markdown table."""
     text = " ".join(str(value).split()).replace("\\", "\\\\")
     return re.sub(r"([|*_`<\[])", r"\\\1", text)
 
 
 def _number(value: float, name: str = "") -> str:
-    """Scores with four decimals, counts as integers. A count may be a float whose name ends in "total"."""
+    """Format scores with four decimals, and counts as integers: ints, and floats whose name has the suffix "total"."""
     is_count = isinstance(value, int) or name.endswith("total")
     return f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
 def _literal(value: Any) -> str:
-    """Text, or a dict of texts, as Python code with double quotes."""
+    """Format a string, or a dict of strings, as Python code with double quotes."""
     return json.dumps(value, ensure_ascii=False)

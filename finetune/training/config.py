@@ -1,4 +1,4 @@
-"""One YAML file is one fine-tuning: the starting checkpoint, one task, and its training."""
+"""The config of a fine-tuning: the checkpoint to start from, one task, and its training."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 }
 
 
-_POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 means not given
+_PRESET_IF_ZERO = ("examples_per_step", "learning_rate", "epochs")  # 0 means not set
 
 # BERT-Base's rate (Devlin et al. 2019, appendix A.3) and width: smaller models need higher rates; decision 0155.
 _BASE_RATE, _BASE_WIDTH = 3e-5, 768
-_LOWEST_RATE, _HIGHEST_RATE = 1e-5, 1e-3
-_EPOCHS, _MOST_EPOCHS = 3.0, 20.0
-_LEAST_STEPS = 300  # more epochs than `_EPOCHS` of few examples, up to `_MOST_EPOCHS`
+_MIN_RATE, _MAX_RATE = 1e-5, 1e-3
+_EPOCHS, _MAX_EPOCHS = 3.0, 20.0
+_MIN_STEPS = 300  # few examples get more epochs than `_EPOCHS`, at most `_MAX_EPOCHS`
 
 
 class TrainingConfig(Section):
-    """Length, batch size and learning rate. `preset` fills what is not given."""
+    """Length, batch size and learning rate. `preset` sets the values that are not given."""
 
     preset: Literal["auto", "devlin", "stable", "small-bert"] = Field(
         default="auto",
@@ -101,7 +101,7 @@ class TrainingConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Learning rate of a layer divided by that of the layer above it; 1 is the same rate for all.",
+        description="Ratio of a layer's learning rate to the rate of the layer above it; 1 is the same rate for all.",
     )
     patience: int = Field(
         default=0,
@@ -116,13 +116,12 @@ class TrainingConfig(Section):
         if not isinstance(values, dict):
             return values
         preset = values.get("preset", "auto")
-        chosen = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-        given = {key: value for key, value in values.items() if key not in _POSITIVE or value != 0}
-        return {**chosen, **given}
+        defaults = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+        return defaults | {key: value for key, value in values.items() if key not in _PRESET_IF_ZERO or value != 0}
 
 
 class FinetuneEvaluationConfig(Section):
-    """How often the dev sets are scored."""
+    """Frequency of evaluations on the dev sets."""
 
     every_epochs: float = Field(
         default=1.0,
@@ -143,7 +142,7 @@ class _Start(RunConfig):
     max_length: int = Field(
         default=128,
         ge=8,
-        description="Tokens of a window, special tokens included. Longer texts are cut into several windows.",
+        description="Tokens of a window, special tokens included. Longer examples are cut into several windows.",
     )
     fold: str = Field(
         default="",
@@ -152,13 +151,13 @@ class _Start(RunConfig):
     )
     task: dict[str, Any] | None = Field(
         default=None,
-        description="A task of your own: kind is its module, such as my_package.lengths; the rest are its settings.",
+        description="A custom task: kind is its module, such as my_package.lengths; the rest are its settings.",
     )
 
     @field_validator("task")
     @classmethod
     def _check_kind(cls, task: Any) -> Any:
-        if isinstance(task, dict):  # and not a section of `narrowed`
+        if isinstance(task, dict):  # not yet the section that `narrowed` adds
             try:
                 check_name(str(task.get("kind", "")))
             except ValueError as error:
@@ -209,7 +208,7 @@ class FinetuneConfig(_WithTask):
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(keep_last=1), description="When to save checkpoints, and how many to keep."
     )
-    # Losses of small batches jump without anything being wrong.
+    # Losses of small batches normally fluctuate a lot.
     guard: SpikeConfig = Field(default=SpikeConfig(spike_sigmas=0), description="Reaction to loss spikes.")
 
     @model_validator(mode="after")
@@ -252,7 +251,7 @@ class FinetuneConfig(_WithTask):
             raise InputError(f"task: {first_problem(error)}") from None
 
     def make_task(self, state: Mapping[str, Any] | None = None) -> registry.Task[Any]:
-        """The task that the config describes; `state` is what a trained model kept of it."""
+        """Create the task that the config describes; `state` is its saved state in a trained model."""
         settings = self.task_settings
         kind = registry.own_task(self.task["kind"]) if self.task else None
         task = kind(settings, state) if kind else registry.make_task(settings, state)
@@ -262,33 +261,33 @@ class FinetuneConfig(_WithTask):
         return task
 
     def repeated_sets(self) -> list[tuple[str, str]]:
-        """(set, earlier set) for each of dev and test with the same file, or split of a data set, as an earlier one."""
+        """List (set, earlier set) for dev and test if they are the same file, or data set split, as an earlier set."""
         section = self.task_settings
         is_split = bool(getattr(section, "dataset", ""))
-        places: dict[str, str] = {}
+        origins: dict[str, str] = {}
         repeated = []
         for name in ("train", "dev", "test"):
-            given = getattr(section, name, "")
+            setting = getattr(section, name, "")
             if is_split and name == "train":
-                given = given or "train"
-            if given:
-                place = given if is_split else str(Path(given).expanduser().resolve())
-                if (earlier := places.setdefault(place, name)) != name:
+                setting = setting or "train"
+            if setting:
+                origin = setting if is_split else str(Path(setting).expanduser().resolve())
+                if (earlier := origins.setdefault(origin, name)) != name:
                     repeated.append((name, earlier))
         return repeated
 
     def filled(self, width: int, examples: int) -> FinetuneConfig:
-        """The config with learning rate and epochs, those that the preset leaves to the model and the training set.
+        """Return the config with learning rate and epochs; if the preset has none, by model width and training set.
 
-        The rate falls with the square of the width from BERT-Base's on. Few examples are seen more often, so that
-        training has enough steps.
+        The rate is BERT-Base's, divided by the square of the relative width. Small training sets get more epochs, so
+        that training has enough steps.
         """
         training = self.training
         rate = _BASE_RATE * (_BASE_WIDTH / width) ** 2
-        epochs = _LEAST_STEPS * training.examples_per_step / max(1, examples)
+        epochs = _MIN_STEPS * training.examples_per_step / max(1, examples)
         filled = {
-            "learning_rate": training.learning_rate or float(f"{min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.1e}"),
-            "epochs": training.epochs or round(min(max(epochs, _EPOCHS), _MOST_EPOCHS), 1),
+            "learning_rate": training.learning_rate or float(f"{min(max(rate, _MIN_RATE), _MAX_RATE):.1e}"),
+            "epochs": training.epochs or round(min(max(epochs, _EPOCHS), _MAX_EPOCHS), 1),
         }
         return self.model_copy(update={"training": training.model_copy(update=filled)})
 
@@ -316,12 +315,12 @@ class FinetuneConfig(_WithTask):
 def load_config(
     config: settings.AnyConfig, overrides: settings.Overrides = (), *, imports: bool = False
 ) -> FinetuneConfig:
-    """The fine-tuning that `config` describes, with overrides, as `settings.load` reads it."""
+    """Load the config of a fine-tuning with overrides, as `settings.load` does."""
     return settings.load(config, FinetuneConfig, overrides, imports=imports)
 
 
 def config_type(path: Path | str) -> type[RunConfig]:
-    """That of a config: of a fine-tuning if it has the section of a task, else of a pretraining."""
+    """Return the type of a config: a fine-tuning if it has the section of a task, else a pretraining."""
     return FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
 
 
@@ -334,5 +333,5 @@ ALL_FREE_ON_RESUME = (
 
 
 def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig, _done: int = 0) -> list[str]:
-    """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
+    """List the settings that differ although a resumed run must keep them: dotted name and both values."""
     return settings.differences(before, keep_precision(after, before), free=ALL_FREE_ON_RESUME)

@@ -1,4 +1,4 @@
-"""Where a fine-tuned model is in its run folder. Imports nothing heavy, so that a wrong path is refused at once."""
+"""Finds a fine-tuned model in its run folder. Imports nothing heavy, so that a wrong path is refused immediately."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ SETTINGS = "finetune.json"
 
 
 def find_model(folder: Path) -> Path | None:
-    """The folder of the fine-tuned model: `folder` itself, or the `model` of a run folder; None if neither is one."""
-    return next((place for place in (folder, folder / MODEL) if (place / SETTINGS).is_file()), None)
+    """Return the folder of the fine-tuned model: `folder` or, in a run folder, `model`; None if neither is one."""
+    return next((path for path in (folder, folder / MODEL) if (path / SETTINGS).is_file()), None)
 
 
 def model_folder(folder: Path) -> Path:
-    """As `find_model`; `InputError` if there is none."""
-    if place := find_model(folder):
-        return place
+    """Return the folder as `find_model` does; `InputError` if there is none."""
+    if path := find_model(folder):
+        return path
     raise InputError(
         f"{folder / SETTINGS}: not found. Give a fine-tuned model or its run folder, such as runs/my-task."
     )

@@ -1,4 +1,4 @@
-"""Predictions as files: JSON Lines, CSV or Parquet, as the name says."""
+"""Writes predictions to JSON Lines, CSV or Parquet, by the file's suffix."""
 
 import csv
 import json
@@ -12,12 +12,12 @@ Row = Mapping[str, Any]
 
 
 def as_line(row: Any) -> str:
-    """One line of JSON."""
+    """Format a value as one line of JSON."""
     return json.dumps(row, ensure_ascii=False, default=str)  # Parquet has dates
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> int:
-    """Write `rows` atomically and return their number. CSV has what is nested as JSON."""
+    """Write `rows` atomically and return their number. CSV cells contain nested values as JSON."""
     count, suffix = 0, path.suffix.lower()
     if suffix == ".parquet":
         return _write_parquet(path, list(rows))

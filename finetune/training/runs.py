@@ -1,4 +1,4 @@
-"""A fine-tuning run before and after training: what is checked and printed before it starts, and printed at its end."""
+"""Checks a fine-tuning run and describes it before it starts, and summarizes it at its end."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
 
-_STILL_FALLS, _STILL_HIGH = 0.93, 0.2  # the last loss beside the one before it, and beside the first
-
-_WIDE = 0.1  # of an interval of scores: about 250 examples at an accuracy of 0.8
+# Training was too short if the last loss is below _STILL_FALLS of the one before, and above _STILL_HIGH of the first.
+_STILL_FALLS, _STILL_HIGH = 0.93, 0.2
+_MAX_INTERVAL = 0.1  # width of a score's interval: about 250 examples at an accuracy of 0.8
 
 
 @dataclass(frozen=True)
 class FinetunePlan:
-    """What is known about a run before it trains."""
+    """Facts about a run before it trains."""
 
     examples: int
-    units: int  # what a step counts: examples, or windows if the model does not combine an example's windows
+    units: int  # that a step counts: examples, or windows if the model does not combine an example's windows
     tokens: int  # of all training examples; 0 if they are not tokenized before the training
     held_out: dict[str, int]  # examples of each held-out set
     labels: tuple[str, ...]
     steps: int
     short: bool  # as `is_short`
-    key_mapping: str  # where each tensor of the checkpoint goes, as lines
+    key_mapping: str  # the parameter for each tensor of the checkpoint, as lines
     family: str
     parameters: int
     model: ModelConfig  # the checkpoint's shape
@@ -53,10 +53,10 @@ class FinetunePlan:
 
 
 def is_finished(config: FinetuneConfig, resume: bool) -> bool:
-    """Whether the run folder holds the finished model of this run.
+    """Return whether the run folder contains the finished model of this run.
 
     Raises:
-        InputError: it holds one and `resume` is off, or its run had other settings.
+        InputError: it contains one and `resume` is off, or its run had other settings.
     """
     finished = has_model(config)
     if finished and not resume:
@@ -69,7 +69,7 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
 
 
 def has_model(config: FinetuneConfig) -> bool:
-    """Whether the run folder holds a finished model."""
+    """Return whether the run folder contains a finished model."""
     return (config.folder / MODEL / MANIFEST).is_file()
 
 
@@ -95,11 +95,11 @@ def check_same(config: FinetuneConfig, *, over: bool) -> None:
 
 
 def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
-    """Read the data files and the checkpoint; reports the user's mistakes in seconds, before training starts.
+    """Read the data files and the checkpoint, to report the user's mistakes in seconds, before training starts.
 
     Args:
         config: the run.
-        alone: this process trains, so no workers need to fit on the machine.
+        alone: this process trains, so the machine does not have to fit separate workers.
 
     Raises:
         InputError: a file, the checkpoint or a setting is missing or wrong.
@@ -138,7 +138,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
 def _measured(
     config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder
 ) -> tuple[int, int]:
-    """`units` and `tokens` of the plan. Windows, which take long, are cut only if units or fit depend on them.
+    """Return `units` and `tokens` of the plan. Windows, which take long, are cut only if units or fit depend on them.
 
     Raises:
         InputError: an example does not fit into a micro-batch.
@@ -165,7 +165,7 @@ def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
 
 
 def digest(config: FinetuneConfig) -> str:
-    """`data_digest` of the data files as they are now, labeled test sets included."""
+    """Compute the `data_digest` of the current data files, labeled test sets included."""
     _, encoder = read_start(config)
     task = config.make_task()
     training = task.windows(task.training_set(), encoder, training=True)
@@ -179,12 +179,12 @@ def digest(config: FinetuneConfig) -> str:
 
 
 def describe(config: FinetuneConfig, plan: FinetunePlan, *, show_config: bool = False) -> str:
-    """The dry run: the data, the precision and the checkpoint; with `show_config` also the resolved config."""
+    """Describe a dry run: the data, the precision and the checkpoint; with `show_config` also the resolved config."""
     from pretrain.common.settings import dump
     from pretrain.model.precision import resolve_precision
 
-    config, why = resolve_precision(config)
-    precision = f"precision {config.engine.precision}: {why}"
+    config, reason = resolve_precision(config)
+    precision = f"precision {config.engine.precision}: {reason}"
     parts = [f"{_describe_data(config, plan)}\n{precision}", describe_checkpoint(config, plan)]
     if show_config:
         parts.append("\n".join(["Resolved config", *(f"  {line}" for line in dump(config).splitlines())]))
@@ -192,7 +192,7 @@ def describe(config: FinetuneConfig, plan: FinetunePlan, *, show_config: bool = 
 
 
 def describe_start(config: FinetuneConfig, plan: FinetunePlan) -> str:
-    """The checkpoint, the data and the number of steps."""
+    """Describe the checkpoint, the data and the number of steps."""
     return f"{describe_checkpoint(config, plan)}\n{_describe_data(config, plan)}"
 
 
@@ -208,14 +208,14 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
     ]
     if plan.labels:
         positive = config.make_task().positive if len(plan.labels) == 2 else ""
-        of = f"; f1 is that of {positive}" if positive else ""
-        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}{of}")
+        f1_class = f"; f1 is for {positive}" if positive else ""
+        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}{f1_class}")
     lines += [f"  note: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
     return "\n".join(lines)
 
 
 def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
-    """The sets that choose the checkpoint, or that there are none."""
+    """Describe the sets that select the checkpoint, or say that there are none."""
     share = getattr(config.task_settings, "dev_share", None)
     if not plan.held_out:
         hint = f"{config.task_name}.dev" + ("" if share is None else f" or {config.task_name}.dev_share")
@@ -226,7 +226,7 @@ def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 
 def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
-    """The checkpoint that the run starts from, and its key mapping."""
+    """Describe the checkpoint that the run starts from, and its key mapping."""
     lines = [
         f"{config.start_from}: {plan.family}, {plan.parameters / 1e6:.1f} M parameters"
         + (", weights re-initialized at random" if config.random_weights else ""),
@@ -239,11 +239,11 @@ def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 
 def summary(config: FinetuneConfig) -> str:
-    """The scores, and where the model is."""
+    """Summarize the scores, warnings and the folder of the model."""
     saved = load_saved(config.folder)
     try:
-        found = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))
-        details, chosen_on, step = found["details"], found["chosen_on"], found["step"]
+        record = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))
+        details, chosen_on, step = record["details"], record["chosen_on"], record["step"]
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{config.folder / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
     task = config.make_task(saved.state)
@@ -260,9 +260,9 @@ def summary(config: FinetuneConfig) -> str:
 
 
 def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
-    """The score of the frozen linear model, and warnings if training did not improve on it or ended too soon.
+    """Return the score of the frozen linear model, and warnings if training did not improve on it or was too short.
 
-    From the records of metrics.jsonl, and the metric and the step of the checkpoint.
+    `records` are the records of metrics.jsonl; `metric` and `step` belong to the selected checkpoint.
     """
     scored = [record for record in records if record.get("split") == "validation" and metric in record]
     losses = [record["loss"] for record in records if "lr" in record]
@@ -288,12 +288,12 @@ def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, p
 
 
 def choice_lines(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
-    """A warning if the set that chose the checkpoint is too small for that.
+    """Return a warning if the set that selected the checkpoint is too small to do so.
 
-    It is if the `interval` of its score is wider than 0.1 and than the range of the scores between which it chose.
+    It is too small if the `interval` of its score is wider than 0.1 and than the range of the checkpoints' scores.
     """
     scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
-    if interval is None or not scores or interval[1] - interval[0] <= max(_WIDE, max(scores) - min(scores)):
+    if interval is None or not scores or interval[1] - interval[0] <= max(_MAX_INTERVAL, max(scores) - min(scores)):
         return []
     return [
         f"  warning: the dev set is too small to choose by: {metric} is {interval[0]:.2f} to {interval[1]:.2f} on sets "
@@ -302,7 +302,7 @@ def choice_lines(records: Sequence[Mapping[str, Any]], metric: str, interval: Se
 
 
 def next_command(config: FinetuneConfig) -> str:
-    """The command that predicts with a finished model."""
-    given = " ".join(f"--{name} ..." for name in config.make_task().input_fields)
-    own = f" --import {config.task['kind']}" if config.task else ""
-    return f"Next: {program()} predict {shlex.quote(str(config.address or config.folder))} {given}{own}"
+    """Return the command that predicts with a finished model."""
+    fields = " ".join(f"--{name} ..." for name in config.make_task().input_fields)
+    imports = f" --import {config.task['kind']}" if config.task else ""
+    return f"Next: {program()} predict {shlex.quote(str(config.address or config.folder))} {fields}{imports}"

@@ -1,4 +1,4 @@
-"""A fine-tuned model on disk: a Hugging Face folder with `finetune.json`, which holds config and task state.
+"""Reads and writes fine-tuned models: a Hugging Face folder with `finetune.json`, which has config and task state.
 
 runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
 runs/NAME/scores.json  scores of every labeled dev and test set, their training step, and the set that chose it
@@ -42,14 +42,14 @@ _PROBLEM = {
     "labels": "multi_label_classification",
     "value": "regression",
 }
-# The activation of a CrossEncoder, which otherwise is a sigmoid of a single logit (sentence-transformers 6.2,
+# The activation of a CrossEncoder; the default for a single logit would be a sigmoid (sentence-transformers 6.2,
 # cross_encoder/model.py, get_default_activation_fn). A softmax is an option of its `predict`.
 _ACTIVATION = {"classes": "linear.Identity", "labels": "activation.Sigmoid", "value": "linear.Identity"}
 
 
 @dataclass(frozen=True)
 class SetResult:
-    """A set and the finished model's predictions; an unlabeled set has no scores."""
+    """The finished model's predictions on a set, with scores if it is labeled."""
 
     examples: Sequence[Any]
     predictions: list[dict[str, Any]]
@@ -58,7 +58,7 @@ class SetResult:
 
     @classmethod
     def of(cls, task: Task[Any], examples: Sequence[Any], predictions: list[dict[str, Any]]) -> SetResult:
-        """With the scores and details that the task computes, and the interval of its metric among the details."""
+        """Create a result with the task's scores and details; the details include the interval of its metric."""
         if not task.is_labeled(examples):
             return cls(examples, predictions, {}, {})
         scores = task.score(examples, predictions) | task.calibration(examples, predictions)
@@ -90,16 +90,16 @@ def save_model(
     data: str,
     temperature: float = 1.0,
 ) -> None:
-    """Write predictions, scores and model into the run folder. The model comes last: it marks the run as complete.
+    """Write predictions, scores and model to the run folder. The model is written last: it marks the run as complete.
 
     Args:
-        weights: by the names of `finetune.training.model.task_model.TaskModel`.
+        weights: by parameter names of `finetune.training.model.task_model.TaskModel`.
         step: the training step of the weights.
         results: of every dev and test set, by name.
         chosen_on: the set that selected the step and tuned the task; "" for none.
         training_examples: number of examples in the training set.
         data: the digest of the training data and of all scored data.
-        temperature: by which the logits were divided; it is in the weights.
+        temperature: divisor of the logits, already applied to the weights.
     """
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
@@ -118,8 +118,8 @@ def save_model(
         temperature=temperature,
         brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
     )
-    known = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
-    write_json(config.folder / SCORES, {**known, "scores": facts.scores, "details": facts.details})
+    origin = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
+    write_json(config.folder / SCORES, {**origin, "scores": facts.scores, "details": facts.details})
     _write_model(config, task, released, weights, facts)
 
 
@@ -141,7 +141,7 @@ def _write_model(
         backbone={name: tensor for name, tensor in weights.items() if not name.startswith("head.")},
         head={name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")},
         purpose=task.head,
-        config={**_kept(released.config), **_labels(task)},
+        config={**_kept_settings(released.config), **_labels(task)},
         tokenizer=fetched_model(config.start_from),
         card=model_card(config, task, facts),
         extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
@@ -150,7 +150,7 @@ def _write_model(
 
 
 def load_saved(folder: Path) -> SavedModel:
-    """Config, state and scores of the model in `folder`, or of a run folder's model."""
+    """Read config, state and scores of the model in `folder`, which may be a run folder."""
     path = model_folder(folder) / SETTINGS
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -168,36 +168,36 @@ def write_predictions(
     predictions: Sequence[Mapping[str, Any]],
     inputs: Iterable[Path | str] = (),
 ) -> None:
-    """Write `prediction_rows` to `path`, and the task's `scorer_files` beside it under its name, unless it is a pipe.
+    """Write `prediction_rows` to `path` and, unless it is a pipe, the task's `scorer_files` next to it.
 
-    `InputError` if one of these files is one of `inputs`; then none is written.
+    Raises `InputError` before anything is written if one of these files is one of `inputs`.
     """
-    beside = {} if is_stream(path) else task.scorer_files(examples, predictions)
-    files = {path.with_name(path.stem + suffix): content for suffix, content in beside.items()}
+    contents = {} if is_stream(path) else task.scorer_files(examples, predictions)
+    files = {path.with_name(path.stem + suffix): content for suffix, content in contents.items()}
     expect_other([path, *files], inputs)
     write_rows(path, prediction_rows(task, examples, predictions))
-    for beside_it, content in files.items():
-        with atomic_open(beside_it, "w") as file:
+    for scorer_file, content in files.items():
+        with atomic_open(scorer_file, "w") as file:
             file.write(content)
 
 
 def prediction_rows(
     task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """For each example the other columns of its file, its record, then the prediction.
+    """Yield a row for each example: the other columns of its file, its record, then the prediction.
 
-    Columns of the file stay as they are. If one has the name of ours, ours gets another name, which a warning says.
+    Columns of the file keep their names. A column of ours with the same name is renamed, with a warning.
     """
     theirs = {name for one in examples for name in task.others(one)}
-    rows = [{**task.record(one), **made} for one, made in zip(examples, predictions, strict=True)]
+    rows = [{**task.record(one), **prediction} for one, prediction in zip(examples, predictions, strict=True)]
     ours = dict.fromkeys(name for row in rows for name in row)
     names: dict[str, str] = {}
     for name in ours:
-        own = task.columns.get(name, name)
-        wanted = own if name in theirs and own not in {*theirs, *ours} else name
-        while wanted in theirs or wanted in names.values():
-            wanted = f"predicted_{wanted}"
-        names[name] = wanted
+        configured = task.columns.get(name, name)
+        unique = configured if name in theirs and configured not in {*theirs, *ours} else name
+        while unique in theirs or unique in names.values():
+            unique = f"predicted_{unique}"
+        names[name] = unique
     if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
         logger.warning("the file has columns of these names, which stay; in the predictions %s", ", ".join(changed))
     for one, row in zip(examples, rows, strict=True):
@@ -205,7 +205,7 @@ def prediction_rows(
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
-    """The scores of the set `name` for the terminal, and a warning of what is suspicious in its `details`."""
+    """Format the scores of the set `name` for the terminal, with warnings about suspicious `details`."""
     remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
     interval = {task.metric: interval_text(details)}
     shown = shown_scores(scores, task.metric).items()
@@ -227,12 +227,12 @@ _STALE = (
 )
 
 
-def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _STALE}
 
 
 def _labels(task: Task[Any]) -> dict[str, Any]:
-    """config.json's label maps. transformers counts outputs by them, so a regression has one label, too."""
+    """Return config.json's label maps. transformers counts outputs by them, so a regression has one label, too."""
     if task.head == "spans":
         return {}
     names = task.labels or tuple(f"LABEL_{n}" for n in range(task.outputs))

@@ -1,6 +1,6 @@
-"""Fine-tuning on one worker: checkpoint, task, engine and training loop put together.
+"""Fine-tunes on one worker: connects checkpoint, task, engine and training loop.
 
-`main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
+`main` works alike in a single process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
 import hashlib
@@ -41,13 +41,13 @@ from pretrain.run.session import check_same_data, started
 from pretrain.training.engine import Engine, InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 
-LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # only launch kernels on a GPU
+LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # code that only launches GPU kernels
 
 
 def main(request: TrainingRequest, worker: Worker) -> None:
-    """Train `request.config` (of a FinetuneConfig), from the newest checkpoint with `request.resume`.
+    """Train `request.config` (a FinetuneConfig), with `request.resume` from the latest checkpoint.
 
-    Leaves the best model, its scores and predictions in the run folder, or raises one of `pretrain.common.errors`.
+    Writes the best model, its scores and predictions to the run folder, or raises an error of `pretrain.common.errors`.
     """
     config = FinetuneConfig.model_validate(request.config)
     with started(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
@@ -90,9 +90,9 @@ def main(request: TrainingRequest, worker: Worker) -> None:
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
-    """The model to start with: the checkpoint's weights, and initialized ones for what it lacks.
+    """Create the initial model: the checkpoint's weights, and random ones for parameters that it lacks.
 
-    A new output layer for values begins at the task's `first_value` for the `examples`.
+    The bias of a new output layer for regression starts at the task's `first_value` of the `examples`.
     """
     model = TaskModel.of(
         task,
@@ -100,16 +100,16 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
         compile=config.engine.compiled,
         activation_checkpointing=config.engine.activation_checkpointing,
     )
-    given = {} if config.random_weights else initial_state(config, task, released)
-    model.load_state_dict(given, strict=False)
-    if examples and task.objective == "value" and "head.out_bias" not in given:
+    loaded = {} if config.random_weights else initial_state(config, task, released)
+    model.load_state_dict(loaded, strict=False)
+    if examples and task.objective == "value" and "head.out_bias" not in loaded:
         with torch.no_grad():
             model.head.out_bias.fill_(task.first_value(examples))
     return model
 
 
 def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], layers: int) -> list[dict[str, Any]]:
-    """Optimizer groups, one pair for each depth whose rate differs (Howard and Ruder 2018, discriminative rates)."""
+    """Return optimizer groups, a pair per depth with a different rate (Howard and Ruder 2018, discriminative rates)."""
     decay = config.training.layer_decay
     if decay == 1:
         return parameter_groups(named, config.optimizer.weight_decay)
@@ -148,7 +148,7 @@ class Finetuning:
         self._stalled = 0.0
 
     def fitted_output_layer(self, released: Released, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`fit_output_layer` of a model with these weights, the same on all ranks."""
+        """Return the result of `fit_output_layer` for a model with these weights, the same on all ranks."""
 
         def fit() -> dict[str, Tensor]:
             model = inference_model(self.task, released, weights, self._device, self.config.engine.resolved_precision)
@@ -165,18 +165,18 @@ class Finetuning:
             return store.agree(self._engine.workers, lambda: fit() if self._engine.rank == 0 else {})
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
-        """A digest of the examples that it is trained and scored on, labeled test sets included."""
+        """Compute a digest of the training examples and all scored examples, labeled test sets included."""
         scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labeled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
     def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[LabeledStep]:
         count = self.config.training.examples_per_step
-        behind = skipped.get("steps", 0)
-        for step in range(start_step + behind, self.total_steps + behind):
-            began = time.perf_counter()
-            made = self._batches.step(step * count, count).to(self._device)
-            self._stalled += time.perf_counter() - began
-            yield made
+        offset = skipped.get("steps", 0)
+        for step in range(start_step + offset, self.total_steps + offset):
+            started_at = time.perf_counter()
+            batch = self._batches.step(step * count, count).to(self._device)
+            self._stalled += time.perf_counter() - started_at
+            yield batch
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
         return {"steps": skipped.get("steps", 0) + failed - step}
@@ -212,20 +212,20 @@ class Finetuning:
         return engine.workers.gather_objects(scores)[0]
 
     def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
-        """Rank 0: the predictions on a held-out set, and the mean loss; nothing on other ranks.
+        """Return the predictions on a held-out set and the mean loss on rank 0, and nothing on other ranks.
 
-        `tune` lets the task choose on this set, such as a threshold; the predictions use what it chose.
+        With `tune` the task first tunes itself on this set, such as a threshold for the predictions.
         """
         return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
 
     def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
-        """Rank 0: the predictions of `model`, of which every rank has a copy; nothing on other ranks."""
+        """Return the predictions of `model`, a copy of which is on every rank, on rank 0, and nothing on others."""
         windows = self._windows(examples)
         logits = self.logits(model, windows)
         return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
 
     def temperature(self, model: TaskModel) -> float:
-        """The task's temperature for `model` on the first held-out set, the same on all ranks; 1 for none."""
+        """Return the task's temperature for `model` on the first held-out set, on all ranks; 1 for none."""
         name = self.validation_set()
         if not name or self.task.head != "sequence" or self.task.objective == "value":
             return 1.0
@@ -233,7 +233,7 @@ class Finetuning:
         return self.task.temperature(self.held_out[name], windows, self.logits(model, windows))
 
     def logits(self, model: TaskModel, windows: Windows) -> np.ndarray:
-        """float32 [R, C] of `model`, of which every rank has a copy, on all ranks."""
+        """Return float32 [R, C] on all ranks; every rank has a copy of `model`."""
 
         def forward(batch: LabeledBatch) -> Output:
             self._engine.watch.beat()
@@ -254,7 +254,7 @@ class Finetuning:
         return self._stalled
 
     def close(self) -> None:
-        """Nothing: no file is open between steps."""
+        """Do nothing: no file is open between steps."""
 
     def _windows(self, examples: list[Any]) -> Windows:
         return self.task.windows(examples, self.encoder, training=False)
@@ -296,7 +296,7 @@ class Finetuning:
 
 
 def uncompiled(config: FinetuneConfig) -> FinetuneConfig:
-    """`config` without compilation, unless it asks for that."""
+    """Return `config` without compilation, unless it requests that explicitly."""
     engine = config.engine
     compile = engine.compile if engine.compile != "auto" else False
     return config.model_copy(update={"engine": engine.model_copy(update={"compile": compile})})
@@ -341,7 +341,7 @@ def _finish(
 ) -> None:
     """Score and predict with the best checkpoint, save it as a model, and delete the checkpoints.
 
-    The scores are those of the model as `evaluate` loads it, so that both agree.
+    The model is loaded as `evaluate` does, so that the scores agree.
     """
     checkpoints = config.folder / "checkpoints"
 
@@ -355,7 +355,7 @@ def _finish(
     state = read_state(engine, checkpoints / name)
     weights = store.read_weights(checkpoints / name)
     if released.token_types == 1:
-        # The second row got no gradient. It must not turn the model into one with two token types.
+        # The second row got no gradient. Equal rows keep the model one with a single token type.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
 
     def loaded() -> TaskModel:

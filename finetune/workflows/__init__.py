@@ -1,1 +1,1 @@
-"""Commands made of others: each stage is a command that a user would type, run through the same command line."""
+"""Commands composed of others: each stage calls the function of a command that the user could run separately."""

@@ -3,7 +3,7 @@
 Everything at an address is worked on in its local folder: fetched into it, or written there and stored from it. The
 folder is below `~/.cache/bertrain`, or below the folder that the environment variable BERTRAIN_CACHE names. A run that
 trains has its folder below the one that BERTRAIN_RUNS names, if it is set: several machines must share that one, while
-each may have a cache of its own.
+each may have a separate cache.
 """
 
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 
 CACHE_VARIABLE, RUNS_VARIABLE = "BERTRAIN_CACHE", "BERTRAIN_RUNS"
 SCHEMES = ("s3", "gs", "abfs", "az", "hf")
-READ_ONLY = ("hf",)  # a write to the hub is a commit, and it limits how many may be made
+READ_ONLY = ("hf",)  # each write to the Hub is a commit, and the Hub limits the number of commits
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
 def is_remote(text: Path | str) -> bool:
-    """Whether `text` is an address of an object store, and not a path."""
+    """Return whether `text` is an address of an object store, not a path."""
     match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
     return match is not None and match[1] in SCHEMES
 
@@ -43,27 +43,27 @@ def check_address(address: str, *, written: bool = False) -> None:
 
 
 def cache() -> Path:
-    """The folder of the local folders of all addresses."""
+    """The folder that contains the local folders of all addresses."""
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/bertrain").expanduser().absolute()
 
 
 def local(text: Path | str) -> Path:
-    """The local folder or file of an address; a path, with ~ as the home folder."""
+    """The local folder or file of an address; a path is returned with ~ expanded."""
     return _below(cache(), text)
 
 
 def runs() -> Path:
-    """The folder below which the runs at addresses train."""
+    """The folder that contains the local folders of runs that train at addresses."""
     return Path(os.environ.get(RUNS_VARIABLE) or cache()).expanduser().absolute()
 
 
 def local_run(text: Path | str) -> Path:
-    """The local folder in which the run at an address trains; a path, with ~ as the home folder."""
+    """The local folder in which the run at an address trains; a path is returned with ~ expanded."""
     return _below(runs(), text)
 
 
 def shown(path: Path | str) -> str:
-    """The address whose local file `path` is; a path that belongs to no address as it is."""
+    """Return the address whose local copy is `path`, or `path` itself if it is not a local copy."""
     try:
         scheme, *parts = Path(path).relative_to(cache()).parts
     except ValueError:
@@ -79,9 +79,9 @@ def _below(folder: Path, text: Path | str) -> Path:
 
 
 def hub_hint(name: Path | str) -> str:
-    """A question for the message about a missing folder whose name may be that of a model of the Hub."""
-    is_one = _HUB_NAME.fullmatch(str(name)) and not Path(name).parent.exists()
-    return f" Did you mean hf://{name}?" if is_one else ""
+    """Return a question for the error about a missing folder, if `name` looks like a model of the Hub."""
+    is_hub_name = _HUB_NAME.fullmatch(str(name)) and not Path(name).parent.exists()
+    return f" Did you mean hf://{name}?" if is_hub_name else ""
 
 
 def join(address: str, *names: str) -> str:

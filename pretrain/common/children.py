@@ -1,4 +1,4 @@
-"""Programs that this process starts and waits for. They end with it, also when it is terminated."""
+"""Programs that this process starts and waits for. They stop with it, also when it is terminated."""
 
 import contextlib
 import signal
@@ -6,12 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-_GRACE_SECONDS = 20  # for a program to end its own programs and to remove its temporary files
+_GRACE_SECONDS = 20  # for a program to stop its child processes and remove its temporary files
 
 
 @contextlib.contextmanager
 def unwound_when_terminated() -> Iterator[None]:
-    """While entered, SIGTERM unwinds the stack: temporary folders are removed, and `run_program` ends its program."""
+    """While entered, SIGTERM unwinds the stack: temporary folders are removed, and `run_program` stops its program."""
     previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
@@ -22,9 +22,9 @@ def unwound_when_terminated() -> Iterator[None]:
 def run_program(
     command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and return its exit code and what it wrote.
+    """Run a program until it exits, and return its exit code and output.
 
-    If an exception interrupts the wait, the program gets SIGTERM, and after a while SIGKILL.
+    If an exception interrupts the wait, the program gets SIGTERM, and after `_GRACE_SECONDS` SIGKILL.
     """
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -37,6 +37,6 @@ def run_program(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     program.communicate(timeout=_GRACE_SECONDS)
             finally:
-                program.kill()  # does nothing if it has ended
+                program.kill()  # does nothing if it has exited
             raise
     return subprocess.CompletedProcess(command, program.returncode, output, errors)

@@ -28,10 +28,10 @@ EXIT_CODES = (
     "3 unsuitable machine or cluster, 4 training diverged, 75 stopped and resumable, 130 interrupted."
 )
 
-# Set where this process starts compilations: torch would let its end wait for them, for up to five minutes.
+# Set when this process starts to compile: on exit, torch would wait up to five minutes for compilations.
 compiles = threading.Event()
 
-# The commands that read what a run recorded, which imports no module of the user's own by itself.
+# Commands that read recorded configs. A recorded config imports a custom module only with --import.
 _READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "attention")
 _READ_RUNS += ("finetune", "sweep", "evaluate", "predict", "evaluate-pretrained")
 
@@ -41,20 +41,20 @@ def program() -> str:
 
     launch.sh runs the console command too, and names itself in BERTRAIN_PROGRAM.
     """
-    called = Path(sys.argv[0]).name if sys.argv else ""
+    script = Path(sys.argv[0]).name if sys.argv else ""
     is_clone = Path(__file__).parents[2].joinpath(LAUNCHER).is_file()
-    usual = LAUNCHER if is_clone and called != "bertrain" else "bertrain"
-    return os.environ.get("BERTRAIN_PROGRAM") or usual
+    default = LAUNCHER if is_clone and script != "bertrain" else "bertrain"
+    return os.environ.get("BERTRAIN_PROGRAM") or default
 
 
 def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> int:
-    """Call `run` and return its exit code, 0 for None; `ends_process`: with which this process ends.
+    """Call `run` and return its exit code, 0 for None. `ends_process`: the caller exits with this code.
 
-    A `RunError` is printed as `error: ...` and gives its own exit code. A bug keeps its traceback. A reader of the
-    output that ends, such as `head`, ends the command quietly, with the code of SIGPIPE. SIGTERM is a Ctrl-C.
+    A `RunError` is printed as `error: ...` and determines the exit code. A bug keeps its traceback. If the reader of
+    the output exits, such as `head`, the command exits silently with the code of SIGPIPE. SIGTERM acts like Ctrl-C.
 
-    One of torchrun's processes that has failed beside others ends at once, as `_has_group` says why; so does one that
-    was stopped while it compiles.
+    A failed process of several under torchrun exits immediately (see `_has_group`), as does one that was stopped
+    while it compiles.
     """
     try:
         code = _exit_code(run)
@@ -72,16 +72,16 @@ def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> i
 
 
 def _has_group() -> bool:
-    """Whether NCCL's process group is left: the interpreter's end would wait for its other ranks."""
+    """Return whether an NCCL process group exists: the interpreter's exit would wait for the other ranks."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized() and distributed.get_backend() == "nccl"
 
 
 def _exit_code(run: Callable[[], int | None]) -> int:
-    before = signal.getsignal(signal.SIGTERM)
-    ends = before == signal.SIG_DFL and threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGTERM)
+    handles_sigterm = previous == signal.SIG_DFL and threading.current_thread() is threading.main_thread()
     try:
-        if ends:
+        if handles_sigterm:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         code = run() or 0
         sys.stdout.flush()
@@ -95,11 +95,11 @@ def _exit_code(run: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         if not _output_is_cut():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 128 + signal.SIGPIPE
     finally:
-        if ends:
-            signal.signal(signal.SIGTERM, before)
+        if handles_sigterm:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _output_is_cut() -> bool:
@@ -114,33 +114,33 @@ def _output_is_cut() -> bool:
 class Parser(argparse.ArgumentParser):
     """Takes options between positionals, as in `evaluate RUN --precision fp32 FILE`; an error is one line.
 
-    argparse ends a list at an option, and gives an optional positional its default once the one before it is read.
+    argparse itself stops a list at an option, and sets an optional positional to its default too early.
     """
 
-    _is_inside = False
+    _is_nested = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        if self._is_inside:
+        if self._is_nested:
             return super().parse_known_args(args, namespace)
-        self._is_inside = True  # parse_known_intermixed_args calls this method again
+        self._is_nested = True  # parse_known_intermixed_args calls this method again
         try:
-            many = "" if "--" in (args or ()) else r"( \.\.\.)?"  # all after -- is the list
-            optional = re.search(rf" \[[A-Z]+{many}\](?!\])", self.format_usage())
+            dots = "" if "--" in (args or ()) else r"( \.\.\.)?"  # everything after -- belongs to the list
+            optional = re.search(rf" \[[A-Z]+{dots}\](?!\])", self.format_usage())
             parse = self.parse_known_intermixed_args if optional else super().parse_known_args
-            found, unknown = parse(args, namespace)
+            parsed, unknown = parse(args, namespace)
         finally:
-            self._is_inside = False
+            self._is_nested = False
         if unknown:
             options = re.findall(r"^  (?:-\w, )?(--[a-z-]+)", self.format_help(), re.MULTILINE)
             nearest = did_you_mean(unknown[0].partition("=")[0], options)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest and f'; {nearest}'}")
-        return found, unknown
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """Raise `InputError`."""
         command = self.prog.removeprefix(program()).strip()
-        stop = "" if message.endswith("?") else "."
-        raise InputError(f"{command}: {message}{stop} {self.prog} --help describes its arguments.")
+        period = "" if message.endswith("?") else "."
+        raise InputError(f"{command}: {message}{period} {self.prog} --help describes its arguments.")
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
@@ -148,34 +148,34 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     _check_options(vars(arguments))
     if names := getattr(arguments, "imports", None):
-        from pretrain.common.extensions import ask_for
+        from pretrain.common.extensions import import_modules
 
-        ask_for(names)
+        import_modules(names)
     with expected(parser.prog if not argv else argv[0]):
         return arguments.command(arguments) or 0
 
 
 def check_effects(needs: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise `InputError` for an option without effect; `needs`: option -> (its value, whether it has one, why not)."""
-    for option, (given, has_effect, why) in needs.items():
-        if given and not has_effect:
-            raise InputError(f"{option}: has no effect {why}. Leave it out.")
+    """Raise `InputError` for an option without effect; `needs`: option -> (value, has an effect, why not)."""
+    for option, (value, has_effect, reason) in needs.items():
+        if value and not has_effect:
+            raise InputError(f"{option}: has no effect {reason}. Leave it out.")
 
 
-def _check_options(given: Mapping[str, Any]) -> None:
-    """Refuse options that several commands have, where they do nothing."""
-    in_ray, why = torchrun_place() is None, "under torchrun, which has started the processes"
-    check_effects({"--allow-plain-http": (given.get("allow_plain_http"), given.get("address"), "without --address")})
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise `InputError` for options shared by several commands that have no effect here."""
+    in_ray, reason = torchrun_place() is None, "under torchrun, which has started the processes"
+    plain_http, address = options.get("allow_plain_http"), options.get("address")
+    check_effects({"--allow-plain-http": (plain_http, address, "without --address")})
     for option in ("show_config", "on", "mean_length"):
-        is_given = given.get(option) not in (None, False)
-        check_effects({f"--{option.replace('_', '-')}": (is_given, given.get("dry_run"), "without --dry-run")})
-    check_effects(
-        {"--workers": (given.get("workers") is not None, in_ray, why), "--ray": (given.get("ray"), in_ray, why)}
-    )
+        is_given = options.get(option) not in (None, False)
+        check_effects({f"--{option.replace('_', '-')}": (is_given, options.get("dry_run"), "without --dry-run")})
+    has_workers = options.get("workers") is not None
+    check_effects({"--workers": (has_workers, in_ray, reason), "--ray": (options.get("ray"), in_ray, reason)})
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
-    """The settings given on the command line, as key.path=value: those of --set, then that of --workers."""
+    """Return the overrides of the command line as key.path=value: --set first, then --workers."""
     workers = getattr(arguments, "workers", None)
     return [*arguments.set, *([] if workers is None else [f"scheduling.workers={workers}"])]
 
@@ -186,7 +186,7 @@ def add_command(
     """Add a command and return its parser.
 
     Args:
-        commands: what `add_subparsers` returned.
+        commands: the return value of `add_subparsers`.
         name: the command.
         function: called with the parsed arguments; stored as `arguments.command`.
         purpose: one sentence without its full stop, in the imperative mood.
@@ -207,29 +207,29 @@ def add_command(
             dest="imports",
             action="append",
             metavar="MODULE",
-            help="import a module of your own that the config of a run or model names; may be repeated",
+            help="import a custom module that the config of a run or model names; may be repeated",
         )
     return parser
 
 
 def add_config(parser: argparse.ArgumentParser, start: str, *, several: bool = False) -> None:
-    """Add CONFIG, or several, --from, described by `start`, and --set."""
+    """Add CONFIG (or `several`), --from with the description `start`, and --set."""
     purpose = "YAML file of the run, or a name of `configs`"
     parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="+" if several else None, help=purpose)
     add_start(parser, f"{start}, in place of the config's", type=run_argument)
     add_set(parser)
 
 
-def add_start(parser: argparse.ArgumentParser, purpose: str, **given: Any) -> None:
-    """Add --from DIR; `given` as for `add_argument`."""
+def add_start(parser: argparse.ArgumentParser, purpose: str, **options: Any) -> None:
+    """Add --from DIR; `options` are passed on to `add_argument`."""
     where = at("a released model, an export or a run")
-    parser.add_argument("--from", dest="start_from", metavar="DIR", help=f"{purpose}: {where}", **given)
+    parser.add_argument("--from", dest="start_from", metavar="DIR", help=f"{purpose}: {where}", **options)
 
 
 def run_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the options of `add_config` and `add_run_options` are to the function that trains."""
-    given = {name: getattr(arguments, name) for name in ("start_from", "resume", "ray", "no_ray")}
-    return {"overrides": overrides(arguments), **given}
+    """Convert the options of `add_config` and `add_run_options` to keyword arguments of the function that trains."""
+    options = {name: getattr(arguments, name) for name in ("start_from", "resume", "ray", "no_ray")}
+    return {"overrides": overrides(arguments), **options}
 
 
 def add_set(parser: argparse.ArgumentParser, purpose: str = "override a setting; may be repeated") -> None:
@@ -249,10 +249,10 @@ def add_address(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add --resume, --ray and --no-ray, which every training run takes."""
-    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--ray", action="store_true", help="use Ray also for one worker on this machine")
-    how.add_argument(
+    parser.add_argument("--resume", action="store_true", help="continue the run from its latest checkpoint")
+    launcher = parser.add_mutually_exclusive_group()
+    launcher.add_argument("--ray", action="store_true", help="use Ray also for one worker on this machine")
+    launcher.add_argument(
         "--no-ray", action="store_true", help="train in this process, without Ray (implied under torchrun)"
     )
 
@@ -274,7 +274,7 @@ def add_follow(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def at(what: str) -> str:
-    """The help of an argument that `run_argument` reads."""
+    """The help text of an argument that `run_argument` parses."""
     return f"folder or address of {what}, or name of a run in runs/"
 
 
@@ -282,7 +282,7 @@ USUAL_WORKERS = "default: one for each GPU; without GPUs 2, or 1 on a single cor
 
 
 def usual_workers() -> int:
-    """How many workers train on this machine if nobody says."""
+    """The default number of workers on this machine."""
     import torch
 
     return torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
@@ -310,14 +310,14 @@ def config_argument(text: str) -> Path:
     return config_path(local_path(text))
 
 
-def run_argument(given: Any) -> Path | str:
+def run_argument(value: Any) -> Path | str:
     """An argument that is a run folder or model, as a path, the name of a run (`find_run`), an address, or a result."""
-    text = str(getattr(given, "place", given))
+    text = str(getattr(value, "place", value))
     return checked_address(text) if is_remote(text) else find_run(local_path(text))
 
 
 def checked_address(text: str, *, written: bool = False) -> str:
-    """An address that is an argument; `InputError` if it names nothing in a bucket, or cannot be `written` to."""
+    """An argument that is an address; `InputError` if it names nothing in a bucket, or cannot be `written` to."""
     try:
         check_address(text, written=written)
     except ValueError as error:

@@ -27,12 +27,12 @@ def printable(text: str) -> str:
 
 
 def is_control(character: str) -> bool:
-    """Whether a character is a control code, a line or paragraph separator, or half of a surrogate pair."""
+    """Return whether a character is a control code, a line or paragraph separator, or half of a surrogate pair."""
     return unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")
 
 
 def of_another_version(where: object, advice: str) -> str:
-    """The message of an error: what is at `where` has a format or settings that this version does not have."""
+    """Return an error message: the object at `where` has a format or settings that this version does not support."""
     return f"{where}: made by another version of bertrain. {advice}"
 
 
@@ -68,7 +68,7 @@ class StoppedError(RunError):
     BETWEEN = "stopped before the next step." + CONTINUE  # the message where no step was in progress
 
     def again(self) -> "StoppedError":
-        """The error of a command that resumes what it began by itself."""
+        """Return the error for a command that resumes automatically when it is run again."""
         message = " ".join(str(self).removesuffix(self.CONTINUE).split())
         return type(self)(f"{message} Run the same command again to continue.")
 

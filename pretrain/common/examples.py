@@ -1,4 +1,4 @@
-"""The example configs: those of configs/, which an installed package has beside this file."""
+"""The example configs in configs/, the folder next to this file."""
 
 import functools
 import itertools

@@ -50,13 +50,13 @@ def check_local(path: Path | str) -> None:
 
 
 def find_run(name: Path | str) -> Path:
-    """The folder `name`, or else runs/`name`, the folder of the run of this name; `name` if neither is a folder."""
+    """Return `name` if it is a folder, else runs/`name` if that is a folder, else `name`."""
     return next((folder for folder in (Path(name), Path("runs", name)) if folder.is_dir()), Path(name))
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the operating system below `path` into one-line errors that say what to do."""
+    """Turn operating system errors from writing `path` into one-line errors with advice."""
     try:
         yield
     except OSError as error:
@@ -85,8 +85,8 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open `path` for writing; the file appears complete or not at all.
 
     Writes a temporary file in the same folder, fsyncs it, renames it to `path` and fsyncs the folder. Disk-full and
-    permission errors become `MachineError` and `InputError`; the temporary file is removed. A link stays, and the file
-    that it names is written. A pipe or a device is written in place.
+    permission errors become `MachineError` and `InputError`; the temporary file is removed. Through a link, its target
+    is replaced. A pipe or a device is written in place.
     """
     path, text = Path(path), {} if "b" in mode else {"encoding": "utf-8"}
     if is_stream(path):
@@ -95,30 +95,30 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
         return
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
     # Not the process id: a process on another machine that shares the folder may have the same one.
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with aside.open(mode, **text) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
+            with temporary.open(mode, **text) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            aside.replace(path)
+            temporary.replace(path)
             fsync_folder(path.parent)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def is_stream(path: Path) -> bool:
-    """Whether it is a pipe, a device or a socket, such as bash's <(command), or a link to one."""
+    """Return whether `path` is a pipe, a device or a socket, such as bash's <(command), or a link to one."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def expect_other(outputs: Iterable[Path], inputs: Iterable[Path | str]) -> None:
-    """Raise `InputError` if a file to be written is one that is read, under whatever name."""
+    """Raise `InputError` if an output is the same file as an input, also under another name."""
     read = [Path(path).expanduser() for path in inputs]
     for out in outputs:
-        # Devices may be both, such as a terminal.
+        # A device, such as a terminal, may be both.
         if out.is_file() and any(path.is_file() and path.samefile(out) for path in read):
             raise InputError(f"{out}: is also an input, which the output would replace. Choose another name.")
 
@@ -133,7 +133,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """The object in an untrusted JSON file, or a list; `InputError` if it holds something else than the `kind`."""
+    """Return the object (or list) in an untrusted JSON file; `InputError` if it is not of the `kind`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -154,13 +154,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_open(path: Path, buffering: int = -1) -> IO[bytes]:
-    """The file `path` opened for appending."""
+    """Open the file `path` for appending."""
     with disk_errors(path):
         return path.open("ab", buffering)
 
 
 def allow_open_files(count: int) -> int:
-    """Raise the limit of open files for `count` more files, up to the system's hard limit. Returns the new limit.
+    """Raise the limit on open files for `count` more files, up to the hard limit. Returns the new limit.
 
     Soft limits are often 1,024. The hard limit can be a billion, and some programs iterate over all allowed
     descriptors, so the limit is not raised further than needed.
@@ -181,8 +181,8 @@ def locked(path: Path, refusal: str = "") -> Iterator[bool]:
 
     If another process holds it, raises `InputError(refusal)`; without a refusal it waits, which suits short work.
 
-    The kernel releases the lock when the process ends for any reason. Yields whether the lock is held: on a file system
-    without locks a warning is logged and work continues, since users can rarely change the mount.
+    The kernel releases the lock when the process exits for any reason. Yields whether the lock is held: on a file
+    system without locks a warning is logged and work continues, since users can rarely change the mount.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -241,18 +241,18 @@ def write_manifest(folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write `manifest` to `folder` together with its own SHA-256, which `verify_manifest` checks."""
+    """Write `manifest` to `folder` together with its SHA-256, which `verify_manifest` checks."""
     with atomic_open(folder / MANIFEST) as file:
         file.write(signed(manifest))
 
 
 def signed(manifest: dict[str, Any]) -> bytes:
-    """The content of a file with `manifest` and its own SHA-256."""
+    """Return the content of the file with `manifest` and its SHA-256."""
     return f"{json.dumps({**manifest, _OWN_HASH: _own_hash(manifest)}, indent=2, ensure_ascii=False)}\n".encode()
 
 
 def is_signed(manifest: Any) -> bool:
-    """Whether `put_manifest` wrote it, and not another program."""
+    """Return whether `put_manifest` wrote this manifest, not another program."""
     return isinstance(manifest, dict) and _OWN_HASH in manifest
 
 
@@ -262,7 +262,7 @@ def _own_hash(manifest: dict[str, Any]) -> str:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """Names of the finished checkpoints of a run folder, the oldest first, without those that were set aside."""
+    """Names of the finished checkpoints of a run folder, oldest first; renamed (set aside) ones are excluded."""
     names = (path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
     return sorted(name for name in names if CHECKPOINT_NAME.fullmatch(name))
 
@@ -295,7 +295,7 @@ def parse_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
 
 
 def check_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
-    """As `parse_manifest`; its own SHA-256 must match. Raises `InputError`."""
+    """Parse as `parse_manifest` does, and check the manifest's SHA-256. Raises `InputError`."""
     manifest = parse_manifest(content, where)
     if manifest.get(_OWN_HASH) != _own_hash(manifest):
         raise InputError(f"{where}: changed or damaged. Create the folder again.")
@@ -326,14 +326,14 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
 
 
 def is_as_listed(path: Path, entry: Mapping[str, Any], *, content: bool) -> bool:
-    """Whether a file has the size of its entry in a manifest and, with `content`, the SHA-256."""
+    """Return whether a file matches the size in its manifest entry and, with `content`, the SHA-256."""
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
     return not content or sha256_file(path) == entry["sha256"]
 
 
 def verify_content(path: Path, expected: Mapping[str, Any]) -> None:
-    """Raise `InputError` if the file's SHA-256 is not that of `expected`, its entry in a manifest."""
+    """Raise `InputError` if the file's SHA-256 differs from `expected`, its entry in a manifest."""
     if sha256_file(path) != expected["sha256"]:
         raise InputError(
             f"{path}: its SHA-256 differs from the manifest; changed or damaged on disk. "

@@ -1,4 +1,4 @@
-"""Ends a long computation for a requested stop, where there is nothing to save or only the steps before it."""
+"""Interrupts a long computation when a stop is requested and nothing, or only earlier steps, needs saving."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from pretrain.common.errors import RunError
 
 POLL_SECONDS = 0.5
-STUCK_SECONDS = 6.0  # for the main thread to return from a library, such as from waiting for another machine
-_SIGNAL = signal.SIGUSR2  # a signal also ends waits for locks and for other programs, as for a C++ compiler
+STUCK_SECONDS = 6.0  # for the main thread to return from library code, such as a wait for another machine
+_SIGNAL = signal.SIGUSR2  # a signal also interrupts waits for locks and child processes, such as a C++ compiler
 
 
 class Interrupted(BaseException):
@@ -23,11 +23,11 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """While entered in the main thread, a stop raises `Interrupted` there when it has waited for `patience` seconds.
+    """While entered in the main thread, raises `Interrupted` there `patience` seconds after a stop was requested.
 
     Attributes:
-        patience: 0 from the entry on, while there is nothing to save; inf never interrupts.
-        stuck: called in another thread if `patience` is 0 and the main thread does not return from a library.
+        patience: 0 at entry, while there is nothing to save; inf never interrupts.
+        stuck: called in another thread if `patience` is 0 and the main thread does not return from library code.
     """
 
     def __init__(self, requested: Callable[[], bool]) -> None:
@@ -59,7 +59,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def after(self, seconds: float) -> Iterator[None]:
-        """The block may be interrupted after `seconds`; what follows may not."""
+        """Allow interrupting the block after `seconds`, but not the code after it."""
         self.patience = seconds
         try:
             yield
@@ -70,7 +70,7 @@ class Interrupts:
             self.patience = math.inf
 
     def _check(self, error: BaseException | None, patience: float) -> None:
-        """Raise `Interrupted` if a library failed since the signal of a stop also ended a program, as a compiler."""
+        """Raise `Interrupted` if a library failed because the stop signal also killed a program such as a compiler."""
         is_library = isinstance(error, Exception) and not isinstance(error, RunError)
         if is_library and patience < math.inf and self._requested():
             raise Interrupted from error
@@ -89,7 +89,7 @@ class Interrupts:
 
     def _interrupt(self, *_: object) -> None:
         if self._is_due():
-            self._before, self.patience = self.patience, math.inf  # what ends the work is not interrupted
+            self._before, self.patience = self.patience, math.inf  # cleanup is not interrupted
             raise Interrupted
 
     def _swallowed(self, unraisable: Any) -> None:

@@ -1,8 +1,8 @@
-"""Kinds that are one module of a package each, such as kinds of sources: adding a kind is adding a file.
+"""Kinds that are one module of a package each, such as kinds of sources: a new kind is a new file.
 
 A kind has the name of its module. The names come from the package's folder, so a config is checked without importing
-any kind. A module is imported when its kind is used. A name with a dot is a module of the user's own
-(`pretrain.common.extensions`). What a module of a kind must have is the package's `KIND`.
+any kind. A module is imported when its kind is used. A name with a dot is a custom module
+(`pretrain.common.extensions`). The package's `KIND` is the interface that its modules must implement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def kind_names(package: str) -> list[str]:
 
 
 def check_kind(package: str, name: str) -> None:
-    """Raise `ValueError` with the nearest name if `package` has no module `name`, and it cannot be one's own."""
+    """Raise `ValueError` with the nearest name if `package` has no module `name`, and it cannot be a custom module."""
     if extensions.is_own(name):
         extensions.check_name(name)
     else:
@@ -41,15 +41,15 @@ def _check_built_in(package: str, name: str) -> None:
 
 
 def not_one_of(name: str, names: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the known `names` and the nearest of them."""
+    """Return the end of an error about an unknown name: the known `names` and the most similar one."""
     known = list(names)
     return f"{name!r} is not one of {', '.join(known)}; {did_you_mean(name, known) or 'choose one.'}"
 
 
 def load_kind(package: str, name: str) -> ModuleType:
-    """The module of the kind `name`; `ValueError` as `check_kind`.
+    """Return the module of the kind `name`; `ValueError` as `check_kind`.
 
-    Raises `InputError` if a module of the user's own cannot be imported, or lacks what the kind must have.
+    Raises `InputError` if a custom module cannot be imported, or does not implement the kind's interface.
     """
     if not extensions.is_own(name):
         _check_built_in(package, name)
@@ -62,13 +62,13 @@ def load_kind(package: str, name: str) -> ModuleType:
     return module
 
 
-def ask_for_kind(package: str, name: str, folder: Path | None) -> None:
-    """Import a module of the user's own, and check it as `load_kind` does.
+def import_kind(package: str, name: str, folder: Path | None) -> None:
+    """Import a custom module, and check it as `load_kind` does.
 
-    Raises `InputError`, which names a similar built-in kind of a module that is not found.
+    Raises `InputError`, which suggests a similar built-in kind if the module is not found.
     """
     try:
-        extensions.ask_for([name], folder)
+        extensions.import_modules([name], folder)
     except InputError as error:
         found = name.partition(".")[0] in sys.modules
         nearest = "" if found else did_you_mean(name.rpartition(".")[2], kind_names(package))

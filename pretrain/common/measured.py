@@ -1,4 +1,4 @@
-"""Rates of this machine that were measured once, in a file of the user's cache folder."""
+"""Caches measured rates of this machine in a file in the user's cache folder."""
 
 import contextlib
 import importlib.metadata
@@ -12,42 +12,42 @@ from pathlib import Path
 from pretrain.common.files import write_json
 from pretrain.common.thread_waits import waited_seconds
 
-_QUIET = 0.03  # share of the time that a thread may wait for a core during a measurement that is kept
+_MAX_WAIT_SHARE = 0.03  # of a measurement that a thread may wait for a core, for the result to be cached
 _CPU = Path("/proc/cpuinfo")
 
 
 def remembered(what: str, measure: Callable[[], float]) -> float:
-    """The number that `measure` returned when it was called for `what` first; the file is `rates_file()`.
+    """Return the cached result of `measure` for `what`, or call it and cache the result in `rates_file()`.
 
-    It is kept for this machine, its cores and the version of torch; and only if other programs left the cores alone
-    meanwhile. A machine that does not say so is measured each time.
+    Results are cached per machine, set of cores and torch version, and only if other programs left the cores idle
+    during the measurement. If the system does not record that, it is measured each time.
     """
     key = " | ".join([what, *_machine()])
-    kept = _read()
-    if isinstance(kept.get(key), float):
-        return kept[key]
-    before, began = waited_seconds(), time.monotonic()
+    cached = _read()
+    if isinstance(cached.get(key), float):
+        return cached[key]
+    before, started = waited_seconds(), time.monotonic()
     value = measure()
-    after, seconds = waited_seconds(), time.monotonic() - began
-    if before and max(after[thread] - before.get(thread, 0.0) for thread in after) < _QUIET * seconds:
-        with contextlib.suppress(OSError):  # a home that cannot be written: the next start measures again
+    after, seconds = waited_seconds(), time.monotonic() - started
+    if before and max(after[thread] - before.get(thread, 0.0) for thread in after) < _MAX_WAIT_SHARE * seconds:
+        with contextlib.suppress(OSError):  # home folder not writable: the next start measures again
             rates_file().parent.mkdir(parents=True, exist_ok=True)
             write_json(rates_file(), {**_read(), key: value})
     return value
 
 
 def rates_file() -> Path:
-    """Where the rates are kept."""
+    """The path of the cache file."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "bertrain" / "rates.json"
 
 
 def _read() -> dict[str, float]:
     try:
-        kept = json.loads(rates_file().read_text(encoding="utf-8"))
+        cached = json.loads(rates_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return kept if isinstance(kept, dict) else {}
+    return cached if isinstance(cached, dict) else {}
 
 
 def _machine() -> tuple[str, ...]:

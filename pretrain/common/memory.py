@@ -1,4 +1,4 @@
-"""What glibc does with freed memory (with other C libraries nothing changes), and how much this machine has."""
+"""Controls how glibc reuses freed memory (no effect with other C libraries); measures this machine's memory."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ def hold_freed_memory(at_most: int = -1) -> None:
     quarter of a BERT-Base step on CPU (docs/benchmarks/lab-notes.md).
 
     Args:
-        at_most: bytes to keep at the end of the heap, below 2 GiB; -1 keeps all.
+        at_most: maximum of bytes to keep at the end of the heap, below 2 GiB; -1 keeps all.
     """
     for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, at_most), (_M_TOP_PAD, 64 << 20)):
         _call("mallopt", option, value)
@@ -26,7 +26,7 @@ def hold_freed_memory(at_most: int = -1) -> None:
 def share_one_heap() -> None:
     """Make threads that start from now on use the main heap, so that all threads can reuse freed memory.
 
-    By default glibc gives each thread a heap of its own; `hold_freed_memory` does not affect its blocks above 64 MiB.
+    By default glibc gives each thread a separate heap; `hold_freed_memory` does not affect its blocks above 64 MiB.
     A process whose main thread is not ours needs MALLOC_ARENA_MAX=1 in its environment instead.
     """
     _call("mallopt", _M_ARENA_MAX, 1)
@@ -38,7 +38,7 @@ def return_freed_memory() -> None:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Total and free bytes of the machine, or of its container or job if that has less."""
+    """Total and free bytes of the machine, or of its container or job if its limit is lower."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -47,9 +47,9 @@ def machine_memory() -> tuple[int, int]:
 
 
 def control_groups(controller: str) -> list[Path]:
-    """The folders of this process's control group, version 2 or 1, and of all groups around it.
+    """The folders of this process's control group (cgroup v2 or v1) and of all its ancestors.
 
-    In a container that knows its group by the host's name, only the outermost one exists: the container's own.
+    In a container that sees the host's name of its group, only the outermost folder exists: the container's group.
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError, ValueError):  # another system
@@ -57,8 +57,8 @@ def control_groups(controller: str) -> list[Path]:
             _, controllers, name = line.split(":", 2)
             if not controllers or controller in controllers.split(","):
                 root = _GROUPS / controller if controllers else _GROUPS
-                own = root / name.lstrip("/")
-                folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+                group = root / name.lstrip("/")
+                folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
     return folders
 
 
@@ -72,8 +72,8 @@ def _limits() -> Iterator[tuple[int, int]]:
             with contextlib.suppress(OSError, ValueError, KeyError):  # the other version, or "max": no limit
                 words = (folder / "memory.stat").read_text().split()
                 cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
-                most = int((folder / limit).read_text())
-                yield most, max(0, most - int((folder / used).read_text()) + cached)
+                total = int((folder / limit).read_text())
+                yield total, max(0, total - int((folder / used).read_text()) + cached)
 
 
 def _call(name: str, *arguments: int) -> None:

@@ -1,4 +1,4 @@
-"""Packages that only some commands need, and the extras of the distribution that install them."""
+"""Optional packages that only some commands need, and the extras of the distribution that install them."""
 
 import contextlib
 import importlib.util
@@ -26,7 +26,7 @@ OURS = {"cluster": "workers", "finetune": "training", "pretrain": "common"}  # p
 
 
 def is_installed(module: str) -> bool:
-    """Whether `module` can be imported; it is not imported."""
+    """Return whether `module` can be imported, without importing it."""
     if module in sys.modules:
         return sys.modules[module] is not None
     with contextlib.suppress(ImportError):
@@ -36,10 +36,10 @@ def is_installed(module: str) -> bool:
 
 
 def install_command(*modules: str) -> str:
-    """The command that installs the packages of `modules`: the extras that bring them, else by their names."""
+    """The command that installs the packages of `modules`: as extras if there are any, else by name."""
     extras = ",".join(extra for extra, names in EXTRAS.items() if set(names) & set(modules))
-    wanted = f"'bertrain[{extras}]'" if extras else " ".join(modules)
-    return f"{shlex.quote(sys.executable)} -m pip install {wanted}"
+    packages = f"'bertrain[{extras}]'" if extras else " ".join(modules)
+    return f"{shlex.quote(sys.executable)} -m pip install {packages}"
 
 
 def expect(purpose: str, *modules: str) -> None:
@@ -50,7 +50,7 @@ def expect(purpose: str, *modules: str) -> None:
 
 @contextlib.contextmanager
 def expected(purpose: str) -> Iterator[None]:
-    """Turn the error of importing a module of an extra into that of `expect`."""
+    """Turn the import error of a module that an extra installs into the error of `expect`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -61,7 +61,7 @@ def expected(purpose: str) -> Iterator[None]:
 
 
 def expect_ours(*names: str, path: Sequence[str] | None = None) -> None:
-    """Raise `InputError` if a module of the user's own that lies in `path` (None: sys.path) hides our packages."""
+    """Raise `InputError` if a user's module on `path` (None: sys.path) hides one of our packages."""
     for name in names:
         if (found := PathFinder.find_spec(name, path)) is not None:
             places = list(found.submodule_search_locations or ())

@@ -1,6 +1,6 @@
-"""Rows of delimited text, whose quotes may come from its writer or belong to its texts.
+"""Reads rows of delimited text, in which quotes may enclose cells or belong to their content.
 
-A text is given as its parts between line ends of any kind, as a stream opened with `newline=""` yields them.
+The input is an iterable of lines with any line terminator, as a stream opened with `newline=""` yields them.
 """
 
 import csv
@@ -15,7 +15,7 @@ Quoting = Literal["standard", "none"]
 
 
 class QuotingError(ValueError):
-    """Text that RFC 4180 does not allow, in the row that begins at `line`."""
+    """The row that starts at `line` is invalid by RFC 4180."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(f"line {line}: not CSV ({reason})")
@@ -23,7 +23,7 @@ class QuotingError(ValueError):
 
 
 def split_lines(text: Iterable[str]) -> Iterator[str]:
-    """Lines end with "\\n" or "\\r\\n"; a text may contain other characters that Python counts as line ends."""
+    """Split at "\\n" and "\\r\\n" only; other characters that Python treats as line breaks may occur in a line."""
     parts: list[str] = []
     for part in text:
         parts.append(part)
@@ -35,15 +35,15 @@ def split_lines(text: Iterable[str]) -> Iterator[str]:
 
 
 def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, cells) of each row if quotes are ordinary characters. Blank rows count only between rows of one column."""
+    """Yield (line, cells) of each row; quotes are ordinary characters. Blank rows count only within a single column."""
     is_single = False
-    blank: list[int] = []  # lines after a row of one column, if another row follows
+    blank: list[int] = []  # blank lines in a single column, yielded if another row follows
     seen = False
     for number, line in enumerate(split_lines(text), 1):
         if line:
             is_single = is_single if seen else delimiter not in line
             seen = True
-            yield from ((place, [""]) for place in blank)
+            yield from ((empty, [""]) for empty in blank)
             blank.clear()
             yield number, line.split(delimiter)
         elif is_single:
@@ -51,7 +51,7 @@ def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[s
 
 
 def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """(first line, cells) of each row that is not blank, by RFC 4180. Raises `QuotingError`."""
+    """Yield (first line, cells) of each row that is not blank, by RFC 4180. Raises `QuotingError`."""
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # the default is 128 kB
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     first = 1
@@ -65,10 +65,10 @@ def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list
 
 
 def refuse_quoted(text: Iterable[str], delimiter: str, path: object, setting: str) -> None:
-    """Raise `InputError`, which names the `setting`, if a cell begins with a quote; else both ways of reading agree."""
+    """Raise `InputError`, which names the `setting`, if a cell starts with a quote; else both modes give the same."""
     for line, cells in bare_rows(text, delimiter):
         if quoted := next((cell for cell in cells if cell.startswith('"')), ""):
             raise InputError(
-                f"{path}:{line}: the cell {quoted[:60]} begins with a quote. Set {setting} to standard if quotes "
+                f"{path}:{line}: the cell {quoted[:60]} starts with a quote. Set {setting} to standard if quotes "
                 "surround cells, or to none if they belong to the text; or save the file as .jsonl."
             )

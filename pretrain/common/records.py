@@ -13,17 +13,17 @@ from pretrain.common.files import atomic_open
 from pretrain.common.run_files import METRICS
 
 SOURCE_LOSS = "source_loss/"
-"""What fields of an evaluation begin with, before the name of a source: the loss on its text."""
+"""Prefix of the fields of an evaluation with the loss on a source; the source's name follows."""
 
 _TEXT_FIELDS = ("split", "event", "message", "error")
 # Larger values, infinities and NaN break the arithmetic of reports.
 _LARGEST = 1e300
-# The end of the year 9999, the last that datetime can show.
+# The end of the year 9999, the last that datetime supports.
 _LATEST_TIME = 253_402_300_799
 
 
 def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
-    """All records of a run's metrics.jsonl, or such a file, in file order; [] without one.
+    """Return all records of metrics.jsonl, or a similar file of the run, in file order; [] if there is none.
 
     An incomplete last line is ignored: a killed process may leave one.
     Raises `InputError` with the line number if a line before the last one is not a valid record.
@@ -45,7 +45,7 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
 def note_end(run_dir: Path, event: str, message: str, saved: int) -> None:
     """Append the event that ended the run, in place of an incomplete last line.
 
-    A stop has the step of the checkpoint that is `saved`, another end the last recorded one. Nothing without either.
+    A stop gets the step of the `saved` checkpoint, other events the last recorded step. Without either, writes nothing.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -63,15 +63,15 @@ def note_end(run_dir: Path, event: str, message: str, saved: int) -> None:
 
 
 def event_of(kind: str, message: str, **more: Any) -> dict[str, Any]:
-    """The record of an event that happens now.
+    """Return the record of an event that happens now.
 
-    `kind` is one of those in `pretrain.tracking.events`; `more` are its other fields, such as `step`.
+    `kind` is a constant of `pretrain.tracking.events`; `more` are the other fields, such as `step`.
     """
     return {"event": kind, **more, "time": time.time(), "message": message}
 
 
 def is_training(record: dict[str, Any]) -> bool:
-    """Whether a record describes training steps; the others describe evaluations and events."""
+    """Return whether a record describes training steps, not an evaluation or an event."""
     return "split" not in record and "event" not in record
 
 
@@ -101,7 +101,7 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _expected(key: str, value: Any, *, in_event: bool) -> str:
-    """The kind of value that `key` needs, if `value` is of another kind; "" if it is valid."""
+    """Return the type that `key` requires if `value` has another; "" if it is valid."""
     if key in _TEXT_FIELDS:
         return "" if isinstance(value, str) else "text"
     if key == "step":
@@ -120,7 +120,7 @@ def _is_number(value: Any) -> bool:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after `step` from a file such as metrics.jsonl, which is rewritten only if something changes.
+    """Drop the records after `step` from a file such as metrics.jsonl; it is rewritten only if a record is dropped.
 
     Events after `step` stay if the run resumes (`step` >= 0), because they did happen.
     """
@@ -148,20 +148,20 @@ def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Metric(NamedTuple):
-    """One field of a training record. Those with a title have a chart."""
+    """One field of a training record; it has a chart if it has a title."""
 
     unit: str
     description: str
     title: str = ""  # of its chart, its tile and its row on a model card
-    short: str = ""  # before its value on a line; without it, only its chart shows the metric
-    live: bool = False  # whether the line of a running training shows it
+    short: str = ""  # label in progress lines; if empty, the metric appears only in its chart
+    live: bool = False  # whether the progress line of a running training shows it
 
     def text(self, value: float, more: int = 0) -> str:
-        """The value for a reader, with `more` digits than usual."""
+        """Format the value for display, with `more` digits than the default."""
         return f"{value:.{1 + more}%}" if self.unit == "fraction" else f"{value:.{3 + more}f}"
 
     def line(self, value: float) -> str:
-        """Such as "mlm 12.3%"."""
+        """Format label and value, such as "mlm 12.3%"."""
         return f"{self.short} {self.text(value)}"
 
 
@@ -169,6 +169,6 @@ NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
 
 
 def metric_lines(record: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[str]:
-    """Those of the metrics that a record has, each with the name that it has on a line."""
+    """Format the metrics that a record contains, each with its short label."""
     shown = ((metric, record.get(name)) for name, metric in metrics.items() if metric.short)
     return [metric.line(value) for metric, value in shown if value is not None]

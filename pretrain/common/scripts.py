@@ -1,8 +1,8 @@
-"""What Unicode says about the characters of all scripts: kinds of characters, words, and a form to compare texts in.
+"""Unicode properties of all scripts: kinds of characters, words, and a normalized form to compare strings in.
 
-Sources: Unicode's properties as the `regex` package has them; Unicode Standard Annex 14, Line Breaking, of which class
-SA, AK and AS are letters of scripts without blanks between words, and class ID is ideographs. Tibetan marks the ends of
-syllables, not of words, and its letters have another class, so it is named here.
+Sources: Unicode's properties as the `regex` package has them; Unicode Standard Annex 14, Line Breaking, in which the
+classes SA, AK and AS are letters of scripts without spaces between words, and ID is ideographs. Tibetan is separate: it
+marks the end of syllables, not of words, and its letters have another class.
 """
 
 import functools
@@ -11,44 +11,44 @@ import unicodedata
 import numpy as np
 import regex
 
-# Kinds of characters. A mark belongs to the letter before it; digits count as letters. Those from TIBETAN on are of
-# scripts without blanks between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others.
+# Kinds of characters. A mark belongs to the letter before it; digits count as letters. TIBETAN and later kinds are
+# scripts without spaces between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others.
 OTHER, MARK, LETTER, TIBETAN, IDEOGRAPH, KANA, COMPLEX = range(7)
 
-_UNDRAWN = r"[\p{Default_Ignorable_Code_Point}--\u200b]"  # what a font may not draw; ZERO WIDTH SPACE parts words
-_PATTERNS = {  # later ones prevail
+_INVISIBLE = r"[\p{Default_Ignorable_Code_Point}--\u200b]"  # may be invisible; ZERO WIDTH SPACE separates words
+_PATTERNS = {  # later entries take precedence
     LETTER: r"\p{L}\p{N}",
     TIBETAN: r"[\p{Script=Tibetan}&&[\p{L}\p{N}]]",
     IDEOGRAPH: r"[\p{Script=Han}&&[\p{L}\p{N}]][\p{Line_Break=ID}&&\p{L}]",
     KANA: r"[[\p{Script_Extensions=Hiragana}\p{Script_Extensions=Katakana}]&&\p{L}--\p{Script=Han}]",
     COMPLEX: r"[[\p{Line_Break=SA}\p{Line_Break=AK}\p{Line_Break=AS}]&&\p{L}]",
-    MARK: r"\p{M}" + _UNDRAWN,  # joiners, too, stand within words
+    MARK: r"\p{M}" + _INVISIBLE,  # joiners, too, occur within words
 }
-# What is a word, or a part of one, by itself: letters where no blanks tell, with their marks. Tibetan's are syllables.
+# Letters, with marks, of scripts without spaces: each is treated as a unit. Tibetan is excluded: it marks syllables.
 ALONE = "".join(_PATTERNS[kind] for kind in (IDEOGRAPH, KANA, COMPLEX)) + r"[\p{Line_Break=SA}&&\p{M}]"
-# What begins none: also vowels that stand after their consonant, small kana, and signs that repeat (Annex 14, CJ, NS)
+# Characters that cannot start a unit: marks, vowels after their consonant, small kana, repeat signs (Annex 14, CJ, NS)
 FOLLOWS = _PATTERNS[MARK] + (
     r"[\p{L}&&[[\p{InSC=Vowel_Dependent}--\p{InPC=Visual_Order_Left}]\p{Line_Break=CJ}\p{Line_Break=NS}]]"
     r"[\p{Lm}&&\p{Line_Break=SA}]"
 )
-# After what the next letter belongs to the same one: vowels that stand before their consonant, and signs that join.
+# Characters that attach to the next letter: vowels written before their consonant, and joining signs.
 JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
-ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # Mongolian ones stand within words
+ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # Mongolian ones occur within words
 PLANES = 0x40000  # code points of the planes that have letters
-_IGNORED = regex.compile(f"(?V1){_UNDRAWN}+")
+_IGNORED = regex.compile(f"(?V1){_INVISIBLE}+")
 BEGINS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")
 FOLLOWING = regex.compile(f"(?V1)[{FOLLOWS}]")
-CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and what belongs to it
+CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and characters attached to it
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
-# What `comparable` may change. The others neither decompose nor compose with what stands before them (Annex 15, 9).
-_CHANGING = rf"\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_UNDRAWN}[^\p{{CCC=0}}]"
+# What `comparable` may change. Other characters neither decompose nor compose with preceding ones (Annex 15, 9).
+_CHANGING = rf"\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_INVISIBLE}[^\p{{CCC=0}}]"
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 
 
 @functools.cache
 def members(pattern: str) -> np.ndarray:
-    """bool [0x40000]: the characters that a set matches; read only."""
+    """bool [0x40000]: the characters that the set `pattern` matches; read-only."""
     found = np.zeros(PLANES, bool)
     for run in regex.finditer(f"(?V1)[{pattern}]+", _characters()):
         found[run.start() : run.end()] = True
@@ -59,13 +59,13 @@ def members(pattern: str) -> np.ndarray:
 @functools.cache
 def _characters() -> str:
     points = np.arange(PLANES, dtype="<u4")
-    points[0xD800:0xE000] = 0  # surrogates are no characters
+    points[0xD800:0xE000] = 0  # surrogates are not characters
     return points.tobytes().decode("utf-32-le")
 
 
 @functools.cache
 def kinds() -> np.ndarray:
-    """uint8 [0x40000]: the kind of each character of the planes that have letters; read only."""
+    """uint8 [0x40000]: the kind of each character of the planes that have letters; read-only."""
     kinds = np.full(PLANES, OTHER, np.uint8)
     for kind, pattern in _PATTERNS.items():
         kinds[members(pattern)] = kind
@@ -79,16 +79,16 @@ def kind_of(character: str) -> int:
 
 
 def comparable(text: str) -> str:
-    """A text as it is compared with others: composed (NFKC), without characters that a font may not draw."""
+    """Normalize a string for comparison: NFKC, without characters that may be invisible."""
     if text.isascii():
         return text
     return unicodedata.normalize("NFKC", _IGNORED.sub("", text))
 
 
 def changing() -> np.ndarray:
-    """bool [0x40000]: the characters without which a text has the words of its comparable form.
+    """bool [0x40000]: the characters that `comparable` may change in a word; without them, it leaves words unchanged.
 
-    Those that are part of no word in either form, such as a no-break space, are not among them.
+    Characters that belong to a word in neither form, such as a no-break space, are excluded.
     """
     found = members(_CHANGING).copy()
     for point in np.flatnonzero(found).tolist():

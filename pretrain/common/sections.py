@@ -24,20 +24,20 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     PURPOSE: ClassVar[str] = "run"
-    """What a config of this kind describes."""
+    """The object that a config of this class describes."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _take_lists(cls, value: Any) -> Any:
-        """YAML and JSON have lists, which the strict checks of tuples refuse."""
+        """Convert lists of YAML and JSON to tuples, since strict validation refuses lists."""
         return tuple(value) if isinstance(value, list) else value
 
     def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
-        """(setting, package of the kind, name) of each module of the user's own (`pretrain.common.extensions`)."""
+        """Yield (setting, package of the kind, name) of each custom module (`pretrain.common.extensions`)."""
         yield from ()
 
     def narrowed(self) -> type[Section]:
-        """The class of settings like these, with the sections of modules of the user's own, which are imported."""
+        """Return the class of these settings with the sections of custom modules, which must be imported."""
         return type(self)
 
 
@@ -73,11 +73,11 @@ WritableLocation = Annotated[str, AfterValidator(lambda text: check_location(tex
 """As `Location`, but only addresses that can be written to."""
 
 SEVERAL_LINES: dict[str, JsonValue] = {"several_lines": True}
-"""`Field(json_schema_extra=SEVERAL_LINES)`: the text may contain tabs and line breaks; other text may not."""
+"""`Field(json_schema_extra=SEVERAL_LINES)`: the setting's text may contain tabs and line breaks."""
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
-    """Whether a type annotation is a config section."""
+    """Return whether a type annotation is a config section."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 

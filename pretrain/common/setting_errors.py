@@ -1,4 +1,4 @@
-"""The words of error messages about settings: what was expected, what was given, which name was meant."""
+"""The wording of error messages about settings: the expected value, the given value, the name that was meant."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 from pretrain.common.sections import Keys, Section, fields_of
 from pretrain.common.wording import did_you_mean, either, nearest
 
-_LONGEST_VALUE = 60  # characters of a value in a message
+_MAX_SHOWN = 60  # characters of a value in a message
 
 _LINES, _SIZE = "expected a section of `key: value` lines", "expected a size such as 50GB"
 _EXPECTED = {
@@ -21,7 +21,7 @@ _EXPECTED = {
     "byte_size": _SIZE,
     "byte_size_unit": _SIZE,
 }
-"""Type of pydantic's error -> its message in the words of YAML."""
+"""Type of a pydantic error -> our message, in terms of YAML."""
 
 _WORDS = {
     "Input should be": "expected",
@@ -29,11 +29,11 @@ _WORDS = {
     "True": "true",
     "False": "false",
 }
-"""Words of pydantic's other messages -> ours."""
+"""Phrases of pydantic's other messages -> ours."""
 
 
 def expected(error: ErrorDetails) -> str:
-    """What pydantic expects in place of a value."""
+    """Return the message about the value that was expected."""
     message = error["msg"]
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
@@ -41,20 +41,20 @@ def expected(error: ErrorDetails) -> str:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of the problems in settings that no file holds, on one line."""
+    """Return the first problem in settings that do not come from a file, on one line."""
     first = error.errors(include_url=False)[0]
     where, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return f"{where}: {reason}" if where else reason
 
 
 def suggest(model: type[Section], path: Keys) -> str:
-    """The setting that an unknown one was probably meant to be: a similar name in the same section, or elsewhere."""
+    """Suggest the setting that was probably meant: a similar name in the same section, or elsewhere."""
     unknown, known = str(path[-1]), fields_of(model)
     above = tuple(0 if isinstance(key, int) else key for key in path[:-1])
     siblings = [str(keys[-1]) for keys in known if keys[:-1] == above]
     if similar := did_you_mean(unknown, siblings):
         return similar
-    # Of sections of which a config has one, such as the tasks, another is no help.
+    # Do not suggest settings of alternative sections, such as another task: a config has only one of them.
     others = {name for name, field in model.model_fields.items() if field.default is None} - {path[0]}
     useful = [keys for keys in known if len(path) == 1 or keys[0] not in others]
     by_last_name = {str(keys[-1]): ".".join(map(str, keys)) for keys in reversed(useful)}
@@ -64,16 +64,16 @@ def suggest(model: type[Section], path: Keys) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in at most `_LONGEST_VALUE` characters of one line."""
+    """Format a value on one line, in at most `_MAX_SHOWN` characters."""
     if value is None:
         return "empty"
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
-    return shortened(repr(value) if not isinstance(value, bool) else str(value).lower(), _LONGEST_VALUE)
+    return shortened(repr(value) if not isinstance(value, bool) else str(value).lower(), _MAX_SHOWN)
 
 
-def shortened(text: str, longest: int) -> str:
-    """`text` cut to `longest` characters, with an ellipsis."""
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+def shortened(text: str, limit: int) -> str:
+    """`text` cut to `limit` characters, with an ellipsis."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

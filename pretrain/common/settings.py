@@ -1,4 +1,4 @@
-"""YAML files and dictionaries read into frozen pydantic models: where in errors, nearest names, overrides by key."""
+"""Reads YAML files and dictionaries into frozen pydantic models. Errors name the file, line and similar settings."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from pydantic_core import ErrorDetails
 from pretrain.common.commands import run_argument
 from pretrain.common.errors import InputError, is_control, of_another_version, printable
 from pretrain.common.examples import config_path
-from pretrain.common.kinds import ask_for_kind
+from pretrain.common.kinds import import_kind
 from pretrain.common.sections import SEVERAL_LINES, Keys, Section, field_at
 from pretrain.common.setting_errors import expected, shortened, shown, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
-_OTHER_KIND = 3  # unknown sections: the config of another kind
+_MIN_UNKNOWN = 3  # unknown sections at which a config counts as one of another kind
 _SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
-_LONGEST_OVERRIDE = 200  # characters of an override in a message
+_MAX_SHOWN = 200  # characters of an override in a message
 
 S = TypeVar("S", bound=Section)
 
 AnyConfig = Path | str | Mapping[str, Any] | Section
-"""A config as it may be given: a YAML file, the name of an example, nested values, or a config object."""
+"""A config: a YAML file, the name of an example, nested values, or a config object."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""Overrides of a config: texts `key.path=value`, or values by key.path."""
+"""Overrides of a config: strings `key.path=value`, or values by key.path."""
 
 
 def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports: bool = False) -> S:
-    """The settings of `config`, with overrides applied.
+    """Load the settings of `config`, with overrides applied.
 
     Values are read as YAML 1.2 (1e-4 is a number, `off` is text) and never converted to another type. List items are
     addressed by index: `phases.0.steps=10`.
 
-    `imports` imports the modules of the user's own that it names (`pretrain.common.extensions`): for the config of a
-    run that is to start, never for one that was recorded.
+    `imports` imports the custom modules that it names (`pretrain.common.extensions`): for the config of a new run,
+    never for a recorded one.
 
     Raises:
         InputError: one line per problem, each with the line of the file or the override that causes it.
@@ -58,24 +58,24 @@ def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports
 
 
 def load_recorded(path: Path, kind: type[S]) -> S:
-    """The settings that a run recorded in `path`. Raises `InputError`, in one line if another version recorded them."""
+    """Load the settings that a run recorded in `path`. Raises `InputError`, with one line if the version differs."""
     return _Document(path, kind, ()).validate(recorded=True)
 
 
 def import_named(settings: Section, folder: Path | None = None, where: Callable[[Keys], str] = lambda _: "") -> None:
-    """Import the modules of the user's own that `settings` name, also from `folder`, and check them.
+    """Import the custom modules that `settings` name, also from `folder`, and check them.
 
-    Raises `InputError` that begins with `where` a setting is, its name and its value.
+    Raises `InputError` whose message starts with `where` the setting is, its name and its value.
     """
     for keys, package, name in settings.own_modules():
         try:
-            ask_for_kind(package, name, folder)
+            import_kind(package, name, folder)
         except InputError as error:
             raise InputError(f"{where(keys)}{'.'.join(map(str, keys))}: {error}") from None
 
 
 def given_values(config: AnyConfig, kind: type[Section], overrides: Overrides) -> dict[str, Any]:
-    """The values of `config` with `overrides` applied, as `load` takes them, but not validated.
+    """Return the values of `config` with `overrides` applied as in `load`, but not validated.
 
     Raises `InputError` if the file cannot be read, or an override cannot be applied.
     """
@@ -83,20 +83,20 @@ def given_values(config: AnyConfig, kind: type[Section], overrides: Overrides) -
 
 
 def as_overrides(overrides: Overrides) -> list[str]:
-    """Overrides as texts `key.path=value`, with values in JSON, which is YAML."""
+    """Return overrides as strings `key.path=value`, with values in JSON, which is YAML."""
     if isinstance(overrides, Mapping):
         return [f"{key}={json.dumps(_plain(value), default=repr)}" for key, value in overrides.items()]
     return [overrides] if isinstance(overrides, str) else list(overrides)
 
 
 def with_start(overrides: Overrides, start_from: Any) -> list[str]:
-    """Overrides as texts, with that of `start_from`, as `run_argument` takes it; None leaves it to the config."""
+    """Return overrides as strings, with `start_from` as `run_argument` takes it; None leaves it to the config."""
     start = {} if start_from is None else {"start_from": run_argument(start_from)}
     return as_overrides(overrides) + as_overrides(start)
 
 
 def _plain(value: Any) -> Any:
-    """A copy with dictionaries, lists and texts for sections, tuples and paths, as YAML has them."""
+    """Return a copy in YAML's types: sections, tuples and paths become dictionaries, lists and strings."""
     if isinstance(value, Section):
         value = value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_values(path: Path | str) -> dict[str, Any]:
-    """The values in the YAML file `path`, read as `load` reads them but not validated; {} if it holds no mapping.
+    """Read the values of the YAML file `path` as `load` does, but do not validate them; {} if it is not a mapping.
 
     Raises `InputError` if the file cannot be read.
     """
@@ -121,7 +121,7 @@ def names(path: Path | str) -> set[str]:
 
 
 def dump(settings: Section, exclude: set[str] | None = None) -> str:
-    """All settings, without the sections in `exclude`, as YAML that `load` reads back to equal settings."""
+    """Format all settings, except the sections in `exclude`, as YAML that `load` reads back to equal settings."""
     values = settings.model_dump(mode="json", exclude=exclude)
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
@@ -129,9 +129,9 @@ def dump(settings: Section, exclude: set[str] | None = None) -> str:
 def differences(
     before: Section | Mapping[str, Any], after: Section | Mapping[str, Any], *, free: Sequence[str]
 ) -> list[str]:
-    """Dotted names, with both values, of the settings that differ and match no pattern of `free`.
+    """List the settings that differ and match no pattern of `free`: dotted name and both values.
 
-    Either may be the values of a section (`model_dump`) that this version does not have as it is.
+    Either side may be plain values (`model_dump`) of a section whose fields this version does not have.
     """
     return [
         f"{name} ({old} -> {new})"
@@ -141,7 +141,7 @@ def differences(
 
 
 def changes(before: Section | Mapping[str, Any], after: Section | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted name -> (value before, value after) of the settings that differ; of sections or their values."""
+    """Dotted name -> (value before, value after) of the settings that differ, in sections or their plain values."""
     values = (one.model_dump() if isinstance(one, Section) else one for one in (before, after))
     old, new = ({".".join(map(str, keys)): value for keys, value in _leaves(one)} for one in values)
     return {
@@ -150,7 +150,7 @@ def changes(before: Section | Mapping[str, Any], after: Section | Mapping[str, A
 
 
 def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """(path, value) of everything below `value` but dictionaries and lists."""
+    """Yield (path, value) of everything below `value` except dictionaries and lists."""
     is_list = isinstance(value, list | tuple)
     if not is_list and not isinstance(value, Mapping):
         yield path, value
@@ -160,38 +160,38 @@ def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 class _Document(Generic[S]):
-    """One YAML file, or given values, with overrides applied; it knows where each value comes from."""
+    """The values of one YAML file or dictionary with overrides applied, and the origin of each."""
 
     def __init__(self, config: AnyConfig, kind: type[S], overrides: Overrides) -> None:
         self.kind = kind
         self.folder: Path | None = None
-        self.origin, given, lines = "config", config, {}
+        self.origin, content, lines = "config", config, {}
         if isinstance(config, Path | str):
             path = config_path(Path(config))
             self.origin, self.folder = str(path), path.parent
-            lines, given = parse(read_text(path), self.origin)
+            lines, content = parse(read_text(path), self.origin)
         elif not isinstance(config, Mapping | Section):
             raise InputError(f"config: is {shown(config)}; expected the path of a YAML file, or settings.")
-        if not isinstance(given, Mapping | Section):
+        if not isinstance(content, Mapping | Section):
             raise InputError(f"{self.origin}: no settings in this file; expected lines of `key: value`.")
-        self.values: dict[str, Any] = _plain(given)
-        self.places = {(): self.origin} | {keys: f"{self.origin}:{line}" for keys, line in lines.items()}
+        self.values: dict[str, Any] = _plain(content)
+        self.origins = {(): self.origin} | {keys: f"{self.origin}:{line}" for keys, line in lines.items()}
         for override in as_overrides(overrides):
             self.override(override)
 
     def override(self, text: str) -> None:
         """Apply the override `key.path=value` to the file's values."""
-        where = f"--set {shortened(printable(text), _LONGEST_OVERRIDE)}"
-        name, equals, written = text.partition("=")
+        where = f"--set {shortened(printable(text), _MAX_SHOWN)}"
+        name, equals, value = text.partition("=")
         keys = self._keys_of(name.strip())
         if not equals or "" in keys:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
-        self._put(keys, _plain(parse(written, where)[1] if written.strip() else ""), where)
-        kept = {path: place for path, place in self.places.items() if path[: len(keys)] != keys}
-        self.places = kept | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in kept}
+        self._put(keys, _plain(parse(value, where)[1] if value.strip() else ""), where)
+        kept = {path: origin for path, origin in self.origins.items() if path[: len(keys)] != keys}
+        self.origins = kept | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in kept}
 
     def _put(self, keys: Keys, value: Any, where: str) -> None:
-        """Set the value at `keys`, and make the sections and lists above it that are missing."""
+        """Set the value at `keys`, and create missing sections and lists above it."""
         container: Any = self.values
         for depth, key in enumerate(keys):
             is_list = isinstance(container, list)
@@ -210,7 +210,7 @@ class _Document(Generic[S]):
             container = container[key]
 
     def _keys_of(self, name: str) -> Keys:
-        """The keys of a setting's dotted name. Names that are not ours, such as those of sources, may contain dots."""
+        """The keys of a setting's dotted name. Names that the user chooses, as for sources, may contain dots."""
         keys, parts = _split_name(name), name.split(".")
         for depth in range(1, len(keys)):
             field = field_at(self.kind, keys[:depth])
@@ -220,35 +220,35 @@ class _Document(Generic[S]):
         return keys
 
     def validate(self, *, recorded: bool = False) -> S:
-        """The validated settings. Raises `InputError` with one line per problem, or one if a run `recorded` them."""
+        """Return the validated settings. Raises `InputError`: one line per problem, or one line if `recorded`."""
         if problems := list(self._control_characters()):
             raise InputError("\n".join(problems))
         try:
             settings = self.kind.model_validate(self.values, strict=True)
         except ValidationError as error:
-            # A list whose items are refused is too short, too.
+            # pydantic also reports a list as too short if its items are invalid.
             problems = [
                 one for one in error.errors(include_url=False) if one["type"] != "too_short" or not one["input"]
             ]
             self._check_kind(problems)
             if recorded and any(one["type"] == "extra_forbidden" for one in problems):
                 raise InputError(of_another_version(self.origin, "Train again.")) from None
-            order = list(self.places)
+            order = list(self.origins)
             problems.sort(key=lambda one: order.index(self._known(one["loc"])))
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
         self._check_secrets()
         return settings
 
     def _check_kind(self, problems: Sequence[ErrorDetails]) -> None:
-        """Raise `InputError` if the settings are those of another kind of config."""
+        """Raise `InputError` if the settings belong to another kind of config."""
         unknown = [str(one["loc"][0]) for one in problems if one["type"] == "extra_forbidden" and len(one["loc"]) == 1]
-        if len(unknown) >= _OTHER_KIND:
+        if len(unknown) >= _MIN_UNKNOWN:
             raise InputError(
                 f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {', '.join(unknown)}."
             )
 
     def _control_characters(self) -> Iterator[str]:
-        """One line for each name and text with control characters, which could break out of a line or quotes."""
+        """Yield a line for each name or string with control characters, which could break out of a line or quotes."""
         for path, value in _leaves(self.values):
             name, field = ".".join(map(str, path)), field_at(self.kind, path)
             allowed = "\t\n" if field is not None and field.json_schema_extra == SEVERAL_LINES else ""
@@ -258,7 +258,7 @@ class _Document(Generic[S]):
                 yield f"{self.where(path)}: {name} is {shown(value)}, which contains {controls}. Remove them."
 
     def _check_secrets(self) -> None:
-        """Refuse texts under the names of secrets, in what a config passes on to other software; ours hold none."""
+        """Refuse strings in settings for other software whose names suggest secrets; our settings contain none."""
         for path, value in _leaves(self.values):
             names = [key for key in path if isinstance(key, str)]
             ours = [field for n in range(len(path)) if (field := field_at(self.kind, path[: n + 1]))]
@@ -271,7 +271,7 @@ class _Document(Generic[S]):
                 )
 
     def explain(self, error: ErrorDetails) -> str:
-        """One line for one problem that pydantic reports."""
+        """Return one line about a problem that pydantic reports."""
         path: Keys = tuple(error["loc"])
         where, name = self.where(path), ".".join(map(str, path))
         if error["type"] == "extra_forbidden":
@@ -281,17 +281,17 @@ class _Document(Generic[S]):
             return f"{where}: {name} is missing. {(field and field.description) or ''}".rstrip()
         if error["type"] == "value_error":
             message = str(error.get("ctx", {})["error"])
-            # The message of a check across settings starts with the name of one of them.
+            # The message of a check of several settings starts with the name of one of them.
             setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
             return f"{self.where(setting)}: {f'{name}: ' if name else ''}{message}"
         return f"{where}: {name} is {shown(error['input'])}; {expected(error)}"
 
     def where(self, path: Keys) -> str:
         """The override that set `path`, or else the file and the line of the innermost section that has one."""
-        return self.places[self._known(path)]
+        return self.origins[self._known(path)]
 
     def _known(self, path: Keys) -> Keys:
-        return next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.places)
+        return next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.origins)
 
 
 def _split_name(name: str) -> Keys:
@@ -300,6 +300,6 @@ def _split_name(name: str) -> Keys:
 
 
 def _controls(text: str, allowed: str = "") -> str:
-    """The control characters in `text` besides the `allowed` ones, as words for a message; "" if there are none."""
+    """Describe the control characters in `text` except the `allowed` ones; "" if there are none."""
     controls = dict.fromkeys(character for character in text if is_control(character) and character not in allowed)
     return f"control characters ({', '.join(map(printable, controls))})" if controls else ""

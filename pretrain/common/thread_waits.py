@@ -1,12 +1,12 @@
 """Makes the threads of CPU kernels sleep instead of spin while other programs compete for the cores.
 
-A kernel of T threads ends when its last thread ends. Until then, and until the next kernel, OpenMP's threads spin,
+A kernel of T threads finishes with its last thread. Until then, and until the next kernel, OpenMP's threads spin,
 because waking a sleeping thread takes longer than most kernels. If another program uses the core of one thread, the
 others spin while they wait for it, and take CPU time that it needs. With twice as many busy threads as cores, training
 slows down to a fifth or less instead of a half. Sleeping threads leave their CPU time to others.
 
 libgomp, the GNU OpenMP that torch is built with, spins only while it has no more threads than cores (GOMP_SPINCOUNT in
-its manual). So a pool of idle threads makes the others sleep, and ending that pool makes them spin again. Results do
+its manual). So a pool of idle threads makes the others sleep, and closing the pool makes them spin again. Results do
 not change, because kernels keep their number of threads.
 """
 
@@ -23,7 +23,7 @@ from pretrain.common.memory import control_groups
 
 POLL_SECONDS = 0.5
 # Share of the time that a runnable thread waits for a core: above the first the cores are contended, below the second
-# they are free. Beside Ray's own processes it is about 0.03 on two cores.
+# they are free. With Ray's processes running, it is about 0.03 on two cores.
 _CONTENDED, _FREE = 0.10, 0.06
 # Consecutive polls with free cores before threads spin again.
 _FREE_POLLS = 4
@@ -81,7 +81,7 @@ def watch(
 
 
 def waited_seconds() -> dict[int, float]:
-    """How long each thread of this process was runnable without a core; empty if the system does not record it."""
+    """Seconds that each thread of this process was runnable without a core; empty if the system does not record it."""
     seconds = {}
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # the thread may have ended
@@ -91,7 +91,7 @@ def waited_seconds() -> dict[int, float]:
 
 @contextlib.contextmanager
 def idle_threads(openmp: ctypes.CDLL) -> Iterator[None]:
-    """More OpenMP threads than cores, all asleep, while entered."""
+    """Keep more OpenMP threads than cores, all asleep, while entered."""
     started, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -115,7 +115,7 @@ def _pool_size() -> int:
 
 
 def may_start(threads: int) -> bool:
-    """Whether `threads` more threads are far below any limit; libgomp exits the process if it cannot create one."""
+    """Return whether `threads` more are far below any limit; libgomp exits the process if it cannot create a thread."""
     space, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
     if space != resource.RLIM_INFINITY or (processes != resource.RLIM_INFINITY and processes < _FEW_PROCESSES):
         return False

@@ -1,4 +1,4 @@
-"""Copies between the host and its device for which the host does not wait."""
+"""Asynchronous copies between host and device."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ K = TypeVar("K")
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`, copied without waiting for the work queued there."""
+    """Copy a host tensor to `device` without waiting for the work queued there."""
     if device.type != "cuda":
         return host.to(device)
     pinned = host if host.is_pinned() else host.pin_memory()
@@ -20,13 +20,13 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A copy of a tensor in host memory, which may not be there yet."""
+    """A copy of a tensor to host memory that may not be finished."""
 
     _values: Tensor
-    _arrived: torch.cuda.Event | None  # None if it is there
+    _arrived: torch.cuda.Event | None  # None if the copy is finished
 
     def wait(self) -> Tensor:
-        """The copy, when it is there."""
+        """Wait for the copy, and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values
@@ -36,18 +36,18 @@ def to_host(values: Tensor) -> PendingCopy:
     """Copy `values` to the host when the work queued on their device is done."""
     if values.is_cpu:
         return PendingCopy(values, None)
-    there = values.to("cpu", non_blocking=True)  # into pinned memory
-    arrived = torch.cuda.Event(blocking=True)  # the thread that waits sleeps
+    copy = values.to("cpu", non_blocking=True)  # into pinned memory
+    arrived = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
     arrived.record()
-    return PendingCopy(there, arrived)
+    return PendingCopy(copy, arrived)
 
 
 def arrivals(copies: Iterable[tuple[K, PendingCopy]]) -> Iterator[tuple[K, Tensor]]:
-    """Each copy with its key, waited for when the next one has been launched: so the device always has work."""
-    before: tuple[K, PendingCopy] | None = None
+    """Yield each copy with its key; wait for it after the next one is launched, so that the device always has work."""
+    previous: tuple[K, PendingCopy] | None = None
     for one in copies:
-        if before is not None:
-            yield before[0], before[1].wait()
-        before = one
-    if before is not None:
-        yield before[0], before[1].wait()
+        if previous is not None:
+            yield previous[0], previous[1].wait()
+        previous = one
+    if previous is not None:
+        yield previous[0], previous[1].wait()

@@ -1,4 +1,4 @@
-"""Counts, scores and times as people read them."""
+"""Formats counts, scores and times for people, and prints to terminals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number and its noun: "1 column", "2,000 columns". `plural` is for nouns that take more than an s."""
+    """Format a number and its noun: "1 column", "2,000 columns". `plural` is for irregular plurals."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
@@ -28,12 +28,12 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def either(names: Sequence[str]) -> str:
-    """a, b or c."""
+    """Join names as "a, b or c"."""
     return " or ".join(names).replace(" or ", ", ", max(len(names) - 2, 0))
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The shortest names that begin with `name`, three at most, or else the most similar one, with difflib's cutoff."""
+    """The shortest names that start with `name`, three at most, or else the most similar one, with difflib's cutoff."""
     known = list(names)
     longer = sorted((one for one in known if one.startswith(name)), key=len) if name.strip("-") else []
     shortest = [one for number, one in enumerate(longer) if not one.startswith(tuple(longer[:number]))]
@@ -41,16 +41,16 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 
 def score_title(name: str, positive: str) -> str:
-    """The name of a score for people: beside f1 of two classes stands the `positive` one, "f1 (fraud)"."""
+    """The displayed name of a score: for f1 of two classes with the `positive` class, "f1 (fraud)"."""
     return f"{name} ({positive})" if positive and name in ("f1", "accuracy_and_f1") else name
 
 
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:
-    """The scores of a set without repetition: of single labels, micro F1 is the accuracy.
+    """Drop a duplicate score: with single labels, micro F1 equals accuracy.
 
     Args:
         scores: score -> value.
-        metric: the main one; it stays.
+        metric: the main score, which is kept.
     """
     accuracy, micro_f1 = scores.get("accuracy"), scores.get("micro_f1")
     if accuracy is None or micro_f1 is None or not math.isclose(accuracy, micro_f1):
@@ -60,7 +60,7 @@ def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[
 
 
 def clock(seconds: float) -> str:
-    """0:07, 12:31, 3:02:05, 4 d 03:00."""
+    """Format a duration: 0:07, 12:31, 3:02:05, 4 d 03:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -70,7 +70,7 @@ def clock(seconds: float) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """`text`, of which a terminal gets lines that fit, wrapped at words and below their last column; a file all."""
+    """Wrap `text` at words to the width of the terminal, indented to the last column; unchanged if not a terminal."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -84,14 +84,14 @@ def for_terminal(text: str) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal, or 200 characters wide into a file."""
+    """Print a table as wide as the terminal, or 200 characters wide to a file."""
     from rich.console import Console
 
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def make_console(*, stderr: bool = False, **options: Any) -> Console:
-    """Where progress is shown: without control codes if that is no terminal, as in a notebook; `options` are rich's."""
+    """Create the console for progress, without control codes outside a terminal; `options` are rich's."""
     from rich.console import Console
 
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()  # notebooks set FORCE_COLOR, which rich would obey

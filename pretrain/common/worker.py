@@ -19,8 +19,8 @@ from pretrain.common.interrupts import Interrupts
 
 # In the run folder: the run saves a checkpoint and finishes.
 STOP_FILE = "stop"
-# The folder of a scheduler's job, if it started this process: `started` is as old as the job, and STOP_FILE there asks
-# whatever the job runs to stop.
+# The folder of the scheduler's job that started this process, if any: `started` is as old as the job, and STOP_FILE
+# there requests a stop of everything that the job runs.
 JOB_VARIABLE = "BERTRAIN_JOB"
 # Files in the run's logs. hang.json: a hang that a watchdog detected, read by the driver that restarts the workers.
 HANG_FILE = "hang.json"
@@ -29,7 +29,7 @@ WAITING_FILE = "waiting.json"
 
 _OWNER = "for "
 _OWNER_BYTES = 200
-# What each of torchrun's processes has, and what it needs if it is not the only one: its GPU and threads go by it.
+# Variables that torchrun always sets, and variables that several processes need to choose their GPUs and threads.
 _TORCHRUN, _LOCAL = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The modification time that `Flag.set` gives a file, in nanoseconds (in 2001). Touching the file changes it.
 _SET_AT = 10**18
@@ -37,7 +37,7 @@ _SET_AT = 10**18
 
 @dataclass(frozen=True)
 class Flag:
-    """A file that requests the processes of one attempt to save a checkpoint and exit.
+    """A file that asks the processes of one attempt to save a checkpoint and exit.
 
     Shared storage may show a file for a minute after its removal, and a process of an earlier attempt may write one
     late. So a file counts only if it belongs to this attempt.
@@ -54,7 +54,7 @@ class Flag:
     since: int | None = 0
 
     def is_set(self) -> bool:
-        """Whether the file exists and belongs to this attempt. Without a file this costs one stat."""
+        """Return whether the file exists and belongs to this attempt. Without a file this costs one stat."""
         try:
             self.path.stat()
             # A network file system answers stat from a cache; opening the file asks the server.
@@ -73,28 +73,28 @@ class Flag:
 
     def set(self) -> None:
         """Write the file. It is renamed into place, which replaces a link of that name instead of following it."""
-        aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
+        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            aside.touch()
+            temporary.touch()
             try:
-                aside.write_text(f"{_OWNER}{self.owner}\n", encoding="utf-8")
+                temporary.write_text(f"{_OWNER}{self.owner}\n", encoding="utf-8")
             except OSError:  # disk full: the file stays empty, which counts as touched
                 if self.since is None:
                     raise
             else:
                 with contextlib.suppress(OSError):  # storage without modification times: the file counts as touched
-                    os.utime(aside, ns=(_SET_AT, _SET_AT))
-            aside.replace(self.path)
+                    os.utime(temporary, ns=(_SET_AT, _SET_AT))
+            temporary.replace(self.path)
         finally:
             with contextlib.suppress(OSError):
-                aside.unlink()
+                temporary.unlink()
 
 
 def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
-    """Make the run folder and remove an earlier stop file. The time from which a stop file counts, in nanoseconds.
+    """Create the run folder, remove an earlier stop file, and return the time in ns from which a stop file counts.
 
-    That is now, or the start of the scheduler's job: a request may come while it starts. The clock is the one that
-    stamps the folder's files: a network file system has its own.
+    That is now, or the start of the scheduler's job: a request may come while the job starts. The clock is the file
+    system's, which differs from this machine's on a network file system.
     """
     with disk_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -109,20 +109,20 @@ def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
             return os.fstat(file.fileno()).st_mtime_ns
 
 
-# That may request a stop.
+# All signals that may request a stop.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that request a stop: a closed terminal's, too, unless it is ignored, as under nohup."""
+    """The signals that request a stop, including SIGHUP of a closed terminal unless it is ignored, as under nohup."""
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 def torchrun_place() -> tuple[int, int] | None:
-    """(rank, number of processes) if torchrun started this process, or a program that sets RANK as it does; else None.
+    """Return (rank, world size) if torchrun, or a program that sets RANK as it does, started this process; else None.
 
-    Raises `InputError` if RANK is set, but the processes could not meet.
+    Raises `InputError` if RANK is set, but the variables do not suffice for the processes to connect.
     """
     values = os.environ
     if "RANK" not in values:
@@ -130,26 +130,26 @@ def torchrun_place() -> tuple[int, int] | None:
     needed = _TORCHRUN if values.get("WORLD_SIZE") == "1" else (*_TORCHRUN, *_LOCAL)
     advice = "Start the processes with torchrun, or unset RANK."
     if missing := [name for name in needed if not values.get(name)]:
-        alone = " With one process a machine they are 0 and 1." if missing[0] in _LOCAL else ""
-        raise InputError(f"RANK is {values['RANK']!r} in the environment, but {missing[0]} is not set. {advice}{alone}")
-    for one, all_of_them in (_TORCHRUN[:2], _LOCAL):
-        rank, size = values.get(one) or "0", values.get(all_of_them) or "1"
+        hint = " With one process per machine they are 0 and 1." if missing[0] in _LOCAL else ""
+        raise InputError(f"RANK is {values['RANK']!r} in the environment, but {missing[0]} is not set. {advice}{hint}")
+    for rank_name, size_name in (_TORCHRUN[:2], _LOCAL):
+        rank, size = values.get(rank_name) or "0", values.get(size_name) or "1"
         if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
             raise InputError(
-                f"{one} is {rank!r} and {all_of_them} {size!r} in the environment: no rank of so many. {advice}"
+                f"{rank_name} is {rank!r} and {size_name} {size!r} in the environment: not a valid rank. {advice}"
             )
     return int(values["RANK"]), int(values["WORLD_SIZE"])
 
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What every worker of a run is asked to train; it travels as JSON.
+    """The training job that every worker of a run receives, as JSON.
 
     Attributes:
         config: the run's settings, as `model_dump(mode="json")`.
-        resume: go on from the newest checkpoint, if there is one.
-        events: what happened before this start; the run records it first.
-        callbacks: functions and objects that are told what the run does; text where they travel.
+        resume: continue from the latest checkpoint, if there is one.
+        events: events from before this start, which the run records first.
+        callbacks: functions and objects that the run calls; serialized as text.
     """
 
     config: dict[str, Any]
@@ -178,9 +178,9 @@ class Worker:
         self.interrupts = Interrupts(self.stop_requested)
 
     def stop_requested(self) -> bool:
-        """Whether this process received one of the `stop_signals`, or a flag is set. Costs one stat per flag.
+        """Return whether this process received one of the `stop_signals`, or a flag is set. Costs one stat per flag.
 
-        Only the first process of a machine looks at the flags; the others would ask the same storage once more.
+        Only the first process of a machine checks the flags; the others would query the same storage again.
         """
         return self._signaled.is_set() or (self.local_rank == 0 and any(flag.is_set() for flag in self.flags))
 
@@ -189,7 +189,7 @@ class Worker:
         self.flags = (Flag(run_dir / STOP_FILE, since=clear_stop(run_dir, remove=self.rank == 0)),)
 
     def listen(self) -> None:
-        """Treat the `stop_signals` as stop requests; a second SIGINT ends the process immediately.
+        """Treat the `stop_signals` as stop requests; a second SIGINT kills the process immediately.
 
         Only the main thread can set signal handlers; in other threads this does nothing.
         """

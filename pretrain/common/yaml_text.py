@@ -1,4 +1,4 @@
-"""YAML 1.2 text to values and back, with the line of every value."""
+"""Parses YAML 1.2 into values with their lines, and writes it."""
 
 import re
 import typing
@@ -12,14 +12,14 @@ from pretrain.common.errors import InputError, printable
 from pretrain.common.sections import Keys
 from pretrain.common.setting_errors import shown
 
-_MOST_BYTES = 1 << 20  # of a config, far above the settings of any run
+_MAX_BYTES = 1 << 20  # of a config, far above the settings of any run
 
 
 def read_text(path: Path) -> str:
     """The text of a YAML file. Raises `InputError` if it cannot be read, is too large or is not UTF-8."""
     try:
-        if path.stat().st_size > _MOST_BYTES:  # such as a text to train on, given by mistake
-            raise InputError(f"{path}: more than {_MOST_BYTES >> 20} MiB. Give a YAML file with settings.")
+        if path.stat().st_size > _MAX_BYTES:  # such as a training file, passed by mistake
+            raise InputError(f"{path}: more than {_MAX_BYTES >> 20} MiB. Give a YAML file with settings.")
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
@@ -30,11 +30,11 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> tuple[dict[Keys, int], Any]:
-    """The 1-based lines of all items, by their keys in the order of the file, and the values of one YAML text.
+    """Parse one YAML document. Returns the 1-based lines of all items, by keys in file order, and the values.
 
     Args:
         text: the YAML.
-        where: its file, or the override `--set ...` that it comes from; starts the error message.
+        where: its file, or the override `--set ...`; starts the error message.
 
     Raises:
         InputError: the text is not valid YAML; the message has the line.
@@ -87,12 +87,12 @@ class _Loader(yaml.SafeLoader):
             raise _problem(f"{shown(node.value)} is not of type {kind}", node.start_mark) from None
 
     def construct_text(self, node: yaml.ScalarNode) -> str:
-        """Text. JSON writes a character beyond 16 bits as two escapes; they are joined to one character."""
+        """Return a string. JSON writes a character beyond 16 bits as two escapes; they are joined to one character."""
         return node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
-        """A whole number, decimal or hexadecimal. PyYAML would read a leading 0 as octal."""
-        if len(node.value) <= _MOST_DIGITS:
+        """Return a whole number, decimal or hexadecimal. PyYAML would read a leading 0 as octal."""
+        if len(node.value) <= _MAX_DIGITS:
             number = int(node.value, 16 if "x" in node.value else 10)
             if -(2**63) <= number < 2**63:
                 return number
@@ -131,6 +131,6 @@ _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
 for _tag, _pattern, _first in _SCALARS:
     for _class in (_Loader, Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
-_MOST_DIGITS = 100  # of a whole number; Python itself refuses to read 5,000
+_MAX_DIGITS = 100  # of a whole number; Python itself refuses to read 5,000
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)

@@ -55,7 +55,7 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     if is_streamed(corpus):
         objects = ObjectStore()
         skipped = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES)
-        folders.fetch(corpus.dir, objects, but=skipped, at_once=_SMALL_FETCHES, advice=advice)
+        folders.fetch(corpus.dir, objects, exclude=skipped, at_once=_SMALL_FETCHES, advice=advice)
         folders.fetch_files(join(corpus.dir, COUNTS), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
         with folders.alone(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:
@@ -129,7 +129,7 @@ def _views(
 def fetch_without_tokens(corpus: CorpusConfig, *, again: bool = False) -> Path:
     """As `fetch_corpus`, but fetch only the tokenizer and the card, if the corpus is not here yet or with `again`."""
     if is_remote(corpus.dir) and (again or not (corpus.folder / MANIFEST).is_file()):
-        folders.fetch(corpus.dir, but=("*.npy", *_SIGNATURES))
+        folders.fetch(corpus.dir, exclude=("*.npy", *_SIGNATURES))
     return corpus.folder
 
 
@@ -161,7 +161,7 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
     theirs = folders.read_stored_manifest(corpus.dir, ObjectStore())
     if theirs is not None and not _has_all(corpus.folder, theirs):
         _remove_other(corpus.folder, theirs)
-        folders.fetch(corpus.dir, but=("*.npy",))
+        folders.fetch(corpus.dir, exclude=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
             file.write(theirs)
     try:

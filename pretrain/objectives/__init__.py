@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 
-from pretrain.common.extensions import Contract, asked_modules
+from pretrain.common.extensions import Contract, imported_modules
 from pretrain.common.kinds import load_kind
 from pretrain.common.records import Metric
 from pretrain.config import ModelConfig, PretrainConfig
@@ -41,7 +41,7 @@ def objective_of(config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfi
 
 def objective_metrics() -> Mapping[str, Metric]:
     """Return the metrics of all objectives, by name."""
-    imported = {name: module.OBJECTIVE for name, module in asked_modules().items() if hasattr(module, "OBJECTIVE")}
+    imported = {name: module.OBJECTIVE for name, module in imported_modules().items() if hasattr(module, "OBJECTIVE")}
     classes = (MaskedTokens, *map(_load, REGISTRY), *{**imported, **_custom}.values())
     return {name: metric for one in classes for name, metric in one.metrics.items()}
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import ask_for, own
+from pretrain.common.extensions import import_modules, own
 from pretrain.common.records import event_of
 from pretrain.config.run import callback_options
 
@@ -81,7 +81,7 @@ def _packed(callback: Any) -> str:
     if module.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
         module = ""
     else:  # it may be in the program's folder, where workers do not look
-        ask_for([module], Path(sys.path[0]))
+        import_modules([module], Path(sys.path[0]))
     try:
         return f"{module} {base64.b64encode(cloudpickle.dumps(callback)).decode()}"
     except Exception as error:

@@ -1,8 +1,7 @@
-"""Whole folders of an object store, fetched to their local folders once per machine, and stored from there.
+"""Fetches folders of an object store to local folders, once per machine, and stores local folders there.
 
-A folder with a manifest is stored with the manifest last and fetched with the manifest last, so on both sides a
-manifest means that everything in it is there. No listing is needed for such a folder. Files without a manifest, such as
-raw text, are found by listing.
+The manifest of a folder is stored and fetched last, so on both sides a manifest means that all its files exist. No
+listing is needed for such a folder. Files without a manifest, such as raw text, are found by listing.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from pretrain.common.files import (
 from pretrain.common.wording import make_console
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
-AT_ONCE = 4  # files on their way
-_STORED = ".stored"  # in a folder that is being stored: what is at the address already, a line each
-_SAME_TIME_SECONDS = 0.01  # what a file system may round
-_PATTERN = frozenset("*?[")
+AT_ONCE = 4  # concurrent transfers
+_STORED = ".stored"  # in a folder that is being stored: lists the files already at the address, one per line
+_TIME_TOLERANCE_SECONDS = 0.01  # since file systems round times
+_WILDCARDS = frozenset("*?[")
 
 logger = logging.getLogger(__name__)
 
@@ -48,28 +47,27 @@ def fetch(
     objects: ObjectStore | None = None,
     *,
     folder: Path | None = None,
-    but: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     trusted: bool = True,
     at_once: int = 0,
     hashed: bool = False,
     advice: str = "Check the address.",
 ) -> Path:
-    """Bring the folder with a manifest at `address` to this machine, to `folder` or else its local one; returns that.
+    """Fetch the folder with a manifest at `address` to `folder`, by default its local folder; returns that folder.
 
-    One process per machine fetches; others that ask meanwhile wait. What is already here is kept, so a fetch that was
-    cut goes on.
+    One process per machine fetches; other callers wait. Intact local files are kept, so an interrupted fetch continues.
 
     Args:
-        objects: where the address is.
-        but: files whose names match one of these patterns are left out, and then no manifest is written.
-        at_once: files on their way; by default few, since they are large.
-        trusted: files under the same manifest are compared by size, otherwise by SHA-256.
-        hashed: the files have their `hashed_name` there.
-        advice: what to do if there is no manifest.
+        objects: the object store of the address.
+        exclude: patterns of file names to leave out; if there are any, no manifest is written.
+        at_once: number of concurrent transfers; the default suits large files.
+        trusted: compare files under the same manifest by size, not by SHA-256.
+        hashed: the files are stored under their `hashed_name`.
+        advice: the end of the error if there is no manifest.
 
     Raises:
         InputError: there is no manifest, or it is damaged.
-        MachineError: the disk is full, or a file is not what the manifest says.
+        MachineError: the disk is full, or a file does not match the manifest.
     """
     objects, folder = objects or ObjectStore(), folder or local(address)
     content = objects.read(join(address, MANIFEST))
@@ -79,7 +77,7 @@ def fetch(
     files = {
         name: entry
         for name, entry in manifest["files"].items()
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in but)
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in exclude)
     }
     with alone(folder):
         same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
@@ -97,7 +95,7 @@ def fetch(
             objects.download(join(address, source), folder / name, *expected[name])
 
         for_all(download, missing, at_once)
-        if not but:
+        if not exclude:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
     logger.info("fetched %d files of %s", len(missing), address)
@@ -105,12 +103,12 @@ def fetch(
 
 
 def read_stored_manifest(address: str, objects: ObjectStore) -> bytes | None:
-    """The manifest at `address` as it is stored; None if there is none."""
+    """Return the content of the manifest at `address`; None if there is none."""
     return objects.read(join(address, MANIFEST))
 
 
 def hashed_name(name: str, entry: Mapping[str, Any]) -> str:
-    """The name at an address of a file with this entry in its manifest, which ends with its SHA-256."""
+    """Return the name under which a file with this manifest entry is stored: `name` and its SHA-256."""
     return f"{name}.{entry['sha256'][:16]}"
 
 
@@ -123,32 +121,32 @@ def store(
     hashed: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Store the folder with a manifest at `address`, the manifest last; files that are there already are kept.
+    """Store the folder with a manifest at `address`, the manifest last; files already stored are kept.
 
-    An interrupted call continues where it stopped. New files come first, and those that were lost there. Before others
-    are replaced, the manifest that is there is deleted; if they are all among `replaced`, it only stops naming them, so
-    that the rest can be fetched. At the end, files of an earlier manifest that this one has not are deleted. `check` is
-    called before the manifest is written; `hashed` is as for `fetch`.
+    An interrupted call continues where it stopped. New files and files missing at the address are stored first. Before
+    changed files are replaced, the stored manifest is deleted; if all of them are among `replaced`, they are only
+    removed from it, so that the rest can be fetched. Finally, files listed only by an earlier manifest are deleted.
+    `check` is called before the manifest is written; `hashed` is as for `fetch`.
 
-    Returns the files that were lost there.
+    Returns the files that were missing at the address although its manifest listed them.
 
-    Raises `MachineError` if a file was lost there and is not here, or damaged.
+    Raises `MachineError` if a file is missing there, and missing or damaged here.
     """
     objects, entries = objects or ObjectStore(), read_manifest(folder)["files"]
-    content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
-    before, there = files_of(theirs), objects.listing(address)
+    content, stored_content = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
+    before, listed = files_of(stored_content), objects.listing(address)
     names = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}
-    lost = {name for name in names if getattr(there.get(names[name]), "bytes", None) != entries[name]["bytes"]}
-    if theirs == content and not lost:
+    missing = {name for name in names if getattr(listed.get(names[name]), "bytes", None) != entries[name]["bytes"]}
+    if stored_content == content and not missing:
         return []
-    others = [name for name, entry in entries.items() if before.get(name, entry) != entry]
+    changed = [name for name, entry in entries.items() if before.get(name, entry) != entry]
     journal = folder / _STORED
     journal.touch()
     stored = set(journal.read_text(encoding="utf-8").splitlines(keepends=True))
 
     def put(name: str) -> None:
         line = _stored_line(join(address, names[name]), entries[name]["sha256"])
-        if name in lost or line not in stored:
+        if name in missing or line not in stored:
             if not is_as_listed(folder / name, entries[name], content=name in before):
                 raise MachineError(
                     f"{join(address, name)}: is missing or has another size there, and is not here, or damaged. "
@@ -158,21 +156,21 @@ def store(
             with contextlib.suppress(OSError), journal.open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    for_all(put, [name for name in names if name not in before or (name in lost and name not in others)])
-    if theirs is not None and others:
-        if set(others) <= set(replaced):
-            rest = {**json.loads(theirs), "files": {n: e for n, e in before.items() if n not in others}}
+    for_all(put, [name for name in names if name not in before or (name in missing and name not in changed)])
+    if stored_content is not None and changed:
+        if set(changed) <= set(replaced):
+            rest = {**json.loads(stored_content), "files": {n: e for n, e in before.items() if n not in changed}}
             objects.write(join(address, MANIFEST), signed(rest))
         else:
             objects.delete(join(address, MANIFEST))
-    for_all(put, others)
+    for_all(put, changed)
     check()
-    if theirs != content:
+    if stored_content != content:
         objects.write(join(address, MANIFEST), content)
     journal.unlink(missing_ok=True)  # another process may have stored it, too
     for name in before.keys() - names.keys():
         objects.delete(join(address, name))
-    return sorted(lost & before.keys())
+    return sorted(missing & before.keys())
 
 
 @contextlib.contextmanager
@@ -184,10 +182,10 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
-    """Bring the files at `address` to this machine: one file, all below a folder, or those that match a pattern.
+    """Fetch the files at `address`: one file, all files below a folder, or all that match a pattern.
 
-    Returns their local paths, sorted; [] if there are none. They have the times of the objects, and are fetched again
-    if those have changed.
+    Returns their local paths, sorted; [] if there are none. They get the modification times of the objects, and are
+    fetched again if an object has changed.
     """
     objects = objects or ObjectStore()
     return fetch_found(address, find(address, objects), objects)
@@ -196,7 +194,7 @@ def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
 def fetch_found(
     address: str, found: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
 ) -> list[Path]:
-    """As `fetch_files`, for objects that `find` found; with a bar if `shown`."""
+    """Fetch the objects that `find` found, as `fetch_files` does; with a progress bar if `shown`."""
     root = local(root_of(address))
     with alone(root):
         missing = [name for name, facts in found.items() if not _is_current(local(name), facts)]
@@ -209,7 +207,7 @@ def fetch_found(
 
 @contextlib.contextmanager
 def _bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar over `total` bytes on stderr, if there are any; yields what to call with the bytes done."""
+    """Show a progress bar over `total` bytes, if any, on stderr; yields the function that advances it."""
     if not total:
         yield lambda _: None
         return
@@ -222,9 +220,9 @@ def _bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
 
 
 def find(address: str, objects: ObjectStore | None = None) -> dict[str, ListedObject]:
-    """The objects that `fetch_files` would bring, by their addresses; no object is read."""
+    """Return the objects that `fetch_files` would fetch, by address; no object is read."""
     objects = objects or ObjectStore()
-    if not _PATTERN & set(address) and (facts := objects.facts(address)) is not None:
+    if not _WILDCARDS & set(address) and (facts := objects.facts(address)) is not None:
         return {address: facts}
     root = root_of(address)
     found = {join(root, name): facts for name, facts in sorted(objects.listing(root).items())}
@@ -233,14 +231,14 @@ def find(address: str, objects: ObjectStore | None = None) -> dict[str, ListedOb
 
 
 def root_of(address: str) -> str:
-    """The folder to list: what comes before the first part with a pattern."""
+    """Return the folder to list: the address up to the first part with a wildcard."""
     parts = address.rstrip("/").split("/")
-    first = next((number for number, part in enumerate(parts) if _PATTERN & set(part)), len(parts))
+    first = next((number for number, part in enumerate(parts) if _WILDCARDS & set(part)), len(parts))
     return "/".join(parts[:first])
 
 
 def matches(name: str, pattern: str) -> bool:
-    """As glob: `**` is any number of folders, and other patterns match within one, also `a**`."""
+    """Match as glob does: `**` is any number of folders; other wildcards, also in `a**`, match within one folder."""
     from fsspec.utils import glob_translate
 
     pattern = re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern)
@@ -248,11 +246,11 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _is_current(path: Path, facts: ListedObject) -> bool:
-    """Whether the local file was fetched from the object as it is now."""
+    """Return whether the local file was fetched from the current version of the object."""
     if not path.is_file():
         return False
     stat = path.stat()
-    return stat.st_size == facts.bytes and abs(stat.st_mtime - facts.modified) < _SAME_TIME_SECONDS
+    return stat.st_size == facts.bytes and abs(stat.st_mtime - facts.modified) < _TIME_TOLERANCE_SECONDS
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -274,14 +272,14 @@ def files_of(manifest: bytes | None) -> dict[str, Any]:
 
 
 def for_all(work: Callable[[str], object], names: Iterable[str], at_once: int = 0) -> None:
-    """`work` on all names, a few at once; the first error ends it."""
+    """Call `work` with each name in a few threads; the first error is raised."""
     with ThreadPoolExecutor(at_once or AT_ONCE, thread_name_prefix="objects") as pool:
         for _ in pool.map(work, names):
             pass
 
 
 def note_stored(folder: Path, address: str, hashes: Mapping[str, str]) -> None:
-    """Let the `store` that comes know files that are at the address already, by their SHA-256."""
+    """Record for the next `store` which files are already at the address, by their SHA-256."""
     with (folder / _STORED).open("a", encoding="utf-8") as file:
         file.writelines(_stored_line(join(address, name), sha256) for name, sha256 in hashes.items())
 

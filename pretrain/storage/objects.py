@@ -1,8 +1,8 @@
-"""Single objects of an object store: read, written, uploaded, downloaded, listed, deleted, with bounded retries.
+"""Reads, writes, uploads, downloads, lists and deletes single objects of an object store, with bounded retries.
 
-fsspec's file systems retry single requests a few times. Here the whole operation is retried after that, with waits
-that grow exponentially and vary at random, until a total time is over. What no retry can change, such as wrong
-credentials or a missing bucket, is an `InputError` at once.
+fsspec's file systems retry single requests a few times. Here the whole operation is retried after that, with
+exponential backoff and jitter, until a total time is over. Permanent failures, such as wrong credentials or a missing
+bucket, immediately raise `InputError`.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from pretrain.common.files import disk_errors, fsync_folder, sha256_file
 from pretrain.common.packages import install_command
 
 RETRY_SECONDS = 300.0
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 20.0
-CHUNK_BYTES = 16 << 20  # of a download; what is lost if the connection is cut
-# What to install for a scheme, and the variables or command that its credentials come from.
+_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 20.0
+CHUNK_BYTES = 16 << 20  # of a download; at most this much is lost if the connection is cut
+# The package to install for a scheme, and the variables or command that provide its credentials.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or the role of the machine",
@@ -41,25 +41,24 @@ _CREDENTIALS = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
     "hf": "HF_TOKEN or `hf auth login`",
 }
-# A listing that fsspec keeps would hide what other machines write.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}},
 }
-S3_PART_BYTES, _S3_MOST_PARTS = 16 << 20, 10_000
+S3_PART_BYTES, _S3_MAX_PARTS = 16 << 20, 10_000
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
 _NO_CREDENTIALS |= {"ProfileNotFound", "ClientAuthenticationError", "DefaultCredentialsError", "RefreshError"}
-_REFUSED_STATUS, _RETRIED_STATUS = (401, 403), (408, 425, 429)  # of 4xx
+_REFUSED_STATUS, _RETRIED_STATUS = (401, 403), (408, 425, 429)  # HTTP 4xx
 _NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSuchBucket|Invalid bucket", re.IGNORECASE)
-# Errors of the Hub's client, and what is said of them. Its answer for a missing repository is that for a private one.
+# Errors of the Hub's client, and our messages. The Hub answers alike for missing and private repositories.
 _LOG_IN = "accept its terms at {page}, if it has any, and set HF_TOKEN or run `hf auth login`."
 _HUB_ERRORS = {
     "GatedRepoError": f"gated or private; {_LOG_IN}",
     "HfUriError": "not an address of the Hub. Give one such as hf://owner/name or hf://owner/name@revision/folder.",
-    "RevisionNotFoundError": "the repository has no such revision. Check what follows the @.",
+    "RevisionNotFoundError": "the repository has no such revision. Check the part after the @.",
     "RepositoryNotFoundError": f"the Hub has no such repository, or it is private. Check its name; {_LOG_IN}",
 }
 _OURS = ("pretrain", "finetune", "cluster")
-_INSTALLED = {"site-packages", "dist-packages"}  # folders of libraries
+_INSTALLED = {"site-packages", "dist-packages"}  # folders of installed libraries
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
 _MISCONFIGURED = {"SSLCertVerificationError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
 
@@ -72,7 +71,7 @@ class AccessError(InputError):
 
 
 class ContentError(MachineError):
-    """An object's content is not what the manifest or the listing says."""
+    """An object's content does not match the manifest or the listing."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,15 @@ class ListedObject:
 
     bytes: int
     tag: str
-    modified: float  # seconds since the epoch; where the store tells none, a number that changes with the tag
+    modified: float  # seconds since the epoch; if the store provides no times, a number that changes with the tag
 
 
 class ObjectStore:
     """Objects by address.
 
     Args:
-        retry_seconds: how long an operation that fails is tried again, by default `RETRY_SECONDS`; the first attempt
-            does not count.
+        retry_seconds: how long to retry a failing operation, by default `RETRY_SECONDS`, not counting the first
+            attempt.
 
     Its methods raise `AccessError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
@@ -99,16 +98,16 @@ class ObjectStore:
         self._retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
 
     def read(self, address: str) -> bytes | None:
-        """The content of a small object; None if there is none."""
+        """Read a small object; None if it does not exist."""
         return self._found(address, "read", lambda: _system(address).cat_file(_name(address)), None)
 
     def read_range(self, address: str, begin: int, end: int) -> bytes:
-        """The bytes from `begin` to before `end` of an object."""
+        """Read the bytes [`begin`, `end`) of an object."""
 
         def work() -> bytes:
             chunk = _system(address).cat_file(_name(address), start=begin, end=end)
             if len(chunk) != end - begin:
-                raise OSError(f"{len(chunk)} bytes came, not {end - begin}")
+                raise OSError(f"{len(chunk)} bytes received instead of {end - begin}")
             return chunk
 
         return self._retried(address, "read", work)
@@ -118,36 +117,36 @@ class ObjectStore:
         self._retried(address, "written", lambda: _system(address).pipe_file(_name(address), content))
 
     def create(self, address: str, content: bytes) -> bool:
-        """Write a small object where there is none, by a conditional write; whether the object has this content now."""
+        """Write a small object unless it exists, by a conditional write; return whether it now has this content."""
 
         def work() -> bool:
             try:
                 _system(address).pipe_file(_name(address), content, mode="create")
-            except Exception:  # each library has its own for an object that exists
+            except Exception:  # each library raises a different exception for an existing object
                 with contextlib.suppress(FileNotFoundError):
-                    return _system(address).cat_file(_name(address)) == content  # its answer may have been lost
+                    return _system(address).cat_file(_name(address)) == content  # the response may have been lost
                 raise
             return True
 
         return self._retried(address, "written", work)
 
     def overwrites(self, address: str, content: bytes) -> bool:
-        """Whether `create` of the object at `address`, which has this content, replaces it; it has the same then."""
+        """Return whether the store lets `create` replace the object at `address`; `content` is its current content."""
         try:
             _system(address).pipe_file(_name(address), content, mode="create")
-        except Exception:  # refused, as it must be, or the network failed
+        except Exception:  # refused, as it should be, or the network failed
             return False
         return True
 
     def upload(self, path: Path, address: str) -> None:
-        """Store the file `path` at `address`, in parts if it is large. The size there is compared afterward."""
+        """Store the file `path` at `address`, in parts if it is large, and check the stored size."""
         size = path.stat().st_size
 
         def work() -> None:
             _system(address).put_file(str(path), _name(address), **_parts(address, size))
             stored = self._facts(address).bytes
             if stored != size:
-                raise OSError(f"{stored} bytes were stored, not {size}")
+                raise OSError(f"{stored} bytes were stored instead of {size}")
 
         self._retried(address, "stored", work)
 
@@ -161,9 +160,9 @@ class ObjectStore:
     ) -> None:
         """Fetch an object of `expected` size to `path`, which appears complete or not at all.
 
-        A download that was cut goes on where it ended, also in another process. The content must have the given
-        SHA-256, or else the tag of `expected` still after the last byte; `ContentError` if it has not. `advance` is
-        called with the bytes of each chunk.
+        An interrupted download continues where it stopped, also in another process. The content must have the given
+        SHA-256; without one, the tag must still match `expected` afterwards. Otherwise raises `ContentError`. `advance`
+        is called with the number of bytes of each chunk.
         """
         part = _part_file(path, expected, sha256)
         with disk_errors(path):
@@ -175,7 +174,7 @@ class ObjectStore:
                 part.unlink()
                 if not retries_left:
                     raise ContentError(
-                        f"{address}: its content is not what its manifest or listing says; it was changed or damaged. "
+                        f"{address}: the content does not match its manifest or listing; it was changed or damaged. "
                         "Store it again."
                     )
             if expected.modified:
@@ -184,29 +183,29 @@ class ObjectStore:
             fsync_folder(path.parent)
 
     def listing(self, address: str) -> dict[str, ListedObject]:
-        """All objects below `address`, by the rest of their names; {} if there are none."""
+        """List all objects below `address`, by relative name; {} if there are none."""
 
         def work() -> dict[str, ListedObject]:
             system, prefix = _system(address), _name(address)
             system.invalidate_cache()
             found = system.find(prefix, detail=True)
-            if not found or not isinstance(found, dict):  # of an object, adlfs lists the name
+            if not found or not isinstance(found, dict):  # adlfs returns the name of a single object
                 raise FileNotFoundError(address)
-            begin = f"{prefix}/"
+            folder = f"{prefix}/"
             return {
-                name[len(begin) :]: _listed(facts)
+                name[len(folder) :]: _listed(facts)
                 for name, facts in found.items()
-                if name.startswith(begin) and not name.endswith("/")
+                if name.startswith(folder) and not name.endswith("/")
             }
 
         return self._found(address, "listed", work, {})
 
     def facts(self, address: str) -> ListedObject | None:
-        """Size and tag of one object; None if there is none."""
+        """Return size and tag of one object; None if it does not exist."""
         return self._found(address, "read", lambda: self._facts(address), None)
 
     def delete(self, address: str) -> None:
-        """Delete one object; one that does not exist is no error."""
+        """Delete one object, if it exists."""
         self._found(address, "deleted", lambda: _system(address).rm_file(_name(address)), None)
 
     def _facts(self, address: str) -> ListedObject:
@@ -218,27 +217,27 @@ class ObjectStore:
         return _listed(facts)
 
     def _append(self, address: str, part: Path, size: int, advance: Callable[[int], object]) -> None:
-        """Add what `part` lacks of the object's `size` bytes."""
+        """Append the bytes of the object that `part` lacks, up to `size`."""
         with part.open("ab") as file:
             while (position := file.tell()) < size:
                 advance(file.write(self.read_range(address, position, min(size, position + CHUNK_BYTES))))
             file.flush()
             os.fsync(file.fileno())
 
-    def _found(self, address: str, what: str, work: Callable[[], T], otherwise: T) -> T:
-        """What `work` returns, or `otherwise` if it does not find the object."""
+    def _found(self, address: str, action: str, work: Callable[[], T], default: T) -> T:
+        """Return the result of `work`, or `default` if the object does not exist."""
 
-        def looking() -> T:
+        def work_or_default() -> T:
             try:
                 return work()
             except FileNotFoundError as error:
                 _refuse_missing_bucket(address, error)
-                return otherwise
+                return default
 
-        return self._retried(address, what, looking)
+        return self._retried(address, action, work_or_default)
 
-    def _retried(self, address: str, what: str, work: Callable[[], T]) -> T:
-        began = failing_since = time.monotonic()
+    def _retried(self, address: str, action: str, work: Callable[[], T]) -> T:
+        start = failing_since = time.monotonic()
         wait = _FIRST_WAIT_SECONDS
         for attempt in itertools.count(1):
             try:
@@ -246,7 +245,7 @@ class ObjectStore:
                 _system(address).has_answered = True
                 return result
             except Exception as error:
-                _refuse_permanent(address, what, error)
+                _refuse_permanent(address, action, error)
                 if not is_of_storage(error):
                     raise
                 now = time.monotonic()
@@ -254,30 +253,30 @@ class ObjectStore:
                 left = failing_since + self._retry_seconds - now
                 if left <= 0 or _is_final(address, error):
                     raise MachineError(
-                        f"{address}: cannot be {what}; {attempt} attempt{'s'[: attempt - 1]} in {now - began:.0f} s "
+                        f"{address}: cannot be {action}; {attempt} attempt{'s'[: attempt - 1]} in {now - start:.0f} s "
                         f"({_one_line(error)}). Check the network, HTTPS_PROXY and the object store, then run the "
                         "command again."
                     ) from error
-                logger.warning("%s: cannot be %s: %s; retrying for %.0f s", address, what, _one_line(error), left)
+                logger.warning("%s: cannot be %s: %s; retrying for %.0f s", address, action, _one_line(error), left)
             time.sleep(min(left, wait * random.uniform(0.5, 1.0)))
-            wait = min(_LONGEST_WAIT_SECONDS, 2 * wait)
+            wait = min(_MAX_WAIT_SECONDS, 2 * wait)
         raise AssertionError("unreachable")
 
 
 def bytes_to_fetch(path: Path, expected: ListedObject, sha256: str = "") -> int:
-    """How many bytes `ObjectStore.download` with these arguments still has to fetch."""
+    """Return the number of bytes that `ObjectStore.download` with these arguments still has to fetch."""
     part = _part_file(path, expected, sha256)
     return expected.bytes - (part.stat().st_size if part.is_file() else 0)
 
 
 def _part_file(path: Path, expected: ListedObject, sha256: str) -> Path:
-    """Where a download collects what it has fetched."""
+    """Return the path of the partial file of a download."""
     tag = hashlib.sha256(f"{sha256 or expected.tag} {expected.bytes}".encode()).hexdigest()[:8]
     return path.with_name(f".{path.name}.{tag}.part")
 
 
 def _system(address: str) -> Any:
-    """The fsspec file system of an address: one for each process and bucket."""
+    """Return the fsspec file system of an address: one for each process and bucket."""
     scheme = scheme_of(address)
     try:
         return _systems(os.getpid(), "/".join(address.split("/")[:3]))
@@ -289,19 +288,20 @@ def _system(address: str) -> Any:
 
 @functools.cache
 def _systems(_process: int, bucket: str) -> Any:
-    # Not fsspec's own cache, which may keep a file system for each thread: every save has a new one.
+    # Not fsspec's cache of file systems, which may keep one per thread: every save starts a new thread. And no cache
+    # of listings: it would hide files that other machines write.
     import fsspec
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what is retried here
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of errors that are retried here
     options = _OPTIONS.get(scheme_of(bucket), {})
     return fsspec.url_to_fs(bucket, use_listings_cache=False, skip_instance_cache=True, **options)[0]
 
 
 def _parts(address: str, size: int) -> dict[str, int]:
-    """How a file of `size` bytes goes up: in parts, each retried by itself. Other clients than S3's choose."""
+    """Options for uploading `size` bytes to S3 in parts, each retried separately. Other clients choose the parts."""
     if scheme_of(address) != "s3":
         return {}
-    return {"chunksize": max(S3_PART_BYTES, math.ceil(size / _S3_MOST_PARTS)), "max_concurrency": 4}
+    return {"chunksize": max(S3_PART_BYTES, math.ceil(size / _S3_MAX_PARTS)), "max_concurrency": 4}
 
 
 def _name(address: str) -> str:
@@ -311,18 +311,18 @@ def _name(address: str) -> str:
 
 
 def _listed(facts: dict[str, Any]) -> ListedObject:
-    """From the facts of s3fs, gcsfs, adlfs or huggingface_hub."""
+    """Convert the `info` dictionary of s3fs, gcsfs, adlfs or huggingface_hub."""
     tag = next((str(facts[key]) for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id") if facts.get(key)), "")
     modified: Any = next((facts[key] for key in ("LastModified", "last_modified", "mtime") if facts.get(key)), None)
     tag = tag or str(modified)
     if hasattr(modified, "timestamp"):
         return ListedObject(int(facts["size"] or 0), tag, modified.timestamp())
-    # The hub gives no times, and a file may change without changing its size.
+    # The Hub provides no times, and a file may change without changing its size.
     return ListedObject(int(facts["size"] or 0), tag, float(int(hashlib.sha256(tag.encode()).hexdigest()[:7], 16)))
 
 
 def _refuse_missing_bucket(address: str, error: BaseException) -> None:
-    """Raise `AccessError` if the bucket, or the repository of the Hub, is what was not found."""
+    """Raise `AccessError` if the error means that the bucket, or the repository on the Hub, does not exist."""
     names = {type(one).__name__ for one in _chain(error)}
     if found := next((text for name, text in _HUB_ERRORS.items() if name in names), ""):
         name = re.sub(r"hf://((datasets/|spaces/)?[^/]+/[^/@]+).*", r"\1", address)
@@ -334,11 +334,11 @@ def _refuse_missing_bucket(address: str, error: BaseException) -> None:
 
 
 def _lacks_bucket(address: str) -> bool:
-    """Whether there is no such bucket, in stores whose clients say of it what they say of a missing object."""
+    """Return whether the bucket is missing, for clients that report it in the same way as a missing object."""
     system, bucket = _system(address), _name(address).strip("/").partition("/")[0]
     try:
         if scheme_of(address) not in ("s3", "hf") and not getattr(system, "has_bucket", False):
-            # Google wants a permission for `info` that those who read and write objects need not have.
+            # Google's `info` requires a permission that reading and writing objects does not.
             system.ls(bucket, max_results=1) if scheme_of(address) == "gs" else system.info(bucket)
             system.has_bucket = True
     except FileNotFoundError:
@@ -348,15 +348,15 @@ def _lacks_bucket(address: str) -> bool:
     return False
 
 
-def _refuse_permanent(address: str, what: str, error: Exception) -> None:
-    """Raise `InputError` for what no retry can change."""
+def _refuse_permanent(address: str, action: str, error: Exception) -> None:
+    """Raise `InputError` for failures that no retry can fix."""
     _refuse_missing_bucket(address, error)
     names = {type(one).__name__ for one in (error, error.__cause__) if one is not None}
-    # What gcsfs says of 403, and adlfs of a wrong account
+    # Messages of gcsfs for status 403, and of adlfs for a wrong account
     is_refused = _status(error) in _REFUSED_STATUS or re.match("Forbidden: |.*with credentials", str(error), re.DOTALL)
     if isinstance(error, PermissionError) or is_refused or names & _NO_CREDENTIALS:
         raise AccessError(
-            f"{address}: cannot be {what}: {_one_line(error)}. Check the credentials and their permissions "
+            f"{address}: cannot be {action}: {_one_line(error)}. Check the credentials and their permissions "
             f"({_CREDENTIALS[scheme_of(address)]})."
         ) from error
     if isinstance(error, FileNotFoundError):
@@ -364,16 +364,16 @@ def _refuse_permanent(address: str, what: str, error: Exception) -> None:
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status of the answer; 0 if there is none."""
-    places = (error, getattr(error, "response", None))
-    found = (getattr(one, name, 0) for one in places for name in ("status", "status_code", "code"))
-    return next((one for one in found if isinstance(one, int) and one), 0)
+    """Return the HTTP status of the response; 0 if there is none."""
+    sources = (error, getattr(error, "response", None))
+    values = (getattr(one, name, 0) for one in sources for name in ("status", "status_code", "code"))
+    return next((one for one in values if isinstance(one, int) and one), 0)
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether the network or the store may have caused it, by where it comes from; else it is a bug.
+    """Return whether the network or the store may have caused an error; otherwise it is a bug.
 
-    Its class is an `OSError`, or neither ours nor the standard library's; or an installed library raised it.
+    True if its class is an `OSError` or comes from an installed library, or if an installed library raised it.
     """
     known = {*sys.stdlib_module_names, *_OURS}
     if isinstance(error, (OSError, EOFError)) or {_package(one.__module__) for one in type(error).__mro__} - known:
@@ -387,7 +387,7 @@ def is_of_storage(error: BaseException) -> bool:
 
 
 def _is_final(address: str, error: Exception) -> bool:
-    """Whether no retry helps: not the network is at fault, or the store was never reached by this process."""
+    """Return whether retries are futile: the network is not the cause, or this process never reached the store."""
     refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
     if refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
         return True
@@ -396,7 +396,7 @@ def _is_final(address: str, error: Exception) -> bool:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether a name does not resolve, or nothing accepts connections there, or a proxy makes none."""
+    """Return whether a name does not resolve, the connection is refused, or a proxy cannot connect."""
     is_refused = getattr(error, "errno", 0) in _UNREACHABLE or type(error).__name__ == "ProxyError"
     return is_refused or isinstance(error, socket.gaierror)
 
@@ -406,7 +406,7 @@ def _package(module: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what caused it."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -414,4 +414,4 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join((str(error) or type(error).__name__).split())
-    return text.partition(" For more information check: ")[0].rstrip(".")  # what httpx adds
+    return text.partition(" For more information check: ")[0].rstrip(".")  # added by httpx

@@ -1,11 +1,11 @@
-"""A run in an object store: checkpoints with their manifests last, and the small files that a resume needs.
+"""Stores a run in an object store: checkpoints with their manifests last, and the small files needed to resume.
 
-The run trains in the local folder of its address (`addresses.local_run`). What is stored:
+The run trains in the local folder of its address (`addresses.local_run`). Stored are:
 
-    checkpoints/step-00001000/...     as on disk; deleting begins with the manifest. The names of other files end with
-                                      their SHA-256, so what a start still uploads after another has begun
-                                      overwrites nothing of the other's
-    config.yaml, metrics.jsonl, ...   as they were when the last checkpoint was stored, or when the run ended
+    checkpoints/step-00001000/...     as on disk; the manifest is deleted first. The names of the other files contain
+                                      their SHA-256, so an earlier start that still uploads does not overwrite the
+                                      files of a later start
+    config.yaml, metrics.jsonl, ...   as of the last stored checkpoint, or of the end of the run
     writers/writer-3                  the third start of the run, and its machine; only the last start may write
 
 A checkpoint without a manifest does not exist.
@@ -42,23 +42,23 @@ from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
 from pretrain.storage.released import fetch_released, is_offline
 
-SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
-WRITER = "writer.json"  # in the local folder: what its last start wrote at the address
+SAVE_RETRY_SECONDS = 60.0  # how long a failing save is retried, on a disk and at an address
+WRITER = "writer.json"  # in the local folder: a copy of the writer file of its last start
 _WRITERS, _WRITER = "writers", "writer-{}"
-_DELETED_AT_ONCE = 32  # a checkpoint has a file for each worker
-_OVERWRITES = "%s: the store ignores If-None-Match, so two launchers can train this run at once. Start it in one place."
+_CONCURRENT_DELETES = 32  # a checkpoint has a file for each worker
+_OVERWRITES = "%s: the store ignores If-None-Match, so two launchers could train this run. Start only one."
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
-_FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
+_FETCHING = ".fetching"  # exists from before a checkpoint is fetched until the run's small files are
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
 def fetched_model(location: Path | str) -> Path:
-    """The local folder of a model: of one at an address, which is fetched once per process; a path, with ~ expanded.
+    """Return the local folder of a model: a path with ~ expanded; for an address, fetch it once per process.
 
-    At the address may be an export, a run, of which the newest checkpoint is fetched, or a released model.
-    Raises `InputError` if there is nothing, or if another run is in the folder.
+    The address may contain an export, a run, whose latest checkpoint is fetched, or a released model.
+    Raises `InputError` if there is nothing, or if the local folder contains another run.
     """
     if not is_remote(location):
         return local(location)
@@ -76,7 +76,7 @@ def fetched_model(location: Path | str) -> Path:
 
 
 def _is_own(manifest: bytes | None) -> bool:
-    """Whether a manifest.json is one of ours, damaged or not, and not another program's."""
+    """Return whether a manifest.json is ours, damaged or not, rather than another program's."""
     try:
         return manifest is not None and is_signed(json.loads(manifest))
     except ValueError:
@@ -88,11 +88,11 @@ def _content(path: Path) -> bytes | None:
 
 
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
-    """The checkpoint with the lowest `rank`, from states by names, in ascending order; "" if none has one.
+    """Return the checkpoint with the lowest `rank`; `states` are in ascending order of names. "" if none has a rank.
 
-    Only those count that were evaluated on the same held-out samples as the last one that was.
+    Only checkpoints count that were evaluated on the same held-out samples as the last evaluated one.
     """
-    ranks = {name: place for name, state in states.items() if (place := rank(state)) is not None}
+    ranks = {name: order for name, state in states.items() if (order := rank(state)) is not None}
     if not ranks:
         return ""
     latest = states[list(ranks)[-1]]["validation_set"]
@@ -100,32 +100,32 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def rank(state: Mapping[str, Any]) -> tuple[float, float, int] | None:
-    """The order of a run's evaluations, the lowest best: what the task minimizes, the held-out loss, the step.
+    """Return a sort key of evaluations, lowest is best: the task's objective, the held-out loss, the step.
 
-    `state` is that of a checkpoint, or of the running training. None if it was not evaluated, or is not finite.
+    `state` belongs to a checkpoint or the running training. None if it was not evaluated, or a value is not finite.
     """
     if state.get("validation_loss") is None:
         return None
-    place = state["validation_loss"], state.get("held_out_loss", 0.0), state["step"]
-    return place if all(map(math.isfinite, place)) else None
+    order = state["validation_loss"], state.get("held_out_loss", 0.0), state["step"]
+    return order if all(map(math.isfinite, order)) else None
 
 
 @contextlib.contextmanager
 def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
-    """Store at the `address` of a run what it leaves in its `folder`, however it ends; "" stores nothing.
+    """On exit, store the results in a run's `folder` at its `address`, also after a failure; "" stores nothing.
 
     Raises:
-        InputError: a run is stored there, and this one is not to `resume`.
-        MachineError: the storing fails after a run that did not; its checkpoints are in the folder then.
+        InputError: a run is stored there, and `resume` is false.
+        MachineError: a successful run cannot be stored; its checkpoints remain in the folder.
     """
     if not address:
         yield
         return
     run = StoredRun(address, folder, SAVE_RETRY_SECONDS)
     if not resume and (run.names() or run.has_model()):
-        found = f"checkpoints (newest {run.names()[-1]})" if run.names() else "a finished model"
+        content = f"checkpoints (latest {run.names()[-1]})" if run.names() else "a finished model"
         raise InputError(
-            f"{address}: already holds {found}. Add --resume to continue that run, or choose another run_dir "
+            f"{address}: already holds {content}. Add --resume to continue that run, or choose another run_dir "
             "to start a new one."
         )
     run.claim()
@@ -141,12 +141,12 @@ def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
 
 
 class _StoredState(NamedTuple):
-    """What is at the address of a run.
+    """The content at the address of a run.
 
     Attributes:
         checkpoints: the manifests of the stored checkpoints, by name.
         model: the manifest of the model of a finished fine-tuning.
-        writer: what the last start of the run wrote.
+        writer: the writer file of the last start of the run.
     """
 
     checkpoints: dict[str, bytes]
@@ -154,16 +154,16 @@ class _StoredState(NamedTuple):
     writer: bytes | None
 
     @property
-    def newest(self) -> str:
-        """The name of the newest checkpoint; "" if there is none."""
+    def latest(self) -> str:
+        """The name of the latest checkpoint; "" if there is none."""
         return max(self.checkpoints, default="")
 
 
 class StoredRun:
-    """The run at an address.
+    """A run at an address.
 
     Args:
-        address: of the run.
+        address: the address of the run.
         folder: the local run folder.
         retry_seconds: as for `ObjectStore`, whose errors every method raises.
     """
@@ -171,16 +171,17 @@ class StoredRun:
     def __init__(self, address: str, folder: Path, retry_seconds: float = RETRY_SECONDS) -> None:
         self.address, self._folder = address, folder
         self._objects = ObjectStore(retry_seconds)
-        self._manifests: dict[str, bytes] | None = None  # of the stored checkpoints by name, once they are known
+        self._manifests: dict[str, bytes] | None = None  # of the stored checkpoints by name; None until they are read
         self._states: dict[str, dict[str, Any]] = {}
-        self._replaced: tuple[int, set[bytes]] | None = None  # number of this start, and results, if one was elsewhere
+        # If the previous start was elsewhere: the number of this start, and the results in the folder at its start.
+        self._replaced: tuple[int, set[bytes]] | None = None
 
     def names(self) -> list[str]:
-        """Names of the stored checkpoints, the oldest first."""
+        """Names of the stored checkpoints, oldest first."""
         return sorted(self._stored_manifests())
 
     def has_model(self) -> bool:
-        """Whether the model of a finished fine-tuning is stored."""
+        """Return whether the model of a finished fine-tuning is stored."""
         return self._objects.facts(self._at(_MODEL, MANIFEST)) is not None
 
     def best(self) -> str:
@@ -188,44 +189,44 @@ class StoredRun:
         return best_of({name: self.state(name) for name in self.names()})
 
     def download(self, *, best: bool = False, follows: bool = False) -> None:
-        """Fetch the newest stored checkpoint and the run's files, if the local folder has no newer checkpoint.
+        """Fetch the latest stored checkpoint and the run's files, unless the local folder has a later checkpoint.
 
-        The model of a finished fine-tuning is fetched too, and, for a run that goes on, the `best` checkpoint. One
-        process fetches, and all that share the folder wait. A process that `follows` another, which brings the run as
-        well and verifies what is here, needs nothing more if the newest manifests are here. Raises `InputError` if the
-        folder holds another run, such as one that was deleted at the address and trained again.
+        Also fetches the model of a finished fine-tuning and, for a run that continues, the `best` checkpoint. One
+        process fetches; others that share the folder wait. A process that `follows` another one, which fetches the run
+        and verifies the local files, only checks that the latest manifests are local. Raises `InputError` if the folder
+        contains another run, such as one that was deleted at the address and trained again.
         """
-        begun = self._folder / _FETCHING
-        there = self._look() if follows else None
+        marker = self._folder / _FETCHING
+        stored = self._look() if follows else None
         with locked(self._folder / _LOCK):  # in the folder, which several machines may share
-            # Hundreds of processes come here one after another, so these make no request meanwhile.
-            if there is not None and self._is_downloaded(there) and not begun.is_file():
+            # Hundreds of processes get here one after another, so the followers make no request while they hold it.
+            if stored is not None and self._is_downloaded(stored) and not marker.is_file():
                 return
-            there = self._look(again=follows)
-            fetched = self._download_newest(there, begun)
+            stored = self._look(again=follows)
+            fetched = self._download_latest(stored, marker)
             if best:
                 self._download_best()
-            if there.model is not None:
-                if not self._is_here(there.model, _MODEL):
+            if stored.model is not None:
+                if not self._is_local(stored.model, _MODEL):
                     fetched = True
-                    write_json(begun, {})
+                    write_json(marker, {})
                 folders.fetch(self._at(_MODEL), self._objects, folder=self._folder / _MODEL)
-            if fetched or begun.is_file():  # else a run may be writing these files
+            if fetched or marker.is_file():  # else a run may be writing these files
                 self.download_files()
-                begun.unlink(missing_ok=True)
+                marker.unlink(missing_ok=True)
 
     def download_checkpoints(self, names: Iterable[str]) -> None:
-        """Fetch these stored checkpoints; and the run's files, if they are not here."""
+        """Fetch these stored checkpoints, and the run's files if they are missing."""
         for name in names:
             self._fetch(name)
         if not (self._folder / METRICS).is_file():
             self.download_files()
 
     def claim(self) -> None:
-        """Become the only start of the run that may write at the address, for all processes that share the folder.
+        """Make this start the only one that may write at the address, for all processes that share the folder.
 
-        An earlier start that still runs elsewhere cannot store anything from now on. Raises `InputError` if nothing may
-        be written at the address, before hours of training.
+        An earlier start that still runs elsewhere cannot store anything from now on. Raises `InputError` early, before
+        hours of training, if the address is not writable.
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
@@ -246,10 +247,10 @@ class StoredRun:
             raise
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Store what this start leaves, as `complete`, unless it failed and leaves nothing.
+        """Store the results of this start, as `complete` does, unless it failed without results.
 
-        Then nothing is stored, and the start before it, which may still run elsewhere, is the last again. What cannot
-        be stored is said in the error that ended the run, if that is a `RunError`, and not a bug or Ctrl-C.
+        In that case the claim is withdrawn in favor of the previous start, which may still run elsewhere. A failure to
+        store is appended to the error that ended the run if that is a `RunError`, not a bug or Ctrl-C.
         """
         try:
             if failure and self._replaced and self._results() <= self._replaced[1]:
@@ -267,9 +268,9 @@ class StoredRun:
                 ) from reason
 
     def unpublish(self, name: str) -> None:
-        """Before a checkpoint is stored: if it is written once more, delete its manifest.
+        """Delete the manifest of a stored checkpoint before it is stored again.
 
-        Raises `InputError` if this start may not write any more.
+        Raises `InputError` if this start must not write any more.
         """
         self._check_claim()
         if name in self.names():
@@ -286,7 +287,7 @@ class StoredRun:
     def publish(self, checkpoint: Path) -> None:
         """Store the rest of a checkpoint whose tensors are stored: state, run files, then the manifest."""
         self.put(checkpoint, [_STATE])
-        self._check_claim()  # storing the tensors took time
+        self._check_claim()  # again, since storing the tensors took time
         self.put_files()
         manifest = (checkpoint / MANIFEST).read_bytes()
         self._objects.write(self._at("checkpoints", checkpoint.name, MANIFEST), manifest)
@@ -298,12 +299,12 @@ class StoredRun:
             path = self._folder / name
             if path.is_file():
                 content = path.read_bytes()
-                # A record may be half-written.
+                # The last record may be incomplete.
                 end = content.rfind(b"\n") + 1 if path.suffix == ".jsonl" else len(content)
                 self._objects.write(self._at(name), content[:end])
 
     def state(self, name: str) -> dict[str, Any]:
-        """state.json of a stored checkpoint; {} if it cannot be read."""
+        """Read state.json of a stored checkpoint; {} if it cannot be read."""
         if name not in self._states:
             try:
                 entry = folders.files_of(self._stored_manifests().get(name))[_STATE]
@@ -314,43 +315,43 @@ class StoredRun:
         return self._states[name]
 
     def keep(self, names: Iterable[str]) -> None:
-        """Delete all other stored checkpoints, and what interrupted or repeated saves left up to the newest step."""
+        """Delete all other stored checkpoints, and leftovers of interrupted or repeated saves up to the latest step."""
         self._check_claim()  # another start may be storing one of these steps
-        kept, newest = set(names), max(self.names(), default="")
+        kept, latest = set(names), max(self.names(), default="")
         listed = [one.partition("/") for one in self._objects.listing(self._at("checkpoints"))]
-        gone = {
-            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= newest and name not in kept
+        deleted = {
+            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= latest and name not in kept
         }
         files = [
-            (name, file) for name, _, file in listed if name in gone or (name in kept and self._is_left(name, file))
+            (name, file) for name, _, file in listed if name in deleted or (name in kept and self._is_stale(name, file))
         ]
-        # Manifests first: without it, what is left of a checkpoint is none.
+        # Manifests first: a checkpoint without one does not exist.
         for are_manifests in (True, False):
             some = [self._at("checkpoints", *one) for one in files if (one[1] == MANIFEST) == are_manifests]
-            folders.for_all(self._objects.delete, some, _DELETED_AT_ONCE)
-        for name in gone:
+            folders.for_all(self._objects.delete, some, _CONCURRENT_DELETES)
+        for name in deleted:
             self._forget(name)
 
     def complete(self) -> None:
-        """Store what the local folder has and the store lacks: the newest checkpoint, the run's files, the results.
+        """Store the missing part of the local folder: the latest checkpoint, the run's files, the results.
 
-        Once the model of a fine-tuning is stored, no checkpoint is, as in the folder.
+        Once the model of a fine-tuning is stored, stored checkpoints are deleted, as in the folder.
         """
         self._check_claim()
         self.put_files()
-        newest, self._manifests = self._newest_intact(), None  # the workers have stored others
-        checkpoint = [f"checkpoints/{newest}"] if newest > UNTRAINED and newest not in self.names() else []
+        latest, self._manifests = self._latest_intact(), None  # the workers have stored other checkpoints
+        checkpoint = [f"checkpoints/{latest}"] if latest > UNTRAINED and latest not in self.names() else []
         for name in (*checkpoint, _MODEL, "export"):
             if (self._folder / name / MANIFEST).is_file():
                 hashed, check = name in checkpoint, self._check_claim
                 folders.store(self._folder / name, self._at(name), self._objects, hashed=hashed, check=check)
-        if (self._folder / _MODEL / MANIFEST).is_file() and not newest:
+        if (self._folder / _MODEL / MANIFEST).is_file() and not latest:
             self.keep(())
 
     def _results(self) -> set[bytes]:
-        """The manifests of what training made in the local folder: checkpoints and the model of a fine-tuning."""
-        made = [*self._folder.glob(f"checkpoints/step-*/{MANIFEST}"), self._folder / _MODEL / MANIFEST]
-        return {path.read_bytes() for path in made if path.is_file() and path.parent.name != UNTRAINED}
+        """The manifests of the training results in the local folder: checkpoints and the model of a fine-tuning."""
+        paths = [*self._folder.glob(f"checkpoints/step-*/{MANIFEST}"), self._folder / _MODEL / MANIFEST]
+        return {path.read_bytes() for path in paths if path.is_file() and path.parent.name != UNTRAINED}
 
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
@@ -371,88 +372,88 @@ class StoredRun:
         return self._at(_WRITERS, _WRITER.format(number))
 
     def _last_writer(self) -> tuple[int, bytes | None]:
-        """The number of the last start of the run, and what it wrote; (0, None) before the first."""
+        """Return the number and the writer file of the last start of the run; (0, None) before the first."""
         names = self._objects.listing(self._at(_WRITERS))
         number = max((int(n) for name in names if (n := name.removeprefix("writer-")).isdecimal()), default=0)
         return number, self._objects.read(self._writer(number)) if number else None
 
     def _stored_manifests(self) -> dict[str, bytes]:
-        """The manifests of the stored checkpoints by name, read at the first call."""
+        """Return the manifests of the stored checkpoints by name; they are read on the first call."""
         if self._manifests is None:
             listed = self._objects.listing(self._at("checkpoints"))
             names = (name for name, _, file in (one.partition("/") for one in listed) if file == MANIFEST)
             names = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
             found = {name: folders.read_stored_manifest(self._at("checkpoints", name), self._objects) for name in names}
-            # Others were deleted meanwhile.
+            # None: it was deleted in the meantime.
             self._manifests = {name: manifest for name, manifest in found.items() if manifest is not None}
         return self._manifests
 
     def _look(self, *, again: bool = False) -> _StoredState:
-        """What is at the address; `again`: of what was looked up before, nothing is taken."""
+        """Read the state at the address; `again`: without the cached manifests."""
         if again:
             self._manifests = None
         model = self._objects.read(self._at(_MODEL, MANIFEST))
         return _StoredState(dict(self._stored_manifests()), model, self._last_writer()[1])
 
-    def _is_downloaded(self, there: _StoredState) -> bool:
-        """Whether the local folder has the newest of what is `there`, by the manifests alone."""
+    def _is_downloaded(self, stored: _StoredState) -> bool:
+        """Return whether the local folder is up to date with the `stored` state, judging by manifests only."""
         ours = max(checkpoint_names(self._folder), default="")
-        has_newest = not there.newest or self._is_ahead(ours, there.newest, there)
-        return has_newest and (there.model is None or self._is_here(there.model, _MODEL))
+        has_latest = not stored.latest or self._is_ahead(ours, stored.latest, stored)
+        return has_latest and (stored.model is None or self._is_local(stored.model, _MODEL))
 
-    def _download_newest(self, there: _StoredState, begun: Path) -> bool:
-        """Fetch the newest intact stored checkpoint, unless the local folder has it or a newer one; whether it did.
+    def _download_latest(self, stored: _StoredState, marker: Path) -> bool:
+        """Fetch the latest intact stored checkpoint, unless the local folder is as late; return whether it was fetched.
 
-        The file `begun` is written first.
+        The file `marker` is written first.
         """
-        ours = self._newest_intact()
-        self._refuse_another_run(ours, there)
-        for name in sorted(there.checkpoints, reverse=True):
-            if self._is_ahead(ours, name, there):
+        ours = self._latest_intact()
+        self._refuse_another_run(ours, stored)
+        for name in sorted(stored.checkpoints, reverse=True):
+            if self._is_ahead(ours, name, stored):
                 return False
             try:
-                write_json(begun, {})
+                write_json(marker, {})
                 self._fetch(name)
                 return True
             except AccessError:
                 raise
             except (InputError, ContentError) as error:
                 now = self._look(again=True)
-                if now.newest > there.newest:  # the run has saved another, and perhaps deleted this one
-                    return self._download_newest(now, begun)
+                if now.latest > stored.latest:  # the run has saved another, and perhaps deleted this one
+                    return self._download_latest(now, marker)
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
 
-    def _refuse_another_run(self, ours: str, there: _StoredState) -> None:
-        """Raise `InputError` if the folder has results that the run at the address neither has nor goes on from.
+    def _refuse_another_run(self, ours: str, stored: _StoredState) -> None:
+        """Raise `InputError` if the folder has results that the stored run does not contain and was not resumed from.
 
-        `ours` is the newest checkpoint of the folder.
+        `ours` is the latest checkpoint of the folder.
         """
-        has_newest = self._is_here(there.checkpoints.get(there.newest), "checkpoints", there.newest)
-        is_newer = ours > there.newest and not has_newest
-        found = "a finished model" if (self._folder / _MODEL / MANIFEST).is_file() else ours if is_newer else ""
-        if found and there.model is None and not self._started_here(there):
+        has_latest = self._is_local(stored.checkpoints.get(stored.latest), "checkpoints", stored.latest)
+        is_later = ours > stored.latest and not has_latest
+        result = "a finished model" if (self._folder / _MODEL / MANIFEST).is_file() else ours if is_later else ""
+        if result and stored.model is None and not self._started_here(stored):
             raise InputError(
-                f"{self._folder}: holds {found}, but {self.address} does not: the run was started again elsewhere, or "
+                f"{self._folder}: holds {result}, but {self.address} does not: the run was started again elsewhere, or "
                 "deleted there. Move this folder away or remove it, then run the command again."
             )
 
-    def _is_ahead(self, ours: str, name: str, there: _StoredState) -> bool:
-        """Whether the run goes on from `ours`, a checkpoint of the folder, rather than from the stored one `name`."""
-        is_same = self._is_here(there.checkpoints.get(name), "checkpoints", name)
-        return ours > name or (ours == name and (is_same or self._started_here(there)))
+    def _is_ahead(self, ours: str, name: str, stored: _StoredState) -> bool:
+        """Return whether the run continues from the local checkpoint `ours` rather than the stored one, `name`."""
+        is_same = self._is_local(stored.checkpoints.get(name), "checkpoints", name)
+        return ours > name or (ours == name and (is_same or self._started_here(stored)))
 
-    def _started_here(self, there: _StoredState) -> bool:
-        """Whether the last start of the run was in the local folder."""
+    def _started_here(self, stored: _StoredState) -> bool:
+        """Return whether the last start of the run was in the local folder."""
         ours = _content(self._folder / WRITER)
-        return ours is not None and there.writer in (None, ours)
+        return ours is not None and stored.writer in (None, ours)
 
-    def _is_here(self, manifest: bytes | None, *names: str) -> bool:
-        """Whether this folder of the local folder has the `manifest`."""
+    def _is_local(self, manifest: bytes | None, *names: str) -> bool:
+        """Return whether this subfolder of the local folder has the `manifest`."""
         return manifest is not None and manifest == _content(self._folder.joinpath(*names, MANIFEST))
 
     def _download_best(self) -> None:
-        """Fetch the best stored checkpoint, unless it is here: a fine-tuning ends with it."""
+        """Fetch the best stored checkpoint, unless it is local: a fine-tuning finishes with it."""
         name = self.best()
         if name and name not in checkpoint_names(self._folder):
             try:
@@ -460,20 +461,20 @@ class StoredRun:
             except AccessError:
                 raise
             except (InputError, ContentError) as error:
-                logger.warning("%s The run goes on without its best checkpoint.", error)
+                logger.warning("%s The run continues without its best checkpoint.", error)
 
     def _fetch(self, name: str) -> None:
         folder, address = self._folder / "checkpoints" / name, self._at("checkpoints", name)
         folders.fetch(address, self._objects, folder=folder, trusted=False, hashed=True)
 
-    def _is_left(self, name: str, file: str) -> bool:
-        """Whether an earlier save of the stored checkpoint `name` left this file: an intact manifest lacks it."""
+    def _is_stale(self, name: str, file: str) -> bool:
+        """Return whether `file` is a leftover of an earlier save of the stored checkpoint `name`, by its manifest."""
         entries = folders.files_of(self._stored_manifests().get(name))
-        named = {folders.hashed_name(one, entry) for one, entry in entries.items()}
-        return bool(entries) and file not in {MANIFEST, *named}
+        names = {folders.hashed_name(one, entry) for one, entry in entries.items()}
+        return bool(entries) and file not in {MANIFEST, *names}
 
-    def _newest_intact(self) -> str:
-        """The name of the newest checkpoint of the local folder that `verify_manifest` accepts; "" if there is none."""
+    def _latest_intact(self) -> str:
+        """Return the name of the latest local checkpoint that `verify_manifest` accepts; "" if there is none."""
         for name in reversed(checkpoint_names(self._folder)):
             try:
                 verify_manifest(self._folder / "checkpoints" / name)
@@ -491,7 +492,7 @@ class StoredRun:
         """Fetch the small files of the run."""
         for name in STORED:
             content = self._objects.read(self._at(name))
-            if content is None and not (self._folder / WRITER).is_file():  # of a run that was trained again
+            if content is None and not (self._folder / WRITER).is_file():  # left by a run that was trained again
                 (self._folder / name).unlink(missing_ok=True)
             elif content is not None:
                 with atomic_open(self._folder / name) as file:

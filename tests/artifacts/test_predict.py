@@ -437,7 +437,7 @@ def test_quotes_of_a_tsv_file_are_read_as_is_set_and_never_guessed(tmp_path: Pat
         trained.read_file(str(path))
     cell = TABLES[name].partition("\t")[0]
     assert str(refusal.value) == (
-        f"{path}:2: the cell {cell} begins with a quote. Set classification.quoting to standard if quotes surround "
+        f"{path}:2: the cell {cell} starts with a quote. Set classification.quoting to standard if quotes surround "
         "cells, or to none if they belong to the text; or save the file as .jsonl."
     )
     csv_file = tmp_path / "a.csv"

@@ -97,8 +97,8 @@ def bertrain(folder: Path, *words: str, **variables: str) -> subprocess.Complete
         ),
         ("masking.scheme=mime.token", "Of the built-in kinds, did you mean tokens?"),
         ("masking.scheme=mine", "'mine' is not one of tokens, whole_words"),
-        ("masking.scheme=mine..first", "'mine..first' is no dotted name of your own such as my_package.module"),
-        ("objective=places", "'places' is no dotted name of your own"),
+        ("masking.scheme=mine..first", "'mine..first' is not a dotted name such as my_package.module"),
+        ("objective=places", "'places' is not a dotted name"),
         ("objective=mine.first", "first.py has no OBJECTIVE, a class that derives from pretrain.objectives.objective."),
         ("masking.scheme=mine.half", "half.py lacks choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray)"),
         ("masking.scheme=mine.broken", "{0}/mine/broken.py:2: mine.broken raises KeyError when it is imported ('x')"),
@@ -151,9 +151,9 @@ def test_a_recorded_config_imports_what_is_asked_for(place, capsys, allowed) -> 
     ("setting", "message"),
     [
         ("task.kind=mine.scores", "task.kind: mine.scores: {0}/mine/scores.py has no TASK, a class that derives from "),
-        ("task.kind=mine.wordless", "mine.wordless: TASK of {0}/mine/wordless.py lacks summary: str, which Task asks"),
+        ("task.kind=mine.wordless", "mine.wordless: TASK of {0}/mine/wordless.py lacks summary: str, which Task req"),
         ("task.kind=mine.unset", "mine.unset: its settings_type must derive from pretrain.common.sections.Section."),
-        ("task.kind=lengths", "task: kind: 'lengths' is no dotted name of your own such as my_package.module. "),
+        ("task.kind=lengths", "task: kind: 'lengths' is not a dotted name such as my_package.module. "),
         ("task.tran=x", "task.tran is not a known setting; did you mean train?"),
         ("task.max_windows=many", "task.max_windows is 'many'; expected a valid integer"),
         ("task.metric=macrof1", "task: metric: 'macrof1' is not one of accuracy, macro_f1"),
@@ -181,7 +181,7 @@ def test_a_model_with_a_task_of_a_stranger_imports_nothing(place: Path) -> None:
     assert "mine" not in sys.modules
     with pytest.raises(InputError, match=r"^os:system: a recorded config names this module"):  # though it is imported
         own_score("os:system", ["rm"], ["rm"])
-    extensions.ask_for(["mine.lengths"])
+    extensions.import_modules(["mine.lengths"])
     assert type(config.make_task()).__name__ == "Lengths"
 
 
@@ -194,7 +194,7 @@ def test_a_score_is_a_function(place: Path, capsys: pytest.CaptureFixture[str], 
 
 
 def test_scores_of_ones_own_get_what_is_true_and_what_is_predicted(place: Path) -> None:
-    extensions.ask_for(["mine.scores:equal"])
+    extensions.import_modules(["mine.scores:equal"])
     metric = "mine.scores:equal"
     (place / "train.conll").write_text("the O\nfilm B-WORK\n\nit O\n")
     entities = Entities(EntitiesSettings(train="train.conll", metric=metric))

@@ -94,7 +94,7 @@ def test_the_callbacks_of_the_page_do_what_it_says(tmp_path: Path, monkeypatch: 
     ((name, content),) = FILE.findall(text)
     (tmp_path / "hooked").mkdir()
     (tmp_path / "hooked" / Path(name).name).write_text(content)
-    extensions.ask_for(["hooked.hooks:say"])
+    extensions.import_modules(["hooked.hooks:say"])
     worse = {"call": "hooked.hooks:StopIfWorse", "on_error": "stop", "factor": 1.2}
     callbacks = Callbacks(["hooked.hooks:say", worse])
     for step, loss in ((1, 5.0), (2, 5.9), (3, 6.1)):

@@ -61,7 +61,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_run_tells_of_all_and_stops_where_it_is_asked_to(place: Path) -> None:
-    extensions.ask_for(["told.hooks:tell"])
+    extensions.import_modules(["told.hooks:tell"])
     corpus = make_corpus(place / "corpus", documents=60, vocabulary_size=300)
     plain, told = (
         pretraining(corpus, place / name, [(32, 8, 4)], evaluation__every_steps=2, tracking__log_every_steps=2)
@@ -101,7 +101,7 @@ def test_a_run_tells_of_all_and_stops_where_it_is_asked_to(place: Path) -> None:
 
 def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     events: list[dict[str, Any]] = []
-    extensions.ask_for(["told.hooks:Fails"])
+    extensions.import_modules(["told.hooks:Fails"])
     callbacks = Callbacks([{"call": "told.hooks:Fails", "at": 1}], log=events.append)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -123,7 +123,7 @@ def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.Lo
         ),
         ("[json:dumps]", "callbacks.0: json:dumps: is not a callback."),
         ("[told.hooks:tells]", "told/hooks.py has no tells; did you mean tell?"),
-        ("[told.hooks]", "callbacks.0: 'told.hooks' is no dotted name of your own such as my_package.module:name"),
+        ("[told.hooks]", "callbacks.0: 'told.hooks' is not a dotted name such as my_package.module:name"),
         ("[7]", "callbacks.0: use my_package.module:name, or a section with it as `call`"),
         ("told.hooks:tell", "callbacks is 'told.hooks:tell'; expected a list"),
         ("[{call: 'told.hooks:Fails', at: 1, on_error: never}]", "callbacks.0: on_error: 'never' is not one of warn"),

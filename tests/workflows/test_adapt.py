@@ -66,7 +66,7 @@ def test_a_text_becomes_a_model_and_a_report(start: str, tmp_path: Path) -> None
     assert "general text: held-out MLM loss, nats" in page
     changed = run_program(main, [*command, "--steps", "5"], cwd=tmp_path, env=environment)
     assert changed.returncode == 2
-    assert "was begun with other options: phases.0.steps (4 -> 5)" in changed.stderr
+    assert "was started with other options: phases.0.steps (4 -> 5)" in changed.stderr
 
 
 def assert_loads(folder: Path, size: int) -> None:
@@ -184,7 +184,7 @@ def test_a_short_text_is_cut_into_documents_enough_to_hold_some_out(tmp_path: Pa
     sources_of([note], pieces)
     assert len(pieces.read_text().splitlines()) == 15  # of four paragraphs each
     note.write_text("One line.\n\nAnother line.\n")
-    refused(r"note\.txt: 2 paragraphs; at least 3 are needed, since 2 are held out", sources_of, [note], pieces)
+    refused(r"note\.txt: 2 paragraphs; at least 3 are needed, as 2 are held out", sources_of, [note], pieces)
     (tmp_path / "more.jsonl").write_text('{"text": "x"}\n')
     assert len(sources_of([note, tmp_path / "more.jsonl"], pieces)) == 2  # other documents are there
 

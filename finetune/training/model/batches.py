@@ -1,4 +1,4 @@
-"""Labeled windows as unpadded micro-batches: order of the examples and balance across ranks (invariants 1 to 3)."""
+"""Makes unpadded micro-batches of labeled windows: order of examples and balance across ranks (invariants 1 to 3)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LabeledStep:
     epoch: int  # of the first example
 
     def to(self, device: torch.device) -> LabeledStep:
-        """A copy on `device`, for which nothing waits."""
+        """Copy to `device` asynchronously."""
         batches = map(pinned, self.micro_batches) if device.type == "cuda" else self.micro_batches
         return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in batches))
 
@@ -98,10 +98,10 @@ class Batches:
         members = permute(slots, self.examples, draw(self._order_key, epochs))
         keys = draw(self._dropout_key, numbers)
         assignment = balance(self._tokens_N[members], self.world_size, self.budget)
-        own = map(assignment.members, range(self.rank, self.world_size * assignment.micro_batches, self.world_size))
+        local = map(assignment.members, range(self.rank, self.world_size * assignment.micro_batches, self.world_size))
         weights = self._weights_of(self._windows_in(members)[0])
         return LabeledStep(
-            tuple(self._batch(members[batch], keys[batch]) for batch in own),
+            tuple(self._batch(members[batch], keys[batch]) for batch in local),
             sequences=count,
             tokens=int(self._tokens_N[members].sum()),
             weight=float(weights.sum()),
@@ -118,7 +118,7 @@ class Batches:
         return LabeledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
 
     def every_window(self) -> Iterator[LabeledBatch]:
-        """Every window once over all ranks, by length. Every rank yields the same number of batches.
+        """Yield every window once over all ranks, by length. Every rank yields the same number of batches.
 
         A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
         forward passes.
@@ -126,7 +126,7 @@ class Batches:
         by_length = np.argsort(self._lengths_F, kind="stable")
         batches, begin = [], 0
         while begin < len(by_length):
-            # Lengths ascend: as many as fit if all are as long as the last.
+            # Lengths ascend; take as many windows as fit into the budget.
             tokens = np.cumsum(self._lengths_F[by_length[begin:]])
             end = begin + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
             batches.append(by_length[begin:end])
@@ -139,7 +139,7 @@ class Batches:
             yield dataclasses.replace(batch, weights=batch.weights * 0) if is_repeated else batch
 
     def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabeledBatch:
-        """The micro-batch of whole examples; `keys` uint64 [E]."""
+        """Make the micro-batch of whole examples; `keys` uint64 [E]."""
         windows, owners = self._windows_in(members)
         order = np.argsort(self._lengths_F[windows], kind="stable")
         windows, owners = windows[order], owners[order]

@@ -1,4 +1,4 @@
-"""Inference: the logits for `evaluate`, `predict` and the scores of a finished run."""
+"""Computes the logits for `evaluate`, `predict` and the scores of a finished run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +25,7 @@ def inference_model(
     *,
     compile: bool = False,
 ) -> TaskModel:
-    """A model with the checkpoint's architecture, `task`'s head and these weights, in evaluation mode.
+    """Create a model with the checkpoint's architecture, `task`'s head and these weights, in evaluation mode.
 
     Args:
         weights: fp32, by `TaskModel`'s names.
@@ -43,9 +43,9 @@ def predict_logits(
     device: torch.device,
     gather: Callable[[Any], list[Any]] = lambda mine: [mine],
 ) -> np.ndarray:
-    """float32 [R, C]: the logits of every query position of a set, on all ranks.
+    """Return the logits of every query position of a set, float32 [R, C], on all ranks.
 
-    Which windows share a forward pass does not depend on the number of ranks, so neither do the logits.
+    The same windows share a forward pass for every number of ranks, so the logits do not depend on it.
     """
     copies = ((batch.query_rows, to_host(forward(batch.to(device)).logits.float())) for batch in batches.every_window())
     mine = [(query_rows, values.numpy().copy()) for query_rows, values in arrivals(copies)]

@@ -1,6 +1,6 @@
-"""First weights of a new output layer: the best linear model of the frozen encoder's features.
+"""Initializes a new output layer: the best linear model on the frozen encoder's features.
 
-From random weights the first steps move the encoder toward noise, and few labels do not bring it back (Kumar et al.
+With random weights the first steps move the encoder toward noise, and few labels do not bring it back (Kumar et al.
 2022, "Fine-Tuning Can Distort Pretrained Features", arXiv:2202.10054, section 4: linear probing, then fine-tuning).
 The fitted layer is also the frozen linear baseline of the run.
 
@@ -16,55 +16,55 @@ from torch import Tensor
 from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import TaskModel
 
-MOST_ROWS = 20_000
-"""Rows that the layer is fitted to at most; 20,000 of width 1,024 are 80 MB."""
+MAX_ROWS = 20_000
+"""Maximum number of rows that the layer is fitted to; 20,000 of width 1,024 are 80 MB."""
 
 PENALTY = 0.15
-"""Of the squared weights, beside the summed loss, for features of mean squared length 1 (C = 3.3); decision 0155."""
+"""L2 penalty added to the summed loss, for features of mean squared length 1 (C = 3.3); decision 0155."""
 
 SHRINK = 0.3
-"""Of the fitted weights of classes: the same decisions, made less surely, leave a gradient to learn by."""
+"""Factor of the fitted weights of classes: the decisions stay the same, but less confident ones leave a gradient."""
 
-_ENOUGH = 16  # training rows a class, from which on both are as they stand
+_ENOUGH = 16  # training rows per class at which penalty and factor have these values
 
-_ITERATIONS = 100  # of L-BFGS, at most
+_MAX_ITERATIONS = 100  # of L-BFGS
 
 
 def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -> dict[str, Tensor]:
-    """Weight fp32 [C, H] and bias fp32 [C] that minimize the task's own loss on frozen features, by `model`'s names.
+    """Return weight fp32 [C, H] and bias fp32 [C] that minimize the task's loss on frozen features, by `model`'s names.
 
     Args:
         model: in evaluation mode, on `device`; its output layer is not read.
-        batches: of the training set; the first examples of its first epoch are taken.
+        batches: of the training set; the first examples of its first epoch are used.
         device: of the features and the fit.
     """
     seen = [(model.features(batch), batch) for batch in _first_batches(batches, device)]
     features_RH = torch.cat([rows_RH for rows_RH, _ in seen])
     center_H = features_RH.mean(0)
-    # Not the centered features' length: where all texts look alike, that would allow weights of any size.
+    # Not the length of the centered features: if all examples are similar, that would allow weights of any size.
     scale = features_RH.square().sum(1).mean().sqrt().clamp_min(1e-12)
     scaled = [((rows_RH - center_H) / scale, batch) for rows_RH, batch in seen]
     total = sum(float(batch.weights.sum()) for _, batch in scaled) or 1.0
-    penalty, kept = regularization(model.objective, total / len(model.head.out_bias))
+    penalty, factor = regularization(model.objective, total / len(model.head.out_bias))
     weight_CH, bias_C = _minimized(model, scaled, penalty, total)
     weight_CH = weight_CH / scale
-    made = {"head.out_weight": weight_CH, "head.out_bias": bias_C - weight_CH @ center_H}
-    return {name: tensor.cpu() * kept for name, tensor in made.items()}
+    fitted = {"head.out_weight": weight_CH, "head.out_bias": bias_C - weight_CH @ center_H}
+    return {name: tensor.cpu() * factor for name, tensor in fitted.items()}
 
 
 def regularization(objective: str, rows: float) -> tuple[float, float]:
-    """(penalty of the squared weights, factor of the fitted ones), by the training rows of each class on average.
+    """Return (L2 penalty, factor of the fitted weights) for the mean number of training rows per class.
 
-    Fewer rows are further apart, and the few steps of their fine-tuning change less; measured in decision 0155.
+    Fewer rows are further apart, and fine-tuning on them has few steps, which change less; measured in decision 0155.
     """
     few = min(1.0, rows / _ENOUGH) if objective == "classes" else 1.0
     return PENALTY * few**3, 1.0 if objective == "value" else SHRINK * (2 - few)
 
 
 def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabeledBatch]:
-    """Micro-batches of the first examples of the first epoch, until they have `MOST_ROWS` rows."""
+    """Yield micro-batches of the first examples of the first epoch, until they have `MAX_ROWS` rows."""
     first = rows = 0
-    while first < batches.examples and rows < MOST_ROWS:
+    while first < batches.examples and rows < MAX_ROWS:
         count = min(64, batches.examples - first)
         for batch in batches.step(first, count).micro_batches:
             rows += len(batch.rows)
@@ -75,12 +75,12 @@ def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabeledBa
 def _minimized(
     model: TaskModel, seen: Sequence[tuple[Tensor, LabeledBatch]], penalty: float, total: float
 ) -> tuple[Tensor, Tensor]:
-    """(weight [C, H], bias [C]) by L-BFGS from zeros, on features of mean squared length 1 and of this total weight."""
+    """Fit (weight [C, H], bias [C]) with L-BFGS from zeros; features have mean squared length 1 and weight `total`."""
     first = seen[0][0]
     outputs = len(model.head.out_bias)
     weight_CH = torch.zeros(outputs, first.shape[1], device=first.device, requires_grad=True)
     bias_C = torch.zeros(outputs, device=first.device, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight_CH, bias_C], max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS([weight_CH, bias_C], max_iter=_MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
     from pretrain.config import ModelConfig
 
-# Tokens of a whole training times layers and width: below it, a compiled run ends later than one that is not, on a CPU
+# Tokens of the whole training times layers and width. Below this, compilation takes longer than it saves on a CPU
 # (docs/benchmarks/lab-notes.md).
 _SHORT = 2e9
-_SAMPLE = 256  # examples whose tokens are counted
+_SAMPLE = 256  # examples from which the number of tokens is estimated
 
 
 def is_short(
     config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder, shape: ModelConfig
 ) -> bool:
-    """Whether the training is too short to gain from a compiled model, or from a warm-up step with its largest batch.
+    """Return whether training is too short to benefit from compilation, or from a warm-up step on the largest batch.
 
-    A function of config and data only, so that a resumed run does as its first start did. Never on a GPU, for which
-    nobody has measured it.
+    Depends only on config and data, so that a resumed run decides as its first start did. Always false on a GPU, where
+    it has not been measured.
     """
     import torch
 
@@ -45,10 +45,10 @@ def is_short(
 
 
 def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
-    """The checkpoint to start from, and its tokenizer with windows of the config's length.
+    """Read the checkpoint to start from, and its tokenizer with windows of the config's length.
 
     Raises:
-        InputError: it is damaged, has no tokenizer, or is of no known family.
+        InputError: it is damaged, has no tokenizer, or belongs to an unknown family.
     """
     from finetune.tasks.datasets.text import TextEncoder
     from pretrain.checkpoint.released import read_released
@@ -61,34 +61,34 @@ def read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
-    """The checkpoint's tensors that the task's model loads, by `finetune.training.model.task_model.TaskModel`'s names.
+    """Return the checkpoint's tensors that the task's model loads, by the parameter names of `TaskModel`.
 
-    All others are initialized randomly.
+    All other parameters are initialized randomly.
     """
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
     return {
         name: tensor
         for name, tensor in {**released.backbone, **heads}.items()
-        if not _why_left_out(name, config, task, released)
+        if not _skip_reason(name, config, task, released)
     }
 
 
 def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
-    """Whether the output layer is new and `finetune.training.model.output_layer` finds its first weights.
+    """Return whether the output layer is new and `finetune.training.model.output_layer` initializes it.
 
-    The features of random weights have nothing to fit.
+    It does not if the encoder's weights are random, since their features are useless.
     """
     new = "head.out_weight" not in initial_state(config, task, released)
     return not config.random_weights and new
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint lacks, if any."""
+    """Return the `mapping_table` of this fine-tuning, and the parts of its head that the checkpoint lacks, if any."""
     from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 
     mapping = [
         tensor._replace(target=f"{LEFT_OUT}{reason}")
-        if tensor.is_read and (reason := _why_left_out(tensor.target, config, task, released))
+        if tensor.is_read and (reason := _skip_reason(tensor.target, config, task, released))
         else tensor
         for tensor in released.mapping
     ]
@@ -96,7 +96,7 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
     head = released.task_head(task.head)
     fitted = fits_output_layer(config, task, released)
     parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not fitted}
-    empty = [f"{part}.*" for part, there in parts.items() if there and f"{part}_weight" not in filled]
+    empty = [f"{part}.*" for part, is_used in parts.items() if is_used and f"{part}_weight" not in filled]
     lines = [mapping_table(mapping), *([f"initialized at random: {', '.join(empty)}"] if empty else [])]
     if task.head == "sequence" and head.pooling != "cls":
         lines.append(f"pooling: {head.pooling} of all tokens")
@@ -105,8 +105,8 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
     return "\n".join(lines)
 
 
-def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """Why a fine-tuning does not load the parameter `name` from the checkpoint; "" if it does."""
+def _skip_reason(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:
+    """Return the reason why the parameter `name` is not loaded from the checkpoint; "" if it is."""
     if config.random_weights:
         return "initialized at random (random_weights)"
     part, _, rest = name.partition(".")
@@ -120,7 +120,7 @@ def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: 
 
 
 def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
-    """Whether the checkpoint's output layer fits this task: the same labels, a value, or a span."""
+    """Return whether the checkpoint's output layer fits this task: the same labels, a value, or a span."""
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:
         return False
@@ -131,12 +131,12 @@ def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -
         # transformers also treats a single output without a problem_type as a regression (modeling_bert.py, forward).
         kind = released.config.get("problem_type") or "regression"
         return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in classes)
-    given = released.config.get("id2label") or {}
+    label_map = released.config.get("id2label") or {}
     try:
-        names = {int(number): name for number, name in given.items()}
+        names = {int(number): name for number, name in label_map.items()}
     except (AttributeError, ValueError):
         raise InputError(
-            f"{config.start_from}: id2label in config.json is {given!r:.60}; expected a label for "
+            f"{config.start_from}: id2label in config.json is {label_map!r:.60}; expected a label for "
             "each number from 0. Correct it, or remove it to train a new output layer."
         ) from None
     return bool(names) and tuple(names[n] for n in sorted(names)) == task.labels

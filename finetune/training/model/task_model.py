@@ -1,6 +1,6 @@
 """The encoder with a task's head, and the loss of each objective.
 
-Shape letters: T tokens, S windows, E examples, R rows that the head sees, C outputs, H hidden width.
+Shape letters: T tokens, S windows, E examples, R rows that the head reads, C outputs, H hidden width.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BEFORE_OUT, _BEFORE_DENSE = 3, 4  # streams of a token's key that the encoder d
 
 
 class Output(NamedTuple):
-    """What `TaskModel` returns."""
+    """The output of `TaskModel`."""
 
     loss: Tensor  # fp32 scalar: weighted sum over rows, examples or windows
     logits: Tensor  # fp32 [R, C]
@@ -47,7 +47,7 @@ class TaskModel(Encoder):
         head: kind of head.
         objective: kind of loss.
         outputs: width C of the output layer.
-        layers: what the family has between the encoder and the output layer.
+        layers: the family's layers between the encoder and the output layer.
         compile, activation_checkpointing: as `Encoder`.
     """
 
@@ -72,17 +72,17 @@ class TaskModel(Encoder):
 
     @classmethod
     def of(cls, task: Task[Any], released: Released, **options: bool) -> TaskModel:
-        """The model of a task, with the shape of a checkpoint; `options` are those of `Encoder`."""
+        """Create the model of a task with the shape of a checkpoint; `options` are passed on to `Encoder`."""
         layers, rows = released.task_head(task.head), released.vocabulary_size
         return cls(released.model, rows, task.head, task.objective, task.outputs, layers, **options)
 
     def forward(self, batch: LabeledBatch) -> Output:
-        """Loss and logits of one micro-batch."""
+        """Compute loss and logits of one micro-batch."""
         logits_RC = self.head.outputs(self._features(batch))
         return Output(self.loss(logits_RC, batch), logits_RC)
 
     def features(self, batch: LabeledBatch) -> Tensor:
-        """fp32 [R, H]: what the output layer reads, without a graph."""
+        """Return the input of the output layer, fp32 [R, H], without a graph."""
         with torch.no_grad():
             return self._features(batch).float()
 
@@ -95,7 +95,7 @@ class TaskModel(Encoder):
 class OutputHead(nn.Module):
     """A task's head: the layers that the family has, then a linear layer, at each row or once for each window."""
 
-    # norm_weight [H] and norm_bias [H] as well, if the family has them
+    # also norm_weight [H] and norm_bias [H] if the family has them
     dense_weight: nn.Parameter  # [H, H]
     dense_bias: nn.Parameter
     out_weight: nn.Parameter  # [C, H]
@@ -108,12 +108,12 @@ class OutputHead(nn.Module):
         create_parameters(self, head_parameters(shape, outputs, layers), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the output layer reads, [R, H] of the rows given.
+        """Return the input of the output layer, [R, H].
 
         Args:
             hidden_RH: last hidden states; of all tokens if `cu_seqlens` is given.
-            keys_R: int32, seeds of dropout, of the rows that it applies to.
-            cu_seqlens: int32 [S + 1], the bounds of the windows, which are pooled: [S, H].
+            keys_R: int32, dropout seeds of the rows that dropout applies to.
+            cu_seqlens: int32 [S + 1], the bounds of the windows; if given, windows are pooled to [S, H].
         """
         before_dense, before_out = self.layers.dropout if self.training else _NO_DROPOUT
         if cu_seqlens is not None and self.layers.pooling != "late":
@@ -131,12 +131,12 @@ class OutputHead(nn.Module):
         return hidden_RH
 
     def outputs(self, features_RH: Tensor) -> Tensor:
-        """[R, C] of what `forward` returns."""
+        """Apply the output layer, [R, C], to the result of `forward`."""
         return _linear_fp32(features_RH, self.out_weight, self.out_bias)
 
 
 def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple[Parameter, ...]:
-    """The parameters of `OutputHead`."""
+    """Return the parameters of `OutputHead`."""
     hidden = shape.hidden
     norm = get_norm(layers.norm).parameters if layers.norm else {}
     return (
@@ -150,7 +150,7 @@ def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
     """fp32 [S, X]: the mean of the rows of each window."""
     lengths_S = cu_seqlens.diff().long()
     windows_S = torch.arange(len(lengths_S), device=values_TX.device)
-    # Without the size the host would read it from the device.
+    # Without output_size, the host would wait for the device to compute it.
     window_T = windows_S.repeat_interleave(lengths_S, output_size=len(values_TX))
     values_TX = values_TX.float()
     sums_SX = values_TX.new_zeros(len(lengths_S), values_TX.shape[1]).index_add(0, window_T, values_TX)
@@ -166,12 +166,12 @@ _POOL = {"mean": window_means, "max": window_maxima}
 
 
 def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) -> Tensor:
-    """fp32 [R, C]"""
+    """Apply a linear layer in fp32, to [R, C]."""
     return F.linear(hidden_RH.float(), weight_CH.float(), None if bias_C is None else bias_C.float())
 
 
 def pool(logits_RC: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
+    """Return (mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
     example_R = batch.owners[batch.sequence]
     count = batch.examples
     windows_E = logits_RC.new_zeros(count).index_add(0, example_R, logits_RC.new_ones(len(example_R)))
@@ -188,7 +188,7 @@ def class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
 
 
 def pooled_class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
-    """As `class_loss`, of the mean logits of each example's windows."""
+    """Compute `class_loss` on the mean logits of each example's windows."""
     logits_EC, labels_E, weights_E = pool(logits_RC, batch)
     targets = labels_E if labels_E.is_floating_point() else labels_E.long()
     return (F.cross_entropy(logits_EC, targets, reduction="none") * weights_E).sum()

@@ -1,1 +1,1 @@
-"""The command `adapt`: a checkpoint continued on one's own text, from raw files to a model and what it gained."""
+"""The command `adapt`: continues a checkpoint on the user's text, from raw files to a model and its gains."""

@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
         action="append",
         type=local_path,
         metavar="TEXT",
-        help="text like that which the checkpoint was trained on; may be repeated; shows what is lost",
+        help="text like the checkpoint's training data; may be repeated; shows what is lost",
     )
     parser.add_argument(
         "--replay",

@@ -1,4 +1,4 @@
-"""The config of an adaptation, from the options of the command and the size of the text."""
+"""Builds the config of an adaptation from the options of the command and the size of the text."""
 
 import argparse
 from pathlib import Path
@@ -14,21 +14,21 @@ from pretrain.planning.text import mean_lengths, measured_phases
 
 CONFIG_FILE = "adapt.yaml"
 _LENGTH = 128
-_SEQUENCES = 32  # of a step, if the text has so many
-# How often the text is read: more often if there is less of it (tokens, passes), as Gururangan et al. 2020, "Don't Stop
-# Pretraining", do: one pass over gigabytes of a domain, 100 over the text of a task.
+_SEQUENCES = 32  # maximum per step; fewer if the text has fewer
+# Passes over the text, as (below this number of tokens, passes): more for less text, as in Gururangan et al. 2020,
+# "Don't Stop Pretraining": one pass over gigabytes of a domain, 100 over the text of a task.
 _PASSES = ((1e6, 10), (1e7, 5), (1e8, 2))
-_STEPS = (100, 50_000)
-# Peak rates by width: about half of the rates at which models of that width are pretrained here from random weights.
+_STEPS = (100, 50_000)  # minimum and maximum
+# Peak rates by maximum width: about half of the rates used here to pretrain models of that width from random weights.
 _RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
 
 
 def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, Any]], share: float) -> dict[str, Any]:
-    """A config to prepare a corpus with; `with_length` gives its phase the run's length."""
+    """Return a config to prepare a corpus; `with_length` sets the sequence length of its phase."""
     corpus = {
         "dir": str(folder),
         "sources": sources,
-        "min_document_words": 0,  # the texts of a domain may be short: reviews, questions, messages
+        "min_document_words": 0,  # documents of a domain may be short: reviews, questions, messages
         "validation_fraction": round(share, 6),
     }
     return {
@@ -41,7 +41,7 @@ def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, 
 
 
 def with_length(config: PretrainConfig) -> PretrainConfig:
-    """`config` with the length of the run, whose sequences the card of its corpus counts."""
+    """Return `config` with the run's sequence length, at which the card of its corpus counts sequences."""
     length = min(_LENGTH, config.model.max_positions)
     return config.model_copy(update={"phases": (config.phases[0].model_copy(update={"sequence_length": length}),)})
 
@@ -53,7 +53,7 @@ def run_values(
     steps: int,
     sequences: int = _SEQUENCES,
 ) -> dict[str, Any]:
-    """The config of the run, whose `corpus` section is that of the prepared one; `sequences` are those of a step."""
+    """Return the config of the run; `corpus` is the section of the prepared corpus, `sequences` the number per step."""
     out: Path = arguments.out
     workers = min(usual_workers(), sequences) if arguments.workers is None else arguments.workers
     adaptation: dict[str, Any] = {}
@@ -75,27 +75,27 @@ def run_values(
     }
 
 
-def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
-    """Write a config of the folder; `InputError` if its stage was `begun` with another one."""
+def write_config(path: Path, config: PretrainConfig, *, started: bool) -> None:
+    """Write the config of a stage; `InputError` if the stage was `started` with a different one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if begun and path.is_file():
+    if started and path.is_file():
         others = settings.differences(load_config(path), config, free=())
         if others:
             raise InputError(
-                f"{path}: was begun with other options: {', '.join(others)}. Give the same ones, or another --out."
+                f"{path}: was started with other options: {', '.join(others)}. Give the same ones, or another --out."
             )
     with atomic_open(path, "w") as file:
         file.write(settings.dump(config))
 
 
 def sequences_of(config: PretrainConfig) -> int:
-    """Sequences of a step: no more than the prepared text has, replayed text included."""
-    # Counted as training does: the number of tokens does not tell, since a document of 1.4 sequences gives two.
+    """Return the sequences per step: at most as many as the prepared text has, including replayed text."""
+    # Counted as in training; the number of tokens is not enough, since a document of 1.4 sequences becomes two.
     return min(_SEQUENCES, int(measured_phases(config)[0].samples_per_epoch))
 
 
 def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
-    """Steps of a run: as given, as many as fit the given minutes here, or by the size of the prepared text."""
+    """Return the steps of a run: from --steps, as many as fit into --minutes here, or by the size of the text."""
     if arguments.steps:
         return arguments.steps
     lengths = mean_lengths(config)
@@ -104,14 +104,14 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     phase, shards = config.phases[0], read_manifest(config.corpus.folder)["shards"]
     tokens = sum(shard["tokens"] for shard in shards if shard["split"] == "train")
     tokens = tokens / (1 - config.adaptation.replay_share)
-    passes = next((passes for most, passes in _PASSES if tokens < most), 1)
+    passes = next((passes for limit, passes in _PASSES if tokens < limit), 1)
     steps = passes * tokens / (phase.global_sequences * lengths[0])
     return round(min(max(steps, _STEPS[0]), _STEPS[1]))
 
 
 def rate_of(width: int) -> float:
-    """The peak learning rate of a model of this hidden size."""
-    return next((rate for most, rate in _RATES if width <= most), 5e-5)
+    """Return the peak learning rate for a model of this hidden size."""
+    return next((rate for limit, rate in _RATES if width <= limit), 5e-5)
 
 
 def _phase(steps: int, rate: float, length: int, sequences: int = _SEQUENCES) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The stages of `adapt`: prepare, pretrain, export, report.
+"""Runs the stages of `adapt`: prepare, pretrain, export, report.
 
-The same command again continues where an earlier one stopped.
+Running the same command again continues where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from pretrain.run import api as pretraining
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run all stages; `arguments` are those of `add_options`.
+    """Run all stages; `arguments` come from the parser in `command`.
 
     Raises:
-        InputError: a path, or options that contradict those with which the folder was begun.
-        RunError: what the first stage that fails raises.
+        InputError: a path is wrong, or options differ from the ones that the folder was started with.
+        RunError: the error of the first stage that fails.
     """
     check_arguments(arguments)
     started = time.monotonic()
@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> None:
         raise error.again() from None
     except KeyboardInterrupt:
         raise StoppedError(f"{arguments.out}: stopped.").again() from None
-    except (MachineError, DivergedError):  # after an error of the input, the same command would be refused again
+    except (MachineError, DivergedError):  # not after an InputError: the same command would fail again
         print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
         raise
     _finish(arguments, started)
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise `InputError` for values that no option can have."""
+    """Raise `InputError` for option values out of range and for unusable paths."""
     if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
         raise InputError(f"--minutes: {arguments.minutes:g}; expected a number above 0.")
     if not 0 <= arguments.replay < 1:
@@ -69,7 +69,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 class Stages:
-    """The stages of an adaptation: later ones depend on what earlier ones wrote."""
+    """The stages of an adaptation; each reads the files that earlier ones wrote."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -103,14 +103,14 @@ class Stages:
         values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
-        own = [text for text in self._arguments.set if text.startswith("corpus.") and not text.startswith("corpus.dir")]
-        config = with_length(pretraining.read_config(values, own))
+        overrides = [one for one in self._arguments.set if one.startswith("corpus.") and one[:10] != "corpus.dir"]
+        config = with_length(pretraining.read_config(values, overrides))
         for number, source in enumerate(config.corpus.sources):
-            find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the column of texts
+            find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the text column
         write_config(
             self._out / f"{name}.yaml",
             config,
-            begun=(self._out / name).exists(),
+            started=(self._out / name).exists(),
         )
         return self._out / f"{name}.yaml"
 
@@ -121,19 +121,19 @@ class Stages:
         section["vocabulary"] = {"added_words": arguments.new_words}
         model = load_config(corpus).model
         sequences = sequences_of(pretraining.read_config(run_values(arguments, section, model, 1), arguments.set))
-        begun = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have refused it
-        if begun and not arguments.steps:
+        started = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have refused the config
+        if started and not arguments.steps:
             steps = load_config(path).total_steps
         else:
             one_step = run_values(arguments, section, model, 1, sequences)
             steps = steps_of(pretraining.read_config(one_step, arguments.set), arguments)
         values = run_values(arguments, section, model, steps, sequences)
-        write_config(path, pretraining.read_config(values, arguments.set), begun=begun)
+        write_config(path, pretraining.read_config(values, arguments.set), started=started)
         return path
 
 
 def _finish(arguments: argparse.Namespace, started: float) -> None:
-    """Write the report, and say what was gained, what was lost, and what comes next."""
+    """Write the report, and print gains, losses and the next command."""
     from pretrain.reporting import report
 
     out: Path = arguments.out
@@ -145,5 +145,5 @@ def _finish(arguments: argparse.Namespace, started: float) -> None:
     if not arguments.general:
         print("  What the model lost on other text is unknown: name some with --general.")
     print(f"\nAll stages took {time.monotonic() - started:.0f} s. Curves and scores: {page.resolve().as_uri()}")
-    following = shlex.join(["finetune", "CONFIG", "--from", str(out / "model")])
-    print(f"{out / 'model'}: finished. Next: {program()} {following}")
+    next_command = shlex.join(["finetune", "CONFIG", "--from", str(out / "model")])
+    print(f"{out / 'model'}: finished. Next: {program()} {next_command}")

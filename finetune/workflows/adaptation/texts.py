@@ -1,4 +1,4 @@
-"""The sources of an adaptation: the kind of each file, and plain text in pieces of which some can be held out."""
+"""Finds the sources of an adaptation: detects each file's kind, and cuts plain text so that some can be held out."""
 
 import json
 import re
@@ -14,20 +14,20 @@ from pretrain.corpus.formats import PLAIN, files_below, kind_of, passages_of
 from pretrain.corpus.inputs import LEFT_OUT, Problems, first_faults
 from pretrain.corpus.sources import books
 
-_FEW = 100  # documents; with fewer, too few might be held out, which a hash decides
-_PIECE = 8_000  # characters of a piece of plain text, and fewer of a short one, so that it has about as many as this
+_FEW = 100  # files; fewer are cut, since a hash of each document decides on holding it out
+_PIECE = 8_000  # maximum of characters per piece of plain text; fewer in short text, so that it has about _PIECES
 _PIECES = 20
-_FEWEST = 3  # documents that can be split: two are held out at least
+_MIN_DOCS = 3  # since at least two are held out
 _HELD_OUT_BYTES = 300_000  # enough for the held-out sequences of an evaluation
 _BLANK = re.compile(r"\n[ \t]*\n")
-_SHARES = (0.005, 0.1)  # least and largest held-out share
+_SHARES = (0.005, 0.1)  # minimum and maximum held-out share
 
 
 def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
-    """The `corpus.sources` of files and folders. A few files of plain text are cut into documents in `pieces`.
+    """Return `corpus.sources` for files and folders. A few files of plain text are cut into documents in `pieces`.
 
     Raises:
-        InputError: a path does not exist, or there is too little text, or a folder has files of several formats.
+        InputError: a path does not exist, there is too little text, or a folder has files of several formats.
     """
     sources: list[dict[str, Any]] = []
     plain: list[Path] = []
@@ -46,9 +46,9 @@ def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
             sources.append({"kind": kinds.pop(), "name": path.stem, "path": str(path)})
     if plain:
         count = _write_pieces(plain, pieces)
-        if count < _FEWEST and not sources:
+        if count < _MIN_DOCS and not sources:
             raise InputError(
-                f"{_named(plain)}: {counted(count, 'paragraph')}; at least {_FEWEST} are needed, since 2 are held out. "
+                f"{_named(plain)}: {counted(count, 'paragraph')}; at least {_MIN_DOCS} are needed, as 2 are held out. "
                 "Give more text, or put blank lines between its paragraphs."
             )
         sources.append({"kind": "jsonl", "name": plain[0].stem if len(plain) == 1 else "texts", "path": str(pieces)})
@@ -56,34 +56,34 @@ def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
 
 
 def held_out_share(size: int) -> float:
-    """The share to hold out of text of `size` bytes."""
+    """Return the share to hold out from `size` bytes of text."""
     return min(max(_HELD_OUT_BYTES / max(size, 1), _SHARES[0]), _SHARES[1])
 
 
 def _write_pieces(files: Sequence[Path], out: Path) -> int:
-    """Write the paragraphs of `files` as documents of about `_PIECE` characters, of fewer if the text is short.
+    """Write the paragraphs of `files` as documents of about `_PIECE` characters, or fewer if the text is short.
 
-    A file that holds them already is left as it is: a prepared corpus knows it by its time. Returns the number of
-    documents. `InputError` if there is no text.
+    An output with the same content is not touched: a prepared corpus compares its modification time. Returns the
+    number of documents. `InputError` if there is no text.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    least = max(1, min(_PIECE, sum(file.stat().st_size for file in files) // _PIECES))
+    min_characters = max(1, min(_PIECE, sum(file.stat().st_size for file in files) // _PIECES))
     count = 0
     problems = Problems()
-    aside = out.with_name(f".{out.name}.new")
-    with atomic_open(aside, "w") as written:
+    temporary = out.with_name(f".{out.name}.new")
+    with atomic_open(temporary, "w") as written:
         for file in files:
-            for piece in passages_of(_paragraphs(books.read_text(file, problems), problems), least):
+            for piece in passages_of(_paragraphs(books.read_text(file, problems), problems), min_characters):
                 written.write(json.dumps({"text": piece}) + "\n")
                 count += 1
         if not count:
             faults = [fault for fault in problems.entries() if fault["fault"] != "empty file"]
             raise InputError(f"{_named(files)}: no text. {first_faults(faults)}".strip())
     _print_losses(files, problems)
-    if out.is_file() and sha256_file(out) == sha256_file(aside):
-        aside.unlink()
+    if out.is_file() and sha256_file(out) == sha256_file(temporary):
+        temporary.unlink()
     else:
-        aside.replace(out)
+        temporary.replace(out)
     return count
 
 
@@ -92,19 +92,19 @@ def _named(files: Sequence[Path]) -> str:
 
 
 def _print_losses(files: Sequence[Path], problems: Problems) -> None:
-    """Say what was not read, and what was taken for headings if it is much."""
+    """Print warnings about unreadable parts, and about text skipped as headings if it is a large share."""
     if problems.entries():
         print(f"  warning: {first_faults(problems.entries())}.")
-    paragraphs, characters, of_all = (problems.left_out[key] for key in LEFT_OUT)
-    if characters > MAX_LEFT_OUT * of_all:
+    paragraphs, characters, total = (problems.left_out[key] for key in LEFT_OUT)
+    if characters > MAX_LEFT_OUT * total:
         print(
-            f"  warning: {_named(files)}: {characters / of_all:.1%} of the text was left out as headings "
+            f"  warning: {_named(files)}: {characters / total:.1%} of the text was left out as headings "
             f"({counted(paragraphs, 'paragraph')}). If they are text, give it as JSONL."
         )
 
 
 def _paragraphs(text: str, problems: Problems) -> str:
-    """The paragraphs, one on each line, of a book, or else the lines of a text with hardly any blank lines."""
+    """Return the paragraphs of a book, one per line; if there are hardly any blank lines, the lines of the file."""
     text = text.replace("\r\n", "\n").strip()
     if "\n" in text and len(text) <= _PIECE * len(_BLANK.split(text)):
         return books.paragraphs(text, problems)

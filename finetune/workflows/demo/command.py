@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
         "--minutes",
         type=float,
         metavar="M",
-        help="time for pretraining: a few steps are timed, and as many are trained as fit "
+        help="time for pretraining: a few steps are timed, then as many are trained as fit "
         "(default: 6, with --quick a fixed number of steps); 0 trains the steps of tiny.yaml, as does "
         "--set phases.0.steps",
     )
@@ -51,6 +51,6 @@ def add_to(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from finetune.workflows.demo import stages
 
-    own_steps = any(setting.startswith("phases.0.steps=") for setting in arguments.set)
-    check_effects({"--minutes": (arguments.minutes, not own_steps, "with --set phases.0.steps")})
+    sets_steps = any(setting.startswith("phases.0.steps=") for setting in arguments.set)
+    check_effects({"--minutes": (arguments.minutes, not sets_steps, "with --set phases.0.steps")})
     stages.run(arguments)

@@ -1,7 +1,7 @@
-"""Three labeled sets extracted from the demo's embedded corpus, without downloads or annotators.
+"""Extracts three labeled sets from the demo's embedded corpus, without downloads or annotators.
 
 packages  the package that a passage of documentation comes from
-names     code names in prose: what the author set between backticks, which are removed
+names     code names in prose: the words that the author put in backticks, which are removed
 returns   the phrase that describes a function's return value
 """
 
@@ -20,10 +20,10 @@ from pretrain.common.files import atomic_open
 from pretrain.corpus.sources.docstrings import installed_modules, running_text
 
 PACKAGES = 6
-# Training examples at most. Pretraining matters most with few labels: with 1,600, the words of a passage tell its
-# package to a model without pretraining, too.
+# Maximum of training examples. Pretraining matters most with few labels: with 1,600, a model without pretraining
+# recognizes a package by its words, too.
 _TRAIN = {"packages": 400, "names": 1600, "returns": 1600}
-_DEV = 400  # held-out examples at most
+_DEV = 400  # maximum of held-out examples
 _MODULES_PER_PACKAGE = 250  # enough text, read in seconds
 _DEV_SHARE = 0.2
 _CODE = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
@@ -41,7 +41,7 @@ class _Docstring:
 
 
 def write_sets(folder: Path) -> dict[str, dict[str, int]]:
-    """Write {packages,names,returns}-{train,dev}.jsonl into `folder`; set -> split -> number of examples.
+    """Write {packages,names,returns}-{train,dev}.jsonl to `folder`; returns set -> split -> number of examples.
 
     A module belongs to one split, by a hash of its path, so that no text is in both.
     """
@@ -58,7 +58,7 @@ def write_sets(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def _write_split(path: Path, records: list[dict[str, Any]], held_out: bool, limit: int) -> int:
-    """Write at most `limit` records of one side, in pseudo-random order; returns their number."""
+    """Write at most `limit` records of one split, in pseudo-random order; returns their number."""
     chosen = sorted(
         (record for record in records if _is_held_out(record["document"]) == held_out),
         key=lambda record: _hash(json.dumps(record, sort_keys=True)),
@@ -70,7 +70,7 @@ def _write_split(path: Path, records: list[dict[str, Any]], held_out: bool, limi
 
 
 def _packages(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Passages of documentation, the same number from each package."""
+    """Extract passages of documentation, the same number from each package."""
     passages: dict[str, dict[str, str]] = defaultdict(dict)
     for one in docstrings:
         for paragraph in running_text(one.text):
@@ -85,7 +85,7 @@ def _packages(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 
 
 def _names(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Paragraphs with one to six code names between backticks."""
+    """Extract paragraphs with one to six code names in backticks."""
     records: dict[str, dict[str, Any]] = {}
     for one in docstrings:
         for paragraph in one.text.split("\n\n"):
@@ -109,7 +109,7 @@ def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Functions whose docstring describes the return value in one phrase."""
+    """Extract functions whose docstring describes the return value in one phrase."""
     records: dict[str, dict[str, Any]] = {}
     for one in docstrings:
         if not one.name or one.name.startswith("_"):
@@ -134,7 +134,7 @@ def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 
 
 def _docstrings() -> Iterator[_Docstring]:
-    """Docstrings from some modules of each of the largest packages. The standard library counts as a package."""
+    """Yield docstrings from some modules of each of the largest packages, counting the standard library as one."""
     by_package: dict[str, list[str]] = defaultdict(list)
     for path in installed_modules():
         by_package[_package(path)].append(path)
@@ -147,7 +147,7 @@ def _docstrings() -> Iterator[_Docstring]:
 
 
 def _documented_nodes(source: bytes) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The parts of a module that may have a docstring; none if it does not parse."""
+    """Yield the parts of a module that may have a docstring; none if it cannot be parsed."""
     if b'"""' not in source:
         return
     try:
@@ -162,7 +162,7 @@ def _documented_nodes(source: bytes) -> Iterator[ast.Module | ast.ClassDef | ast
 
 
 def _package(path: str) -> str:
-    """The top-level package of a file, or `python` for the standard library."""
+    """Return the top-level package of a file, or `python` for the standard library."""
     parts = Path(path).parts
     return parts[parts.index("site-packages") + 1].removesuffix(".py") if "site-packages" in parts else "python"
 

@@ -1,7 +1,7 @@
-"""The whole demo: pretrain on the embedded corpus, then fine-tune on three labeled sets extracted from it.
+"""Runs the whole demo: pretrains on the embedded corpus, then fine-tunes on three labeled sets extracted from it.
 
 Each model is trained from the pretrained weights and from random ones, with the same data and steps. The difference
-in scores shows what pretraining adds.
+in scores is the benefit of pretraining.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pretrain.reporting.report import FINETUNED
 from pretrain.run import api as pretraining
 
 _CONFIG = "tiny"
-# A text that is read in seconds, and steps that take about a minute on two cores, too few to compile or to start Ray.
+# The corpus is read in seconds, and training takes a minute on two cores: too short for compilation or Ray.
 _QUICK: dict[str, Any] = {
     "phases.0.steps": 160,
     "phases.0.warmup_steps": 20,
@@ -40,8 +40,8 @@ _QUICK: dict[str, Any] = {
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
 DATA = "labeled"  # folder of the labeled sets, in the run folder
 _COUNTS = "counts.json"  # of the labeled sets, written after all of them
-_SHOWN = 4  # predictions of each task in the report
-_LONGEST = 320  # characters of a text in the report
+_NUM_SHOWN = 4  # predictions of each task in the report
+_MAX_CHARACTERS = 320  # of an example in the report
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DemoTask:
 
     name: str
     title: str
-    section: str  # of the config
+    section: str  # section of the config
 
 
 TASKS = (
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _fill_in(arguments: argparse.Namespace) -> None:
-    """Fill in what depends on --quick and was not given."""
+    """Fill in the options that were not given and depend on --quick."""
     name = "demo-quick" if arguments.quick else "demo"
     arguments.run_dir = arguments.run_dir or Path("runs", name)
     arguments.data_dir = arguments.data_dir or Path("data", name)
@@ -108,24 +108,24 @@ def _pretrain(arguments: argparse.Namespace) -> None:
             raise InputError(f"{folder}: not a run folder, so --fresh does not delete it. Choose another --run-dir.")
         shutil.rmtree(folder)
     if checkpoint_names(folder):
-        print(f"{folder}: resuming from the newest checkpoint (--fresh starts a new run)")
-    given = {
+        print(f"{folder}: resuming from the latest checkpoint (--fresh starts a new run)")
+    values = {
         "name": "demo",
         "run_dir": folder,
         "corpus.dir": arguments.data_dir,
         "scheduling.workers": arguments.workers,
         **(_QUICK | {"corpus.sources.0.path": sysconfig.get_path("stdlib")} if arguments.quick else {}),
     }
-    settings = [*as_overrides(given), *arguments.set]
+    settings = [*as_overrides(values), *arguments.set]
     _print_title(arguments, 1, "tokenizing text into shards")
-    # A new corpus would differ if packages were installed since, and the run could not resume on it.
+    # If packages were installed since, a new corpus would differ, and the run could not resume on it.
     if (arguments.data_dir / MANIFEST).is_file():
         print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
     else:
         print(pretraining.prepare(_CONFIG, overrides=settings))
     _print_title(arguments, 2, "training")
-    as_given = any(value.startswith("phases.0.steps=") for value in arguments.set)
-    minutes = None if as_given or not arguments.minutes else arguments.minutes
+    sets_steps = any(value.startswith("phases.0.steps=") for value in arguments.set)
+    minutes = None if sets_steps or not arguments.minutes else arguments.minutes
     trained = pretraining.train(_CONFIG, overrides=settings, minutes=minutes, resume=True)
     _print_title(arguments, 3, "export")
     print(pretraining.export(trained, folder / "export"))
@@ -135,7 +135,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.run_dir
     data, tasks = folder / DATA, _tasks(arguments)
     _print_title(arguments, 4, f"extracting three labeled sets from the corpus: {data}")
-    # Written once, as the corpus is: other packages may be installed when the demo runs again.
+    # Written only once, like the corpus: other packages may be installed when the demo runs again.
     if not (data / _COUNTS).is_file():
         write_json(data / _COUNTS, write_sets(data))
     counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
@@ -152,7 +152,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
 
 
 def _model_title(task: DemoTask, start: str, tasks: Sequence[DemoTask]) -> str:
-    """Which of the fine-tunings runs, such as "packages, from pretrained weights (1 of 6)"."""
+    """Return the title of a fine-tuning, such as "packages, from pretrained weights (1 of 6)"."""
     number = tasks.index(task) * len(STARTS) + list(STARTS).index(start) + 1
     return f"{task.name}, from {start} weights ({number} of {len(tasks) * len(STARTS)})"
 
@@ -178,7 +178,7 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
 
 
 def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the report shows of a task: scores of the finished models, and examples once the first has finished."""
+    """Return a task's part of the report: scores of the finished models, and examples once the first is finished."""
     runs = {start: folder / "finetuned" / f"{task.name}-{start}" for start in STARTS}
     finished = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
     scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished.items()}
@@ -207,14 +207,14 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _examples(task: DemoTask, predictions: list[dict[str, Any]], gold: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A few short held-out texts with their predictions: {"pieces": [[text, mark]], "note": ...}."""
+    """Return a few short held-out examples with their predictions: {"pieces": [[text, mark]], "note": ...}."""
     show = {"packages": _package_example, "names": _names_example, "returns": _returns_example}[task.name]
     short = (
         show(prediction, row)
         for prediction, row in zip(predictions, gold, strict=True)
-        if len(row.get("context", row.get("text", ""))) <= _LONGEST
+        if len(row.get("context", row.get("text", ""))) <= _MAX_CHARACTERS
     )
-    return [example for example, _ in zip(short, range(_SHOWN), strict=False)]
+    return [example for example, _ in zip(short, range(_NUM_SHOWN), strict=False)]
 
 
 def _package_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _returns_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[st
 
 
 def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> list[list[str]]:
-    """[text, "found" or ""] from the first character to the last; `spans` are marked "found"."""
+    """Split `text` into [piece, mark]; the mark is "found" inside of `spans`, else ""."""
     pieces, at = [], 0
     for start, end in sorted(spans):
         pieces += [[text[at:start], ""], [text[start:end], "found"]]
