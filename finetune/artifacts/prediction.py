@@ -13,10 +13,11 @@ from finetune.training.saved import prediction_rows, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import expect_other, is_stream
 from pretrain.common.packages import expect
-from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.thread_waits import one_thread, sleeping_when_crowded
 from pretrain.common.wording import counted
 
 STANDARD_INPUT = "-"
+_SHORT = 2_000  # characters of a record, which one thread predicts sooner than others wake up
 
 
 def predict(
@@ -43,7 +44,9 @@ def predict(
     predictor = Predictor(model, **options)
     if fields:
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)
-        _write(predictor.stream_lines([(1, record)], "record"), out)
+        short = sum(map(len, fields.values())) < _SHORT
+        with one_thread() if short else contextlib.nullcontext():
+            _write(predictor.stream_lines([(1, record)], "record"), out)
     elif source == STANDARD_INPUT or is_stream(Path(source)):
         with _opened(source) as (lines, where), sleeping_when_crowded():
             records = read_records(lines, where)

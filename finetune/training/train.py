@@ -3,6 +3,7 @@
 `main` works alike in a single process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
+import functools
 import hashlib
 import json
 import shutil
@@ -94,14 +95,21 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
 
     The bias of a new output layer for regression starts at the task's `first_value` of the `examples`.
     """
-    model = TaskModel.of(
+    build = functools.partial(
+        TaskModel.of,
         task,
         released,
         compile=config.engine.compiled,
         activation_checkpointing=config.engine.activation_checkpointing,
     )
     loaded = {} if config.random_weights else initial_state(config, task, released)
-    model.load_state_dict(loaded, strict=False)
+    with torch.device("meta"):
+        model = build()
+    fitted = ("head.out_weight", "head.out_bias") if fits_output_layer(config, task, released) else ()
+    later = {name: torch.zeros(model.state_dict()[name].shape) for name in fitted}
+    # Random weights are sampled only where one of them is used, and then all: each follows from those before it.
+    model = model.to_empty(device="cpu") if {*loaded, *later} >= model.state_dict().keys() else build()
+    model.load_state_dict(later | loaded, strict=False)
     if examples and task.objective == "value" and "head.out_bias" not in loaded:
         with torch.no_grad():
             model.head.out_bias.fill_(task.first_value(examples))

@@ -154,7 +154,8 @@ class _Source:
             raise InputError(
                 f"{self.where}: {name} is {whole.dtype}; quantized weights are not supported. Give the weights in fp32."
             )
-        if not torch.isfinite(whole).all():
+        # The extremes are NaN if any value is, and take a tenth of the time of `isfinite`.
+        if whole.numel() and not torch.stack(whole.aminmax()).isfinite().all():
             raise InputError(f"{self.where}: {name} has values that are not finite (NaN). Use an intact checkpoint.")
         return (whole if of == 1 else whole.chunk(of)[number]).float()
 

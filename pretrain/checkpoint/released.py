@@ -20,6 +20,7 @@ from pretrain.checkpoint.weight_files import read_weights
 from pretrain.common.addresses import hub_hint
 from pretrain.common.errors import InputError
 from pretrain.common.files import read_json
+from pretrain.common.thread_waits import one_thread
 from pretrain.config import ModelConfig, config_of
 from pretrain.objectives import objective_of
 from pretrain.storage.runs import fetched_model
@@ -39,7 +40,8 @@ def read_released(folder: Path) -> Released:
         return _read_run(inner)
     config, facts = _read_config(folder, inner)
     path, tensors = read_weights(inner)
-    released = assemble(tensors, facts, config, where=str(path))
+    with one_thread():
+        released = assemble(tensors, facts, config, where=str(path))
     # Elsewhere the key is of sentence-transformers, or of an export of ours.
     own = POOLING in facts.layout.values_of(facts.model, config)
     return replace(released, sentence=sentence_files(folder, facts.model, "" if own else config.get(POOLING, "")))

@@ -57,6 +57,19 @@ def sleeping_when_crowded() -> Iterator[None]:
         watcher.join()
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """While entered, CPU kernels of this thread use no other: memory limits a copy, and other threads would spin."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def watch(
     idle_pool: Callable[[], contextlib.AbstractContextManager[None]],
     end: threading.Event,

@@ -41,11 +41,13 @@ def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: f
 
 def normal(std: float, *size: int) -> nn.Parameter:
     """Normal with deviation `std`, truncated at two (google-research/bert modeling.py, create_initializer)."""
-    weight = torch.randn(*size)
-    flat = weight.view(-1)
+    weight = torch.empty(*size)
+    if weight.is_meta:  # which torch's generators load sympy for, a second
+        return nn.Parameter(weight)
+    flat = weight.normal_().view(-1)
     # Values outside are sampled again: four times as fast as torch's trunc_normal_, which inverts a distribution
     # function.
-    outside = (flat.abs() > 2).nonzero()[:, 0] if weight.device.type != "meta" else flat[:0]
+    outside = (flat.abs() > 2).nonzero()[:, 0]
     while outside.numel():
         flat[outside] = torch.randn(outside.numel())
         outside = outside[flat[outside].abs() > 2]

@@ -92,8 +92,9 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     if "heads.mlm_bias" not in state:
         raise InputError(f"{export_dir}: has no masked-language-modeling head. Export a pretraining checkpoint.")
     vocabulary = read_vocabulary(export_dir / "vocab.txt", advice="Export the run again.")
-    model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
-    model.load_state_dict(state)
+    with torch.device("meta"):
+        model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
+    model.to_empty(device="cpu").load_state_dict(state)
     order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
     _, tokenizer, special = ModelTokenizer.read(export_dir)
     batch = masked_batch([masked(sentences[number], special) for number in order])

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tiny_checkpoints import make_bert, write_reviews
 
 import finetune
@@ -91,6 +92,14 @@ def test_tables_are_rows_and_other_objects_are_refused(folder: Path) -> None:
     for nothing in (None, 3):
         with pytest.raises(InputError, match="not a string, a record, or a list or table of them"):
             model(nothing)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_model_is_loaded_on_one_thread_without_sampling_weights(folder: Path) -> None:
+    torch.manual_seed(0)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    Predictor(folder / "reviews", precision="fp32")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
 
 
 def test_no_output_replaces_an_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

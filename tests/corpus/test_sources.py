@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import errno
+import gc
 import gzip
 import json
 import lzma
@@ -693,6 +694,7 @@ def test_docstrings_are_read_as_running_text_without_import(tmp_path: Path) -> N
         ]
     ]
     assert faults(problems) == {"not valid Python: SyntaxError": 1}
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("path", ["pkg/module.py", "pkg/*.py", "pkg/**/*.py", "~/pkg", "src [old]"])

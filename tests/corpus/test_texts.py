@@ -28,7 +28,7 @@ from pretrain.corpus.prepare import prepare
 from pretrain.corpus.sentences import line_starts
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.sources import books, find_inputs
-from pretrain.corpus.tokenize import WordTable, columns
+from pretrain.corpus.tokenize import WordTable, cut_words
 from pretrain.corpus.whole_documents import measured
 from pretrain.corpus.word_counts import count_words
 from pretrain.planning.estimate import preparation_lines
@@ -143,7 +143,7 @@ def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summa
 def test_words_are_counted_in_scripts_without_blanks(text: str, words: int) -> None:
     table, texts = WordTable(), ["two words", text, "one"]
     for counted in (
-        columns(texts, table, lowercase=True).document_words,
+        cut_words(texts, table, lowercase=True).document_words,
         measured(texts)["words"],
     ):
         assert counted.tolist() == [2, words, 1]

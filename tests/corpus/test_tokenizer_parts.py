@@ -19,7 +19,7 @@ from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.released import kind_of, takes_whole_documents
 from pretrain.corpus.shards import ShardWriter
-from pretrain.corpus.tokenize import WordPieces, WordTable, columns
+from pretrain.corpus.tokenize import WordPieces, WordTable, cut_words
 from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import bert_tokenizer
 from tests.corpus.preparing import encoded
@@ -94,7 +94,7 @@ def stored(tokenizer: Tokenizer) -> list[list[int]]:
         return encoded(tokenizer, texts())
     table, normalizer = WordTable(), tokenizer.normalizer
     lowercase = normalizer.lowercase  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    cut = columns([text.replace("\n", " ") for text in texts()], table, lowercase=lowercase)
+    cut = cut_words([text.replace("\n", " ") for text in texts()], table, lowercase=lowercase)
     tokens, ends = WordPieces(tokenizer, table).tokens(cut.words, cut.sentences, np.dtype(np.uint16))
     filled = np.diff(cut.documents) > 0
     found = iter(np.split(tokens, ends[1:-1]))

@@ -106,7 +106,11 @@ def test_a_head_without_a_pooler_and_random_weights_are_reported() -> None:
 def test_an_output_layer_is_kept_if_it_has_the_same_meaning(task: Task[Any], released: Released, kept: bool) -> None:
     config = make_config()
     state = initial_state(config, task, released)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
     model = make_model(config, task, released)
+    # Nothing is sampled: what is not in the checkpoint is fitted.
+    assert torch.equal(torch.get_rng_state(), before)
     for name, tensor in model.state_dict().items():
         assert name not in state or torch.equal(tensor, state[name]), name
     assert ("head.out_weight" in state) == ("head.out_bias" in state) == kept

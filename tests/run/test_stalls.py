@@ -38,7 +38,7 @@ class Engine:
 
     @property
     def doing(self) -> str:
-        return self.watch.heartbeat().doing
+        return self.watch.heartbeat().awaited
 
     def sum_over_workers(self, values: torch.Tensor) -> torch.Tensor:
         return values.add_(self.others)

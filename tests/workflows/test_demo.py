@@ -13,6 +13,7 @@ import pytest
 
 from finetune.cli import build_parsers
 from finetune.workflows.demo import stages as demo
+from finetune.workflows.demo.data import named_docstrings
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.examples import examples
 from pretrain.common.settings import as_overrides
@@ -97,6 +98,15 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
     monkeypatch.setattr(report, "write_report", lambda run, out: out)
     monkeypatch.setattr(report, "summary", lambda run: "the summary")
     return build_parsers()[0].parse_args(["demo", "--workers", "1"])
+
+
+def test_docstrings_are_found_in_every_block_outer_ones_first() -> None:
+    blocks = ("try:", "except ImportError:", "else:", "finally:", "for x in y:", "match x:\n  case 1:")
+    inner = [f'{block}\n   def f{number}():\n    """{number}"""' for number, block in enumerate(blocks)]
+    source = "\n".join([*inner, 'class A:\n  """A"""\n  async def g(self):\n    """g"""', 'def last():\n  """last"""'])
+    names = ["A", "last", *(f"f{number}" for number in (0, 2, 3, 4)), "g", "f1", "f5"]  # as `ast.walk`
+    assert named_docstrings(source.encode()) == [(name.removeprefix("A"), name.removeprefix("f")) for name in names]
+    assert named_docstrings(b'"""') == []
 
 
 def test_each_task_is_trained_from_pretrained_and_from_random_weights(arguments, calls, capsys) -> None:

@@ -11,6 +11,7 @@ from finetune.tasks.base import Task
 from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import Output, TaskModel
 from pretrain.checkpoint.released import Released
+from pretrain.common.thread_waits import one_thread
 from pretrain.common.transfers import arrivals, to_host
 from pretrain.config import Precision
 from pretrain.model.precision import torch_dtype
@@ -31,9 +32,13 @@ def inference_model(
         weights: fp32, by `TaskModel`'s names.
         precision: of the model; the weights are rounded to it.
     """
-    model = TaskModel.of(task, released, compile=compile)
-    model.load_state_dict(weights)
-    return model.eval().to(device, torch_dtype(precision))
+    with torch.device("meta"):  # no random weights, which take longer than all else
+        model = TaskModel.of(task, released, compile=compile)
+    with one_thread():
+        # A copy has torch's alignment, with which the products of a file's tensors do not vary.
+        copies = {name: tensor.to(device, torch_dtype(precision), copy=True) for name, tensor in weights.items()}
+    model.load_state_dict(copies, assign=True)
+    return model.eval()
 
 
 def predict_logits(

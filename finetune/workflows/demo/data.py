@@ -6,10 +6,10 @@ returns   the phrase that describes a function's return value
 """
 
 import ast
+import contextlib
 import hashlib
 import json
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.files import atomic_open
-from pretrain.corpus.sources.docstrings import installed_modules, running_text
+from pretrain.corpus.sources.docstrings import installed_modules, running_text, syntax_tree
 
 PACKAGES = 6
 # Maximum of training examples. Pretraining matters most with few labels: with 1,600, a model without pretraining
@@ -26,6 +26,9 @@ _TRAIN = {"packages": 400, "names": 1600, "returns": 1600}
 _DEV = 400  # maximum of held-out examples
 _MODULES_PER_PACKAGE = 250  # enough text, read in seconds
 _DEV_SHARE = 0.2
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields with statements, in the order of `ast`
 _CODE = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
 _RETURN = re.compile(
     r"\breturns? (?P<what>(?:an?|the|true|whether|all|each|number)\b[^.;:()\n]{3,80})[.;]", re.IGNORECASE
@@ -140,25 +143,23 @@ def _docstrings() -> Iterator[_Docstring]:
         by_package[_package(path)].append(path)
     largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:PACKAGES]
     for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MODULES_PER_PACKAGE]):
-        for node in _documented_nodes(Path(path).read_bytes()):
-            if text := ast.get_docstring(node):
-                name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
-                yield _Docstring(_package(path), path, name, text)
+        for name, text in named_docstrings(Path(path).read_bytes()):
+            yield _Docstring(_package(path), path, name, text)
 
 
-def _documented_nodes(source: bytes) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the parts of a module that may have a docstring; none if it cannot be parsed."""
+def named_docstrings(source: bytes) -> list[tuple[str, str]]:
+    """(the function's name or "", docstring) of the parts of a module, outer ones first; none if it does not parse."""
+    found: list[tuple[str, str]] = []
     if b'"""' not in source:
-        return
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's files
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+        return found
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), syntax_tree(source) as tree:
+        nodes: list[ast.AST] = [tree]
+        for node in nodes:  # which grows
+            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+                found.append((node.name if isinstance(node, _FUNCTIONS) else "", text))
+            # As `ast.walk`, without expressions: they have no docstrings.
+            nodes += [statement for name in _BLOCKS for statement in getattr(node, name, ())]
+    return found
 
 
 def _package(path: str) -> str:

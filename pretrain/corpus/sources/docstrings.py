@@ -5,6 +5,8 @@ text is kept: no doctests, code, tables, signatures or field lists.
 """
 
 import ast
+import contextlib
+import gc
 import inspect
 import os
 import re
@@ -96,19 +98,35 @@ def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Ite
         if b'"""' not in source and b"'''" not in source and not path.endswith(_TOPICS[1]):
             continue
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in other people's files
-                tree = ast.parse(source)
+            with syntax_tree(source) as tree:
+                texts = _topics(tree) if Path(path).parts[-2:] == _TOPICS else [list(_docstrings(tree))]
+                del tree
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             report(path, f"not valid Python: {type(error).__name__}")
             continue
-        texts = _topics(tree) if Path(path).parts[-2:] == _TOPICS else [list(_docstrings(tree))]
         for text in texts:
             paragraphs = [p for docstring in text for p in running_text(docstring) if p not in seen]
             paragraphs = list(dict.fromkeys(paragraphs))
             seen.update(paragraphs)
             if paragraphs:
                 yield "\n".join(paragraphs)
+
+
+@contextlib.contextmanager
+def syntax_tree(source: bytes) -> Iterator[ast.Module]:
+    """The tree of a module; raises as `ast.parse`.
+
+    Meanwhile nobody collects garbage: a tree has no cycles, and looking for them takes as long as all else.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's files
+            yield ast.parse(source)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:
