@@ -75,5 +75,5 @@ def test_few_shapes_for_many_lengths() -> None:
         tokens += sum(lengths)
         filler += len(rounding.with_round_tokens(batch, model.embeddings.word).input_ids) - sum(lengths)
     assert len(shapes.products) < 80  # 334 without
-    assert not [one for one in shapes.lengths if one % rounding.LENGTHS]
+    assert not [one for one in shapes.lengths if one % rounding.LENGTH_MULTIPLE]
     assert 0 < filler < 0.04 * tokens
