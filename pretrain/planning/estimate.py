@@ -310,7 +310,7 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
     expected = sum(w.steps * step.expected for w, step in zip(work, times, strict=True))
     lines = [
         *_by_phase("ms of a step, at least", rows, len(work)),
-        f"  total:   at least {_duration(minimum)} on {cluster.name}; about {_duration(expected)} expected: "
+        f"  total:   at least {_duration(minimum)} on {cluster.name}; about {_duration(expected)} as expected: "
         f"kernels at the share of their limit that public trainers reached, {REACHED:.2f}",
         "  products, attention and memory run one after another on the GPU; the rest overlaps with them, except the "
         "network with CUDA graphs",

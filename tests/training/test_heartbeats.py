@@ -12,16 +12,8 @@ WAITS = heartbeats.IN_COLLECTIVE
 
 
 def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
-    usual = {
-        "position": 0,
-        "allowed": 8.0,
-        "allowed_silence": 8.0,
-        "awaited": "",
-        "ended": False,
-        "host": "a",
-        "pid": 1,
-    }
-    return Heartbeat(count, pulses, **{**usual, **more})  # type: ignore[arg-type]
+    usual = {"position": 0, "allowed": 8.0, "allowed_silence": 8.0, "awaited": "", "ended": False}
+    return Heartbeat(count, pulses, **{**usual, "host": "a", "pid": 1, **more})  # type: ignore[arg-type]
 
 
 def find(*last: dict[str, object], seconds: int = 9) -> Hang | None:
