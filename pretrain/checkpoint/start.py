@@ -28,7 +28,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.settings import AnyConfig, Overrides, given_values, load
 from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
 from pretrain.config.families import SIZES, Shape
-from pretrain.corpus.extension import old_pieces
+from pretrain.corpus.extension import replaced_ids
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.stored import open_corpus
@@ -279,7 +279,7 @@ def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]
     """The old ids that each added entry of the corpus's vocabulary replaces, in the order of the new ids."""
     own = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
     entries = [own.id_to_token(number) or "" for number in range(vocabulary_size(tokenizer), shards.vocabulary_size)]
-    return old_pieces(tokenizer, entries)
+    return replaced_ids(tokenizer, entries)
 
 
 def _with_rows(rows_VH: Tensor, added: Sequence[Sequence[int]]) -> Tensor:

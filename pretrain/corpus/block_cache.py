@@ -33,7 +33,7 @@ import numpy as np
 from pretrain.common.addresses import join
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors
-from pretrain.corpus.blocks import PARTS, block_digest, parts_of
+from pretrain.corpus.blocks import ARRAYS, block_digest, ranges_of
 from pretrain.corpus.sparse_files import punch_hole, shared_array, try_lock, write_all
 from pretrain.storage.objects import AccessError, ContentError, ObjectStore
 
@@ -77,7 +77,7 @@ class _Extent:
 
     def range_of(self, block: int) -> tuple[int, int]:
         """Return [begin, end) of a block, in bytes of the file."""
-        begin, end = parts_of(self.blocks[block])[self.name]
+        begin, end = ranges_of(self.blocks[block])[self.name]
         return self.base + int(begin) * self.width, self.base + int(end) * self.width
 
 
@@ -126,7 +126,7 @@ class BlockCache:
             self._held = shared_array(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
             self._limits = shared_array(folder / "limits", np.dtype(np.int64), (_SLOTS,))
             punch_hole(self._lock, 0, _PAGE, folder)  # raises now if the file system cannot
-            self._files = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in PARTS}
+            self._files = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in ARRAYS}
             self._shards = self._laid_out()
             self._mappings = {name: mmap.mmap(file, 0, access=mmap.ACCESS_READ) for name, file in self._files.items()}
             self._slot = self._take_slot()
@@ -216,17 +216,15 @@ class BlockCache:
         self._wait(futures)
 
     def _prefetch(self, blocks: np.ndarray) -> None:
-        with contextlib.suppress(
-            InputError, MachineError, OSError
-        ):  # `hold` raises the error when the blocks are needed
+        with contextlib.suppress(InputError, MachineError, OSError):  # `hold` will raise the error
             with self._locked():
                 absent = blocks[self._state["state"][blocks] == _ABSENT]
                 free = self._evictable()
                 room = self._limit() - self._present_bytes() + int(self._bytes[free[~self._is_prefetched[free]]].sum())
                 fits = absent[np.cumsum(self._bytes[absent]) <= room]
                 self._is_prefetched[fits] = True
-            for part in np.array_split(fits, max(1, len(fits) // _MAX_FETCHES)):
-                self._complete(*self._claim(part))
+            for batch in np.array_split(fits, max(1, len(fits) // _MAX_FETCHES)):
+                self._complete(*self._claim(batch))
 
     def _claim(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Claim the blocks that this process must fetch, and make room for them, and the ones that it must verify."""
@@ -301,8 +299,8 @@ class BlockCache:
         shard, block = self._locate(number)
         stored, files = self._stored[shard], self._shards[shard].files
         for retries_left in (1, 0):
-            parts = {name: self._read(stored.arrays[name], file, block) for name, file in files.items()}
-            if block_digest(iter(parts.values())) == stored.blocks[block]["digest"].tobytes():
+            contents = {name: self._read(stored.arrays[name], file, block) for name, file in files.items()}
+            if block_digest(iter(contents.values())) == stored.blocks[block]["digest"].tobytes():
                 break
             if not retries_left:
                 raise ContentError(
@@ -311,7 +309,7 @@ class BlockCache:
                     "machine that has the full copy."
                 )
         with disk_errors(self._folder):
-            writes = [(files[name].descriptor, part, files[name].range_of(block)[0]) for name, part in parts.items()]
+            writes = [(file.descriptor, contents[name], file.range_of(block)[0]) for name, file in files.items()]
             while True:
                 before = self._shrunk
                 try:
@@ -379,10 +377,10 @@ class BlockCache:
 
     def _laid_out(self) -> list[_Shard]:
         """Assign each shard's arrays their ranges, and set the sizes of the files."""
-        shards, bases = [], dict.fromkeys(PARTS, 0)
+        shards, bases = [], dict.fromkeys(ARRAYS, 0)
         for stored, first in zip(self._stored, self._firsts.tolist(), strict=False):
             files = {}
-            for name in PARTS:
+            for name in ARRAYS:
                 array = stored.arrays[name]
                 files[name] = _Extent(name, self._files[name], bases[name], array.width, stored.blocks)
                 bases[name] += -(-(array.bytes - array.header) // _PAGE) * _PAGE
@@ -447,7 +445,7 @@ def remove_unused(folder: Path) -> None:
 
 def _block_bytes(shard: StoredShard) -> np.ndarray:
     """Return the bytes of each block, int64 [B]."""
-    bounds = parts_of(shard.blocks).items()
+    bounds = ranges_of(shard.blocks).items()
     return np.sum([(end - begin) * shard.arrays[name].width for name, (begin, end) in bounds], axis=0)
 
 

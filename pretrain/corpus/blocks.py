@@ -20,7 +20,7 @@ from pretrain.common.files import atomic_open, sha256_file
 BLOCK_TOKENS = 1 << 20
 _BLOCK_DOCUMENTS = 1 << 14  # maximum; each block of a window needs a table of the first samples of its documents
 
-PARTS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of a block's digest
+ARRAYS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of a block's digest
 
 BLOCK = np.dtype(
     [
@@ -30,7 +30,7 @@ BLOCK = np.dtype(
         ("last", "<i8"),  # one past the document of the last token
         ("first_sentence", "<i8"),  # first sentence that starts at or after `begin`
         ("last_sentence", "<i8"),  # first sentence that starts at or after `end`
-        ("digest", "u1", (16,)),  # first bytes of the SHA-256 of the elements in `parts_of`
+        ("digest", "u1", (16,)),  # first bytes of the SHA-256 of the elements in `ranges_of`
     ]
 )
 _BOUNDS = [name for name in BLOCK.names or () if name != "digest"]
@@ -54,10 +54,8 @@ def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) ->
     blocks = blocks[blocks["end"] > blocks["begin"]]
     for block in blocks:
         first, last = documents[block["first"], 0], documents[block["last"], 0]
-        starts = sentences[first : last + 1]
-        block["first_sentence"], block["last_sentence"] = first + np.searchsorted(
-            starts, [block["begin"], block["end"]]
-        )
+        within = np.searchsorted(sentences[first : last + 1], [block["begin"], block["end"]])
+        block["first_sentence"], block["last_sentence"] = first + within
     return blocks
 
 
@@ -90,7 +88,7 @@ def _sentence_near(documents: np.ndarray, sentences: np.ndarray, document: int, 
     return int(starts[index]) if index < len(starts) and starts[index] - offset <= reach else offset
 
 
-def parts_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def ranges_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the range of each array of the shard that belongs to each block: [begin, end), int64 [B] each.
 
     In `documents` and `sentences`, neighboring blocks share the entry at their boundary.
@@ -113,11 +111,11 @@ def joined(tables: Sequence[np.ndarray]) -> np.ndarray:
     return whole[first : first + sum(map(len, tables))]
 
 
-def block_digest(parts: Iterator[bytes | memoryview]) -> bytes:
+def block_digest(ranges: Iterator[bytes | memoryview]) -> bytes:
     """Return the digest of a block from the bytes of its documents, sentences and tokens; 16 bytes."""
     sha256 = hashlib.sha256()
-    for part in parts:
-        sha256.update(part)
+    for content in ranges:
+        sha256.update(content)
     return sha256.digest()[:16]
 
 
@@ -125,10 +123,10 @@ def write_blocks(path: Path, arrays: dict[str, np.ndarray]) -> str:
     """Write the table of blocks of a shard with these arrays, by name; return the file's SHA-256."""
     int64 = {name: np.asarray(arrays[name]).view(np.int64) for name in ("documents", "sentences")}
     blocks = cut_blocks(int64["documents"], int64["sentences"])
-    bounds = parts_of(blocks)
+    bounds = ranges_of(blocks)
     for number, block in enumerate(blocks):
-        parts = (arrays[name][begin[number] : end[number]] for name, (begin, end) in bounds.items())
-        block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(part).data for part in parts), np.uint8)
+        ranges = (arrays[name][begin[number] : end[number]] for name, (begin, end) in bounds.items())
+        block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(one).data for one in ranges), np.uint8)
     with atomic_open(path) as file:
         np.save(file, blocks, allow_pickle=False)
     return sha256_file(path)

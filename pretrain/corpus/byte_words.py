@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.common import scripts
-from pretrain.corpus.byte_columns import LETTER, character_classes
+from pretrain.corpus.pieces import LETTER, character_classes
 
 # Further classes. Letters of scripts without blanks get _BEGINS or _ENDS: no letter continues the word of another.
 _ANY, _SPACE, _BEGINS, _ENDS = 0, 255, 254, 253
@@ -105,22 +105,22 @@ class WordEdges:
     """Word boundaries among the V entries of a vocabulary. A token continues the word of the previous token if
 
     `continues` bool [V] is true, and its class in `first` uint8 [V] equals the previous token's class in `last` uint8
-    [V]; class 0 matches all. Without classes, all match. `parts` int64 [4, V] describes incomplete characters: number
+    [V]; class 0 matches all. Without classes, all match. `partial` int64 [4, V] describes incomplete characters: number
     and value of the bytes that complete one at the start of an entry; for one at its end, missing bytes and value.
     """
 
     continues: np.ndarray
     first: np.ndarray | None = None
     last: np.ndarray | None = None
-    parts: np.ndarray | None = None
+    partial: np.ndarray | None = None
 
     def begins(self, tokens: np.ndarray) -> np.ndarray:
         """bool [T]: which of consecutive tokens start a word; the first one is judged without context."""
         begins = ~self.continues[tokens]
         if self.first is not None and self.last is not None:
             first, last = self.first[tokens], self.last[tokens]
-            if self.parts is not None:
-                _join(self.parts, tokens, first, last)
+            if self.partial is not None:
+                _join(self.partial, tokens, first, last)
             here, before = first[1:], last[:-1]
             begins[1:] |= (here != before) & (here > 0) & (before > 0)
         return begins
@@ -144,16 +144,16 @@ def word_edges(entries: Sequence[str], spell: Spell | None, *, is_segmented: boo
     spellings = [spell(entry) for entry in entries]
     cuts = [_cut(spelling) for spelling in spellings]
     first, last = _edge_classes([whole for whole, *_ in cuts])
-    parts = np.array([part for _, *part in cuts], np.int64).T
+    partial = np.array([cut for _, *cut in cuts], np.int64).T
     first[[not whole for whole, *_ in cuts]] = last[[not whole for whole, *_ in cuts]] = _PARTIAL
-    first[parts[0] > 0] = _ANY
+    first[partial[0] > 0] = _ANY
     if spell is _marked_bytes:  # the indentation of a line is not part of its first word
         last[[len(spelling) > 1 and not spelling.strip(b" ") for spelling in spellings]] = _SPACE
-    return WordEdges(np.array([not spelling[:1].isspace() for spelling in spellings], bool), first, last, parts)
+    return WordEdges(np.array([not spelling[:1].isspace() for spelling in spellings], bool), first, last, partial)
 
 
 def _cut(text: bytes) -> tuple[str, int, int, int, int]:
-    """Return the complete characters of an entry, and its `parts`."""
+    """Return the complete characters of an entry, and its `partial`."""
     end = text[: len(text) - len(text.lstrip(_CONTINUATION))]
     stop = max(len(end), _whole_characters(text))
     begin = text[stop:]
@@ -162,12 +162,12 @@ def _cut(text: bytes) -> tuple[str, int, int, int, int]:
     return whole, len(end), int.from_bytes(end[-3:], "big"), lacks, int.from_bytes(begin, "big")
 
 
-def _join(parts: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
+def _join(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
     """Set the classes of tokens whose first or last character spans several tokens; an invalid one counts as a letter.
 
     In scripts without blanks, such a character starts a word at its last token if its first token has another before.
     """
-    ends, end, lacks, begin = parts
+    ends, end, lacks, begin = partial
     inner, before = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
     begun = at = np.flatnonzero(lacks[tokens[:-1]])
     spelled, left = begin[tokens[begun]], lacks[tokens[begun]]

@@ -23,12 +23,12 @@ def read_records(text: mmap.mmap, chunk: Chunk, record_start: bytes, problems: P
     first = _STREAM.search(text, chunk.start)
     if not first or first.start() >= chunk.end:
         return b""
-    parts, position = [], first.start()
+    streams, position = [], first.start()
     while position < min(chunk.end, len(text)):
         stream, position = _next_stream(text, position, chunk, problems)
-        parts.append(stream)
-    parts.append(_rest_of_record(text, position, chunk, record_start, problems))
-    data = b"".join(parts)
+        streams.append(stream)
+    streams.append(_rest_of_record(text, position, chunk, record_start, problems))
+    data = b"".join(streams)
     begin = 0 if chunk.start == 0 else data.find(record_start)
     return data[begin:] if begin >= 0 else b""
 
@@ -58,11 +58,11 @@ def _next_stream(text: mmap.mmap, position: int, chunk: Chunk, problems: Problem
 def _read_stream(text: mmap.mmap, position: int) -> tuple[bytes, int]:
     """Return one stream and the position after it."""
     decompressor = bz2.BZ2Decompressor()
-    parts = []
+    contents = []
     while not decompressor.eof:
         read = text[position : position + _READ_BYTES]
         if not read:
             raise EOFError("the file is cut off in the middle of a stream")
-        parts.append(decompressor.decompress(read))
+        contents.append(decompressor.decompress(read))
         position += len(read) - len(decompressor.unused_data)
-    return b"".join(parts), position
+    return b"".join(contents), position

@@ -1,7 +1,7 @@
 """The choice of documents: which are kept, which are held out, and which shard each belongs to.
 
 Memory hardly grows with the number of documents: 155 MB at 6.5 million, 185 MB at 650 million. Their tables stay in the
-part files and are read one part at a time; equal documents are found in partitions by hash; a file with a byte per
+part files and are read one part at a time; equal documents are found in buckets of hashes; a file with a byte per
 document marks the kept ones. Only a few numbers per part file are in memory.
 """
 
@@ -20,10 +20,10 @@ import numpy as np
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.wording import counted
+from pretrain.corpus.buckets import Buckets, bucket_of
 from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among, load_hashes
 from pretrain.corpus.filters.report import MAX_EXAMPLES, Report
 from pretrain.corpus.inputs import LEFT_OUT, first_faults
-from pretrain.corpus.partitions import Partitions, partition_of
 from pretrain.corpus.parts import count_documents, load_documents, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
@@ -185,15 +185,15 @@ class Documents:
         """
         self._near = near_duplicates
         count = max(1, -(-self._count // MAX_DOCUMENTS))
-        hashed = Partitions(self._work / "hashed", _HASHED, count)
+        hashed = Buckets(self._work / "hashed", _HASHED, count)
         for (part, _), first in zip(self._parts, self._first.tolist(), strict=False):
             hashes = load_documents(self._work / part)["hash"]
-            records = np.zeros(len(hashes), _HASHED)
-            records["hash"], records["document"] = hashes, np.arange(first, first + len(hashes))
-            hashed.add(records, partition_of(hashes[:, 0], count))
-        dropped = Partitions(self._work / "dropped", _DROPPED, count)
-        for records in hashed.drain():
-            duplicates = self._dropped(records, near_duplicates, known)
+            rows = np.zeros(len(hashes), _HASHED)
+            rows["hash"], rows["document"] = hashes, np.arange(first, first + len(hashes))
+            hashed.add(rows, bucket_of(hashes[:, 0], count))
+        dropped = Buckets(self._work / "dropped", _DROPPED, count)
+        for rows in hashed.drain():
+            duplicates = self._dropped(rows, near_duplicates, known)
             dropped.add(duplicates, duplicates["document"] // np.uint64(MAX_DOCUMENTS))
         with atomic_open(self._work / _KEPT) as file:
             for number, duplicates in enumerate(dropped.drain()):
@@ -204,16 +204,16 @@ class Documents:
                 self._near_counts += self._by_source(duplicates["document"][duplicates["near"]])
                 self._lost += self._by_source(duplicates["document"][duplicates["lost"]])
 
-    def _dropped(self, records: np.ndarray, near_duplicates: NearDuplicates | None, known: _Known) -> np.ndarray:
-        """Return the documents to drop, _DROPPED; documents with equal hashes are all among `records`."""
-        others, hashes = ~np.isin(self._sources(records["document"]), [*self._held_out_sources]), records["hash"]
-        order = np.lexsort((records["document"], others, hashes[:, 1], hashes[:, 0]))
-        records, others = records[order], others[order]
-        documents, hashes = records["document"], records["hash"]
-        drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
-        first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(records))))
+    def _dropped(self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _Known) -> np.ndarray:
+        """Return the documents to drop, _DROPPED; documents with equal hashes are all among `rows`."""
+        others, hashes = ~np.isin(self._sources(rows["document"]), [*self._held_out_sources]), rows["hash"]
+        order = np.lexsort((rows["document"], others, hashes[:, 1], hashes[:, 0]))
+        rows, others = rows[order], others[order]
+        documents, hashes = rows["document"], rows["hash"]
+        drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
+        first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
         below = hashes[:, 0] < self._below
-        lost, (near, trained, held_out) = others & ~others[first], np.zeros((3, len(records)), bool)
+        lost, (near, trained, held_out) = others & ~others[first], np.zeros((3, len(rows)), bool)
         for known_hashes, are_trained in known:
             is_known = are_among(known_hashes, hashes)
             drop |= is_known
@@ -238,15 +238,13 @@ class Documents:
         return np.bincount(self._sources(documents), minlength=len(self._lost))
 
     def _refuse_trained(self) -> None:
-        near = self._near.trained if self._near else {}
-        counts = {name: (int(self._trained[n]), near.get(n, 0)) for n, name in self._held_out_sources.items()}
-        listed = [
-            f"{name}: {equal:,} equal, {like:,} similar" for name, (equal, like) in counts.items() if equal + like
-        ]
-        if listed:
+        similar = self._near.trained if self._near else {}
+        counts = {name: (int(self._trained[n]), similar.get(n, 0)) for n, name in self._held_out_sources.items()}
+        named = [f"{name}: {equal:,} equal, {near:,} similar" for name, (equal, near) in counts.items() if equal + near]
+        if named:
             count = counted(sum(map(sum, counts.values())), "document")
             raise InputError(
-                f"corpus.sources: {count} to hold out ({'; '.join(listed)}): the corpus trains on this text. Remove it "
+                f"corpus.sources: {count} to hold out ({'; '.join(named)}): the corpus trains on this text. Remove it "
                 "from the source, or prepare all sources together into another corpus.dir."
             )
 
@@ -335,12 +333,13 @@ class Documents:
 
         For each dropped document, the corpus has an equal or similar one.
         """
-        begin, end = self._range_of(source)
+        parts = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
+        begin, end = (int(self._first[parts[0]]), int(self._first[parts[-1] + 1])) if parts else (0, 0)
         count = max(1, -(-(end - begin) // MAX_DOCUMENTS))
-        sorted_hashes = Partitions(self._work / "signatures", _KNOWN, count)
+        sorted_hashes = Buckets(self._work / "signatures", _KNOWN, count)
         for part in self._decided(begin, end):
             hashes = np.ascontiguousarray(part.table["hash"][part.of_split("train") == trained])
-            sorted_hashes.add(hashes.view(_KNOWN).reshape(-1), partition_of(hashes[:, 0], count))
+            sorted_hashes.add(hashes.view(_KNOWN).reshape(-1), bucket_of(hashes[:, 0], count))
         with atomic_open(path) as file:
             for hashes in sorted_hashes.drain():
                 np.unique(hashes).tofile(file)
@@ -353,10 +352,10 @@ class Documents:
         """
         plans: dict[str, list[ShardPlan]] = {split: [] for split in SPLITS}
         for source in sorted({source for _, source in self._parts}):
-            numbers = self._parts_of(source)
+            numbers = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
             listed = [(self._parts[number][0], int(self._first[number])) for number in numbers]
             write_json(self._work / _PARTS.format(source), listed)
-            totals = self._totals(*self._range_of(source))
+            totals = self._totals(int(self._first[numbers[0]]), int(self._first[numbers[-1] + 1]))
             for split, split_totals in zip(SPLITS, totals, strict=True):
                 for low, high, sums in _cut(split_totals, shard_tokens):
                     name = f"{split}-{(first or {}).get(split, 0) + len(plans[split]):05d}"
@@ -364,14 +363,6 @@ class Documents:
                     choice = DocumentRange(source, split, low, high, held_out, self._last_held_out)
                     plans[split].append(ShardPlan(name, choice, sums))
         return [plan for split in SPLITS for plan in plans[split]]
-
-    def _parts_of(self, source: int) -> list[int]:
-        return [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
-
-    def _range_of(self, source: int) -> tuple[int, int]:
-        """Return the first document of a source, and one past the last."""
-        numbers = self._parts_of(source)
-        return (int(self._first[numbers[0]]), int(self._first[numbers[-1] + 1])) if numbers else (0, 0)
 
     def _totals(self, begin: int, end: int) -> np.ndarray:
         """Count documents, sentences and tokens of each split in each bin of the random order; int64 [2, 3, bins]."""

@@ -25,7 +25,7 @@ from pretrain.common import scripts
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import sources
-from pretrain.corpus.byte_level import is_byte_level, repeated
+from pretrain.corpus.byte_level import is_byte_level, repeat_words
 from pretrain.corpus.byte_words import entry_bytes
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.vocabulary import forget_rarest, vocabulary_size
@@ -102,7 +102,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     words = _pre_tokenized(tokenizer, counts)
     is_bpe = isinstance(tokenizer.model, models.BPE)
     candidates = words if is_bpe else _with_letter_sequences(tokenizer, words, max_words)
-    pieces = _pieces(tokenizer, {**words, **candidates})
+    pieces = _ids_of(tokenizer, {**words, **candidates})
     is_bytes = is_byte_level(tokenizer)
     saved = {
         word: count * (len(pieces[word]) - 1)
@@ -113,7 +113,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     chosen = sorted(saved, key=lambda word: (-saved[word], word))[:max_words]
     while True:
         extended = _with_entries(tokenizer, chosen)
-        after = _pieces(extended, words)
+        after = _ids_of(extended, words)
         broken = [word for word in words if unknown in after[word] and unknown not in pieces[word]]
         if not broken:
             break
@@ -146,10 +146,10 @@ def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
         )
 
 
-def old_pieces(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
+def replaced_ids(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
     """Return the ids in the old vocabulary of `tokenizer` that each new entry replaces."""
     entries = list(entries)
-    pieces = _pieces(tokenizer, entries)
+    pieces = _ids_of(tokenizer, entries)
     return [pieces[entry] for entry in entries]
 
 
@@ -167,12 +167,12 @@ def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collectio
     words: collections.Counter[str] = collections.Counter()
     for word, count in counts.items():
         text = normalizer.normalize_str(f" {word}") if normalizer else f" {word}"
-        for part, _ in pre_tokenizer.pre_tokenize_str(text) if pre_tokenizer else [(text, None)]:
-            words[part] += count
+        for pre_token, _ in pre_tokenizer.pre_tokenize_str(text) if pre_tokenizer else [(text, None)]:
+            words[pre_token] += count
     return words
 
 
-def _pieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
+def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
     """Return the ids of each word, which is an output of `_pre_tokenized`."""
     model: Any = tokenizer.model
     inner = model
@@ -190,7 +190,7 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_w
     The units of this encoding are letters with their marks.
     """
     runs = {word: count for word, count in words.items() if not word.isascii() and scripts.BEGINS_UNIT.search(word)}
-    found = collections.Counter({word: count for word, count in words.items() if word not in runs})
+    sequences = collections.Counter({word: count for word, count in words.items() if word not in runs})
     letters: dict[str, str] = {}
     coded: dict[str, int] = {}
     step = max(1, sum(map(len, runs)) // _LEARNED_CHARACTERS)
@@ -201,14 +201,14 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_w
     size = len(letters) + max_words + _EXTRA_SEQUENCES
     trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=_MIN_COUNT, special_tokens=first, show_progress=False)
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    learned.train_from_iterator(repeated(coded), trainer)
+    learned.train_from_iterator(repeat_words(coded), trainer)
     spelled = {ord(code): letter for letter, code in letters.items()}
     mark = "##" if isinstance(tokenizer.model, models.WordPiece) else ""
     model: Any = learned.model
     for word, count in coded.items():
         for number, piece in enumerate(model.tokenize(word)):
-            found[mark * (number > 0) + piece.value.translate(spelled)] += count
-    return found
+            sequences[mark * (number > 0) + piece.value.translate(spelled)] += count
+    return sequences
 
 
 def _unknown(tokenizer: Tokenizer) -> int | None:
@@ -223,7 +223,7 @@ def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
         scores = [score for _, score in model["vocab"]]
         names = {number: content for content, number in added.items()}
         gaps = range(len(scores), size)
-        pieces = _pieces(tokenizer, entries)
+        pieces = _ids_of(tokenizer, entries)
         model["vocab"] += [[names.get(number, f"[unused{number}]"), min(scores)] for number in gaps]
         for entry in entries:
             piece_scores = [scores[number] for number in pieces[entry]]

@@ -85,12 +85,12 @@ class Problems:
 
 def first_faults(entries: Sequence[dict[str, Any]]) -> str:
     """Describe the first faults among the `entries` of `Problems`, for an error: where, what, how often."""
-    parts = []
+    described = []
     for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
-        parts.append(f"{shown(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
+        described.append(f"{shown(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
     more = [f"and {len(entries) - _MAX_SHOWN:,} more"] if len(entries) > _MAX_SHOWN else []
-    return "; ".join([*parts, *more])
+    return "; ".join([*described, *more])
 
 
 @dataclass(frozen=True)
@@ -121,18 +121,18 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk(Span):
-    """A span with its input. (source, input, block) is its position in the corpus."""
+    """A span with its input. (source, input, index) is its position in the corpus."""
 
     source: int
     input: int
-    block: int
+    index: int
     config: SourceConfig
     paths: tuple[str, ...]
 
     @property
     def name(self) -> str:
         """A name that sorts in the order of the corpus."""
-        return f"{self.source:03d}-{self.input:06d}-{self.block:06d}"
+        return f"{self.source:03d}-{self.input:06d}-{self.index:06d}"
 
 
 class SourceReader:
@@ -210,7 +210,7 @@ class SourceReader:
         taken = folders.matches if root != address else lambda name, _: self.takes(PurePosixPath(name))
         names = [name.removeprefix(f"{root}/") for name in found if taken(name, address)]
         hidden = "/." in address.removeprefix(root)
-        kept = listing.read_names(
+        kept = listing.select_names(
             names, address, lambda name: join(root, name) in found, self.problems.add, hidden=hidden
         )
         return {join(root, name): found[join(root, name)] for name in kept}
@@ -292,18 +292,18 @@ class BrokenInputError(Exception):
 
 
 def carried_spans(
-    item: Input, blocks: Iterator[tuple[Any, int]], empty: Any, problems: Problems | None = None
+    item: Input, batches: Iterator[tuple[Any, int]], empty: Any, problems: Problems | None = None
 ) -> Iterator[Span]:
     """Yield spans that carry their data, read in order by one process. The last one has no data, only the faults.
 
-    `blocks` yields (data, bytes of the file read so far) and may raise `BrokenInputError`; `empty` is empty data.
-    `problems` are further faults found while reading the blocks.
+    `batches` yields (data, bytes of the file read so far) and may raise `BrokenInputError`; `empty` is empty data.
+    `problems` are further faults found while reading the batches.
     """
     path, problems = item.paths[0], problems or Problems()
     position = 0
     is_empty = True
     try:
-        for data, read in blocks:
+        for data, read in batches:
             yield Span(data=data, bytes=max(0, read - position))
             position, is_empty = max(position, read), False
         if is_empty and not problems.entries():

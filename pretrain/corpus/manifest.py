@@ -135,9 +135,8 @@ def fingerprint_settings(
     for key, value in filter_settings(corpus.filters).items():
         settings[f"corpus.filters.{key}"] = value
     for number, (source, source_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
-        settings |= numbered(
-            number, _source_settings(source, (states or {}).get(number) or _files_state(source_inputs))
-        )
+        state = (states or {}).get(number) or _files_state(source_inputs)
+        settings |= numbered(number, _source_settings(source, state))
     return settings
 
 
@@ -169,7 +168,7 @@ def by_source(settings: dict[str, Any], *, vocabulary: bool = True) -> tuple[dic
     return general, of_sources
 
 
-def recognized(
+def match_sources(
     folder: Path,
     manifest: dict[str, Any],
     sources: Sequence[SourceConfig],
@@ -279,7 +278,7 @@ def refuse_other_content(folder: Path) -> None:
 def refuse_changed_settings(
     folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
-    """As `recognized`, but identify sources only by name, without reading files; return the indices of new sources."""
+    """As `match_sources`, but only by name, without reading files; return the indices of new sources."""
     (general, new), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
     numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
     for index, source in enumerate(sources):

@@ -36,7 +36,7 @@ class Pool:
         self, processes: int, settings: stages.PreparationSettings, tokenizer: Tokenizer | None, address: str
     ) -> None:
         self._processes = processes
-        self._initial_arguments = settings, tokenizer
+        self._arguments = settings, tokenizer
         self._address = address
         # Ray Data takes all calls together. They carry no text (`sources.cut`), so all may be pending.
         self._max_pending = sys.maxsize if address else 3 * processes
@@ -49,19 +49,17 @@ class Pool:
 
             self._executor = RayPool(
                 self._address,
-                log=Path(self._initial_arguments[0].work) / "ray.log",
+                log=Path(self._arguments[0].work) / "ray.log",
                 processes=self._processes,
                 initializer=stages.start_task,
-                initargs=self._initial_arguments,
+                initargs=self._arguments,
             )
         elif self._processes == 1:
-            stages.start_process(*self._initial_arguments, child=False)
+            stages.start_process(*self._arguments, child=False)
         else:
             self._other_children = _children()
             context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
-            self._executor = ProcessPoolExecutor(
-                self._processes, context, stages.start_process, self._initial_arguments
-            )
+            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._arguments)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
         return self

@@ -29,7 +29,7 @@ class RecordReader(SourceReader):
     def cut(self, item: Input) -> Iterator[Span]:
         path = Path(item.paths[0])
         if self.is_stream(item):
-            return inputs.carried_spans(item, self._blocks(path), b"")
+            return inputs.carried_spans(item, self._record_batches(path), b"")
         return _ranges(item, BZIP2_CHUNK_BYTES if compression(path) else inputs.CHUNK_BYTES)
 
     def records(self, chunk: Chunk, problems: Problems) -> bytes:
@@ -39,7 +39,7 @@ class RecordReader(SourceReader):
     def _is_cut_bzip2(self, path: Path) -> bool:
         return self.cuts_bzip2 and compression(path) == ".bz2" and bzip2.has_several_streams(path)
 
-    def _blocks(self, path: Path) -> Iterator[tuple[bytes, int]]:
+    def _record_batches(self, path: Path) -> Iterator[tuple[bytes, int]]:
         """Yield (complete records of about CHUNK_BYTES, bytes of the file read so far)."""
         rest, searched = bytearray(), 0
         is_last = False

@@ -16,7 +16,7 @@ from pretrain.common.errors import InputError
 from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 
-_BERT_PARTS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
+_BERT_STEPS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
 # Line breaks, indentation and runs of blanks, as in code.
 _LINES = "a\n    b\n\tc\n\n\nd  e\r\n"
@@ -37,8 +37,8 @@ def takes_whole_documents(tokenizer: Tokenizer) -> bool:
 def _is_wordpiece(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json is a WordPiece with BERT's steps and special tokens, with any settings."""
     model = described["model"]
-    kinds = [(described[part] or {}).get("type") for part in ("model", "normalizer", "pre_tokenizer")]
-    if kinds != _BERT_PARTS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
+    kinds = [(described[step] or {}).get("type") for step in ("model", "normalizer", "pre_tokenizer")]
+    if kinds != _BERT_STEPS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
         return False
     return (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) == ("##", MAX_WORD_CHARACTERS)
 
@@ -113,18 +113,18 @@ def refuse_python(folder: Path) -> None:
             mapped = mapped.get("AutoTokenizer")
         elif name == "config.json":
             mapped = None
-        found = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
-        for part, plain in (("word_tokenizer_type", "basic"), ("subword_tokenizer_type", "wordpiece")):
-            if read.get(part, plain) not in (plain, None):
-                found = found or f"{part} {read[part]}"
+        python = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
+        for key, plain in (("word_tokenizer_type", "basic"), ("subword_tokenizer_type", "wordpiece")):
+            if read.get(key, plain) not in (plain, None):
+                python = python or f"{key} {read[key]}"
         named = read.get("tokenizer_class")
         if not named and not named_class(folder)[1]:
             named = re.sub("[-_]", "", str(read.get("model_type")))
         if class_stem(named).lower() in _PYTHON:
-            found = found or named
-        if found:
+            python = python or named
+        if python:
             raise InputError(
-                f"{folder / name}: {found} is a tokenizer in Python, which the files do not replace. Choose a model "
+                f"{folder / name}: {python} is a tokenizer in Python, which the files do not replace. Choose a model "
                 "with another tokenizer. If its tokenizer.json gives the same tokens, take the name out."
             )
 

@@ -73,7 +73,7 @@ def starts_of(sentences: Sequence[str], text: str) -> list[int]:
     for sentence in sentences:
         line, lines = sentence.strip(), []
         if "\n" in line:  # sentences with quotations may have line breaks, which `split_sentences` doubles
-            line, *lines = [one for part in line.split("\n") if (one := part.strip())]
+            line, *lines = [one for inner in line.split("\n") if (one := inner.strip())]
         if not line:
             continue
         # Most sentences are separated by one blank; str.find would take ten times as long.
@@ -111,7 +111,7 @@ def _split_quotations(sentence: str, language: str, marks: Mapping[str, str]) ->
         hidden = hidden.replace(mark, replacement)
     if hidden is sentence:  # str.replace returns the same object if nothing is replaced
         return [sentence]
-    cuts = list(itertools.accumulate(len(part) for part in _segment(language, hidden)))[:-1]
+    cuts = list(itertools.accumulate(len(one) for one in _segment(language, hidden)))[:-1]
     for number, cut in enumerate(cuts):
         if hidden[cut - 1] == " " != sentence[cut - 1] and sentence[cut - 2].isspace():
             cuts[number] = cut - 1

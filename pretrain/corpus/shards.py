@@ -190,7 +190,7 @@ def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
     """Return a digest of the vocabulary and of the contents of a source's shards."""
     files = manifest["files"]
     names = [entry["name"] for entry in manifest["shards"] if entry["source"] == source]
-    arrays = [files[f"{name}.{part}.npy"]["sha256"] for name in names for part in _ARRAYS]
+    arrays = [files[f"{name}.{array}.npy"]["sha256"] for name in names for array in _ARRAYS]
     decisive = [manifest["format"], manifest["special_ids"], files["vocab.txt"]["sha256"], arrays]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
@@ -209,14 +209,14 @@ def check_version(manifest: dict[str, Any], where: Path | str) -> dict[str, Any]
 
 
 def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
-    arrays = {part: mapped(folder / f"{entry['name']}.{part}.npy") for part in _ARRAYS}
-    for part, (dtype, shape) in array_types(entry, manifest).items():
-        if (arrays[part].dtype, arrays[part].shape) != (dtype, shape):
+    arrays = {array: mapped(folder / f"{entry['name']}.{array}.npy") for array in _ARRAYS}
+    for array, (dtype, shape) in array_types(entry, manifest).items():
+        if (arrays[array].dtype, arrays[array].shape) != (dtype, shape):
             raise InputError(
-                f"{folder / entry['name']}.{part}.npy: {arrays[part].dtype} {arrays[part].shape}, but the manifest has "
-                f"{dtype} {shape}. Prepare the corpus again."
+                f"{folder / entry['name']}.{array}.npy: {arrays[array].dtype} {arrays[array].shape}, but the manifest "
+                f"has {dtype} {shape}. Prepare the corpus again."
             )
-    tokens, sentences, documents = (arrays[part] for part in _ARRAYS)
+    tokens, sentences, documents = (arrays[array] for array in _ARRAYS)
     blocks = read_blocks(folder, entry)
     return Shard(entry["name"], entry["split"], entry["source"], tokens, sentences, documents, blocks)
 
@@ -300,15 +300,15 @@ class ShardWriter:
             "documents": (np.dtype("<u8"), (documents + 1, 2)),
         }
         with contextlib.ExitStack() as stack:
-            for part, (dtype, shape) in shapes.items():
-                file = _HashedFile(stack.enter_context(atomic_open(self._folder / f"{self._name}.{part}.npy")))
+            for array, (dtype, shape) in shapes.items():
+                file = _HashedFile(stack.enter_context(atomic_open(self._folder / f"{self._name}.{array}.npy")))
                 header = {
                     "descr": np.lib.format.dtype_to_descr(dtype),
                     "fortran_order": False,
                     "shape": shape,
                 }
                 np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
-                self._files[part] = file
+                self._files[array] = file
             self._files["sentences"].write(np.zeros(1, "<u8"))
             self._files["documents"].write(np.zeros(2, "<u8"))
             self._stack = stack.pop_all()
@@ -337,9 +337,9 @@ class ShardWriter:
             raise error
         self._stack.__exit__(kind, error, trace)
         if error is None:
-            self.hashes = {f"{self._name}.{part}.npy": file.digest() for part, file in self._files.items()}
+            self.hashes = {f"{self._name}.{array}.npy": file.digest() for array, file in self._files.items()}
             path = self._folder / f"{self._name}.{BLOCKS}.npy"
-            arrays = {part: mapped(self._folder / f"{self._name}.{part}.npy") for part in _ARRAYS}
+            arrays = {array: mapped(self._folder / f"{self._name}.{array}.npy") for array in _ARRAYS}
             self.hashes[path.name] = write_blocks(path, arrays)
 
 

@@ -24,7 +24,6 @@ from pretrain.common.memory import hold_freed_memory
 from pretrain.config import FiltersConfig
 from pretrain.corpus import samples
 from pretrain.corpus.byte_level import without_line_ends
-from pretrain.corpus.divisions import Gpt2Division
 from pretrain.corpus.documents import DocumentRange
 from pretrain.corpus.filters import Filters, near_duplicates
 from pretrain.corpus.filters.near_duplicates import Sketches
@@ -35,9 +34,10 @@ from pretrain.corpus.sentences import Splitting, batches_of, splitting_of, start
 from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents, reader
 from pretrain.corpus.special_tokens import special_ids
-from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
+from pretrain.corpus.splitters import Gpt2Splitter
+from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, CutWords, KnownWords, WordPieces, WordTable, cut_words
 from pretrain.corpus.vocabulary import Fold, vocabulary_size
-from pretrain.corpus.whole_documents import DocumentEncoder, measured
+from pretrain.corpus.whole_documents import DocumentEncoder, measure
 from pretrain.storage.folders import files_of, read_stored_manifest
 from pretrain.storage.objects import AccessError, ObjectStore
 
@@ -315,7 +315,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
         "hashes": writer.hashes,
         "stored": stored,
         "unknown": unknown,
-        "samples": samples.bounded(sampled, part),
+        "samples": samples.within_budget(sampled, part),
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
     write_json(state.work / f"{name}.shard.json", result)
@@ -346,7 +346,7 @@ def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.nd
     for index, (name, numbers) in enumerate(choice.documents(work)):
         if len(numbers):
             parts.append(Part.load_some(work / name, numbers))
-            sampled += samples.found(work / name, parts[-1]) if index < samples.MAX_PARTS else []
+            sampled += samples.load(work / name, parts[-1]) if index < samples.MAX_PARTS else []
     joined = Part(
         np.concatenate([part.items for part in parts]),
         np.concatenate([part.sentence_items for part in parts]),
@@ -391,7 +391,7 @@ def _batch(
     if settings.released or settings.byte_level:
         return _whole_documents(texts, sketches, state, splitting)
     lines = ["\n".join(splitting.split(text)) for text in texts]
-    cut = columns(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
+    cut = cut_words(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
     part = replace(_numbered(cut), sketches=sketches)
     long_enough = part.documents["words"] >= settings.min_document_words
     return _selected(part, texts, long_enough & (part.documents["sentences"] > 0), state)
@@ -411,7 +411,7 @@ def _whole_documents(
 ) -> tuple[Part, list[str]]:
     """Return the long enough documents, encoded whole if there is a vocabulary, and their strings."""
     settings = state.settings
-    table = measured(texts, fold=settings.fold)
+    table = measure(texts, fold=settings.fold)
     if settings.joins_lines:
         read = list(map(without_line_ends, texts))
         starts = [starts_of(splitting.split(text), one) for text, one in zip(texts, read, strict=True)]
@@ -434,7 +434,7 @@ def _in_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, num
     """Cut documents for a byte-level vocabulary to be trained, in which a document starts with a blank."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
-    cut = Gpt2Division.own(None).cut(texts, starts, numbers)
+    cut = Gpt2Splitter.own(None).cut(texts, starts, numbers)
     table = table.copy()
     table["sentences"] = np.diff(cut.documents)
     table["items"] = np.diff(cut.sentences[cut.documents])
@@ -452,7 +452,7 @@ def _joined(batches: list[Part], state: _Process) -> Part:
     return part if state.settings.vocabulary_given else _renumbered(part, state.table)
 
 
-def _numbered(cut: Columns) -> Part:
+def _numbered(cut: CutWords) -> Part:
     """Convert to a part whose items are numbers in the process's table."""
     table = np.zeros(len(cut.hashes), DOCUMENT)
     table["hash"] = cut.hashes

@@ -16,7 +16,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, atomic_open, check_manifest, disk_errors, locked, read_manifest, sha256_file
 from pretrain.config import CorpusConfig
 from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
-from pretrain.corpus.blocks import PARTS
+from pretrain.corpus.blocks import ARRAYS
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.shards import (
     COUNTS,
@@ -33,7 +33,7 @@ from pretrain.corpus.shards import (
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
-_ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{part}.npy" for part in ("tokens", "sentences", "documents"))
+_ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
 _SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # needed only to prepare
 _SMALL_FETCHES = 16  # simultaneous, of tables of blocks, which have a few kilobytes each
 _STREAMED = ".streamed"  # folder of a corpus: its manifest, and the fetched blocks
@@ -82,7 +82,7 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     fingerprints = source_fingerprints(manifest)
     if not entries:
         return replace(described, fingerprints=fingerprints)
-    text = [manifest["files"][f"{entry['name']}.{part}.npy"] for entry in entries for part in PARTS]
+    text = [manifest["files"][f"{entry['name']}.{array}.npy"] for entry in entries for array in ARRAYS]
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
     remove_unused(folder)
     tables = _tables(corpus, folder / "blocks.npy", entries)
@@ -111,10 +111,10 @@ def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> 
 def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
     """Describe the arrays of a shard at an address."""
     arrays = {}
-    for part, (dtype, shape) in array_types(entry, manifest).items():
-        name, width = f"{entry['name']}.{part}.npy", dtype.itemsize * math.prod(shape[1:])
+    for array, (dtype, shape) in array_types(entry, manifest).items():
+        name, width = f"{entry['name']}.{array}.npy", dtype.itemsize * math.prod(shape[1:])
         size = int(manifest["files"][name]["bytes"])
-        arrays[part] = StoredArray(name, size, size - width * shape[0], width)
+        arrays[array] = StoredArray(name, size, size - width * shape[0], width)
     return arrays
 
 
@@ -122,7 +122,7 @@ def _views(
     cache: BlockCache, shard: int, entry: dict[str, Any], manifest: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the tokens, sentences and documents of a shard."""
-    arrays = {part: cache.array(shard, part, *kind) for part, kind in array_types(entry, manifest).items()}
+    arrays = {array: cache.array(shard, array, *kind) for array, kind in array_types(entry, manifest).items()}
     return arrays["tokens"], arrays["sentences"], arrays["documents"]
 
 
@@ -158,16 +158,16 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
         check_address(corpus.dir, written=True)
     except ValueError as error:
         raise InputError(f"corpus.dir: {error}") from None
-    theirs = folders.read_stored_manifest(corpus.dir, ObjectStore())
-    if theirs is not None and not _has_all(corpus.folder, theirs):
-        _remove_other(corpus.folder, theirs)
+    stored = folders.read_stored_manifest(corpus.dir, ObjectStore())
+    if stored is not None and not _has_all(corpus.folder, stored):
+        _remove_other(corpus.folder, stored)
         folders.fetch(corpus.dir, but=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
-            file.write(theirs)
+            file.write(stored)
     try:
-        yield theirs is not None
+        yield stored is not None
         now = folders.read_stored_manifest(corpus.dir, ObjectStore())
-        if now not in (None, theirs) and not _has_all(corpus.folder, now):
+        if now not in (None, stored) and not _has_all(corpus.folder, now):
             raise MachineError(
                 f"{corpus.dir}: another machine has stored a corpus there meanwhile, so this one is not stored. Run "
                 "the command again: it adds what that corpus lacks."
@@ -175,10 +175,10 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
         lost = folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
         _store_counts(corpus)
         print(f"{corpus.dir}: stored" + (f", and again what was lost there: {', '.join(lost)}" if lost else ""))
-        theirs = (corpus.folder / MANIFEST).read_bytes()
+        stored = (corpus.folder / MANIFEST).read_bytes()
     finally:
-        here = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
-        if here == theirs and any(not (corpus.folder / name).is_file() for name in folders.files_of(here)):
+        local = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
+        if local == stored and any(not (corpus.folder / name).is_file() for name in folders.files_of(local)):
             (corpus.folder / MANIFEST).unlink()  # so that a reader of the tokens fetches the missing files
 
 
@@ -186,23 +186,23 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
     """Return whether the corpus in a folder has this manifest, or has grown from it and was not stored yet."""
     if not (folder / MANIFEST).is_file():
         return False
-    here, there = read_manifest(folder), folders.files_of(manifest)
-    return all(here["files"].get(name) == entry for name, entry in there.items() if name not in CARD_FILES)
+    local, stored_files = read_manifest(folder), folders.files_of(manifest)
+    return all(local["files"].get(name) == entry for name, entry in stored_files.items() if name not in CARD_FILES)
 
 
 def _remove_other(folder: Path, manifest: bytes) -> None:
     """Remove the files of a folder whose content differs in the corpus of this manifest."""
-    here = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
+    local = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
     for name, entry in folders.files_of(manifest).items():
         path = folder / name
-        if here.get(name) != entry and path.is_file() and sha256_file(path) != entry["sha256"]:
+        if local.get(name) != entry and path.is_file() and sha256_file(path) != entry["sha256"]:
             path.unlink()
 
 
 def _store_counts(corpus: CorpusConfig) -> None:
     """Store the samples per block, to count which a streaming machine would have to read all document offsets."""
-    here = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
+    local = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
     objects = ObjectStore()
-    there = objects.listing(join(corpus.dir, COUNTS)) if here else {}
-    for name in here.keys() - there.keys():
-        objects.upload(here[name], join(corpus.dir, COUNTS, name))
+    remote = objects.listing(join(corpus.dir, COUNTS)) if local else {}
+    for name in local.keys() - remote.keys():
+        objects.upload(local[name], join(corpus.dir, COUNTS, name))

@@ -38,11 +38,11 @@ class TextStream(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """Return `size` bytes, fewer only at the end of the file; all bytes if it is negative."""
-        parts, left = [], sys.maxsize if size < 0 else size
-        while left and (part := self._read_some(left)):
-            parts.append(part)
-            left -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        reads, left = [], sys.maxsize if size < 0 else size
+        while left and (read := self._read_some(left)):
+            reads.append(read)
+            left -= len(read)
+        return reads[0] if len(reads) == 1 else b"".join(reads)
 
     def _read_some(self, max_bytes: int) -> bytes:
         """Return between one and `max_bytes` bytes; none at the end of the file."""

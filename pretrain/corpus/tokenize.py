@@ -60,7 +60,7 @@ _LOW_BYTES = np.array(
 
 
 @dataclass(frozen=True)
-class Columns:
+class CutWords:
     """A batch of D documents with S sentences and W words.
 
     words int32 [W], numbers in the process's `WordTable`; sentences int64 [S+1], word offset of each sentence;
@@ -77,7 +77,7 @@ class Columns:
     hashes: np.ndarray
 
 
-def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fold = Fold.NOTHING) -> Columns:
+def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fold = Fold.NOTHING) -> CutWords:
     """Cut documents into words. Each document has one sentence per line and no NUL.
 
     `fold` as for `document_hashes`.
@@ -94,7 +94,7 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fo
     filled = np.diff(words_before, prepend=0) > 0
     document_ends = kinds[line_ends] == _DOCUMENT_END
     text_ends = line_ends[document_ends]
-    return Columns(
+    return CutWords(
         words=words,
         sentences=np.concatenate([[0], words_before[filled]]),
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
@@ -209,8 +209,8 @@ class WordTable:
         if added:
             self._reserve(added)
             packed = np.zeros((added, 2), "<u8")
-            for column, key in enumerate(new_keys):
-                packed[:, column] = key
+            for number, key in enumerate(new_keys):
+                packed[:, number] = key
             self._words[self.size : self.size + added] = packed.view("S16")[:, 0]
             self.size += added
         return numbers
@@ -301,7 +301,7 @@ class WordPieces(KnownWords):
 
 
 class BytePairs(KnownWords):
-    """The tokens of the pieces of `byte_columns.document_pieces` in a byte-level BPE vocabulary."""
+    """The tokens of the pieces of `pieces.document_pieces` in a byte-level BPE vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)
@@ -328,7 +328,7 @@ class _WholeTokenizer:
     """
 
     _SEPARATOR = "|"
-    _WORDS_PER_TEXT = 100
+    _WORDS_PER_STRING = 100
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.token_to_id(self._SEPARATOR) is None:
@@ -340,8 +340,8 @@ class _WholeTokenizer:
 
     def tokens(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Return word number and id of every token. Words have no ASCII blank; an ASCII mark is a word."""
-        texts = [b"|".join((*part, b"")).decode() for part in _batched(words, self._WORDS_PER_TEXT)]
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        strings = [b"|".join((*batch, b"")).decode() for batch in _batched(words, self._WORDS_PER_STRING)]
+        encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
         ends = tokens == self._separator
         return np.cumsum(ends)[~ends], tokens[~ends]

@@ -36,9 +36,9 @@ def load_vocabulary(
     if not path.exists():
         raise InputError(f"corpus.vocabulary.path: {path}: not found.")
     tokenizer = read_files(path, {"lowercase": lowercase, "strip_accents": strip_accents})
-    if (found := kind_of(tokenizer)) != kind:
+    if (actual := kind_of(tokenizer)) != kind:
         raise InputError(
-            f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {found}. Make them agree."
+            f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {actual}. Make them agree."
         )
     return tokenizer_from_json(path, tokenizer.to_str(), lowercase=lowercase, strip_accents=strip_accents)
 
@@ -71,10 +71,10 @@ def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer
 
 
 def _missing(folder: Path) -> str:
-    pieces = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
-    if pieces is not None:
+    model = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
+    if model is not None:
         return (
-            f"{folder}: has {pieces}, which is not read, but no tokenizer.json. Write one with transformers "
+            f"{folder}: has {model}, which is not read, but no tokenizer.json. Write one with transformers "
             "(save_pretrained of a fast tokenizer)."
         )
     return (

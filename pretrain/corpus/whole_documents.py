@@ -5,7 +5,7 @@ one intended exception, as in `tokenize`: special tokens such as `<s>` that are 
 characters here (`split_special_tokens=True` in transformers, which has no effect there if they are entries of a
 Unigram). Added tokens that are not special, such as runs of blanks, are kept.
 
-Most documents are cut into pieces by a splitter (`divisions`), and the tokens of pieces are cached. The library encodes
+Most documents are cut into pieces by a splitter (`splitters`), and the tokens of pieces are cached. The library encodes
 all others: if there is no splitter for the tokenizer, or the document contains an added token or characters that are
 normalized across the bounds of pieces.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pretrain.corpus.byte_columns import DocumentPieces
-from pretrain.corpus.divisions import division_of, line_tokens
 from pretrain.corpus.parts import DOCUMENT, Part
+from pretrain.corpus.pieces import DocumentPieces
+from pretrain.corpus.splitters import line_tokens, splitter_of
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, document_hashes
 from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.word_counts import document_words
@@ -29,7 +29,7 @@ _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 _Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and tokens of each of its sentences, uint32 [S]
 
 
-def measured(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
+def measure(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
     """Return the DOCUMENT table of documents, without the fields that depend on the tokenizer. They have no NUL."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
@@ -50,7 +50,7 @@ class DocumentEncoder:
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         self._whole = without_special(tokenizer)
         self._table = table
-        self.division = division_of(self._whole, table)
+        self.splitter = splitter_of(self._whole, table)
         self._added = _shortest(_uncut_tokens(json.loads(self._whole.to_str())))
 
     def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
@@ -59,12 +59,12 @@ class DocumentEncoder:
         Args:
             texts: documents that are not empty, without NUL.
             starts: character offsets of the sentences of each document, ascending from 0.
-            table: from `measured`.
+            table: from `measure`.
             dtype: of the tokens.
         """
         fast = [number for number, text in enumerate(texts) if self.has_plain_pieces(text)]
-        found = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
-        encoded = [found.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
+        by_number = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
+        encoded = [by_number.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
         table = table.copy()
         table["sentences"] = [len(sentences) for _, sentences in encoded]
         table["items"] = [len(tokens) for tokens, _ in encoded]
@@ -74,26 +74,25 @@ class DocumentEncoder:
 
     def has_plain_pieces(self, text: str) -> bool:
         """Return whether a document may be encoded by its pieces."""
-        if self.division is None or any(token in text for token in self._added):
+        if self.splitter is None or any(token in text for token in self._added):
             return False
-        return self.division.fits(text)
+        return self.splitter.fits(text)
 
     def from_pieces(
         self, numbers: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
     ) -> dict[int, _Sentences]:
         """Return number -> tokens of the documents that can be encoded by their pieces."""
-        if not numbers or self.division is None or self.division.known is None:
+        if not numbers or self.splitter is None or self.splitter.known is None:
             return {}
-        cut = self.division.cut(texts, starts, self._table)
-        tokens, offsets = self.division.known.tokens(cut.pieces, cut.sentences, dtype)
+        cut = self.splitter.cut(texts, starts, self._table)
+        tokens, offsets = self.splitter.known.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
         within = cut.documents[1:-1]
-        found = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
-        plain = _all_of(self.division.are_plain(cut.pieces), cut)
+        documents = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
+        plain = _all_of(self.splitter.are_plain(cut.pieces), cut)
         # Pieces, and therefore sentences, may have no token.
-        return {
-            n: (ids, ends[ends > 0]) for n, (ids, ends), is_plain in zip(numbers, found, plain, strict=True) if is_plain
-        }
+        encoded = zip(numbers, documents, plain, strict=True)
+        return {number: (ids, ends[ends > 0]) for number, (ids, ends), is_plain in encoded if is_plain}
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _Sentences:
         encoding = self._whole.encode(text, add_special_tokens=False)

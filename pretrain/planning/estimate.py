@@ -19,7 +19,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig, Precision, PretrainConfig
-from pretrain.corpus.blocks import BLOCK_TOKENS, PARTS
+from pretrain.corpus.blocks import ARRAYS, BLOCK_TOKENS
 from pretrain.corpus.stored import is_streamed, prepared_manifest
 from pretrain.model import cost
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
@@ -328,10 +328,10 @@ def _corpus_lines(config: PretrainConfig) -> str:
 def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
     """What it takes to read a corpus from its address."""
     shards = [shard for shard in manifest["shards"] if shard["split"] == "train"]
-    files = (f"{shard['name']}.{part}.npy" for shard in shards for part in PARTS)
+    files = (f"{shard['name']}.{part}.npy" for shard in shards for part in ARRAYS)
     size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_blocks, shards))
     held = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
-    least, requests = min(blocks, 2 * held) * size / max(1, blocks), len(PARTS) * blocks
+    least, requests = min(blocks, 2 * held) * size / max(1, blocks), len(ARRAYS) * blocks
     return (
         f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}, a machine keeps {cache / 1e9:,.3g} GB and "
         f"needs {least / 1e9:,.3g} GB at least, less if machines divide the text"

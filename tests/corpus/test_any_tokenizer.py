@@ -19,7 +19,7 @@ from finetune.cli import main
 from pretrain.batches.masking import Masker
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.config import MaskingConfig, PretrainConfig, SourceConfig, VocabularyConfig
-from pretrain.corpus.extension import check_extension, extend_vocabulary, old_pieces, sampled_words
+from pretrain.corpus.extension import check_extension, extend_vocabulary, replaced_ids, sampled_words
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.sources import find_inputs
@@ -92,7 +92,7 @@ def test_a_tokenizer_without_a_known_division_goes_through_the_library() -> None
     tokenizer = make_pieces("xlm_roberta")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     encoder = DocumentEncoder(tokenizer, WordTable())
-    assert encoder.division is None
+    assert encoder.splitter is None
     texts = [*LANGUAGES.values()]
     assert encoded(tokenizer, texts) == [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
@@ -130,7 +130,7 @@ def test_added_words_are_tokens_and_change_no_other_word(kind: Any, tmp_path: Pa
     plain = [*LANGUAGES.values(), CODE]
     assert [new.encode(one).ids for one in plain] == [old.encode(one).ids for one in plain]
     assert encoded(new, [text, *plain]) == [new.encode(one, add_special_tokens=False).ids for one in (text, *plain)]
-    assert len(old_pieces(old, extension.words)[0]) > 1
+    assert len(replaced_ids(old, extension.words)[0]) > 1
     save_tokenizer(tmp_path, new, {})
     assert AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False)["input_ids"] == ids
 

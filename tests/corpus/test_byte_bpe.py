@@ -1,4 +1,4 @@
-"""Byte-level BPE: the ids are tokenizers' own, every text comes back, words begin where GPT-2's division says."""
+"""Byte-level BPE: the ids are tokenizers' own, every text comes back, words begin where GPT-2's splitting says."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pretrain.batches.masking import Masker
 from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
-from pretrain.corpus.byte_columns import DocumentPieces
 from pretrain.corpus.byte_level import own_splitter
 from pretrain.corpus.byte_words import is_byte_vocabulary, spelled
-from pretrain.corpus.divisions import Gpt2Division
 from pretrain.corpus.extension import extend_vocabulary
+from pretrain.corpus.pieces import DocumentPieces
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
+from pretrain.corpus.splitters import Gpt2Splitter
 from pretrain.corpus.tokenize import BytePairs, WordTable
 from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import (
@@ -47,7 +47,7 @@ TEXT = (
     "“We'll see!” Über 2024 they're all re-entering Zürich; Ελληνικά, русский язык. 漢字かな交じり文。 don't won't "
 )
 PLAIN = "the cat sat on a mat and the dog ran to the house where many people lived for a long time near the big river"
-# What GPT-2's division treats specially: white space of all kinds, apostrophes, numbers, combining marks, emoji.
+# What GPT-2's splitting treats specially: white space of all kinds, apostrophes, numbers, combining marks, emoji.
 ODD = " \t\r\x01\x0b\x0c\x1c\x7f\x85\xa0\xad\u0301\u1680\u200b\u2003\u2028\u3000\ufeff''sdmtrevl019²½٣Ⅷ漢字ß。—“😀𝒳𠀀€é"
 LINE = st.text(
     st.one_of(
@@ -62,7 +62,7 @@ TRAIN = "from tests.corpus.test_byte_bpe import trained; print(trained.__wrapped
 
 def cut(texts: Sequence[str], table: WordTable) -> DocumentPieces:
     """Documents of one sentence each, which are not empty."""
-    return Gpt2Division.own(None).cut(texts, [[0]] * len(texts), table)
+    return Gpt2Splitter.own(None).cut(texts, [[0]] * len(texts), table)
 
 
 def counts(*texts: str) -> dict[bytes, int]:

@@ -15,7 +15,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
 from pretrain.corpus.filters.contamination import Contamination, Matches
 from pretrain.corpus.filters.evaluation_sets import write_table
-from pretrain.corpus.filters.text_columns import text_columns
+from pretrain.corpus.filters.terms import document_terms
 from pretrain.corpus.prepare import prepare
 from tests.corpus.preparing import card
 from tests.corpus.test_filters import LANGUAGES, clauses_of, filtered, prose, words_of, write_lines
@@ -27,7 +27,7 @@ SHORT = "Green stones of the winter garden sing at night."  # 9 words
 def find(folder: Path, texts: list[str], *sets: EvaluationSetConfig) -> Matches:
     config = ContaminationConfig(sets=sets)
     write_table(config, folder / "table")
-    return Contamination(config, folder / "table").find(text_columns(texts))
+    return Contamination(config, folder / "table").find(document_terms(texts))
 
 
 def _squad(text: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig, load_config
-from pretrain.corpus.filters.text_columns import TextColumns, text_columns
+from pretrain.corpus.filters.terms import DocumentTerms, document_terms
 from pretrain.corpus.prepare import prepare
 from tests.corpus.preparing import card, content, preparation
 
@@ -76,7 +76,7 @@ def _terms(text: str) -> list[str]:
     return "".join(spaced).split()
 
 
-def _hashes(columns: TextColumns) -> list[int]:
+def _hashes(columns: DocumentTerms) -> list[int]:
     """Of each term."""
     count = len(columns.term_starts)
     return columns.sequence_hashes(slice(count), slice(1, count + 1)).tolist()
@@ -85,14 +85,14 @@ def _hashes(columns: TextColumns) -> list[int]:
 def test_terms_are_those_of_plain_code() -> None:
     draw = random.Random(3)
     texts = ["", *("".join(draw.choices("aéЖ漢字7 .\n\t-😀\u2028", k=draw.randint(0, 40))) for _ in range(200))]
-    columns = text_columns(texts)
+    columns = document_terms(texts)
     found = [
         columns.units[begin:end].tobytes().decode("utf-16-le")
         for begin, end in zip(columns.term_starts, columns.term_ends, strict=True)
     ]
     for number, text in enumerate(texts):
         assert found[columns.terms[number] : columns.terms[number + 1]] == _terms(text)
-    alone = [hashed for text in texts for hashed in _hashes(text_columns([text.upper()]))]
+    alone = [hashed for text in texts for hashed in _hashes(document_terms([text.upper()]))]
     assert _hashes(columns) == alone, "the hashes depend neither on the place nor on the case"
 
 

@@ -17,7 +17,7 @@ from pretrain.corpus.filters.report import Report
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import Fold
-from pretrain.corpus.whole_documents import measured
+from pretrain.corpus.whole_documents import measure
 from tests.corpus.preparing import card, content, document_tokens, preparation
 from tests.corpus.test_filters import LANGUAGES, clauses_of, filtered, prose, words_of, write_lines
 
@@ -164,7 +164,7 @@ def test_the_first_document_stays_across_sources(sources: Path, whole: Path, tmp
 @pytest.mark.parametrize(("names", "processes"), [("thd", 2), ("dht", 1), ("htd", 1)])
 def test_held_out_text_wins(names: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """t has copies and near copies of h, which is held out, and so has d, in another form."""
-    monkeypatch.setattr("pretrain.corpus.partitions.BUFFERED", 1)
+    monkeypatch.setattr("pretrain.corpus.buckets.BUFFERED", 1)
     held_out = [f"{prose(seed)}\nCaf\u00e9." for seed in range(20)]
     copies = [text.replace("\u00e9", "e\u0301") + "  \n" for text in held_out[:10]]
     copies += [changed(text, 0.05, 5) for text in held_out[10:]]
@@ -190,7 +190,7 @@ def test_validation_documents_win_over_similar_ones(tmp_path: Path) -> None:
     write_lines(tmp_path / "texts.jsonl", [*similar, *texts])
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "texts.jsonl"))
     prepare(preparation(tmp_path / "out", [source], filters=ON, validation_fraction=0.3), quiet=True)
-    hashes = measured([*texts, *similar], fold=Fold.CASE)["hash"]
+    hashes = measure([*texts, *similar], fold=Fold.CASE)["hash"]
     one, other = near.Precedence((), 0.3, ()).below(hashes).reshape(2, 40)
     (found,) = card(tmp_path / "out")["sources"]
     assert found["documents"] == 40

@@ -257,7 +257,7 @@ def test_a_folder_with_something_else_is_left_as_it_is(sources: Path, tmp_path: 
         folder.mkdir()
         for name, value in files.items():
             (folder / name).write_text(value)
-        with pytest.raises(InputError, match="is not a corpus folder" if folder != newer else "another version") as error:
+        with pytest.raises(InputError, match="not a corpus folder" if folder != newer else "another version") as error:
             prepare(config(sources, folder), quiet=True)
         assert "another corpus.dir" in str(error.value)
         with pytest.raises(InputError, match=r"another corpus\.dir"):
@@ -432,7 +432,7 @@ def _in_order(table: np.ndarray) -> np.ndarray:
 
 def _in_small_partitions(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
     monkeypatch.setattr("pretrain.corpus.documents.MAX_DOCUMENTS", documents)
-    monkeypatch.setattr("pretrain.corpus.partitions.BUFFERED", documents)
+    monkeypatch.setattr("pretrain.corpus.buckets.BUFFERED", documents)
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

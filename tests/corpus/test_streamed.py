@@ -112,8 +112,8 @@ import os, sys
 from pathlib import Path
 import numpy as np
 from pretrain.corpus.block_cache import BlockCache, Lease, StoredArray, StoredShard
-from pretrain.corpus.blocks import BLOCK, PARTS
-shard = StoredShard({name: StoredArray(name, 136, 128, 8) for name in PARTS}, np.zeros(1, BLOCK))
+from pretrain.corpus.blocks import BLOCK, ARRAYS
+shard = StoredShard({name: StoredArray(name, 136, 128, 8) for name in ARRAYS}, np.zeros(1, BLOCK))
 cache = BlockCache("s3://bucket/corpus", Path(sys.argv[1]), [shard], max_bytes=1000)
 os.kept, np.kept = (Lease(cache, np.array([0])) for _ in range(2))  # in modules that are cleared later
 """

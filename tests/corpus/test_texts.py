@@ -28,8 +28,8 @@ from pretrain.corpus.prepare import prepare
 from pretrain.corpus.sentences import line_starts
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.sources import books, find_inputs
-from pretrain.corpus.tokenize import WordTable, columns
-from pretrain.corpus.whole_documents import measured
+from pretrain.corpus.tokenize import WordTable, cut_words
+from pretrain.corpus.whole_documents import measure
 from pretrain.corpus.word_counts import count_words
 from pretrain.planning.estimate import preparation_lines
 from tests.corpus.preparing import card, preparation
@@ -143,8 +143,8 @@ def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summa
 def test_words_are_counted_in_scripts_without_blanks(text: str, words: int) -> None:
     table, texts = WordTable(), ["two words", text, "one"]
     for counted in (
-        columns(texts, table, lowercase=True).document_words,
-        measured(texts)["words"],
+        cut_words(texts, table, lowercase=True).document_words,
+        measure(texts)["words"],
     ):
         assert counted.tolist() == [2, words, 1]
     assert count_words(text) == words
@@ -192,7 +192,7 @@ def test_a_truncated_book_is_read_up_to_the_cut(tmp_path: Path) -> None:
         ("books", "a.txt", ("今天天气很好。\n\n" * 99).encode("utf-16-be"), r"neither UTF-8 nor UTF-16"),
         ("books", "a.txt", ("今天天气很好。\n\n" * 99).encode("gb18030"), r"neither UTF-8 nor UTF-16"),
         ("wikiextractor", "wiki_00", LINES.encode(), r"JSON, as WikiExtractor's --json writes: use kind jsonl"),
-        ("jsonl", "a.jsonl", b'{"text": ["a"]}\n' * 5, r"'text' that is not text \(line 1 of block 0\), 5 times"),
+        ("jsonl", "a.jsonl", b'{"text": ["a"]}\n' * 5, r"'text' that is not text \(line 1 of chunk 0\), 5 times"),
     ],
 )
 def test_the_faults_that_make_a_corpus_empty_are_shown(tmp_path, kind, name, data, shown) -> None:

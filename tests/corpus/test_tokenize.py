@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pretrain.corpus.sentences import split_sentences
-from pretrain.corpus.tokenize import WordPieces, WordTable, columns
+from pretrain.corpus.tokenize import WordPieces, WordTable, cut_words
 from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import Fold, bert_tokenizer, save_tokenizer, train_vocabulary
 
@@ -52,7 +52,7 @@ def reference(lowercase: bool, strip_accents: bool | None, folder: str):
 def tokens_of(texts: list[str], tokenizer, *, lowercase: bool) -> list[list[int]]:
     """Ids of each line of `texts`, by the column way; lines without words give nothing."""
     table = WordTable()
-    cut = columns(texts, table, lowercase=lowercase)
+    cut = cut_words(texts, table, lowercase=lowercase)
     tokens, offsets = WordPieces(tokenizer, table).tokens(cut.words, cut.sentences, np.dtype(np.uint16))
     return [tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
@@ -80,7 +80,7 @@ def test_ids_equal_those_of_transformers(lowercase, strip_accents, folder, lines
 def test_each_ideograph_is_a_word() -> None:
     """So that text without blanks does not become one new word after the other; hexagrams are none (BERT's ranges)."""
     table = WordTable()
-    cut = columns(["漢字,字 漢a字b\n䷀䷀漢"], table, lowercase=True)
+    cut = cut_words(["漢字,字 漢a字b\n䷀䷀漢"], table, lowercase=True)
     assert [word.decode() for word in table.words(cut.words)] == [*"漢字,字漢a字b", "䷀䷀", "漢"]
     assert cut.document_words.tolist() == [3]
 
@@ -108,7 +108,7 @@ def test_tokens_of_words_learned_later() -> None:
     table = WordTable()
     pieces = WordPieces(tokenizer, table)
     for text, expected in (("a", [5]), ("ab c", [5, 6, 7]), ("abb a zz", [5, 6, 6, 5, 1])):
-        cut = columns([text], table, lowercase=True)
+        cut = cut_words([text], table, lowercase=True)
         assert pieces.tokens(cut.words, cut.sentences, np.dtype(np.uint16))[0].tolist() == expected
 
 
@@ -169,7 +169,7 @@ def _normalizer():
 
 
 def test_columns_know_sentences_documents_words_and_bytes() -> None:
-    cut = columns(["One two, three.\n\n \nFour!", "", "Ünï 漢"], WordTable(), lowercase=False)
+    cut = cut_words(["One two, three.\n\n \nFour!", "", "Ünï 漢"], WordTable(), lowercase=False)
     assert cut.documents.tolist() == [0, 2, 2, 3]
     assert cut.sentences.tolist() == [0, 5, 7, 9]  # One two , three . | Four ! | Ünï 漢
     assert cut.document_words.tolist() == [4, 0, 2]
@@ -178,10 +178,10 @@ def test_columns_know_sentences_documents_words_and_bytes() -> None:
 
 def test_equal_documents_have_equal_hashes() -> None:
     texts = ["The cat sat.\nIt slept.", "the CAT sat.  It\tslept.", "The cat sat. It slept!", "Thecat sat. It slept"]
-    hashes = columns(texts, WordTable(), lowercase=True, fold=Fold.CASE).hashes
+    hashes = cut_words(texts, WordTable(), lowercase=True, fold=Fold.CASE).hashes
     assert (hashes[0] == hashes[1]).all()
     assert len({tuple(pair) for pair in hashes.tolist()}) == 3
-    cased = columns([*texts, "Cafe\u0301", "Caf\u00e9", "caf\u00e9"], WordTable(), lowercase=False).hashes
+    cased = cut_words([*texts, "Cafe\u0301", "Caf\u00e9", "caf\u00e9"], WordTable(), lowercase=False).hashes
     assert len({tuple(pair) for pair in cased.tolist()}) == 6, "only the composed one is equal to another"
 
 
@@ -192,7 +192,7 @@ def test_an_uncased_vocabulary_knows_a_text_in_all_forms(text: str) -> None:
     plain = "".join(c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) != "Mn")
     for fold in (Fold.CASE, Fold.CASE | Fold.ACCENTS, Fold.ACCENTS):
         forms = [text, unicodedata.normalize("NFD", text), text.upper(), plain]
-        hashes = columns(forms, WordTable(), lowercase=True, fold=fold).hashes
+        hashes = cut_words(forms, WordTable(), lowercase=True, fold=fold).hashes
         equal = (hashes == hashes[0]).all(axis=1).tolist()
         assert equal[1]
         assert equal[2] == (Fold.CASE in fold)

@@ -19,7 +19,7 @@ from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.released import kind_of, takes_whole_documents
 from pretrain.corpus.shards import ShardWriter
-from pretrain.corpus.tokenize import WordPieces, WordTable, columns
+from pretrain.corpus.tokenize import WordPieces, WordTable, cut_words
 from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import bert_tokenizer
 from tests.corpus.preparing import encoded
@@ -94,7 +94,7 @@ def stored(tokenizer: Tokenizer) -> list[list[int]]:
         return encoded(tokenizer, texts())
     table, normalizer = WordTable(), tokenizer.normalizer
     lowercase = normalizer.lowercase  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    cut = columns([text.replace("\n", " ") for text in texts()], table, lowercase=lowercase)
+    cut = cut_words([text.replace("\n", " ") for text in texts()], table, lowercase=lowercase)
     tokens, ends = WordPieces(tokenizer, table).tokens(cut.words, cut.sentences, np.dtype(np.uint16))
     filled = np.diff(cut.documents) > 0
     found = iter(np.split(tokens, ends[1:-1]))
@@ -309,5 +309,5 @@ def test_a_sample_is_bounded() -> None:
     assert samples.choose(["a" * 9000, "b" * 10_000]) == [0]
     assert len(samples.choose(["a"] * 1000)) <= 16
     part = Part(np.zeros(1000, np.uint16), np.zeros(0, np.uint32), np.zeros(1, DOCUMENT), [])
-    assert len(samples.bounded([("a" * 8000, np.zeros(2, np.uint64))] * 99, part)) == 2
-    assert samples.bounded([("a" * 100_000, np.zeros(2, np.uint64))], part)
+    assert len(samples.within_budget([("a" * 8000, np.zeros(2, np.uint64))] * 99, part)) == 2
+    assert samples.within_budget([("a" * 100_000, np.zeros(2, np.uint64))], part)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from pretrain.common import scripts
 from pretrain.corpus.byte_words import entry_bytes, speller, word_edges
-from pretrain.corpus.extension import extend_vocabulary, old_pieces, saved_share
+from pretrain.corpus.extension import extend_vocabulary, replaced_ids, saved_share
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 from pretrain.corpus.vocabulary import bert_tokenizer, train_byte_vocabulary
 from tests.corpus.preparing import masked_words
@@ -137,7 +137,7 @@ def extended(kind: str, texts: list[str], most: int) -> tuple[Tokenizer, Tokeniz
     if kind != "unigram":
         old = train_byte_vocabulary({b"a": 1}, 261, min_frequency=1) if kind == "bytes" else bert(kind, texts[0], 1)
     found = extend_vocabulary(old, Counter(word for text in texts for word in scripts.WORD.findall(text)), most)
-    assert all(len(pieces) > 1 for pieces in old_pieces(old, found.words))
+    assert all(len(pieces) > 1 for pieces in replaced_ids(old, found.words))
     return old, found.tokenizer, found.words
 
 

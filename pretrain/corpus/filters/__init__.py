@@ -16,7 +16,7 @@ from pretrain.corpus.filters.contamination import Contamination
 from pretrain.corpus.filters.evaluation_sets import NGRAM, SHORTEST, TABLE, evaluation_files
 from pretrain.corpus.filters.near_duplicates import BANDS, ROWS, WORDS, Sketches, sketches
 from pretrain.corpus.filters.report import Report
-from pretrain.corpus.filters.text_columns import text_columns
+from pretrain.corpus.filters.terms import document_terms
 
 _BATCH_CHARACTERS = 1 << 19  # of documents filtered together; more do not fit the CPU cache
 
@@ -52,16 +52,16 @@ class Filters:
         return [text for batch in kept for text in batch], Sketches.joined(kept_sketches) if self._finds_near else None
 
     def _kept(self, texts: list[str], report: Report) -> tuple[list[str], Sketches | None]:
-        columns = text_columns(texts)
+        batch = document_terms(texts)
         is_kept = np.ones(len(texts), bool)
         if self._contamination:
-            matches = self._contamination.find(columns)
+            matches = self._contamination.find(batch)
             is_kept = matches.sets < 0
             for number in np.flatnonzero(~is_kept).tolist():
                 name = self._contamination.names[matches.sets[number]]
                 report.add("contamination", name, texts[number], matches.words[number])
             report.seen.update(matches.seen.tolist())
-        kept_sketches = sketches(texts, columns).select(is_kept) if self._finds_near else None
+        kept_sketches = sketches(texts, batch).select(is_kept) if self._finds_near else None
         return [texts[number] for number in np.flatnonzero(is_kept).tolist()], kept_sketches
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pretrain.config import ContaminationConfig
 from pretrain.corpus.filters.evaluation_sets import PREFIX, set_names
-from pretrain.corpus.filters.text_columns import TextColumns
+from pretrain.corpus.filters.terms import DocumentTerms
 
 _SLOTS_PER_GRAM = 16  # of a bit table that rejects most look-ups: hashes that are not the prefix of any n-gram
 _MAX_BITS = 26
@@ -34,23 +34,23 @@ class Contamination:
         self._path = table
         self._table: _Table | None = None
 
-    def find(self, columns: TextColumns) -> Matches:
-        """Return the matches in the documents of `columns`."""
+    def find(self, batch: DocumentTerms) -> Matches:
+        """Return the matches in the documents of `batch`."""
         if self._table is None:
             self._table = _Table(self._path)
-        count = len(columns.terms) - 1
+        count = len(batch.terms) - 1
         first_sets, ranges = np.full(count, -1), np.zeros((count, 2), np.int64)
         seen = [np.zeros(0, np.int64)]
-        for begins, ends, examples in self._table.find(columns):
+        for begins, ends, examples in self._table.find(batch):
             sets = np.searchsorted(self._table.first, examples, "right") - 1
-            documents = np.searchsorted(columns.terms, begins, "right") - 1
+            documents = np.searchsorted(batch.terms, begins, "right") - 1
             seen.append(examples)
             # Of equal indices the last assignment wins, so the first sets, and the first terms, must come last.
             order = np.lexsort((begins, sets))[::-1]
             order = order[(first_sets[documents[order]] < 0) | (sets[order] < first_sets[documents[order]])]
             first_sets[documents[order]] = sets[order]
             ranges[documents[order]] = np.stack([begins[order], ends[order] - 1], 1)
-        words = [_words(columns, *terms) if one >= 0 else "" for one, terms in zip(first_sets, ranges, strict=True)]
+        words = [_words(batch, *terms) if one >= 0 else "" for one, terms in zip(first_sets, ranges, strict=True)]
         return Matches(first_sets, words, np.unique(np.concatenate(seen)))
 
 
@@ -67,16 +67,16 @@ class _Table:
         self._is_prefix = np.zeros(1 << bits, bool)
         self._is_prefix[(self._prefixes >> self._shift).astype(np.int64)] = True
 
-    def find(self, columns: TextColumns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def find(self, batch: DocumentTerms) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield the n-grams of documents that are in a set: (first terms, end terms, set examples) for each length."""
-        grams = columns.grams(PREFIX)
+        grams = batch.grams(PREFIX)
         starts = np.flatnonzero(self._is_prefix[(grams >> self._shift).astype(np.int64)])
         starts = starts[_look_up(self._prefixes, grams[starts])[1]]
-        limits = columns.terms[np.searchsorted(columns.terms, starts, "right")]
+        limits = batch.terms[np.searchsorted(batch.terms, starts, "right")]
         for length in self.lengths:
-            ends = columns.sequence_ends(starts, length)
+            ends = batch.sequence_ends(starts, length)
             begins, ends = starts[ends <= limits], ends[ends <= limits]
-            index, is_known = _look_up(self.hashes, columns.sequence_hashes(begins, ends))
+            index, is_known = _look_up(self.hashes, batch.sequence_hashes(begins, ends))
             yield begins[is_known], ends[is_known], self._examples[index[is_known]]
 
 
@@ -88,6 +88,6 @@ def _look_up(ascending: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
     return index, ascending[index] == values
 
 
-def _words(columns: TextColumns, first: int, last: int) -> str:
+def _words(batch: DocumentTerms, first: int, last: int) -> str:
     """Return the text from the term `first` to the term `last`."""
-    return columns.units[columns.term_starts[first] : columns.term_ends[last]].tobytes().decode("utf-16-le", "replace")
+    return batch.units[batch.term_starts[first] : batch.term_ends[last]].tobytes().decode("utf-16-le", "replace")

@@ -20,7 +20,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 from pretrain.common.quoting import bare_rows, quoted_rows
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
-from pretrain.corpus.filters.text_columns import WORD, text_columns
+from pretrain.corpus.filters.terms import WORD, document_terms
 from pretrain.corpus.inputs import BROKEN, open_file, plain_suffix
 from pretrain.corpus.listing import files_in
 
@@ -83,17 +83,17 @@ class _Grams(NamedTuple):
 
 def _grams(examples: Sequence[str], first: int) -> _Grams:
     """Return the n-grams of examples numbered from `first` on. A shorter example is one n-gram."""
-    columns = text_columns(examples)
-    starts, counts = columns.gram_documents(NGRAM)
+    batch = document_terms(examples)
+    starts, counts = batch.gram_documents(NGRAM)
     begins = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
-    quarters = columns.document_quarters()
-    is_long = (np.diff(columns.terms) >= SHORTEST) & (quarters >= PREFIX * WORD)
+    quarters = batch.document_quarters()
+    is_long = (np.diff(batch.terms) >= SHORTEST) & (quarters >= PREFIX * WORD)
     short = np.flatnonzero((counts == 0) & is_long)
     lengths = np.append(np.full(len(begins), NGRAM * WORD), quarters[short])
-    begins = np.append(begins, columns.terms[short])
+    begins = np.append(begins, batch.terms[short])
     return _Grams(
-        columns.sequence_hashes(begins, columns.sequence_ends(begins, lengths)),
-        columns.sequence_hashes(begins, columns.sequence_ends(begins, PREFIX * WORD)),
+        batch.sequence_hashes(begins, batch.sequence_ends(begins, lengths)),
+        batch.sequence_hashes(begins, batch.sequence_ends(begins, PREFIX * WORD)),
         first + np.append(np.repeat(np.arange(len(examples)), counts), short),
         lengths,
     )

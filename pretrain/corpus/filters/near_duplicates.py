@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from pretrain.common.files import atomic_open, write_json
+from pretrain.corpus.buckets import Buckets, bucket_of
 from pretrain.corpus.filters.report import MAX_EXAMPLES, excerpt
-from pretrain.corpus.filters.text_columns import TextColumns, mixed
-from pretrain.corpus.partitions import Partitions, partition_of
+from pretrain.corpus.filters.terms import DocumentTerms, mixed
 
 SUFFIX = ".sketches"
 WORDS = 3  # of an n-gram
@@ -89,11 +89,11 @@ class Sketches:
                 np.save(file, array, allow_pickle=False)
 
 
-def sketches(texts: Sequence[str], columns: TextColumns) -> Sketches:
+def sketches(texts: Sequence[str], batch: DocumentTerms) -> Sketches:
     """Sketch each document: the MinHash of its set of n-grams of `WORDS` words."""
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
-    grams, counts = _gram_sets(texts, columns, WORDS)
+    grams, counts = _gram_sets(texts, batch, WORDS)
     offsets = np.append(0, np.cumsum(counts)).astype(np.uint64)
     size = BANDS * ROWS
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(grams, offsets, size, _SEED)
@@ -106,21 +106,21 @@ def sketches(texts: Sequence[str], columns: TextColumns) -> Sketches:
     return Sketches(keys, lowest, excerpts)
 
 
-def _gram_sets(texts: Sequence[str], columns: TextColumns, n: int) -> tuple[np.ndarray, np.ndarray]:
+def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return hashes of the n-grams of all documents, and their counts. A document with fewer than n words has one hash:
     of all its words or, if it has none, such as a row of emoji, of its characters.
     """
-    grams = columns.grams(n)
-    first, counts = columns.gram_documents(n)
+    grams = batch.grams(n)
+    first, counts = batch.gram_documents(n)
     if counts.all():
         within = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
         return grams[within], counts
-    whole = columns.sequence_hashes(columns.terms[:-1], columns.terms[1:])
-    for number in map(int, np.flatnonzero(np.diff(columns.terms) == 0)):
+    whole = batch.sequence_hashes(batch.terms[:-1], batch.terms[1:])
+    for number in map(int, np.flatnonzero(np.diff(batch.terms) == 0)):
         digest = hashlib.blake2b(texts[number].encode(), digest_size=8).digest()
         whole[number] = int.from_bytes(digest, "little")
-    pieces = [grams[a : a + c] if c else whole[d : d + 1] for d, (a, c) in enumerate(zip(first, counts, strict=True))]
-    return np.concatenate(pieces), np.maximum(1, counts)
+    hashes = [grams[a : a + c] if c else whole[d : d + 1] for d, (a, c) in enumerate(zip(first, counts, strict=True))]
+    return np.concatenate(hashes), np.maximum(1, counts)
 
 
 def join_sketches(parts: Sequence[Path], out: Path) -> None:
@@ -305,7 +305,7 @@ def merge_pairs(pair_files: Sequence[Path], work: Path, size: int, out: Path, pr
     files = SketchFiles(work)
     mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
     shares = max(1, -(-int(files.first[-1]) // MAX_DOCUMENTS))
-    chosen = {path: Partitions(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost(out), out)}
+    chosen = {path: Buckets(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost(out), out)}
     examples: list[dict[str, Any]] = []
     trained: Counter[str] = Counter()
     for share in range(shares):
@@ -314,13 +314,13 @@ def merge_pairs(pair_files: Sequence[Path], work: Path, size: int, out: Path, pr
         pairs = pairs[_are_first(pairs)]
         examples += [_example(files, pair, size) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
-        for partitions, dropped in zip(chosen.values(), (pairs[is_lost], pairs), strict=True):
+        for buckets, dropped in zip(chosen.values(), (pairs[is_lost], pairs), strict=True):
             hashes = np.ascontiguousarray(dropped["hash"]).view(_HASH).reshape(-1)
-            partitions.add(hashes, partition_of(hashes["first"], shares))
+            buckets.add(hashes, bucket_of(hashes["first"], shares))
     write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained})
-    for path, partitions in chosen.items():
+    for path, buckets in chosen.items():
         with atomic_open(path) as file:
-            for hashes in partitions.drain():
+            for hashes in buckets.drain():
                 np.sort(hashes, order=["first", "second"]).tofile(file)
 
 

@@ -38,14 +38,14 @@ def list_inputs(config: SourceConfig, where: str) -> list[Input]:
     if not is_remote(config.path):
         return find_inputs(config, where)
     source = reader(config)
-    found = source.stored_files(ObjectStore())
-    if not found:
+    objects = source.stored_files(ObjectStore())
+    if not objects:
         raise nothing_found(config, where, source.problems.entries())
-    return _with_problems([Input((address,), facts.bytes) for address, facts in found.items()], source)
+    return _with_problems([Input((address,), facts.bytes) for address, facts in objects.items()], source)
 
 
-def _with_problems(found: list[Input], source: SourceReader) -> list[Input]:
-    return [replace(item, problems=() if n else tuple(source.problems.entries())) for n, item in enumerate(found)]
+def _with_problems(inputs: list[Input], source: SourceReader) -> list[Input]:
+    return [replace(item, problems=() if n else tuple(source.problems.entries())) for n, item in enumerate(inputs)]
 
 
 def cut(
@@ -59,9 +59,9 @@ def cut(
     source = reader(config)
     is_uncut = streams and source.is_stream(item)
     spans = [Span(bytes=item.bytes, is_stream=True)] if is_uncut else source.cut(item)
-    for block, span in enumerate(spans):
+    for index, span in enumerate(spans):
         yield Chunk(
-            source=source_number, input=input_number, block=block, config=config, paths=item.paths, **vars(span)
+            source=source_number, input=input_number, index=index, config=config, paths=item.paths, **vars(span)
         )
 
 

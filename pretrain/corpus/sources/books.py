@@ -87,8 +87,8 @@ def paragraphs(text: str, problems: Problems) -> str:
     kept = []
     # Without Gutenberg's header the first line may be anything, such as a line of a chat.
     may_be_title = is_framed
-    for block in re.split(r"\n[ \t]*\n", text):
-        paragraph = " ".join(block.split())
+    for lines in re.split(r"\n[ \t]*\n", text):
+        paragraph = " ".join(lines.split())
         if not paragraph:
             continue
         if not any(character.isalpha() for character in paragraph):  # page numbers, rows of asterisks

@@ -31,12 +31,12 @@ class Reader(ColumnReader):
 
     def cut(self, item: Input) -> Iterator[Span]:
         problems = Problems()
-        return inputs.carried_spans(item, self._blocks(Path(item.paths[0]), problems), [], problems)
+        return inputs.carried_spans(item, self._text_batches(Path(item.paths[0]), problems), [], problems)
 
     def values(self, chunk: Chunk) -> Iterable[Any]:
         return chunk.data
 
-    def _blocks(self, path: Path, problems: Problems) -> Iterator[tuple[list[bytes | None], int]]:
+    def _text_batches(self, path: Path, problems: Problems) -> Iterator[tuple[list[bytes | None], int]]:
         """Yield (text column of a batch of rows as bytes, bytes of the file read so far)."""
         import pyarrow as pa
 

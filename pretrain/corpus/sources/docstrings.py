@@ -139,16 +139,16 @@ def _topics(tree: ast.Module) -> list[list[str]]:
 def running_text(docstring: str) -> list[str]:
     """Return the paragraphs of `docstring` that are prose, without reST, Markdown and Google-style markup."""
     kept = []
-    for block in _blocks(inspect.cleandoc(docstring).split("\n")):
-        paragraph = _clean(block)
+    for run in _line_runs(inspect.cleandoc(docstring).split("\n")):
+        paragraph = _clean(run)
         if _is_prose(paragraph):
             kept.append(paragraph)
     return kept
 
 
-def _blocks(lines: list[str]) -> Iterator[str]:
+def _line_runs(lines: list[str]) -> Iterator[str]:
     """Yield runs of lines of one indentation, list item or argument, without code blocks and doctests."""
-    block: list[str] = []
+    run: list[str] = []
     indent = code_indent = -1  # deeper than code_indent is a literal block
     fenced = doctest = False
     for line in [*lines, ""]:
@@ -166,25 +166,25 @@ def _blocks(lines: list[str]) -> Iterator[str]:
         skip = not text or fenced or doctest or code_indent >= 0 or text.startswith("..")
         is_item = bool(_BULLET.match(text) or _FIELD.match(text))
         is_argument = depth != indent and _ARGUMENT.match(text) is not None
-        below_name = depth > indent and len(block) == 1 and len(block[0].split()) < _MIN_NAME_WORDS
-        if block and (skip or is_item or is_argument or below_name or depth < indent):
-            yield " ".join(block)
-            block = []
+        below_name = depth > indent and len(run) == 1 and len(run[0].split()) < _MIN_NAME_WORDS
+        if run and (skip or is_item or is_argument or below_name or depth < indent):
+            yield " ".join(run)
+            run = []
         if text.startswith("..") or text.endswith("::"):
             code_indent = depth
         if skip:
             continue
         if _UNDERLINE.fullmatch(text):
-            block = []  # the underlined line is a heading
+            run = []  # the underlined line is a heading
             continue
-        if not block or depth > indent:
+        if not run or depth > indent:
             indent = depth
-        block.append(text)
+        run.append(text)
 
 
-def _clean(block: str) -> str:
-    lead = _BULLET.match(block) or _FIELD.match(block)
-    text = block[lead.end() :] if lead else block
+def _clean(run: str) -> str:
+    lead = _BULLET.match(run) or _FIELD.match(run)
+    text = run[lead.end() :] if lead else run
     text = _ROLE.sub(lambda match: match[2].rpartition(".")[2] if match[1] else match[2], text)
     text = _LINK.sub(r"\1", text)
     text = _LITERAL.sub(lambda match: match[1] or match[2], text)

@@ -52,7 +52,7 @@ class Reader(RecordReader):
         for number, line in enumerate(lines):
             if not line or line.isspace():
                 continue
-            location = f"line {number + 1} of block {chunk.block}"
+            location = f"line {number + 1} of chunk {chunk.index}"
             try:
                 text = json.loads(line)[column]
             except (ValueError, RecursionError) as error:

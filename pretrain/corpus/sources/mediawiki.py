@@ -81,9 +81,8 @@ def _dropped(path: str, _modified: int) -> Set[str]:
         (key in _NOT_TEXT, _folded(html.unescape(name.decode("utf-8", "replace"))))
         for key, name in _NAMED.findall(head)
     ]
-    language = _LANGUAGE.search(head)
-    kept = {name for is_dropped, name in named if not is_dropped}
-    kept |= {language[1].decode().lower()} if language else set()
+    lang = _LANGUAGE.search(head)
+    kept = {name for is_dropped, name in named if not is_dropped} | ({lang[1].decode().lower()} if lang else set())
     return (_of_all_wikis() - kept) | {name for is_dropped, name in named if is_dropped}
 
 
@@ -104,14 +103,14 @@ def plain_text(markup: str, dropped: Set[str]) -> str:
     import mwparserfromhell
     from mwparserfromhell.nodes import Heading, Wikilink
 
-    code = mwparserfromhell.parse(_without_blocks(markup), skip_style_tags=False)
+    code = mwparserfromhell.parse(_without_elements(markup), skip_style_tags=False)
     for node in code.ifilter(recursive=False):
         if isinstance(node, Heading):
             code.replace(node, "\n")
     tags = code.filter_tags()
-    for part in (code, *(tag.contents for tag in tags if tag.contents is not None)):
-        for link in [node for node in part.nodes if isinstance(node, Wikilink)]:
-            _strip_link(part, link, dropped)
+    for container in (code, *(tag.contents for tag in tags if tag.contents is not None)):
+        for link in [node for node in container.nodes if isinstance(node, Wikilink)]:
+            _strip_link(container, link, dropped)
     for tag in tags:
         if str(tag.tag).lower() in ("br", "hr"):
             _replace(code, tag, "\n")
@@ -120,7 +119,7 @@ def plain_text(markup: str, dropped: Set[str]) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _without_blocks(markup: str) -> str:
+def _without_elements(markup: str) -> str:
     """Remove comments, references, templates and tables, innermost first."""
     markup = _COMMENT.sub("", markup)
     markup = _EMPTY_ELEMENT.sub("", markup)
@@ -137,9 +136,8 @@ def _strip_link(code: Wikicode, link: Wikilink, dropped: Set[str]) -> None:
         return
     title = title.translate(_DIRECTION_MARKS).strip()
     name, _, page = title.removeprefix(":").partition(":")
-    is_dropped = bool(page) and (
-        _folded(name) in dropped or _FILE.search(page) is not None
-    )  # wikis define further aliases
+    # Wikis define further aliases for files.
+    is_dropped = bool(page) and (_folded(name) in dropped or _FILE.search(page) is not None)
     if not title.startswith(":"):
         if is_dropped:
             _replace(code, link, "")

@@ -12,7 +12,7 @@ _JSON = re.compile(r'\s*\{\s*"')
 
 
 class Reader(RecordReader):
-    """The <doc> blocks of WikiExtractor."""
+    """The <doc> elements of WikiExtractor."""
 
     record_start = b"\n<doc "
     previous_bytes = 1

@@ -1,8 +1,8 @@
 """Splitters, which cut documents into pieces that a tokenizer encodes independently, so that each is encoded once.
 
-Gpt2Division    byte-level BPE with GPT-2's regular expression, or the one of `byte_level`
-WordDivision    words between blanks: Metaspace before every word, as in XLM-R and DeBERTa-v3
-RunDivision     before blanks, and around line breaks and tabs: BPE over whole documents, as in Gemma and mmBERT
+Gpt2Splitter    byte-level BPE with GPT-2's regular expression, or the one of `byte_level`
+WordSplitter    words between blanks: Metaspace before every word, as in XLM-R and DeBERTa-v3
+RunSplitter     before blanks, and around line breaks and tabs: BPE over whole documents, as in Gemma and mmBERT
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from pretrain.corpus.byte_columns import Bounds, DocumentPieces, document_pieces, gpt2_bounds, own_bounds
 from pretrain.corpus.byte_level import is_own_byte_level, step_types
+from pretrain.corpus.pieces import Bounds, DocumentPieces, document_pieces, gpt2_bounds, own_bounds
 from pretrain.corpus.tokenize import BytePairs, KnownWords, WordTable
 
 _MARK = "\u2581"  # represents a blank
@@ -32,7 +32,7 @@ _BEFORE = frozenset("\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a")
 _WORDS_PER_STRING = 100
 
 
-class Gpt2Division:
+class Gpt2Splitter:
     """Splitter of a byte-level BPE.
 
     `adds_blank`: a document gets a leading blank if it has none. `line_ends`: line breaks are tokens. `bounds`: finds
@@ -53,7 +53,7 @@ class Gpt2Division:
         self._bounds = bounds
 
     @classmethod
-    def own(cls, known: KnownWords | None, *, line_ends: bool = True) -> Gpt2Division:
+    def own(cls, known: KnownWords | None, *, line_ends: bool = True) -> Gpt2Splitter:
         """Make the splitter of a vocabulary of `byte_level`."""
         return cls(known, adds_blank=True, line_ends=line_ends, bounds=own_bounds)
 
@@ -78,7 +78,7 @@ class Gpt2Division:
         return np.ones(len(pieces), bool)
 
 
-class WordDivision:
+class WordSplitter:
     """Splitter into words between blanks."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
@@ -95,7 +95,7 @@ class WordDivision:
         return self.known.has_no_blank(pieces)
 
 
-class RunDivision:
+class RunSplitter:
     """Splitter before blanks, and around runs of each of the characters `lines`, which are added tokens."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable, lines: str) -> None:
@@ -124,30 +124,30 @@ class RunDivision:
 
 
 _END, _SPACE, _OTHER, _LINE = range(4)
-Division = Gpt2Division | WordDivision | RunDivision
+Splitter = Gpt2Splitter | WordSplitter | RunSplitter
 
 
-def division_of(tokenizer: Tokenizer, table: WordTable) -> Division | None:
+def splitter_of(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
     """Return the splitter for a tokenizer, whose pieces are numbered by `table`; None if there is none."""
     described = json.loads(tokenizer.to_str())
     cut = described["pre_tokenizer"] or {}
     if is_own_byte_level(described):
         line_ends = described["normalizer"] is None
-        return Gpt2Division.own(BytePairs(tokenizer, table), line_ends=line_ends)
-    if _divides_as_gpt2(described):
+        return Gpt2Splitter.own(BytePairs(tokenizer, table), line_ends=line_ends)
+    if _splits_as_gpt2(described):
         adds_blank = bool(cut.get("add_prefix_space"))
-        return Gpt2Division(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
-    division: Division | None = None
-    if _divides_at_blanks(described) and _knows_all_blanks(tokenizer):
-        division = WordDivision(tokenizer, table)
+        return Gpt2Splitter(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
+    splitter: Splitter | None = None
+    if _splits_at_blanks(described) and _knows_all_blanks(tokenizer):
+        splitter = WordSplitter(tokenizer, table)
     elif _joins_no_words(described):
-        division = RunDivision(tokenizer, table, line_tokens(described))
-    if division is None:
+        splitter = RunSplitter(tokenizer, table, line_tokens(described))
+    if splitter is None:
         return None
-    pieces = division.cut([_SAMPLE], [[0]], table).pieces
-    tokens, _ = division.known.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
+    pieces = splitter.cut([_SAMPLE], [[0]], table).pieces
+    tokens, _ = splitter.known.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
     agrees = tokens.tolist() == tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
-    return division if agrees else None
+    return splitter if agrees else None
 
 
 def line_tokens(described: dict[str, Any]) -> str:
@@ -161,7 +161,7 @@ def _is_literal(token: dict[str, Any]) -> bool:
     return not any(token[flag] for flag in ("special", "normalized", "lstrip", "rstrip", "single_word"))
 
 
-def _divides_as_gpt2(described: dict[str, Any]) -> bool:
+def _splits_as_gpt2(described: dict[str, Any]) -> bool:
     """Return whether documents can be cut if they have no added tokens and NFC does not change them."""
     cut, entries = described["pre_tokenizer"], described["model"]["vocab"]
     if described["model"]["type"] != "BPE" or not cut or cut["type"] != "ByteLevel" or not cut["use_regex"]:
@@ -170,7 +170,7 @@ def _divides_as_gpt2(described: dict[str, Any]) -> bool:
     return max(entries.values()) < len(entries) and (described["normalizer"] or {}).get("type") in (None, "NFC")
 
 
-def _divides_at_blanks(described: dict[str, Any]) -> bool:
+def _splits_at_blanks(described: dict[str, Any]) -> bool:
     """Return whether every word between blanks is encoded independently, with a mark before it."""
     normalizers = (described["normalizer"] or {}).get("normalizers", [described["normalizer"]])
     if not all(one is None or (one["type"] in _WORD_NORMALIZERS and _replaces_blanks(one)) for one in normalizers):
@@ -189,9 +189,9 @@ def _divides_at_blanks(described: dict[str, Any]) -> bool:
 def _knows_all_blanks(tokenizer: Tokenizer) -> bool:
     """Return whether tabs and line breaks separate words as blanks do: Metaspace alone keeps them in words."""
     normalizer: Any = tokenizer.normalizer
-    divider: Any = tokenizer.pre_tokenizer
+    pre_tokenizer: Any = tokenizer.pre_tokenizer
     text = "a\tb\rc\nd"
-    return len(divider.pre_tokenize_str(normalizer.normalize_str(text) if normalizer else text)) == 4
+    return len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text) if normalizer else text)) == 4
 
 
 def _replaces_blanks(normalizer: dict[str, Any]) -> bool:

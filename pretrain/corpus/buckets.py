@@ -1,4 +1,4 @@
-"""External sorting: fixed-size records are written to partitions on disk, which are then sorted one at a time."""
+"""External sorting: fixed-size rows are written to buckets on disk, which are then sorted one at a time."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ import numpy as np
 
 from pretrain.common.files import disk_errors
 
-BUFFERED = 1 << 18  # records written together
+BUFFERED = 1 << 18  # rows written together
 
 
-def partition_of(hashes: np.ndarray, count: int) -> np.ndarray:
-    """uint64 [N]: the partition of each uint64 hash, of `count`. Partitions ascend with the hashes."""
+def bucket_of(hashes: np.ndarray, count: int) -> np.ndarray:
+    """uint64 [N]: the bucket of each uint64 hash, of `count`. Buckets ascend with the hashes."""
     return (hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
 
 
-class Partitions:
-    """A folder with a file of records per partition. Files of an interrupted run are deleted."""
+class Buckets:
+    """A folder with a file of rows per bucket. Files of an interrupted run are deleted."""
 
     def __init__(self, folder: Path, dtype: np.dtype, count: int) -> None:
         self._folder, self._dtype, self._count = folder, dtype, count
@@ -25,15 +25,15 @@ class Partitions:
         self._buffered = 0
         shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, records: np.ndarray, partition: np.ndarray) -> None:
-        """Append each record to its partition, an integer below the count."""
-        self._buffer.append((records, partition))
-        self._buffered += len(records)
+    def add(self, rows: np.ndarray, bucket: np.ndarray) -> None:
+        """Append each row to its bucket, an integer below the count."""
+        self._buffer.append((rows, bucket))
+        self._buffered += len(rows)
         if self._buffered >= BUFFERED:
             self._flush()
 
     def drain(self) -> Iterator[np.ndarray]:
-        """Yield the records of each partition in the order in which they were added, and delete them."""
+        """Yield the rows of each bucket in the order in which they were added, and delete them."""
         self._flush()
         for number in range(self._count):
             path = self._path(number)
@@ -44,15 +44,15 @@ class Partitions:
     def _flush(self) -> None:
         if not self._buffer:
             return
-        records, partition = (np.concatenate(column) for column in zip(*self._buffer, strict=True))
+        rows, bucket = (np.concatenate(column) for column in zip(*self._buffer, strict=True))
         self._buffer, self._buffered = [], 0
-        order = np.argsort(partition, kind="stable")
-        bounds = np.searchsorted(partition[order], np.arange(self._count + 1))
+        order = np.argsort(bucket, kind="stable")
+        bounds = np.searchsorted(bucket[order], np.arange(self._count + 1))
         with disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             for number in np.flatnonzero(np.diff(bounds)).tolist():
                 with self._path(number).open("ab") as file:
-                    records[order[bounds[number] : bounds[number + 1]]].tofile(file)
+                    rows[order[bounds[number] : bounds[number + 1]]].tofile(file)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number}.records"

@@ -19,7 +19,7 @@ WORD = 4  # quarters, the unit of lengths
 # Length of a term by its kind; for Tibetan and COMPLEX, of each of its characters.
 _QUARTERS = np.array([0, 0, WORD, 1, 3, 2, 1])
 _UNITS = 1 << 16
-_HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one stands for a row of characters
+_HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one represents a row of characters
 _MAX_GAP = 64  # characters between changed ones that are converted together
 _CHANGES = 1 << 7  # flag of a kind: the character may differ in the comparable form
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
@@ -36,7 +36,7 @@ def mixed(values: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class TextColumns:
+class DocumentTerms:
     """D documents with C characters and T terms.
 
     units uint16 [C], with a NUL after each document; term_starts, term_ends int64 [T]; terms int64 [D+1]: the first
@@ -92,14 +92,14 @@ class TextColumns:
         return np.diff(self.terms * WORD if self.quarters is None else self.quarters[self.terms])
 
 
-def text_columns(texts: Sequence[str]) -> TextColumns:
+def document_terms(texts: Sequence[str]) -> DocumentTerms:
     """Convert one or more documents, which contain no NUL and no lone surrogate."""
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
     kinds = _kinds()[units]
     if kinds.max() >= _CHANGES:
         units, kinds = _comparable(units, kinds)
     starts, ends, quarters = _terms(kinds)
-    return TextColumns(
+    return DocumentTerms(
         units=units,
         term_starts=starts,
         term_ends=ends,

@@ -172,12 +172,12 @@ def _classes(characters: np.ndarray, range_classes: Callable[[int], np.ndarray])
 @functools.cache
 def _gpt2_classes(number: int) -> np.ndarray:
     """Return the classes of range `number` of code points, from the splits of the library's pre-tokenizer."""
-    divide = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     text = "".join(_characters(number))
     classes = np.zeros(_RANGE, np.uint8)
     # A pre-token has one class, and joins a neighbor of the same class, so its first character determines it.
-    for _, (begin, end) in divide(text):
-        alike = [kind for kind, other in _EXAMPLES if len(divide(other + text[begin])) == 1]
+    for _, (begin, end) in split(text):
+        alike = [kind for kind, other in _EXAMPLES if len(split(other + text[begin])) == 1]
         classes[begin:end] = alike[0] if alike else _OTHER_SPACE
     return classes
 
