@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from pretrain.common.errors import InputError
 
-BLANK = "\u0120"  # the character that stands for the byte of a blank
+BLANK = "\u0120"  # the character that represents the byte of a blank
 _END_OF_PIECE = "\0"
 _LINE_END = r"[ \t\r]*\n[ \t\r\n]*"
 LINE_JOINER = {"type": "Replace", "pattern": {"Regex": _LINE_END}, "content": " "}
@@ -44,10 +44,11 @@ def is_own_byte_level(described: dict[str, Any]) -> bool:
     entries = described["model"]["vocab"]
     if not {"[CLS]", "[SEP]", *names} <= entries.keys() or max(entries.values()) >= len(entries):
         return False
-    own = json.loads(byte_tokenizer({name: entries[name] for name in {*names, "[CLS]", "[SEP]"}}, [], names).to_str())
+    used = {name: entries[name] for name in {*names, "[CLS]", "[SEP]"}}
+    expected = json.loads(byte_tokenizer(used, [], names).to_str())
     for free in ("vocab", "merges", "ignore_merges"):
-        own["model"][free] = described["model"][free]
-    return all(own[part] == described[part] for part in ("model", "pre_tokenizer", "added_tokens"))
+        expected["model"][free] = described["model"][free]
+    return all(expected[key] == described[key] for key in ("model", "pre_tokenizer", "added_tokens"))
 
 
 def joining_lines(tokenizer: Tokenizer) -> Tokenizer:
@@ -149,7 +150,7 @@ def train_byte_level(
     )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.train_from_iterator(repeated(words), trainer)
+    tokenizer.train_from_iterator(repeat_words(words), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return byte_tokenizer(model["vocab"], [(merge[0], merge[1]) for merge in model["merges"]], special_tokens)
 
@@ -188,7 +189,7 @@ def _types_of(step: dict[str, Any] | None) -> list[str]:
 _TRAINING_CHUNK = 1 << 16  # characters passed to a trainer at a time
 
 
-def repeated(words: dict[str, int]) -> Iterator[str]:
+def repeat_words(words: dict[str, int]) -> Iterator[str]:
     """Yield every word as often as it was counted: the trainers' Python interface takes text, not counts."""
     chunk: list[str] = []
     left = _TRAINING_CHUNK

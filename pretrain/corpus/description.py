@@ -16,7 +16,7 @@ from pretrain.corpus.inputs import first_faults
 from pretrain.corpus.manifest import (
     check_same_tokenizer,
     fingerprint_settings,
-    recognized,
+    match_sources,
     refuse_changed_settings,
     refuse_other_content,
     source_name,
@@ -29,7 +29,7 @@ from pretrain.corpus.tokenizer_files import load_vocabulary
 WORK = ".work"
 
 
-def given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
+def configured_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
     """Load the vocabulary that the config names; None if it is to be trained."""
     settings = corpus.vocabulary
     if not settings.path:
@@ -52,13 +52,13 @@ def check_line_breaks(corpus: CorpusConfig, tokenizer: Tokenizer | None) -> None
         )
 
 
-def given_settings(corpus: CorpusConfig) -> dict[str, Any]:
+def configured_settings(corpus: CorpusConfig) -> dict[str, Any]:
     """Read the tokenizer_config.json beside the configured vocabulary."""
     path = Path(corpus.vocabulary.path).expanduser()
     return declared_settings(path if path.is_dir() else path.parent)
 
 
-def processes(config: PretrainConfig) -> int:
+def process_count(config: PretrainConfig) -> int:
     """Return the number of processes; 0 on a cluster means one per core."""
     default = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
     return config.corpus.processes or default
@@ -90,18 +90,18 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     manifest = prepared_manifest(corpus)
     state = "finished" if manifest else "started" if (folder / WORK).exists() else "new"
     new = list(range(len(corpus.sources)))  # indices of the sources to read
-    found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
+    listed = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
-        check_line_breaks(corpus, tokenizer or given_tokenizer(corpus))
+        check_line_breaks(corpus, tokenizer or configured_tokenizer(corpus))
     compared = not any(is_remote(source.path) for source in corpus.sources)  # sources at addresses are not fetched
-    if manifest and found:
-        inputs = found if compared else [[] for _ in found]
-        settings = fingerprint_settings(corpus, inputs, tokenizer or given_tokenizer(corpus))
+    if manifest and listed:
+        inputs = listed if compared else [[] for _ in listed]
+        settings = fingerprint_settings(corpus, inputs, tokenizer or configured_tokenizer(corpus))
         if compared:
             same = None if corpus.vocabulary.added_words else tokenizer
             if same is not None:
                 check_same_tokenizer(folder, same)
-            numbers = recognized(folder, manifest, corpus.sources, found, settings, vocabulary=same is None)
+            numbers = match_sources(folder, manifest, corpus.sources, listed, settings, vocabulary=same is None)
             new = [index for index, number in enumerate(numbers) if number >= len(manifest["sources"])]
         else:
             new = refuse_changed_settings(folder, manifest, corpus.sources, settings, vocabulary=tokenizer is None)
@@ -114,16 +114,16 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
             "bytes": sum(item.bytes for item in inputs),
             "weight": source.weight,
         }
-        for source, inputs in zip(corpus.sources, found, strict=True)
+        for source, inputs in zip(corpus.sources, listed, strict=True)
     ]
-    left_out = [one for inputs in found for item in inputs for one in item.problems]
+    left_out = [one for inputs in listed for item in inputs for one in item.problems]
     kinds = {index: corpus.sources[index] for index in new}
-    notes, _ = kinds_that_fit(kinds, dict(enumerate(found)), corpus.validation_fraction)
+    notes, _ = kinds_that_fit(kinds, dict(enumerate(listed)), corpus.validation_fraction)
     return {
         "dir": str(folder),
         "state": state,
         "sources_compared": compared,
-        "processes": processes(config),
+        "processes": process_count(config),
         "address": config.scheduling.address,
         "bytes": sum(rows[index]["bytes"] for index in new),
         "sources": rows,

@@ -25,7 +25,7 @@ from pretrain.common import scripts
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import sources
-from pretrain.corpus.byte_level import is_byte_level, repeated
+from pretrain.corpus.byte_level import is_byte_level, repeat_words
 from pretrain.corpus.byte_words import entry_bytes
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.vocabulary import forget_rarest, vocabulary_size
@@ -190,7 +190,7 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_w
     The units of this encoding are letters with their marks.
     """
     runs = {word: count for word, count in words.items() if not word.isascii() and scripts.BEGINS_UNIT.search(word)}
-    found = collections.Counter({word: count for word, count in words.items() if word not in runs})
+    sequences = collections.Counter({word: count for word, count in words.items() if word not in runs})
     letters: dict[str, str] = {}
     coded: dict[str, int] = {}
     step = max(1, sum(map(len, runs)) // _LEARNED_CHARACTERS)
@@ -201,14 +201,14 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_w
     size = len(letters) + max_words + _EXTRA_SEQUENCES
     trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=_MIN_COUNT, special_tokens=first, show_progress=False)
     learned.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
-    learned.train_from_iterator(repeated(coded), trainer)
+    learned.train_from_iterator(repeat_words(coded), trainer)
     spelled = {ord(code): letter for letter, code in letters.items()}
     mark = "##" if isinstance(tokenizer.model, models.WordPiece) else ""
     model: Any = learned.model
     for word, count in coded.items():
         for number, piece in enumerate(model.tokenize(word)):
-            found[mark * (number > 0) + piece.value.translate(spelled)] += count
-    return found
+            sequences[mark * (number > 0) + piece.value.translate(spelled)] += count
+    return sequences
 
 
 def _unknown(tokenizer: Tokenizer) -> int | None:

@@ -21,7 +21,7 @@ from pretrain.corpus.growth import Growth, merged_filters, merged_sets, write_si
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
 from pretrain.corpus.released import kind_of
-from pretrain.corpus.samples import compare, stored
+from pretrain.corpus.samples import compare, read_tokens
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
@@ -95,7 +95,7 @@ class Prepared:
         names = {number: f"{self.corpus.folder}: source {source_name(one)}" for number, one in self.sources.items()}
         shards = zip(self.plan, self.results, strict=True)
         sampled = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
-        read = ((shard.source, stored(self.corpus.folder, shard.name, samples)) for shard, samples in sampled)
+        read = ((shard.source, read_tokens(self.corpus.folder, shard.name, samples)) for shard, samples in sampled)
         compare(tokenizer, ((names[source], document) for source, documents in read for document in documents))
 
     @property

@@ -120,7 +120,7 @@ def known_at_addresses(folder: Path, configured: Sequence[SourceConfig]) -> dict
     return states
 
 
-def expect_all(manifest: dict[str, Any], numbers: list[int], damage: InputError) -> None:
+def check_repeatable(manifest: dict[str, Any], numbers: list[int], damage: InputError) -> None:
     """Raise `InputError` unless a damaged corpus can be prepared again from the sources with these numbers."""
     if "grown" in manifest or numbers != list(range(len(manifest["sources"]))):
         raise InputError(

@@ -210,7 +210,7 @@ class SourceReader:
         taken = folders.matches if root != address else lambda name, _: self.takes(PurePosixPath(name))
         names = [name.removeprefix(f"{root}/") for name in found if taken(name, address)]
         hidden = "/." in address.removeprefix(root)
-        kept = listing.read_names(
+        kept = listing.select_names(
             names, address, lambda name: join(root, name) in found, self.problems.add, hidden=hidden
         )
         return {join(root, name): found[join(root, name)] for name in kept}

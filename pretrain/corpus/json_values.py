@@ -11,7 +11,7 @@ from pretrain.corpus import inputs
 from pretrain.corpus.inputs import BrokenInputError
 from pretrain.corpus.streams import TextStream, open_text
 
-MAX_BYTES = 10**9  # of a file that is not one value per line, decompressed; it is read at once
+MAX_BYTES = 10**9  # of a file that is not one value per line, decompressed; it is read into memory
 _HEAD_BYTES = 1000
 _FIRST_BYTES = 16 << 20  # that must contain the first value
 _SPREAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*\n\s*")')

@@ -51,13 +51,13 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
 
 
 def visible(files: Iterable[Path], root: Path, note: Note, *, hidden: bool = False) -> list[Path]:
-    """Select files of this machine as `read_names` does."""
+    """Select files of this machine as `select_names` does."""
     inner = {str(file.relative_to(root)): file for file in files}
-    kept = read_names(inner, str(root), lambda name: (root / name).exists(), note, hidden=hidden)
+    kept = select_names(inner, str(root), lambda name: (root / name).exists(), note, hidden=hidden)
     return [inner[name] for name in kept]
 
 
-def read_names(
+def select_names(
     names: Iterable[str], root: str, exists: Callable[[str], bool], note: Note, *, hidden: bool = False
 ) -> list[str]:
     """Return the names of the files below `root` that are read; the others are reported to `note`.

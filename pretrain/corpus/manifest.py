@@ -168,7 +168,7 @@ def by_source(settings: dict[str, Any], *, vocabulary: bool = True) -> tuple[dic
     return general, of_sources
 
 
-def recognized(
+def match_sources(
     folder: Path,
     manifest: dict[str, Any],
     sources: Sequence[SourceConfig],
@@ -278,7 +278,7 @@ def refuse_other_content(folder: Path) -> None:
 def refuse_changed_settings(
     folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
-    """As `recognized`, but identify sources only by name, without reading files; return the indices of new sources."""
+    """As `match_sources`, but only by name, without reading files; return the indices of new sources."""
     (general, new), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
     numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
     for index, source in enumerate(sources):

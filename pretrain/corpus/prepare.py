@@ -39,9 +39,9 @@ from pretrain.corpus.description import (
     WORK,
     check_line_breaks,
     check_weights,
-    given_settings,
-    given_tokenizer,
-    processes,
+    configured_settings,
+    configured_tokenizer,
+    process_count,
 )
 from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words, saved_share
@@ -49,7 +49,7 @@ from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import CountReadings, Prepared
 from pretrain.corpus.formats import kinds_that_fit
-from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
+from pretrain.corpus.growth import Growth, check_repeatable, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
@@ -57,9 +57,9 @@ from pretrain.corpus.manifest import (
     check_same_tokenizer,
     fingerprint,
     fingerprint_settings,
+    match_sources,
     numbered,
     readable_manifest,
-    recognized,
     refuse_changes,
     refuse_other_content,
     source_facts,
@@ -72,7 +72,7 @@ from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
-from pretrain.corpus.vocabulary import Fold, fold_of, forget_rarest, save_tokenizer, trained
+from pretrain.corpus.vocabulary import Fold, fold_of, forget_rarest, save_tokenizer, train
 from pretrain.storage.folders import note_stored
 
 
@@ -129,7 +129,7 @@ class _Preparation:
         self._count_readings, self._stored = count_readings, stored
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
-        self._processes = processes(config)
+        self._processes = process_count(config)
         self._folder = corpus.folder
         self._work = self._folder / WORK
         self._bar = bar
@@ -144,7 +144,7 @@ class _Preparation:
         self._growth: Growth | None = None
         self._new: dict[str, Any] = {}  # settings of the new sources
         self._start_tokenizer, added = tokenizer, corpus.vocabulary.added_words
-        tokenizer = tokenizer or given_tokenizer(corpus)
+        tokenizer = tokenizer or configured_tokenizer(corpus)
         if tokenizer is not None and added:
             check_extension(tokenizer, added)
         check_line_breaks(corpus, tokenizer)
@@ -153,7 +153,7 @@ class _Preparation:
         tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
         self._declared, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
-            self._declared = dict(declared) if self._start_tokenizer else given_settings(corpus)
+            self._declared = dict(declared) if self._start_tokenizer else configured_settings(corpus)
             ids = special_ids(tokenizer, self._declared)
             check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
             self._unknown_id = ids.get("unk", -1)
@@ -202,15 +202,15 @@ class _Preparation:
                 verify_shards(self._folder)
         except InputError as error:
             if manifest := readable_manifest(self._folder):
-                numbers = recognized(self._folder, manifest, *requested, vocabulary=self._start_tokenizer is None)
-                expect_all(manifest, numbers, error)
+                numbers = match_sources(self._folder, manifest, *requested, vocabulary=self._start_tokenizer is None)
+                check_repeatable(manifest, numbers, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
         same_tokenizer = None if self._corpus.vocabulary.added_words else self._start_tokenizer
         manifest = read_manifest(self._folder)
         if same_tokenizer is not None:
             check_same_tokenizer(self._folder, same_tokenizer)
-        numbers = recognized(self._folder, manifest, *requested, vocabulary=same_tokenizer is None)
+        numbers = match_sources(self._folder, manifest, *requested, vocabulary=same_tokenizer is None)
         before = read_manifest(self._folder)
         for source, number in zip(self._all, numbers, strict=True):
             if number < len(manifest["sources"]):
@@ -445,7 +445,7 @@ class _Preparation:
                 forget_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = self._without_line_ends(trained(counts, settings))
+            tokenizer = self._without_line_ends(train(counts, settings))
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 

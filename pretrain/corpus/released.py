@@ -113,18 +113,18 @@ def refuse_python(folder: Path) -> None:
             mapped = mapped.get("AutoTokenizer")
         elif name == "config.json":
             mapped = None
-        found = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
+        python = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
         for key, plain in (("word_tokenizer_type", "basic"), ("subword_tokenizer_type", "wordpiece")):
             if read.get(key, plain) not in (plain, None):
-                found = found or f"{key} {read[key]}"
+                python = python or f"{key} {read[key]}"
         named = read.get("tokenizer_class")
         if not named and not named_class(folder)[1]:
             named = re.sub("[-_]", "", str(read.get("model_type")))
         if class_stem(named).lower() in _PYTHON:
-            found = found or named
-        if found:
+            python = python or named
+        if python:
             raise InputError(
-                f"{folder / name}: {found} is a tokenizer in Python, which the files do not replace. Choose a model "
+                f"{folder / name}: {python} is a tokenizer in Python, which the files do not replace. Choose a model "
                 "with another tokenizer. If its tokenizer.json gives the same tokens, take the name out."
             )
 

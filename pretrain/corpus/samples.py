@@ -43,7 +43,7 @@ def save(path: Path, part: Part, sample: Iterable[tuple[np.ndarray, str]]) -> No
     write_json(path.with_suffix(_SUFFIX), rows)
 
 
-def found(path: Path, part: Part) -> list[tuple[str, np.ndarray]]:
+def load(path: Path, part: Part) -> list[tuple[str, np.ndarray]]:
     """Return (text, hash) of the sampled documents in `part`, which was loaded from the part file at `path`."""
     path = path.with_suffix(_SUFFIX)
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -51,7 +51,7 @@ def found(path: Path, part: Part) -> list[tuple[str, np.ndarray]]:
     return [(text, hashed) for text, hashed in sampled if len(_rows(part, hashed))]
 
 
-def bounded(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[tuple[str, int]]:
+def within_budget(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[tuple[str, int]]:
     """Return (text, number in the shard of `part`) of as many documents as are cheap to compare; at least one."""
     left = min(max(len(part.items) // _TOKENS_PER_CHARACTER, _MIN_CHARACTERS), _MAX_CHARACTERS)
     kept: list[tuple[str, int]] = []
@@ -62,7 +62,7 @@ def bounded(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[tuple
     return kept
 
 
-def stored(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) -> list[Sampled]:
+def read_tokens(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) -> list[Sampled]:
     """Return (text, tokens in the files of the shard) of sampled documents."""
     tokens, documents = (mapped(folder / f"{shard}.{array}.npy") for array in ("tokens", "documents"))
     bounds = documents[:, 1].astype(np.int64)

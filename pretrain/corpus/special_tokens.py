@@ -29,13 +29,13 @@ def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None)
     cls and sep are the tokens that the tokenizer puts around a string, if it is one each. All others are named by
     `declared` (tokenizer_config.json), else by the first known name that is an entry.
     """
-    found = _surrounding_ids(tokenizer)
+    ids = _surrounding_ids(tokenizer)
     for role in ROLES:
         names = (*_declared_names(role, declared or {}), *_NAMES[role])
         numbers = [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
-        if role not in found and numbers:
-            found[role] = numbers[0]
-    return {role: found[role] for role in ROLES if role in found}
+        if role not in ids and numbers:
+            ids[role] = numbers[0]
+    return {role: ids[role] for role in ROLES if role in ids}
 
 
 def special_added_ids(folder: Path) -> list[int]:

@@ -37,7 +37,7 @@ from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.splitters import Gpt2Splitter
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, CutWords, KnownWords, WordPieces, WordTable, cut_words
 from pretrain.corpus.vocabulary import Fold, vocabulary_size
-from pretrain.corpus.whole_documents import DocumentEncoder, measured
+from pretrain.corpus.whole_documents import DocumentEncoder, measure
 from pretrain.storage.folders import files_of, read_stored_manifest
 from pretrain.storage.objects import AccessError, ObjectStore
 
@@ -315,7 +315,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
         "hashes": writer.hashes,
         "stored": stored,
         "unknown": unknown,
-        "samples": samples.bounded(sampled, part),
+        "samples": samples.within_budget(sampled, part),
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
     write_json(state.work / f"{name}.shard.json", result)
@@ -346,7 +346,7 @@ def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.nd
     for index, (name, numbers) in enumerate(choice.documents(work)):
         if len(numbers):
             parts.append(Part.load_some(work / name, numbers))
-            sampled += samples.found(work / name, parts[-1]) if index < samples.MAX_PARTS else []
+            sampled += samples.load(work / name, parts[-1]) if index < samples.MAX_PARTS else []
     joined = Part(
         np.concatenate([part.items for part in parts]),
         np.concatenate([part.sentence_items for part in parts]),
@@ -411,7 +411,7 @@ def _whole_documents(
 ) -> tuple[Part, list[str]]:
     """Return the long enough documents, encoded whole if there is a vocabulary, and their strings."""
     settings = state.settings
-    table = measured(texts, fold=settings.fold)
+    table = measure(texts, fold=settings.fold)
     if settings.joins_lines:
         read = list(map(without_line_ends, texts))
         starts = [starts_of(splitting.split(text), one) for text, one in zip(texts, read, strict=True)]

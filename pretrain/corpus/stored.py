@@ -158,16 +158,16 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
         check_address(corpus.dir, written=True)
     except ValueError as error:
         raise InputError(f"corpus.dir: {error}") from None
-    theirs = folders.read_stored_manifest(corpus.dir, ObjectStore())
-    if theirs is not None and not _has_all(corpus.folder, theirs):
-        _remove_other(corpus.folder, theirs)
+    stored = folders.read_stored_manifest(corpus.dir, ObjectStore())
+    if stored is not None and not _has_all(corpus.folder, stored):
+        _remove_other(corpus.folder, stored)
         folders.fetch(corpus.dir, exclude=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
-            file.write(theirs)
+            file.write(stored)
     try:
-        yield theirs is not None
+        yield stored is not None
         now = folders.read_stored_manifest(corpus.dir, ObjectStore())
-        if now not in (None, theirs) and not _has_all(corpus.folder, now):
+        if now not in (None, stored) and not _has_all(corpus.folder, now):
             raise MachineError(
                 f"{corpus.dir}: another machine has stored a corpus there meanwhile, so this one is not stored. Run "
                 "the command again: it adds what that corpus lacks."
@@ -175,10 +175,10 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
         lost = folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
         _store_counts(corpus)
         print(f"{corpus.dir}: stored" + (f", and again what was lost there: {', '.join(lost)}" if lost else ""))
-        theirs = (corpus.folder / MANIFEST).read_bytes()
+        stored = (corpus.folder / MANIFEST).read_bytes()
     finally:
-        here = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
-        if here == theirs and any(not (corpus.folder / name).is_file() for name in folders.files_of(here)):
+        local = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
+        if local == stored and any(not (corpus.folder / name).is_file() for name in folders.files_of(local)):
             (corpus.folder / MANIFEST).unlink()  # so that a reader of the tokens fetches the missing files
 
 
@@ -186,23 +186,23 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
     """Return whether the corpus in a folder has this manifest, or has grown from it and was not stored yet."""
     if not (folder / MANIFEST).is_file():
         return False
-    here, there = read_manifest(folder), folders.files_of(manifest)
-    return all(here["files"].get(name) == entry for name, entry in there.items() if name not in CARD_FILES)
+    local, stored_files = read_manifest(folder), folders.files_of(manifest)
+    return all(local["files"].get(name) == entry for name, entry in stored_files.items() if name not in CARD_FILES)
 
 
 def _remove_other(folder: Path, manifest: bytes) -> None:
     """Remove the files of a folder whose content differs in the corpus of this manifest."""
-    here = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
+    local = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
     for name, entry in folders.files_of(manifest).items():
         path = folder / name
-        if here.get(name) != entry and path.is_file() and sha256_file(path) != entry["sha256"]:
+        if local.get(name) != entry and path.is_file() and sha256_file(path) != entry["sha256"]:
             path.unlink()
 
 
 def _store_counts(corpus: CorpusConfig) -> None:
     """Store the samples per block, to count which a streaming machine would have to read all document offsets."""
-    here = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
+    local = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
     objects = ObjectStore()
-    there = objects.listing(join(corpus.dir, COUNTS)) if here else {}
-    for name in here.keys() - there.keys():
-        objects.upload(here[name], join(corpus.dir, COUNTS, name))
+    remote = objects.listing(join(corpus.dir, COUNTS)) if local else {}
+    for name in local.keys() - remote.keys():
+        objects.upload(local[name], join(corpus.dir, COUNTS, name))

@@ -36,9 +36,9 @@ def load_vocabulary(
     if not path.exists():
         raise InputError(f"corpus.vocabulary.path: {path}: not found.")
     tokenizer = read_files(path, {"lowercase": lowercase, "strip_accents": strip_accents})
-    if (found := kind_of(tokenizer)) != kind:
+    if (actual := kind_of(tokenizer)) != kind:
         raise InputError(
-            f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {found}. Make them agree."
+            f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {actual}. Make them agree."
         )
     return tokenizer_from_json(path, tokenizer.to_str(), lowercase=lowercase, strip_accents=strip_accents)
 

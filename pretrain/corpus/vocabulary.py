@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file, write_json
 from pretrain.config import VocabularyConfig
-from pretrain.corpus.byte_level import is_byte_level, repeated, train_byte_level
+from pretrain.corpus.byte_level import is_byte_level, repeat_words, train_byte_level
 from pretrain.corpus.released import MAX_WORD_CHARACTERS, kind_of, released_from_json, takes_whole_documents
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
 
@@ -149,7 +149,7 @@ def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents
 # ---------------------------------------------------------------- training
 
 
-def trained(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:
+def train(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:
     """Train a vocabulary of the settings' kind on `counts`, as `train_vocabulary` takes them."""
     if settings.kind == "byte_bpe":
         return train_byte_vocabulary(counts, settings.size, min_frequency=settings.min_frequency)
@@ -193,7 +193,7 @@ def train_vocabulary(
     )
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.train_from_iterator(repeated(words), trainer)
+    tokenizer.train_from_iterator(repeat_words(words), trainer)
     return bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
 
 

@@ -29,7 +29,7 @@ _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 _Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and tokens of each of its sentences, uint32 [S]
 
 
-def measured(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
+def measure(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
     """Return the DOCUMENT table of documents, without the fields that depend on the tokenizer. They have no NUL."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
@@ -59,12 +59,12 @@ class DocumentEncoder:
         Args:
             texts: documents that are not empty, without NUL.
             starts: character offsets of the sentences of each document, ascending from 0.
-            table: from `measured`.
+            table: from `measure`.
             dtype: of the tokens.
         """
         fast = [number for number, text in enumerate(texts) if self.has_plain_pieces(text)]
-        found = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
-        encoded = [found.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
+        by_number = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
+        encoded = [by_number.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
         table = table.copy()
         table["sentences"] = [len(sentences) for _, sentences in encoded]
         table["items"] = [len(tokens) for tokens, _ in encoded]
@@ -88,12 +88,11 @@ class DocumentEncoder:
         tokens, offsets = self.splitter.known.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
         within = cut.documents[1:-1]
-        found = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
+        documents = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
         plain = _all_of(self.splitter.are_plain(cut.pieces), cut)
         # Pieces, and therefore sentences, may have no token.
-        return {
-            n: (ids, ends[ends > 0]) for n, (ids, ends), is_plain in zip(numbers, found, plain, strict=True) if is_plain
-        }
+        encoded = zip(numbers, documents, plain, strict=True)
+        return {number: (ids, ends[ends > 0]) for number, (ids, ends), is_plain in encoded if is_plain}
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _Sentences:
         encoding = self._whole.encode(text, add_special_tokens=False)

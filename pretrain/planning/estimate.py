@@ -344,8 +344,8 @@ def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
     shards = [shard for shard in manifest["shards"] if shard["split"] == "train"]
     files = (f"{shard['name']}.{part}.npy" for shard in shards for part in ARRAYS)
     size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_blocks, shards))
-    window = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
-    minimum, requests = min(blocks, 2 * window) * size / max(1, blocks), len(ARRAYS) * blocks
+    held = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
+    minimum, requests = min(blocks, 2 * held) * size / max(1, blocks), len(ARRAYS) * blocks
     return (
         f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}, a machine keeps {cache / 1e9:,.3g} GB and "
         f"needs {minimum / 1e9:,.3g} GB at least, less if machines divide the text"

@@ -90,8 +90,8 @@ def _vocabulary_entries(config: PretrainConfig) -> int:
         return int(manifest["vocabulary_size"])
     if config.corpus.vocabulary.path and Path(config.corpus.vocabulary.path).expanduser().exists():
         from pretrain.corpus import vocabulary
-        from pretrain.corpus.description import given_tokenizer
+        from pretrain.corpus.description import configured_tokenizer
 
-        tokenizer = given_tokenizer(config.corpus)
+        tokenizer = configured_tokenizer(config.corpus)
         return vocabulary.vocabulary_size(tokenizer) if tokenizer else 0
     return config.corpus.vocabulary.size

@@ -217,11 +217,11 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_entries(folder: Path, corpus: CorpusConfig, advice: str) -> None:
-    """Raise `InputError` if the corpus in `folder` has other entries than the vocabulary that the config names."""
-    from pretrain.corpus.description import given_tokenizer
+    """The prepared corpus in `folder` must have the entries of the vocabulary that the config names."""
+    from pretrain.corpus.description import configured_tokenizer
     from pretrain.corpus.vocabulary import entries_of, read_vocabulary
 
-    tokenizer, actual = given_tokenizer(corpus), read_vocabulary(folder / "vocab.txt")
+    tokenizer, actual = configured_tokenizer(corpus), read_vocabulary(folder / "vocab.txt")
     if tokenizer and (expected := entries_of(tokenizer)) != actual:
         raise InputError(
             f"{folder}: its vocabulary ({len(actual)} entries) is not {corpus.vocabulary.path} ({len(expected)} "

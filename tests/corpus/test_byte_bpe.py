@@ -1,4 +1,4 @@
-"""Byte-level BPE: the ids are tokenizers' own, every text comes back, words begin where GPT-2's division says."""
+"""Byte-level BPE: the ids are tokenizers' own, every text comes back, words begin where GPT-2's splitting says."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TEXT = (
     "“We'll see!” Über 2024 they're all re-entering Zürich; Ελληνικά, русский язык. 漢字かな交じり文。 don't won't "
 )
 PLAIN = "the cat sat on a mat and the dog ran to the house where many people lived for a long time near the big river"
-# What GPT-2's division treats specially: white space of all kinds, apostrophes, numbers, combining marks, emoji.
+# What GPT-2's splitting treats specially: white space of all kinds, apostrophes, numbers, combining marks, emoji.
 ODD = " \t\r\x01\x0b\x0c\x1c\x7f\x85\xa0\xad\u0301\u1680\u200b\u2003\u2028\u3000\ufeff''sdmtrevl019²½٣Ⅷ漢字ß。—“😀𝒳𠀀€é"
 LINE = st.text(
     st.one_of(

@@ -25,7 +25,7 @@ from pretrain.corpus.special_tokens import check_special_tokens, special_ids
 from pretrain.corpus.tokenize import WordTable
 from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import entries_of, save_tokenizer, vocabulary_size
-from pretrain.corpus.whole_documents import DocumentEncoder, measured
+from pretrain.corpus.whole_documents import DocumentEncoder, measure
 from pretrain.run.preflight import check_corpus
 from tests.corpus.preparing import document_tokens, encoded, preparation
 from tests.run.test_start import write_config
@@ -74,7 +74,7 @@ def test_sentences_start_where_the_one_before_ends() -> None:
     assert parts == [" The dog sat.", " In 1999 it ran.", "\n\nA cat!", "  Here."]
     assert sentence_starts(" \n ", "en") == []
     encoder = DocumentEncoder(make_tokenizer("roberta"), WordTable())
-    part = encoder.encode([text], [starts], measured([text]), np.dtype(np.uint16))
+    part = encoder.encode([text], [starts], measure([text]), np.dtype(np.uint16))
     tokens = np.split(part.items, np.cumsum(part.sentence_items)[:-1])
     assert [encoder._whole.decode(sentence.tolist()) for sentence in tokens] == parts
     library = encoder._from_library(text, starts, np.dtype(np.uint16))
@@ -234,7 +234,7 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(kind, left_o
 
 
 def test_without_a_word_to_add_the_line_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Japanese has no blanks, and GPT-2's division takes whole words alone."""
+    """Japanese has no blanks, and GPT-2's splitting takes whole words alone."""
     text, kana = tmp_path / "text.jsonl", [chr(0x3042 + n) for n in range(60)]
     texts = ["".join(kana[n * m % 60] for m in range(1, 50)) for n in range(1, 21)]
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))

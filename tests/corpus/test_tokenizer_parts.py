@@ -309,5 +309,5 @@ def test_a_sample_is_bounded() -> None:
     assert samples.choose(["a" * 9000, "b" * 10_000]) == [0]
     assert len(samples.choose(["a"] * 1000)) <= 16
     part = Part(np.zeros(1000, np.uint16), np.zeros(0, np.uint32), np.zeros(1, DOCUMENT), [])
-    assert len(samples.bounded([("a" * 8000, np.zeros(2, np.uint64))] * 99, part)) == 2
-    assert samples.bounded([("a" * 100_000, np.zeros(2, np.uint64))], part)
+    assert len(samples.within_budget([("a" * 8000, np.zeros(2, np.uint64))] * 99, part)) == 2
+    assert samples.within_budget([("a" * 100_000, np.zeros(2, np.uint64))], part)

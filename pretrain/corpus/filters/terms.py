@@ -19,7 +19,7 @@ WORD = 4  # quarters, the unit of lengths
 # Length of a term by its kind; for Tibetan and COMPLEX, of each of its characters.
 _QUARTERS = np.array([0, 0, WORD, 1, 3, 2, 1])
 _UNITS = 1 << 16
-_HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one stands for a row of characters
+_HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one represents a row of characters
 _MAX_GAP = 64  # characters between changed ones that are converted together
 _CHANGES = 1 << 7  # flag of a kind: the character may differ in the comparable form
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64

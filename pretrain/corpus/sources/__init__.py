@@ -38,14 +38,14 @@ def list_inputs(config: SourceConfig, where: str) -> list[Input]:
     if not is_remote(config.path):
         return find_inputs(config, where)
     source = reader(config)
-    found = source.stored_files(ObjectStore())
-    if not found:
+    objects = source.stored_files(ObjectStore())
+    if not objects:
         raise nothing_found(config, where, source.problems.entries())
-    return _with_problems([Input((address,), facts.bytes) for address, facts in found.items()], source)
+    return _with_problems([Input((address,), facts.bytes) for address, facts in objects.items()], source)
 
 
-def _with_problems(found: list[Input], source: SourceReader) -> list[Input]:
-    return [replace(item, problems=() if n else tuple(source.problems.entries())) for n, item in enumerate(found)]
+def _with_problems(inputs: list[Input], source: SourceReader) -> list[Input]:
+    return [replace(item, problems=() if n else tuple(source.problems.entries())) for n, item in enumerate(inputs)]
 
 
 def cut(
