@@ -208,9 +208,9 @@ def _run(
     stop_file = config.folder / STOP_FILE
     stopping = False
 
-    def poll(found: dict[int, RunError | None]) -> None:
+    def poll(results: dict[int, RunError | None]) -> None:
         nonlocal stopping
-        for number, error in ((pending[index], error) for index, error in found.items()):
+        for number, error in ((pending[index], error) for index, error in results.items()):
             if not isinstance(error, StoppedError):
                 outcome = outcomes[number] = _end(trials[number], error)
                 count = f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)}"

@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> None:
     out, released = arguments.out, read_released(arguments.model)
     model, models = _identity(arguments, released), list[dict[str, Any]]()
     check_model(out, model)
-    for part, found in _measured(arguments.model, released, arguments):
-        models = write_scores(out, model, {part: found})
+    for part, result in _measured(arguments.model, released, arguments):
+        models = write_scores(out, model, {part: result})
     page = write_scores_page(models, out / PAGE)
     print_table(score_table(models))
     print(f"{out / SCORES}, {page.resolve().as_uri()}")
@@ -49,10 +49,10 @@ def _measured(folder: Path, released: Released, arguments: argparse.Namespace) -
     model = MaskedModel(folder, arguments.precision, released)
     parts = arguments.text_scores if documents else ()
     with sleeping_when_crowded():
-        for part, found in text_scores(model, documents, parts, arguments.length):
-            if WHY_NOT in found["scores"]:
-                print(f"skipped: {part.replace('_', ' ')}: {found['scores'][WHY_NOT]}.", file=sys.stderr)
-            yield part, found
+        for part, result in text_scores(model, documents, parts, arguments.length):
+            if WHY_NOT in result["scores"]:
+                print(f"skipped: {part.replace('_', ' ')}: {result['scores'][WHY_NOT]}.", file=sys.stderr)
+            yield part, result
         if paradigms:
             how = {"data": data_digest(paradigms), "limit": arguments.blimp_limit, "precision": model.precision}
             yield blimp.PART, {"how": how, "scores": blimp_score(model, paradigms).as_data()}

@@ -76,10 +76,10 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)
     config, done = state["config"], max((one["step"] for one in read_records(run, PROBES)), default=0)
-    every = max(config["evaluation"]["every_steps"], config["checkpoint"]["every_steps"])
+    interval = max(config["evaluation"]["every_steps"], config["checkpoint"]["every_steps"])
     # A checkpoint may have an older config: a fork's first one its parent's, an extended run's the shorter one.
     phases = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))["phases"]
-    is_last, due = step >= sum(phase["steps"] for phase in phases), step // every - done // every
+    is_last, due = step >= sum(phase["steps"] for phase in phases), step // interval - done // interval
     if step > done and (due or is_last):
         averaged = state.get("averaged") or 0
         _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, due - 1)})
@@ -87,7 +87,7 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
 
 
 def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, int]) -> None:
-    model, began = run / _FOLDER / "model", time.time()
+    model, start = run / _FOLDER / "model", time.time()
     scores, error = dict[str, float](), dict[str, str]()
     shutil.rmtree(model, ignore_errors=True)
     try:
@@ -100,7 +100,7 @@ def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, in
             raise InputError(f"{checkpoint}: removed") from failure
         error = {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())}"}
         logger.warning("%s", checkpoint.name, exc_info=failure)
-    record = {"split": "probe", "step": store.step_of(checkpoint), "time": time.time(), "seconds": time.time() - began}
+    record = {"split": "probe", "step": store.step_of(checkpoint), "time": time.time(), "seconds": time.time() - start}
     line = json.dumps(with_nulls({**record, **facts, **scores, **error}))
     with disk_errors(run / PROBES), append_open(run / PROBES) as file:
         file.write(f"{line}\n".encode())

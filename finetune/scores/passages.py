@@ -68,7 +68,7 @@ def all_words(documents: Iterable[str]) -> Iterator[str]:
     return (match[0] for document in documents for match in _WORD.finditer(document))
 
 
-def sampled(documents: Sequence[str], settings: PassageSettings, wanted: Callable[[str], bool]) -> list[Occurrence]:
+def sampled(documents: Sequence[str], settings: PassageSettings, is_scored: Callable[[str], bool]) -> list[Occurrence]:
     """Choose the occurrences to score, in document order; they depend only on the documents and `settings`.
 
     Raises `NoScoreError` if there is none.
@@ -76,7 +76,7 @@ def sampled(documents: Sequence[str], settings: PassageSettings, wanted: Callabl
     texts, places = list(documents), list[tuple[int, int, int]]()
     keys = [np.zeros(0, np.uint64)]
     for number, document in enumerate(texts):
-        found = [match.span() for match in _WORD.finditer(document) if wanted(match[0])]
+        found = [match.span() for match in _WORD.finditer(document) if is_scored(match[0])]
         places += [(number, begin, end) for begin, end in found]
         keys.append(draw(document_key(document, settings.seed), np.array([begin for begin, _ in found], np.int64)))
     chosen: dict[tuple[int, int, int], Occurrence] = {}

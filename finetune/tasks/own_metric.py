@@ -16,10 +16,10 @@ class KIND:
     """Contract of a custom metric."""
 
     @staticmethod
-    def check(found: Any, name: str) -> None:
+    def check(function: Any, name: str) -> None:
         """Raise `InputError` unless it can be called as f(true, predicted)."""
         try:
-            inspect.signature(found).bind(None, None)
+            inspect.signature(function).bind(None, None)
         except (TypeError, ValueError):
             signature = f"{name.rpartition(':')[2]}(true, predicted) -> float"
             raise InputError(f"{name}: cannot take two arguments. A score is a function {signature}.") from None

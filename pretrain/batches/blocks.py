@@ -152,7 +152,7 @@ class _Epoch:
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """The blocks `first` to `last` - 1 in the order of an epoch, which are read together; none between two windows."""
+    """The blocks `first` to `last` - 1 in the order of an epoch, which are read together; empty between two windows."""
 
     epoch: int
     first: int

@@ -59,20 +59,20 @@ class Cutting:
 
     Args:
         capacity: tokens of a sequence without special ones, at least 4.
-        least: minimum tokens of a sample.
+        min_tokens: minimum tokens of a sample.
         short_share: share of the samples that are divided again, to get short sequences.
         joined: sequences cross documents, so that units are whole blocks.
     """
 
     capacity: int
-    least: int
+    min_tokens: int
     short_share: float
     joined: bool
 
     @property
     def identity(self) -> list[float]:
         """Values that determine the number of samples of a unit."""
-        return [self.capacity, self.least, self.short_share, self.joined, self._step, self._shortest]
+        return [self.capacity, self.min_tokens, self.short_share, self.joined, self._step, self._shortest]
 
     @property
     def _step(self) -> int:
@@ -82,7 +82,7 @@ class Cutting:
     @property
     def _shortest(self) -> int:
         """Minimum tokens of a part of a unit that has several."""
-        return max(min(2 * self.least, (self.capacity + 1) // 2), self.capacity // 8)
+        return max(min(2 * self.min_tokens, (self.capacity + 1) // 2), self.capacity // 8)
 
     def count(self, size: np.ndarray) -> np.ndarray:
         """Return the number of samples of units of these sizes; int64 of the same shape."""
@@ -111,15 +111,15 @@ class Cutting:
     def _parts(self, size: np.ndarray) -> np.ndarray:
         """Return the number of equal parts of a unit, before some are divided again."""
         several = np.maximum(2, -(-size // self._step))
-        least = 1 if self.joined else self.least
-        return np.where(size <= self.capacity, size >= least, np.minimum(several, size // self.least))
+        min_tokens = 1 if self.joined else self.min_tokens
+        return np.where(size <= self.capacity, size >= min_tokens, np.minimum(several, size // self.min_tokens))
 
     def _divided(self, size: np.ndarray, parts: np.ndarray) -> np.ndarray:
         """Return the number of parts that are divided again."""
-        if not self.short_share or self._shortest < 2 * self.least:
+        if not self.short_share or self._shortest < 2 * self.min_tokens:
             return np.zeros_like(size)
-        wanted = np.floor(self.short_share * parts + np.modf(size * _GOLDEN)[0]).astype(np.int64)
-        return np.where(size >= 2 * self._shortest, np.minimum(wanted, parts), 0)
+        target = np.floor(self.short_share * parts + np.modf(size * _GOLDEN)[0]).astype(np.int64)
+        return np.where(size >= 2 * self._shortest, np.minimum(target, parts), 0)
 
     def _part_of(
         self, size: np.ndarray, parts: np.ndarray, sample: np.ndarray, key: np.ndarray
@@ -155,17 +155,17 @@ class Cutting:
         groups = np.maximum(1, -(-parts // _GROUP))
         group = ((part + 1) * groups - 1) // np.maximum(parts, 1)
         first, last = group * parts // groups, (group + 1) * parts // groups
-        above_least = size // np.maximum(parts, 1) - self._shortest
-        stretch = np.maximum(np.minimum(above_least, (parts * self.capacity - size) // 3), 0)
+        above_minimum = size // np.maximum(parts, 1) - self._shortest
+        stretch = np.maximum(np.minimum(above_minimum, (parts * self.capacity - size) // 3), 0)
         offset = below(draw(search.key, _GRID), stretch + 1)
         # Half of the tokens that a group's parts leave free, for both of its edges.
         free = self.capacity - -(-(size + stretch) // np.maximum(parts, 1))
-        reach = np.maximum(parts // groups * np.minimum(free, above_least) // 4, 0)
+        reach = np.maximum(parts // groups * np.minimum(free, above_minimum) // 4, 0)
 
         def edge(rows: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, ...]:
-            wanted = number * (size + stretch)[rows] // parts[rows] - offset[rows]
+            target = number * (size + stretch)[rows] // parts[rows] - offset[rows]
             moved = below(search.bits(rows, number), 2 * reach[rows] + 1) - reach[rows]
-            return wanted + moved, wanted - reach[rows], wanted + reach[rows]
+            return target + moved, target - reach[rows], target + reach[rows]
 
         for number, is_last in ((last, True), (first, False)):
             rows = np.flatnonzero((group < groups - 1) if is_last else (group > 0))
@@ -175,24 +175,25 @@ class Cutting:
     def _halve(self, search: _Search, first: np.ndarray, last: np.ndarray, part: np.ndarray) -> None:
         """Narrow the spans to one part each, by bisection."""
         while len(rows := np.flatnonzero(last - first > 1)):
-            low, high, own = first[rows], last[rows], part[rows]
+            low, high = first[rows], last[rows]
             middle = (low + high) >> 1
+            is_low = part[rows] < middle
             begin, end = search.spans.begin[rows], search.spans.end[rows]
             free = (high - low) * self.capacity - (end - begin)
-            least = np.maximum(end - (high - middle) * self.capacity, begin + (middle - low) * self._shortest)
-            most = np.minimum(begin + (middle - low) * self.capacity, end - (high - middle) * self._shortest)
+            lower = np.maximum(end - (high - middle) * self.capacity, begin + (middle - low) * self._shortest)
+            upper = np.minimum(begin + (middle - low) * self.capacity, end - (high - middle) * self._shortest)
             moved = below(search.bits(rows, middle), free // 2 + 1) - free // 4
-            wanted = begin + (end - begin) * (middle - low) // (high - low) + moved
-            search.cut(rows, wanted.clip(least, most), least, most, keep_first=own < middle)
-            first[rows], last[rows] = np.where(own < middle, low, middle), np.where(own < middle, middle, high)
+            target = begin + (end - begin) * (middle - low) // (high - low) + moved
+            search.cut(rows, target.clip(lower, upper), lower, upper, keep_first=is_low)
+            first[rows], last[rows] = np.where(is_low, low, middle), np.where(is_low, middle, high)
 
     def _divide(self, search: _Search, rows: np.ndarray, half: np.ndarray) -> None:
         """Narrow the spans `rows` to one of their halves, at a random place."""
         begin, end = search.spans.begin[rows], search.spans.end[rows]
-        least, most = begin + self.least, end - self.least
+        lower, upper = begin + self.min_tokens, end - self.min_tokens
         bits = draw(draw(search.key[rows], _AT), begin)
-        wanted = least + below(bits, most - least + 1)
-        search.cut(rows, wanted, least, most, keep_first=half[rows] == 0)
+        target = lower + below(bits, upper - lower + 1)
+        search.cut(rows, target, lower, upper, keep_first=half[rows] == 0)
 
 
 class _Search:
@@ -209,22 +210,22 @@ class _Search:
     def cut(
         self,
         rows: np.ndarray,
-        wanted: np.ndarray,
-        least: np.ndarray,
-        most: np.ndarray,
+        target: np.ndarray,
+        lower: np.ndarray,
+        upper: np.ndarray,
         *,
         keep_first: np.ndarray | bool,
     ) -> None:
-        """Cut the spans `rows` at the sentence nearest to `wanted` between `least` and `most`, else at `wanted`."""
+        """Cut the spans `rows` at the sentence nearest to `target` between `lower` and `upper`, else at `target`."""
         if not len(rows):
             return
         spans = self.spans
         begin, end, first, last = (column[rows] for column in (spans.begin, spans.end, spans.first, spans.last))
-        found, before, after = self._places.around(rows, first, last, wanted)
-        has_after = (found < last) & (after <= most) & (after < end)
-        has_before = (found > first) & (before >= least) & (before > begin)
-        takes_before = has_before & (~has_after | (wanted - before < after - wanted))
-        place = np.where(takes_before, before, np.where(has_after, after, wanted))
+        found, before, after = self._places.around(rows, first, last, target)
+        has_after = (found < last) & (after <= upper) & (after < end)
+        has_before = (found > first) & (before >= lower) & (before > begin)
+        takes_before = has_before & (~has_after | (target - before < after - target))
+        place = np.where(takes_before, before, np.where(has_after, after, target))
         sentence = found - takes_before
         ends = np.broadcast_to(keep_first, len(rows))
         spans.end[rows], spans.last[rows] = np.where(ends, place, end), np.where(ends, sentence, last)

@@ -330,8 +330,8 @@ class BatchMaker:
             if held_out
             else phase_sampler(shards, config, phase, seed=seed, rollback=rollback, machine=self._machine)
         )
-        most = 0 if held_out else settings.max_predictions
-        self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=most)
+        max_predictions = 0 if held_out else settings.max_predictions
+        self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=max_predictions)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -340,9 +340,9 @@ class BatchMaker:
 
     def only(self, counts: Sequence[int]) -> BatchMaker:
         """Return a maker of batches of the first `counts` samples of each source, as `Sampler.only`."""
-        other = copy.copy(self)
-        other.sampler = self.sampler.only(counts)
-        return other
+        limited = copy.copy(self)
+        limited.sampler = self.sampler.only(counts)
+        return limited
 
     def check_batch(self) -> None:
         """Raise `InputError` if the corpus is too small for one batch, or the batch cannot be balanced across ranks."""
@@ -422,8 +422,8 @@ class BatchMaker:
         return plan, balancing.balance(plan.lengths, part.ranks, self._budget, micro_batches=micro_batches)
 
     def _micro_batches_of(self, part: BatchPart, plan: SamplePlan, assignment: Assignment) -> tuple[MicroBatch, ...]:
-        own = range(self.rank - part.first_rank, part.ranks * assignment.micro_batches, part.ranks)
-        return tuple(self._micro_batch(plan[assignment.members(number)]) for number in own)
+        numbers = range(self.rank - part.first_rank, part.ranks * assignment.micro_batches, part.ranks)
+        return tuple(self._micro_batch(plan[assignment.members(number)]) for number in numbers)
 
     def _counts(self, plan: SamplePlan) -> Counts:
         """Return the counts of planned samples."""

@@ -43,7 +43,7 @@ class SourceReading:
     name: str
     token_share: float  # of the phase's tokens, without special tokens
     epochs: float  # read by this phase
-    until: float  # epochs read from the start of the run to its end, skipped rests of windows included
+    until: float  # epochs read from the run's start to the phase's end, skipped parts of windows included
     capped: bool
     left_out: int = 0  # tokens of an open window that another sequence length cannot continue
 
@@ -72,18 +72,18 @@ def plan_mix(
     """
     epochs = _weights(shards, phase, samples, where)
     counts = np.array(samples, np.float64)
-    wanted = np.array(mixture_weights(shards.sources, epochs, samples)) * counts
-    if not wanted.sum():
+    uncapped = np.array(mixture_weights(shards.sources, epochs, samples)) * counts
+    if not uncapped.sum():
         raise InputError(f"{shards.folder}: no document has the two tokens that a sample needs. Add text.")
-    planned, capped = wanted, np.zeros(len(wanted), bool)
+    planned, capped = uncapped, np.zeros(len(uncapped), bool)
     if phase is not None and phase.max_epochs:
         left = np.maximum(0.0, phase.max_epochs * counts - np.array(read))
         not_replayed = np.array([not is_replayed(source) for source in shards.sources])
-        requested = phase.sequences * wanted / wanted.sum()
+        requested = phase.sequences * uncapped / uncapped.sum()
         planned, capped = _capped(requested, np.where(not_replayed, left, np.inf))
         _check_cap(shards, phase, requested, planned, np.where(not_replayed, left, np.inf), where)
-    epoch = max(1, round(wanted.sum()))
-    planned = planned if capped.any() else wanted
+    epoch = max(1, round(uncapped.sum()))
+    planned = planned if capped.any() else uncapped
     if (planned != np.round(planned)).any():  # rounding up would raise the shares of many small sources
         planned = planned / planned.sum() * _RESOLUTION
     return Mix(tuple(max(1, round(x)) if x else 0 for x in planned.tolist()), epoch, tuple(capped.tolist()))

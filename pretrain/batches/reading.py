@@ -84,12 +84,12 @@ def _count(source: SourceSamples) -> Sequence[float]:
     sums = np.zeros(4)
     for low in range(first, last, _AT_ONCE):
         plan = source.plan(np.arange(low, min(last, low + _AT_ONCE)))
-        for its_shard, its_begin, length in (
+        for segment_shard, segment_begin, length in (
             (plan.shard_a, plan.begin_a, plan.length_a),
             (plan.shard_b, plan.begin_b, plan.length_b),
         ):
-            block = np.searchsorted(key, (its_shard << 48) + its_begin, side="right") - 1
-            place = base[block] + its_begin - begin[block]
+            block = np.searchsorted(key, (segment_shard << 48) + segment_begin, side="right") - 1
+            place = base[block] + segment_begin - begin[block]
             np.add.at(changes, place, 1)
             np.add.at(changes, place + length, -1)
         sums += len(plan.key), plan.lengths.sum(), plan.at_end.sum(), (plan.label >= 0).sum()

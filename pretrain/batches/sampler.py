@@ -89,7 +89,7 @@ def phase_samplers(
     for number, settings in enumerate(config.phases):
         if rollback and number == phase_of:
             resumed = settings.first_sample(within), _read_before(rollback, shards)
-        made = functools.partial(
+        make_sampler = functools.partial(
             Sampler,
             shards,
             config.pairs,
@@ -101,9 +101,9 @@ def phase_samplers(
             batch=settings.global_sequences,
             machine=machine,
         )
-        sampler = made(resumed=resumed)
+        sampler = make_sampler(resumed=resumed)
         yield sampler
-        planned = (made() if resumed else sampler).read_after(settings.sequences)
+        planned = (make_sampler() if resumed else sampler).read_after(settings.sequences)
         resumed = resumed and (0, sampler.read_after(settings.sequences))
 
 
@@ -264,9 +264,9 @@ class Sampler:
 
     def only(self, counts: Sequence[int]) -> Sampler:
         """Return a sampler that starts with the first `counts` samples of each source."""
-        other = copy.copy(self)
-        other._mixture = Mixture(counts)
-        return other
+        limited = copy.copy(self)
+        limited._mixture = Mixture(counts)
+        return limited
 
     def read_after(self, samples: int) -> list[SourceProgress | None]:
         """Return the progress in each source after `samples`; the `start` of a sampler that continues from there."""

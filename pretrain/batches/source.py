@@ -156,8 +156,8 @@ class SourceSamples:
             yield here, window, within[here]
 
     def _open(self, epoch: int, window: int) -> _OpenWindow:
-        found = self._windows.get((epoch, window))
-        if found is None:
+        opened = self._windows.get((epoch, window))
+        if opened is None:
             numbers, order = self.order.blocks(epoch, window), self.order.epoch(epoch)
             # Not keyed by its number: a window that the next phase continues has another number there.
             key = draw(draw(self._shuffle_key, epoch), int(order.bounds[window]))
@@ -168,9 +168,9 @@ class SourceSamples:
             owner = self._owner(numbers, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
             units = Units(self._text, self._blocks, numbers[own], self._cutting)
             first = int(order.samples[window])
-            found = _OpenWindow(epoch, first, samples, share, own, owner, units, lease)
-            self._windows.put((epoch, window), found)
-        return found
+            opened = _OpenWindow(epoch, first, samples, share, own, owner, units, lease)
+            self._windows.put((epoch, window), opened)
+        return opened
 
     def window_text(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (shard, first token, one past the last) of the blocks of a window, int64 [W] each."""

@@ -192,23 +192,23 @@ class JoinedArrays:
         length = int((self._begins + self._lengths).max())
         self.array = as_strided(lowest, (length,), (bytes_each,), writeable=False)
 
-    def at(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Return element `index` of array `which`, each [B]."""
-        return self.array.take(self._place(which, index))
+    def at(self, number: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Return element `index` of array `number`, each [B]."""
+        return self.array.take(self._place(number, index))
 
-    def spans(self, which: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+    def spans(self, number: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Return indices into `.array` of spans of at least one element, checked at both bounds; int64 [B]."""
-        self._place(which, begin + length - 1)
-        return self._place(which, begin)
+        self._place(number, begin + length - 1)
+        return self._place(number, begin)
 
-    def ranges(self, which: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+    def ranges(self, number: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Like `spans`, for spans that may be empty and then have any offset."""
-        if (begin + length > self._lengths[which]).any() or begin.min(initial=0) < 0:
+        if (begin + length > self._lengths[number]).any() or begin.min(initial=0) < 0:
             raise IndexError(_DAMAGED)
-        return self._begins[which] + begin
+        return self._begins[number] + begin
 
-    def _place(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
+    def _place(self, number: np.ndarray, index: np.ndarray) -> np.ndarray:
         # A negative index becomes a huge unsigned one.
-        if (index.view(np.uint64) >= self._lengths[which].view(np.uint64)).any():
+        if (index.view(np.uint64) >= self._lengths[number].view(np.uint64)).any():
             raise IndexError(_DAMAGED)
-        return self._begins[which] + index
+        return self._begins[number] + index

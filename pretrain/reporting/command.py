@@ -99,7 +99,7 @@ def _add_attention(commands: Any) -> None:
         "--texts",
         type=local_path,
         metavar="FILE",
-        help="file with one text per line: average each head's attention over all of them, not only over --text",
+        help="file with one text per line: average each head's attention over all of them, instead of over --text",
     )
     parser.add_argument(
         "--out",

@@ -11,7 +11,7 @@ RANDOM = "random weights"
 # Settings of a task that name its data; the first one that is set counts. No other section has such settings, so they
 # also identify the task's section.
 _DATA = ("glue", "dataset", "train")
-# Settings that do not affect the trained function: identity, placement, speed and precision.
+# Settings that do not affect the result: identity, placement, speed and precision.
 _IGNORED = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
 
 

@@ -96,7 +96,7 @@ def comparison(runs: Sequence[RunRecords]) -> Table:
 
 
 def glue_table(runs: Sequence[RunRecords]) -> Table:
-    """Return GLUE's table of the latest sweep that several of the runs belong to; no rows if there is none."""
+    """Return GLUE's table of the latest sweep that any of several runs belongs to; no rows if there is none."""
     above = {folder for run in runs if run.subject and len(runs) > 1 for folder in run.folder.parents[:2]}
     paths = sorted((one / SUMMARY for one in above if (one / SUMMARY).is_file()), key=lambda one: one.stat().st_mtime)
     tables = [found for path in paths if (found := read_json(path).get("glue"))]

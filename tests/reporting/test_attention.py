@@ -229,7 +229,7 @@ def test_averages_over_a_file_are_of_all_its_texts(folders, bert, tmp_path) -> N
     (tmp_path / "texts.txt").write_text(f"{TEXT}\n\n{long}\n")
     write_attention_page(folders["bert"], tmp_path / "page.html", texts=tmp_path / "texts.txt")
     data = page_data(tmp_path / "page.html")
-    assert [token["text"] for token in data["tokens"]] == list(bert.tokens(TEXT).texts)  # the first one is drawn
+    assert [token["text"] for token in data["tokens"]] == list(bert.tokens(TEXT).spellings)  # the first one is drawn
     statistics = HeadStatistics()
     for line in (TEXT, long):
         for window in bert.windows(line, 64):

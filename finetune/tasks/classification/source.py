@@ -76,9 +76,9 @@ class ExampleSource:
     @property
     def class_weights(self) -> np.ndarray:
         """float64 [C]: training weights of the classes or labels, from the settings or to balance the training set."""
-        given = self._settings.class_weights
-        if given != "balanced":
-            return np.array([1.0 if given == "none" else given.get(name, 1.0) for name in self.names.values()])
+        weights = self._settings.class_weights
+        if weights != "balanced":
+            return np.array([1.0 if weights == "none" else weights.get(name, 1.0) for name in self.names.values()])
         if not self.examples:
             self.read_train()
         # scikit-learn's compute_class_weight("balanced") over the classes that occur; 1 for the others.
@@ -342,8 +342,8 @@ def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
     raise InputError(f"{where}: no {names[-1]!r}; it has {listed(record) or 'nothing'}.")
 
 
-def _text(value: Any, where: str, what: str) -> str:
+def _text(value: Any, where: str, name: str) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{where}: {what} is {shown(value)}, not text. Correct or remove it.")
-    check_whole(value, what, where)
+        raise InputError(f"{where}: {name} is {shown(value)}, not text. Correct or remove it.")
+    check_whole(value, name, where)
     return value

@@ -200,8 +200,8 @@ class Classification(Task[Example]):
 
     def _labeled(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         """Return (true labels, predictions) of the labeled examples."""
-        both = [pair for pair in zip(examples, predictions, strict=True) if pair[0].label is not None]
-        return self._true([example for example, _ in both]), [prediction for _, prediction in both]
+        pairs = [pair for pair in zip(examples, predictions, strict=True) if pair[0].label is not None]
+        return self._true([example for example, _ in pairs]), [prediction for _, prediction in pairs]
 
     def _true(self, examples: Sequence[Example]) -> np.ndarray:
         return self._outputs().true([example.label for example in examples])

@@ -14,5 +14,5 @@ def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def distinct(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """Return (distinct strings in order of first occurrence, index of each string among them, int64 [N])."""
     numbers: dict[str, int] = {}  # np.unique sorts the strings, which takes ten times as long
-    which = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int64, len(texts))
-    return list(numbers), which
+    indices = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int64, len(texts))
+    return list(numbers), indices

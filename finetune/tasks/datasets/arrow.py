@@ -28,7 +28,7 @@ def read_dataset(
     """
     from pretrain.corpus.sources.huggingface import hub_dataset, saved_dataset
 
-    wanted = RequestedColumns(columns, optional)
+    requested = RequestedColumns(columns, optional)
     label = f"{name}[{split}]"
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -36,7 +36,7 @@ def read_dataset(
             raise InputError(f"{name}: has no splits, so no {split!r}. Give a folder written by a DatasetDict.")
         dataset = saved_dataset(str(folder), split)
         names = dataset.column_names
-        present = list(wanted.among(names, label).values())
+        present = list(requested.among(names, label).values())
         values = dataset.with_format(None).select_columns(present)[:]
     else:
         if not revision:
@@ -47,13 +47,13 @@ def read_dataset(
         dataset = hub_dataset(where, name, subset, split, revision)
         rows = list(dataset)
         names = list(rows[0] if rows else dict.fromkeys(columns))
-        present = wanted.among(names, label).values()
+        present = requested.among(names, label).values()
         values = {column: [row.get(column) for row in rows] for column in present}
-    return _with_classes(values, wanted.among(names, label), dataset.features or {}, label)
+    return _with_classes(values, requested.among(names, label), dataset.features or {}, label)
 
 
-def read_parquet(path: Path, wanted: RequestedColumns) -> Table:
-    """Read the columns `wanted` of a Parquet file."""
+def read_parquet(path: Path, requested: RequestedColumns) -> Table:
+    """Read the columns `requested` of a Parquet file."""
     expect(str(path), "pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -64,13 +64,13 @@ def read_parquet(path: Path, wanted: RequestedColumns) -> Table:
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            present = wanted.among(schema.names, str(path))
-            table = file.read(None if wanted.others else list(present.values()))
+            present = requested.among(schema.names, str(path))
+            table = file.read(None if requested.others else list(present.values()))
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
     values = {name: _arrow_values(path, table[name]) for name in table.column_names}
     table_with_names = _with_classes(values, present, _arrow_features(schema.metadata or {}), str(path))
-    if not wanted.others:
+    if not requested.others:
         return table_with_names
     rest = [name for name in values if name not in present.values()]
     rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(table_with_names)

@@ -111,13 +111,13 @@ def are_tagged(lines: list[str], label_column: int) -> bool:
     return all(map(_TAG.fullmatch, tags)) and ("O" in tags or any("-" in tag for tag in tags))
 
 
-def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
-    if not -width <= wanted < width:
+def _column(path: str, line: int, name: str, column: int, width: int) -> int:
+    if not -width <= column < width:
         raise InputError(
             f"{path}:{line}: the line has {counted(width, 'column')}, numbered from 0, but {name} is "
-            f"{wanted}. Set {name} to one of them; -1 is the last."
+            f"{column}. Set {name} to one of them; -1 is the last."
         )
-    return wanted % width
+    return column % width
 
 
 def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:

@@ -19,10 +19,10 @@ def read_delimited(
     text: str,
     kind: Format,
     layout: TableFormat,
-    wanted: RequestedColumns,
+    requested: RequestedColumns,
     skipped: Callable[[str], None] | None,
 ) -> Table:
-    """Return the columns `wanted` from the content of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
+    """Return the columns `requested` from the content of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
     text, declared = _declared(text)
     delimiter = layout.delimiter or declared or ("\t" if kind == "tsv" else ",")
     quoting = _quoting(path, text, kind, layout, delimiter)
@@ -33,7 +33,7 @@ def read_delimited(
     if not names:
         rows = itertools.chain([(first_line, first)], rows)
     width = len(first)
-    positions = _positions(path, wanted, names, width)
+    positions = _positions(path, requested, names, width)
     cells: list[list[str]] = [[] for _ in positions]
     rest = {str(name): at for at, name in enumerate(names or range(width)) if at not in positions.values()}
     others: list[dict[str, str]] = []
@@ -48,7 +48,7 @@ def read_delimited(
         lines.append(line)
         for column, position in filled:
             column.append(fields[position])
-        if wanted.others:
+        if requested.others:
             others.append({name: fields[position] for name, position in rest.items()})
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
 
@@ -83,20 +83,20 @@ def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, l
         ) from None
 
 
-def _positions(path: Path, wanted: RequestedColumns, names: list[str], width: int) -> dict[Key, int]:
+def _positions(path: Path, requested: RequestedColumns, names: list[str], width: int) -> dict[Key, int]:
     """Return the position of each column in a row."""
     positions: dict[Key, int] = {}
-    for column in wanted.columns:
+    for column in requested.columns:
         if isinstance(column, int) and 0 <= column < width:
             positions[column] = column
             continue
-        name = wanted.single(column, names, f"{path}:1")
+        name = requested.single(column, names, f"{path}:1")
         if isinstance(name, str):
             positions[column] = names.index(name)
             continue
-        if column not in wanted.optional:
-            there = f"it has {listed(names)}" if names else f"its rows have {width}, numbered from 0"
-            raise InputError(f"{path}:1: no column {column!r}; {there}. Set the column, `header` or `delimiter`.")
+        if column not in requested.optional:
+            existing = f"it has {listed(names)}" if names else f"its rows have {width}, numbered from 0"
+            raise InputError(f"{path}:1: no column {column!r}; {existing}. Set the column, `header` or `delimiter`.")
     return positions
 
 

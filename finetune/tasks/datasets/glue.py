@@ -109,8 +109,8 @@ def read_split(name: str, folder: Path | str, split: str) -> Table | None:
         split: train, or one of the task's `dev` or `test`, which has no labels.
     """
     task = TASKS[name]
-    place = _task_folder(name, folder)
-    path = _find_diagnostic(place) if split == "diagnostic" else _find(place, f"{split}.tsv")
+    task_folder = _task_folder(name, folder)
+    path = _find_diagnostic(task_folder) if split == "diagnostic" else _find(task_folder, f"{split}.tsv")
     if path is None:
         return None
     if split in task.test:
@@ -159,28 +159,29 @@ def _find(folder: Path, name: str) -> Path | None:
     return next((item for item in sorted(folder.iterdir()) if item.name.lower() == name), None)
 
 
-def _find_diagnostic(place: Path) -> Path | None:
+def _find_diagnostic(task_folder: Path) -> Path | None:
     """Return GLUE's diagnostic set for MNLI models: AX.tsv or diagnostic.tsv, in MNLI's folder or another."""
-    homes = [item for item in sorted(place.parent.iterdir()) if item.is_dir()]
-    homes = [place, place.parent, *(item for item in homes if _plain(item.name) in ("ax", "diagnostic"))]
-    candidates = (_find(home, name) for home in homes for name in ("ax.tsv", "diagnostic.tsv"))
+    folders = [item for item in sorted(task_folder.parent.iterdir()) if item.is_dir()]
+    folders = [item for item in folders if _plain(item.name) in ("ax", "diagnostic")]
+    folders = [task_folder, task_folder.parent, *folders]
+    candidates = (_find(one, name) for one in folders for name in ("ax.tsv", "diagnostic.tsv"))
     return next((path for path in candidates if path), None)
 
 
 def _read(path: Path, name: str, text: Key, *, labeled: bool = True, may_lack_labels: bool = False) -> Table:
     task = TASKS[name]
     columns = {"text": text, "pair": task.pair, "label": task.label if labeled else None}
-    wanted = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
+    names = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
     layout = TableFormat("tsv", quoting="none", header=isinstance(text, str))
     # The official training set of QQP has broken rows; `datasets` skips them too (glue.py, _generate_examples).
     broken: list[str] = []
     skipped = broken.append if name == "qqp" and labeled else None
     optional = [task.label] if may_lack_labels else []
-    table = read_table(path, list(wanted.values()), layout=layout, optional=optional, skipped=skipped)
+    table = read_table(path, list(names.values()), layout=layout, optional=optional, skipped=skipped)
     if broken:
         logger.warning("%s: skipped %d broken rows; the first is %s", path, len(broken), broken[0])
     cells: dict[Key, list[Any]] = {
-        ours: table.columns[theirs] for ours, theirs in wanted.items() if theirs in table.columns
+        ours: table.columns[theirs] for ours, theirs in names.items() if theirs in table.columns
     }
     if "label" in cells and task.labels:
         cells["label"] = [task.labels.get(value, value) for value in cells["label"]]

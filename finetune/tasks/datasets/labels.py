@@ -84,15 +84,15 @@ def without_vectors(
     widths = {None if truths is None else len(truths) for truths in vectors.values()}
     if not sure and (len(widths) != 1 or None in widths or (widths == {1} and len(names) != 1)):
         return list(cells)
-    found = list(cells)
+    converted = list(cells)
     for row, truths in vectors.items():
         if error := _vector_error(truths, names):
             if wrong is None:
                 raise InputError(f"{where(row)}: labels is {shown(cells[row])}{error}")
             wrong[row] = f"{where(row)}: labels is {shown(cells[row])}{error}"
         else:
-            found[row] = [name for name, truth in zip(names, truths or (), strict=True) if truth]
-    return found
+            converted[row] = [name for name, truth in zip(names, truths or (), strict=True) if truth]
+    return converted
 
 
 def shown(value: Any) -> str:
@@ -170,6 +170,6 @@ def _value(cell: Any, where: str) -> float:
 def _renamed(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
-    near = nearest(value, names)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(names)}."
+    suggestions = nearest(value, names)
+    hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {listed(names)}."
     raise InputError(f"{where}: label {shown(value)} is not in the training set or `labels`; {hint}")

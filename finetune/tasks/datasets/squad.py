@@ -176,7 +176,7 @@ def _fault(context: str, answer: Answer, *, training: bool) -> str:
     actual = context[start : start + len(text)] if start >= 0 else ""
     if actual == text:
         return ""
-    fault = f"{_shown(text)} at {start}, where the context of {len(context)} characters has {_shown(actual)}"
+    fault = f"{_quoted(text)} at {start}, where the context of {len(context)} characters has {_quoted(actual)}"
     places = [context.rfind(text, 0, max(start, 0) + len(text)), context.find(text, max(start, 0))]
     if nearest := sorted((abs(place - start), place) for place in places if place >= 0):
         return f"{fault}; it is at {nearest[0][1]}"
@@ -267,7 +267,7 @@ def _answers_cell(cell: str, place: str) -> Any:
         return json.loads(cell)
     except (ValueError, RecursionError):
         raise InputError(
-            f'{place}: answers is {_shown(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
+            f'{place}: answers is {_quoted(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
             "the cell empty."
         ) from None
 
@@ -335,7 +335,7 @@ def _single_answer(record: Mapping[str, Any], place: str) -> Any:
     try:
         return [{"text": text, "answer_start": start if isinstance(start, bool) else int(float(start))}]
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{place}: answer_start is {_shown(str(start))}; expected a character index.") from None
+        raise InputError(f"{place}: answer_start is {_quoted(str(start))}; expected a character index.") from None
 
 
 def _rows(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
@@ -382,7 +382,7 @@ def _kind(value: Any) -> str:
     if value is None:
         return "missing"
     if isinstance(value, str):
-        return f"text ({_shown(value)})"
+        return f"text ({_quoted(value)})"
     if isinstance(value, bool | int | float):
         return json.dumps(value)
     return f"a list of {len(value)}" if isinstance(value, list) else "an object"
@@ -392,8 +392,8 @@ def _keys(mapping: Mapping[str, Any]) -> str:
     return ", ".join(list(mapping)[:8]) or "no keys"
 
 
-def _shown(text: str) -> str:
-    """Return `text` quoted and shortened for a message."""
+def _quoted(text: str) -> str:
+    """Return `text` quoted and shortened, for a message."""
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 

@@ -20,13 +20,13 @@ def utf16_places(text: str) -> list[int]:
     return [*places, len(text)]
 
 
-def check_whole(text: str, what: str, where: str) -> None:
+def check_whole(text: str, name: str, where: str) -> None:
     """Raise `InputError` if `text` has half of a surrogate pair."""
     if text.isascii():
         return
     if half := _SURROGATES.search(text):
         raise InputError(
-            f"{where}: {what} has half of a surrogate pair at character {half.start()} (\\u{ord(half[0]):x}). "
+            f"{where}: {name} has half of a surrogate pair at character {half.start()} (\\u{ord(half[0]):x}). "
             "Write the whole character."
         )
 

@@ -58,18 +58,18 @@ def read_table(
     """
     path = Path(path).expanduser()
     kind = layout.format or _known_format(path)
-    wanted = RequestedColumns(columns, optional, aliases, others, spare)
+    requested = RequestedColumns(columns, optional, aliases, others, spare)
     if kind == "parquet":
-        return read_parquet(path, wanted)
+        return read_parquet(path, requested)
     text = read_text(path, layout.encoding, _OTHER_ENCODING)
     if not text.strip():
         raise InputError(f"{path}: empty file. Give a file with at least one row.")
     if kind in ("jsonl", "json"):
-        return _read_json(path, text, kind, wanted, layout.forms)
+        return _read_json(path, text, kind, requested, layout.forms)
     if layout.forms and layout.header and "annotation_id" in text.partition("\n")[0]:
-        table = read_delimited(path, text, kind, layout, replace(wanted, others=True), skipped)
+        table = read_delimited(path, text, kind, layout, replace(requested, others=True), skipped)
         return _settled(table, layout.forms)
-    return read_delimited(path, text, kind, layout, wanted, skipped)
+    return read_delimited(path, text, kind, layout, requested, skipped)
 
 
 def _settled(table: Table, forms: ReadForms) -> Table:
@@ -116,7 +116,7 @@ def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tupl
     return ":", _line_records(path, text, whole)
 
 
-def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, forms: ReadForms | None) -> Table:
+def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns, forms: ReadForms | None) -> Table:
     before, numbered = json_values(path, text, kind)
     values = list(numbered)
     places, records = [place for place, _ in values], [record for _, record in values]
@@ -124,19 +124,19 @@ def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns, fo
         records = forms(records, lambda row: f"{path}{before}{places[row]}")
     for place, record in zip(places, records, strict=True):
         if not isinstance(record, dict):
-            raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(wanted.columns)}.")
+            raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(requested.columns)}.")
     cells: dict[Key, list[Any]] = {}
-    used = {name for record in records for column in wanted.columns if (name := wanted.name(column, record))}
-    rest = [{key: value for key, value in one.items() if key not in used} for one in records if wanted.others]
+    used = {name for record in records for column in requested.columns if (name := requested.name(column, record))}
+    rest = [{key: value for key, value in one.items() if key not in used} for one in records if requested.others]
     whole = json.loads(replaced(json.dumps(rest, ensure_ascii=False)))
     table = Table(cells, str(path), places, before, others=whole)
-    for column in wanted.columns:
-        names = [wanted.name(column, record) for record in records]
+    for column in requested.columns:
+        names = [requested.name(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]
-        if column in wanted.optional and all(value is None for value in values):
+        if column in requested.optional and all(value is None for value in values):
             continue
         for row, (name, record) in enumerate(zip(names, records, strict=True)):
-            if name is None and column not in wanted.optional:
+            if name is None and column not in requested.optional:
                 raise InputError(f"{table.where(row)}: no {column!r}; it has {listed(record)}.")
         cells[column] = values
     return table

@@ -68,8 +68,8 @@ class TextEncoder:
         """Tokenize strings in the tokenizer's threads; repeated strings are tokenized once."""
         if self.by_word:
             return self._encode_by_word(texts)
-        once, which = distinct(texts)
-        return _gather(self.encode_whole(once), which)
+        once, indices = distinct(texts)
+        return _gather(self.encode_whole(once), indices)
 
     def encode_words(self, words: Sequence[str]) -> Column:
         """Tokenize pre-split words, each as a separate string.
@@ -178,8 +178,8 @@ def _constant(ids: np.ndarray, count: int) -> Slices:
     return ids, np.zeros(count, np.int64), np.full(count, len(ids), np.int64)
 
 
-def _gather(column: Column, which: np.ndarray) -> Column:
+def _gather(column: Column, indices: np.ndarray) -> Column:
     """Return the strings with these indices, in this order, with repetitions."""
-    lengths = np.diff(column.starts)[which]
-    rows = ragged(column.starts[which], lengths)
+    lengths = np.diff(column.starts)[indices]
+    rows = ragged(column.starts[indices], lengths)
     return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), column.offsets[rows])

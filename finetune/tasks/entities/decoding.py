@@ -62,10 +62,10 @@ class Decoder:
         example = windows.examples[np.searchsorted(windows.starts, windows.queries, "right") - 1]
         shifted = logits.astype(np.float64)
         shifted -= shifted.max(-1, keepdims=True, initial=-np.inf)
-        made = np.zeros((starts[-1], len(self.types) * 2 + 1))
-        made[:, _BEGIN] = -np.inf
-        made[starts[example] + windows.extra["word"]] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        return made
+        result = np.zeros((starts[-1], len(self.types) * 2 + 1))
+        result[:, _BEGIN] = -np.inf
+        result[starts[example] + windows.extra["word"]] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+        return result
 
     def _tags(self, log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Return label indices, int64 [W]."""

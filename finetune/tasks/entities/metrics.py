@@ -171,25 +171,25 @@ class EntityCounts:
 
 def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval") -> EntityCounts:
     """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
-    theirs, ours, right = _matched(gold, predicted, rule)
+    true, guessed, right = _matched(gold, predicted, rule)
     size = len(predicted.names)
     return EntityCounts(
         predicted.names,
-        gold=np.bincount(theirs.types, minlength=size),
-        predicted=np.bincount(ours.types, minlength=size),
-        correct=np.bincount(ours.types[right], minlength=size),
+        gold=np.bincount(true.types, minlength=size),
+        predicted=np.bincount(guessed.types, minlength=size),
+        correct=np.bincount(guessed.types[right], minlength=size),
     )
 
 
 def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[float, float] | None:
     """Return the bootstrap interval of f1 over all entities, from resampled sentences."""
-    theirs, ours, right = _matched(gold, predicted, "conlleval")
+    true, guessed, right = _matched(gold, predicted, "conlleval")
     sentences = len(gold.starts) - 1
     # Word i is in the sentence with the last start at or before it; empty sentences have none.
-    found = (
-        np.searchsorted(gold.starts, first, "right") - 1 for first in (theirs.first, ours.first, ours.first[right])
+    numbered = (
+        np.searchsorted(gold.starts, first, "right") - 1 for first in (true.first, guessed.first, guessed.first[right])
     )
-    total, predictions, correct = (np.bincount(one, minlength=sentences) for one in found)
+    total, predictions, correct = (np.bincount(one, minlength=sentences) for one in numbered)
 
     def f1(rows: np.ndarray) -> float:
         return shares(int(correct[rows].sum()), int(predictions[rows].sum()), int(total[rows].sum()))["f1"]
@@ -201,10 +201,10 @@ def _matched(
     gold: TaggedSentences, predicted: TaggedSentences, rule: Rule
 ) -> tuple[EntitySpans, EntitySpans, np.ndarray]:
     """Return (true entities, predicted ones, whether each predicted one is correct)."""
-    theirs, ours = find(gold, rule), find(predicted, rule)
+    true, guessed = find(gold, rule), find(predicted, rule)
     end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
-    end[theirs.first], types[theirs.first] = theirs.end, theirs.types
-    return theirs, ours, (end[ours.first] == ours.end) & (types[ours.first] == ours.types)
+    end[true.first], types[true.first] = true.end, true.types
+    return true, guessed, (end[guessed.first] == guessed.end) & (types[guessed.first] == guessed.types)
 
 
 def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:
@@ -231,7 +231,7 @@ def _before(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
     return previous, same
 
 
-def _is(prefixes: np.ndarray, *wanted: int) -> np.ndarray:
+def _is(prefixes: np.ndarray, *members: int) -> np.ndarray:
     table = np.zeros(len(PREFIXES), bool)
-    table[list(wanted)] = True
+    table[list(members)] = True
     return table[prefixes]

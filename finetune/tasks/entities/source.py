@@ -84,9 +84,9 @@ class SentenceSource:
         is_out = splits.held_out(texts, types, round(share * len(set(texts))))
         part = [one for one, out in zip(sentences, is_out, strict=True) if out == held_out]
         if not part:  # a sentence of each type stays in the training set
-            found = counted(len(sentences), "sentence")
+            sentence_count = counted(len(sentences), "sentence")
             raise InputError(
-                f"{self._settings.train}: dev_share {share} of {found} leaves the dev set empty. Raise it."
+                f"{self._settings.train}: dev_share {share} of {sentence_count} leaves the dev set empty. Raise it."
             )
         return part
 
@@ -118,8 +118,8 @@ class SentenceSource:
             if not tagged:
                 raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
         if tagged:
-            made = iter(self._with_iob2(tagged, remarks, part))
-            sentences = [next(made) if one.tags is not None else one for one in (tagged if labeled else sentences)]
+            converted = iter(self._with_iob2(tagged, remarks, part))
+            sentences = [next(converted) if one.tags is not None else one for one in (tagged if labeled else sentences)]
         for line in (one for one in (*lines, *remarks.lines()) if one not in self.remarks):
             self.remarks.append(line)
             logger.warning("%s", line)
@@ -167,8 +167,8 @@ class SentenceSource:
         word = int(np.flatnonzero(unknown[tags.types])[0])
         if remarks is not None:
             names = ", ".join(name for name in tags.names if name not in self.types)
-            what = f"the model does not know the types {names}; they stay as gold, and scores count them as not found"
-            return remarks.add(what, _place(sentences, tags, word))
+            remark = f"the model does not know the types {names}; they stay as gold, and scores count them as not found"
+            return remarks.add(remark, _place(sentences, tags, word))
         raise InputError(
             f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
             f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "

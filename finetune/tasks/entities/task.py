@@ -237,8 +237,9 @@ def _labeled(
     examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Sentence], list[Mapping[str, Any]]]:
     """Return the examples that have tags, and their predictions."""
-    both = [(one, made) for one, made in zip(examples, predictions, strict=True) if one.tags is not None]
-    return ([one for one, _ in both], [made for _, made in both]) if both else (list(examples), list(predictions))
+    pairs = [pair for pair in zip(examples, predictions, strict=True) if pair[0].tags is not None]
+    labeled = [example for example, _ in pairs], [prediction for _, prediction in pairs]
+    return labeled if pairs else (list(examples), list(predictions))
 
 
 @dataclass(frozen=True)

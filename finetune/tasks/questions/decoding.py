@@ -116,8 +116,8 @@ class AnswerDecoder:
     def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
         """Return the gold answers of each question that has a prediction, and the predicted ones."""
         golds, answers = _golds(examples), self._answers(predictions)
-        asked = [question for question in golds if question in answers]
-        return [golds[question] for question in asked], [answers[question] for question in asked]
+        predicted = [question for question in golds if question in answers]
+        return [golds[question] for question in predicted], [answers[question] for question in predicted]
 
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
         """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
@@ -232,10 +232,10 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
     size = np.zeros(len(firsts), np.int64)
     np.maximum.at(size, number, begin + length)
     key = np.repeat((np.cumsum(size) - size)[number] + begin, length) + place
-    most = np.full(size.sum(), -1)
-    np.maximum.at(most, key, context)
-    best = np.flatnonzero(context == most[key])[::-1]
-    owner = np.full(len(most), -1)
+    largest = np.full(size.sum(), -1)
+    np.maximum.at(largest, key, context)
+    best = np.flatnonzero(context == largest[key])[::-1]
+    owner = np.full(len(largest), -1)
     owner[key[best]] = best  # in reverse order, so that the first of equals is written last
     owned[ragged((np.cumsum(lengths) - lengths)[window], length)] = owner[key] == np.arange(len(key))
     return owned

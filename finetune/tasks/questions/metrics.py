@@ -106,10 +106,10 @@ def score_v2(golds: Sequence[str], answer: str) -> tuple[float, float]:
 
 
 def _best(golds: Sequence[str], answer: str, f1: Callable[[list[str], list[str]], float]) -> tuple[float, float]:
-    given = normalize_answer(answer)
+    predicted = normalize_answer(answer)
     normalized = [normalize_answer(text) for text in golds]
-    words = given.split()
-    return float(given in normalized), max(f1(gold.split(), words) for gold in normalized)
+    words = predicted.split()
+    return float(predicted in normalized), max(f1(gold.split(), words) for gold in normalized)
 
 
 def _f1_v1(gold: list[str], answer: list[str]) -> float:

@@ -43,9 +43,9 @@ class Questions(Task[Question]):
     def __init__(self, settings: QuestionsSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
         self.sample = {"question": "Who wrote it?", "context": "It was written by Ann."}
-        kept = state or {}
-        self._source = QuestionSource(settings, kept.get("unanswerable"))
-        self.threshold = float(kept.get("threshold", 0.0) if settings.threshold is None else settings.threshold)
+        saved = state or {}
+        self._source = QuestionSource(settings, saved.get("unanswerable"))
+        self.threshold = float(saved.get("threshold", 0.0) if settings.threshold is None else settings.threshold)
 
     @property
     def metric(self) -> str:
@@ -220,28 +220,28 @@ class Questions(Task[Question]):
         return labels, weights
 
     def _expect_room(self, encoder: TextEncoder) -> None:
-        most, stride = self.settings.max_question_tokens, self.settings.stride
+        max_tokens, stride = self.settings.max_question_tokens, self.settings.stride
         capacity = encoder.capacity(pair=True)
-        if capacity - most > stride:
+        if capacity - max_tokens > stride:
             return
-        fitting = f"stride to at most {(capacity - most) // 2}"
-        if capacity - most < 2:
+        fitting = f"stride to at most {(capacity - max_tokens) // 2}"
+        if capacity - max_tokens < 2:
             fitting = f"max_question_tokens to at most {capacity // 4} and stride to at most {capacity // 4}"
         raise InputError(
             f"questions: a window of {encoder.max_length} tokens holds {capacity} tokens of text. With "
-            f"max_question_tokens {most} and stride {stride}, adjacent windows would show no new context. Raise "
+            f"max_question_tokens {max_tokens} and stride {stride}, adjacent windows would show no new context. Raise "
             f"max_length, or set {fitting}."
         )
 
     def _report_cut(self, examples: Sequence[Question], lengths: np.ndarray) -> None:
-        most = self.settings.max_question_tokens
-        if cut := int((lengths > most).sum()):
+        max_tokens = self.settings.max_question_tokens
+        if cut := int((lengths > max_tokens).sum()):
             longest = int(lengths.argmax())
             logger.warning(
                 "%d of %d questions are longer than max_question_tokens %d and were cut; the longest, %s, has %d.",
                 cut,
                 len(examples),
-                most,
+                max_tokens,
                 examples[longest].id,
                 lengths[longest],
             )

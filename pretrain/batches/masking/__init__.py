@@ -78,7 +78,7 @@ class Masker:
     def counts(
         self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, share: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the number of masked tokens in sequences of `lengths`, or an upper bound unless `has_exact_counts`."""
+        """Return the masked tokens of sequences of `lengths`: exact if `has_exact_counts`, otherwise at most."""
         return np.minimum(self._limits(lengths, share), lengths - special_tokens)
 
     def apply(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> MaskingResult:
@@ -99,9 +99,9 @@ class Masker:
 
     def _limits(self, lengths: np.ndarray, share: np.ndarray | None) -> np.ndarray:
         """Return the maximum tokens to predict in sequences of `lengths`: their share, at least one; int64 [S]."""
-        wanted = self._probability if share is None else share
-        most = self._max_predictions or np.rint(wanted * self._sequence_length).astype(np.int64)
-        return np.clip(np.rint(wanted * lengths).astype(np.int64), 1, np.maximum(1, most))
+        shares = self._probability if share is None else share
+        limit = self._max_predictions or np.rint(shares * self._sequence_length).astype(np.int64)
+        return np.clip(np.rint(shares * lengths).astype(np.int64), 1, np.maximum(1, limit))
 
 
 def ordinary_ids(entries: Sequence[str], special: Iterable[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A value of every head by layer, as inline SVG in the style of the other charts."""
+"""Charts of one value per head, by layer, as inline SVG in the style of the other charts."""
 
 from collections.abc import Callable
 from html import escape
@@ -13,17 +13,17 @@ _SPREAD = 0.6  # of the distance between layers, over which a layer's heads are 
 
 
 def percent(share: float) -> str:
-    """A share as text: 0.4567 -> 45.7 %."""
+    """Format a share: 0.4567 as 45.7 %."""
     return f"{100 * share:.3g}\N{NO-BREAK SPACE}%"
 
 
 def strip_chart(title: str, values: np.ndarray, even: float, *, form: Callable[[float], str]) -> str:
-    """A <figure> with one dot for each head, the mean of each layer as a line, and a mark at `even`.
+    """Return a <figure> with one dot for each head, the mean of each layer as a line, and a mark at `even`.
 
     Args:
-        title: what is drawn.
+        title: title of the chart.
         values: float [layers, heads], at least 0.
-        even: what attention to all tokens alike would give.
+        even: the value of uniform attention to all tokens.
         form: formats a value.
     """
     layers, heads = values.shape
