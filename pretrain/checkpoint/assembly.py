@@ -1,4 +1,4 @@
-"""A model put together from the tensors of a released file by their names, with a record of each (invariant 6)."""
+"""Assembles a model from the tensors of a released file by name, with a record of each tensor (invariant 6)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,29 +14,29 @@ from pretrain.config import ModelConfig
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import head_parameters
 
-# All others are quantized: their values mean something only with scales, which other tensors hold.
+# All other types are quantized: their values are meaningless without the scales in other tensors.
 _TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _REFUSAL = "A partly filled model is refused; use a whole checkpoint."
 Shapes = dict[str, tuple[int | None, ...]]
-"""Our parameters -> their shapes; None is any number."""
+"""Our parameters -> their shapes; None is any size."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """A model as it was read; all tensors fp32.
+    """A released model in memory; all tensors fp32.
 
     Attributes:
         family: a key of `layouts.LAYOUTS`.
         model: the shape of the encoder.
         backbone: state of `pretrain.model.encoder.Encoder`, always whole.
-        head: those of dense_weight [H, H], dense_bias [H], norm_weight [H], norm_bias [H] (the first layer of a task's
-            head: BERT's pooler, ModernBERT's prediction head), out_weight [labels, H] and out_bias [labels] that the
-            file has.
-        config: config.json as read; {} for runs of ours.
+        head: the tensors in the file of dense_weight [H, H], dense_bias [H], norm_weight [H], norm_bias [H] (the first
+            layer of a task's head: BERT's pooler, ModernBERT's prediction head), out_weight [labels, H] and out_bias
+            [labels].
+        config: config.json as read; {} for our runs.
         mapping: one entry for each tensor in the file.
-        token_types: how many segments the model knows: 2, or less, and then every token must have type 0.
-        pretraining: state of those `pretrain.model.heads.Heads` that the file has whole.
-        sentence: the files of sentence-transformers that belong beside its exports, name -> content.
+        token_types: number of segments that the model supports: 2, or fewer, and then every token must have type 0.
+        pretraining: state of the `pretrain.model.heads.Heads` that are complete in the file.
+        sentence: the files of sentence-transformers to write next to its exports, name -> content.
     """
 
     family: str
@@ -55,7 +55,7 @@ class Released:
         return len(self.backbone["embeddings.word"])
 
     def prediction_state(self, *, next_sentence: bool = False) -> tuple[dict[str, Tensor], str]:
-        """State of `pretrain.model.heads.PretrainingModel`, and the first of its parameters that is missing, or ""."""
+        """Return the state of `pretrain.model.heads.PretrainingModel`, and the first missing parameter, or ""."""
         parameters = head_parameters(self.model, self.vocabulary_size, next_sentence)
         needed = [f"heads.{parameter.name}" for parameter in parameters]
         missing = next((name for name in needed if name not in self.pretraining), "")
@@ -63,20 +63,20 @@ class Released:
         return {**self.backbone, **heads}, missing
 
     def task_head(self, purpose: str) -> TaskHead:
-        """The head of a task ("sequence", "tokens" or "spans") as the family has it."""
+        """Return the family's head for a task ("sequence", "tokens" or "spans")."""
         return task_head(self.family, self.config, self.model, purpose)
 
 
 def assemble(
     tensors: Mapping[str, Tensor], facts: ReleasedFacts, config: dict[str, Any], *, where: str = "checkpoint"
 ) -> Released:
-    """The model of a family's tensors by their names.
+    """Assemble the model from a family's tensors by name.
 
-    The backbone must be whole. A head that is partly missing or has another shape is left out as a whole, and so is a
+    The backbone must be complete. A head that is incomplete or has another shape is left out completely, and so is a
     masked-language-modeling head whose decoder is not the word embeddings although the config ties them.
 
     Raises:
-        InputError: the backbone is not whole; `where` is the file for the message.
+        InputError: the backbone is incomplete; `where` is the file for the message.
     """
     layout, model = facts.layout, facts.model
     groups = _heads(facts, task_head(layout.family, config, model, "sequence"))
@@ -84,9 +84,9 @@ def assemble(
     if prefix := _foreign_prefix(source):
         stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         if len(stripped) == len(tensors):
-            made = assemble(stripped, facts, config, where=where)
-            mapping = (one._replace(name=name) for one, name in zip(made.mapping, tensors, strict=True))
-            return replace(made, mapping=tuple(mapping))
+            released = assemble(stripped, facts, config, where=where)
+            mapping = (one._replace(name=name) for one, name in zip(released.mapping, tensors, strict=True))
+            return replace(released, mapping=tuple(mapping))
     backbone = _backbone(source, facts)
     parts: dict[str, Tensor] = {}
     read = {source.places[place].name: place.name for place in source.places if place.name in backbone}
@@ -120,11 +120,11 @@ def assemble(
     )
 
 
-# ---- where each parameter is in the file
+# ---- locating our parameters in the file
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor in the file: one of `of` equal ones along the first axis."""
+    """Part `number` of a tensor in the file, which consists of `of` equal parts along the first axis."""
 
     name: str
     number: int = 0
@@ -132,7 +132,7 @@ class _Chunk(NamedTuple):
 
 
 class _Source:
-    """The tensors of a file, and the place of each of our parameters in them."""
+    """The tensors of a file, and the location of each of our parameters in them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, groups: list[Shapes], where: str) -> None:
         self.tensors, self.layout, self.model, self.where = tensors, facts.layout, facts.model, where
@@ -147,7 +147,7 @@ class _Source:
         self._refuse_further_layers(known)
 
     def take(self, place: StackedName) -> Tensor:
-        """The values that fill a place, fp32."""
+        """Return the values of one parameter, or of one of its stacked parts, fp32."""
         name, number, of = self.places[place]
         whole = self.tensors[name]
         if whole.dtype not in _TYPES:
@@ -160,7 +160,7 @@ class _Source:
         return (whole if of == 1 else whole.chunk(of)[number]).float()
 
     def _known(self, groups: list[Shapes]) -> dict[str, list[StackedName]]:
-        """Today's name -> the places that it fills: several if a task's head begins as that of pretraining."""
+        """Current name -> the parameters that it fills: several if a task's head shares a layer with pretraining."""
         known: dict[str, list[StackedName]] = {}
         ours = [*encoder_shapes(self.model, 0), *(name for shapes in groups for name in shapes)]
         for name in ours:
@@ -178,7 +178,7 @@ class _Source:
         self.places[place] = chunk
 
     def _put_tied(self) -> None:
-        """A file may have either of two tied tensors. An untied decoder reads its own bias."""
+        """Fill tied parameters: a file may have either of two tied tensors. An untied decoder reads a separate bias."""
         for name in self.tensors:
             tied = self.layout.tied(name, self.model)
             if tied is not None and (StackedName(tied) not in self.places or not self.model.tied_decoder):
@@ -199,7 +199,7 @@ class _Source:
 
 
 def _foreign_prefix(source: _Source) -> str:
-    """What precedes all names of the encoder, such as a wrapper's "0.auto_model."; "" if they are the family's."""
+    """Return the prefix of all names of the encoder, such as a wrapper's "0.auto_model."; "" if there is none."""
     if StackedName("embeddings.word") in source.places:
         return ""
     (full,) = source.layout.names("embeddings.word")
@@ -213,7 +213,7 @@ def _foreign_prefix(source: _Source) -> str:
 
 
 def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
-    """State of the encoder; every tensor must be there in the right shape."""
+    """Return the state of the encoder; every tensor must exist in the expected shape."""
     word = source.places.get(StackedName("embeddings.word"))
     rows = len(source.tensors[word.name]) if word else 0  # may be more than the tokenizer's entries
     state: dict[str, Tensor] = {}
@@ -229,7 +229,7 @@ def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
 
 
 def _token_types(source: _Source, shape: tuple[int, ...], rows: int) -> Tensor:
-    """[2, E]: the rows of the file, a single one twice; zeros if the family has none."""
+    """Return the token types [2, E]: the rows of the file, a single row repeated; zeros if the family has none."""
     if rows == 0:
         return torch.zeros(shape)
     table = _gather(source, "embeddings.token_type", (rows, *shape[1:]))
@@ -237,7 +237,7 @@ def _token_types(source: _Source, shape: tuple[int, ...], rows: int) -> Tensor:
 
 
 def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
-    """One parameter of ours, its parts stacked, fp32."""
+    """Return one of our parameters, its parts stacked, fp32."""
     parts = []
     theirs = source.layout.names(ours)
     part_shape = [shape[0] // len(theirs), *shape[1:]]
@@ -261,7 +261,7 @@ def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _heads(facts: ReleasedFacts, first: TaskHead) -> list[Shapes]:
-    """The shape of each head's parameters. `first`: the head of sequences, which has most."""
+    """Return the shapes of each head's parameters. `first`: the head for sequences, which has the most layers."""
     hidden, layout = facts.model.hidden, facts.layout
     norm = {f"head.norm_{kind}": (hidden,) for kind in get_norm(first.norm).parameters} if first.norm else {}
     bias: Shapes = {"head.dense_bias": (hidden,)} if first.bias else {}
@@ -282,7 +282,7 @@ def _heads(facts: ReleasedFacts, first: TaskHead) -> list[Shapes]:
 
 
 def _why_no_head(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, backbone: Mapping[str, Tensor]) -> str:
-    """Why a head cannot be filled with the tensors that there are; "" if it can."""
+    """Return the reason why a head cannot be filled with the tensors of the file; "" if it can."""
     rows = len(backbone["embeddings.word"])
     for ours, shape in shapes.items():
         if ours not in head:
@@ -304,6 +304,6 @@ def _why_no_head(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, ba
 
 
 def _in_order(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State of `Heads`; the next-sentence head comes first."""
+    """Return the state of `Heads`, in order: the next-sentence head comes first."""
     first = {name: tensor for name, tensor in parts.items() if name.startswith(("heads.pooler_", "heads.nsp_"))}
     return {**first, **{name: parts[name] for name in parts if name.startswith(("heads.mlm_", "heads.decoder"))}}

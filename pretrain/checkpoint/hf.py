@@ -1,6 +1,6 @@
-"""Pretraining runs exported to the layout of their family or to our own, and such models read back (invariant 6).
+"""Exports pretraining runs in the layout of their family or in ours, and reads such models back (invariant 6).
 
-The names are those of `layouts`. A decoder that is tied to the word embeddings is not written, as transformers does.
+`layouts` has the names. A decoder that is tied to the word embeddings is not written, as in transformers.
 """
 
 import functools
@@ -33,7 +33,7 @@ from pretrain.objectives.objective import Exported
 
 logger = logging.getLogger(__name__)
 
-# Fields of config.json beside those of the shape, as transformers 5 writes them; 4 reads them too.
+# Fields of config.json besides the shape, as transformers 5 writes them; 4 reads them too.
 _BERT_FIELDS = {
     "bos_token_id": None,
     "eos_token_id": None,
@@ -63,26 +63,26 @@ def export(
     Args:
         state: our parameters.
         model: their shape.
-        tokenizer_folder: where tokenizer.json, vocab.txt and tokenizer_config.json are.
-        out: folder to make.
+        tokenizer_folder: contains tokenizer.json, vocab.txt and tokenizer_config.json.
+        out: folder to create.
         next_sentence: whether to write BertForPreTraining or BertForMaskedLM. Other families have no next-sentence
-            head: theirs is left out, with a warning.
+            head: it is left out, with a warning.
         card: README.md in Markdown.
-        family: a key of `layouts.LAYOUTS`, for a model that began as a released one; "" takes the model's own, or
-            `layouts.OWN` if that cannot hold the model.
+        family: a key of `layouts.LAYOUTS`, for a model that started from a released one; "" takes the model's family,
+            or `layouts.OWN` if that layout cannot represent the model.
         config: config.json of that released model, whose other fields are kept.
         sentence: further JSON files of sentence-transformers, name -> content.
-        head: the end of the class's name, if `next_sentence` does not decide it.
+        head: suffix of the class's name, if `next_sentence` does not decide it.
 
     Raises:
-        InputError: the family's layout cannot hold the model, or the tokenizer is incomplete or has another size.
+        InputError: the family's layout cannot represent the model, or the tokenizer is incomplete or of another size.
     """
     model, state = with_position_table(model, state)
     layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
     tokenizer = ModelTokenizer.read_files(tokenizer_folder, rows)
     if not family and model.rows(entries := vocabulary_size(tokenizer.tokenizer)) != rows:
-        why = f"{entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
-        raise InputError(f"{tokenizer_folder}: {why}")
+        reason = f"{entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
+        raise InputError(f"{tokenizer_folder}: {reason}")
     config = _as_released(tokenizer) if layout.padded_positions and not config else config
     if not next_sentence and config and config.get("type_vocab_size") == 1:
         state = _with_one_type(state)
@@ -95,33 +95,33 @@ def export(
     values = write_config(config or {}, facts, head, rows, ids["pad"], ids)
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
-    with whole_folder(out) as aside:
-        # transformers would pass token types to a model that takes none.
+    with whole_folder(out) as temporary:
+        # transformers would pass token types to a model that accepts none.
         fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
         fields |= {} if family else {"model_max_length": model.max_positions}
-        write_part(aside, values, kept, facts, tokenizer, fields=fields)
-        write_sentence_files(sentence or {}, aside)
-        (aside / "README.md").write_text(card, encoding="utf-8")
+        write_part(temporary, values, kept, facts, tokenizer, fields=fields)
+        write_sentence_files(sentence or {}, temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
 
 
 def export_run(
     run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False, others: Sequence[Path] = ()
 ) -> str:
-    """Export a run's checkpoint with its model card: the one named, the "best", or the newest intact one.
+    """Export a run's checkpoint with its model card: the named one, the "best", or the latest intact one.
 
-    `averaged` exports the mean of the last steps' weights that the checkpoint keeps. With `others`, the folders of runs
-    with the same model and vocabulary, it is the mean over all runs, each taken so (Wortsman et al. 2022).
+    `averaged` exports the mean of the last steps' weights in the checkpoint. With `others`, the folders of runs with
+    the same model and vocabulary, it exports the mean over all runs, each read in the same way (Wortsman et al. 2022).
 
     Returns:
-        The settings of the model for which transformers cannot load the export; "" if it can.
+        The settings because of which transformers cannot load the export; "" if it can.
 
     Raises:
-        InputError: the run, the checkpoint or the corpus's tokenizer is missing, damaged or another one.
+        InputError: the run, the checkpoint or the corpus's tokenizer is missing, damaged or does not match.
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = config_of(run_dir)
-    objective_of(config)  # whose module may be missing
+    objective_of(config)  # raises if its module is missing
     path = store.choose(run_dir / "checkpoints", checkpoint)
     trained = store.read_state(path)
     corpus = corpus_of(run_dir, config.corpus, trained.get("tokenizer", ""))
@@ -159,44 +159,44 @@ def export_run(
 
 
 def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapping[str, Any]) -> None:
-    """Raise `InputError` if the weights of two checkpoints, given with their states, have no mean."""
+    """Raise `InputError` if the weights of two checkpoints, passed with their states, cannot be averaged."""
     for what, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
         if ours.get(key) != theirs.get(key):
             raise InputError(
-                f"{other}: has another {what} than {first}, so their weights have no mean. Give runs of one model: "
-                "forks of one run."
+                f"{other}: has another {what} than {first}, so their weights cannot be averaged. Give runs of one "
+                "model: forks of one run."
             )
 
 
 def _as_released(tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """What tells RoBERTa from XLM-R in a config.json: the model's type goes by its tokenizer. Both have one segment."""
+    """Return the fields that distinguish RoBERTa from XLM-R, by their tokenizers. Both have one segment."""
     is_other = kind_of(tokenizer.tokenizer) == "released"
     return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_other else {})}
 
 
 def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` of a run without pairs: its tokens had the first type only, so the second may be the same again."""
+    """Return `state` with equal token types, for a run without pairs, in which only the first type was trained."""
     name = "embeddings.token_type"
     return {**state, **({name: state[name][:1].expand(2, -1)} if name in state else {})}
 
 
 def fills_masks(run_dir: Path, config: PretrainConfig) -> Path:
-    """The export in a run's folder whose model fills masks."""
+    """Return the export in a run's folder whose model fills masks."""
     suffix = next((part.suffix for part in objective_of(config).exported if not part.usage), "")
     return run_dir / f"export{suffix}"
 
 
 def auto_class(folder: Path) -> str:
-    """The class of transformers that loads an export with all of its heads."""
+    """Return the transformers class that loads an export with all of its heads."""
     # Only families with a second head have a class for pretraining.
     second = read_json(folder / "config.json")["architectures"][0].endswith("ForPreTraining")
     return "AutoModelForPreTraining" if second else "AutoModelForMaskedLM"
 
 
 def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
-    """A model with those pretraining heads that it has: (shape, our parameters in fp32, whether it has NSP).
+    """Read a model with its pretraining heads: (shape, our parameters in fp32, whether it has NSP).
 
-    Reads as `read_released`. Raises `InputError`.
+    Reads as `read_released` does. Raises `InputError`.
     """
     released = read_released(folder)
     return (
@@ -210,7 +210,7 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 def _began_as(run_dir: Path) -> dict[str, Any]:
-    """`family`, `config` and files of the release that a run continues; {} for a run from random weights."""
+    """Return `family`, `config` and files of the release that a run continues; {} for a run from random weights."""
     path = run_dir / START_FILE
     start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {key: start.get(key) for key in (("family", "config", SENTENCE) if start.get("config") else (SENTENCE,))}
@@ -227,13 +227,13 @@ def _model_card(
     others: Sequence[str],
     own: str,
 ) -> str:
-    """README.md of an export: what it is, how it was trained, its measurements, and its text.
+    """Render README.md of an export: the model, its training, its measurements, and its corpus.
 
     Args:
-        part, state: what is exported, and its parameters.
+        part, state: the exported model, and its parameters.
         averaged: the number of steps whose weights are averaged; 0 for the weights of a single step.
         others: names of the runs whose weights are averaged with this one's.
-        own: the settings for which the export has our own layout; "" for a released one.
+        own: the settings because of which the export has our layout; "" for a released one.
     """
     import jinja2
 
@@ -266,7 +266,7 @@ def _model_card(
 
 
 def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
-    """Labels and values of the last evaluation up to `step`, or of the averaged weights at `step`; [] without one."""
+    """Return labels and values of the last evaluation up to `step`, or of the averaged weights at `step`; may be []."""
     key, value, first = ("event", "average", step) if averaged else ("split", "validation", 0)
     found = (one for one in reversed(read_records(run_dir)) if one.get(key) == value)
     last = next((one for one in found if first <= one.get("step", 0) <= step), None)

@@ -1,4 +1,4 @@
-"""How each tensor of a file was mapped to a parameter of ours, and the table of this mapping for the user."""
+"""The mapping of each tensor of a file to one of our parameters, and a table of it for the user."""
 
 import itertools
 import re
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from pretrain.common.wording import counted
 
 LEFT_OUT = "left out: "
-_MOST_NAMES = 2  # of tensors left out without a common pattern
+_MAX_NAMES = 2  # of tensors left out without a common pattern
 
 
 class MappedTensor(NamedTuple):
-    """What one tensor of a file was mapped to."""
+    """The mapping of one tensor of a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -21,12 +21,12 @@ class MappedTensor(NamedTuple):
 
     @property
     def is_read(self) -> bool:
-        """Whether it fills a parameter."""
+        """Return whether the tensor fills a parameter."""
         return not self.target.startswith(LEFT_OUT)
 
 
 def mapping_table(tensors: Iterable[MappedTensor]) -> str:
-    """A line for all tensors with the same target; then a line for each reason to leave some out."""
+    """Return a line for all tensors with the same target, then a line for each reason to leave some out."""
     filled: dict[str, list[str]] = defaultdict(list)
     left_out: dict[str, list[str]] = defaultdict(list)
     for tensor in tensors:
@@ -44,16 +44,16 @@ def mapping_table(tensors: Iterable[MappedTensor]) -> str:
 
 
 def _summary(names: list[str], read: Collection[str]) -> str:
-    """The pattern of the names if it matches none that is read, otherwise the first names."""
+    """Return the pattern of the names if it matches no name that is read, otherwise the first names."""
     pattern = _pattern(names)
     if len(names) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read):
         return pattern
-    beyond = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{', '.join(names[:_MOST_NAMES])}{beyond}"
+    beyond = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{beyond}"
 
 
 def _pattern(names: list[str]) -> str:
-    """The common beginning of all names, whole parts only, and a star; the name itself if there is one."""
+    """Return the common prefix of all names, in whole parts, and a star; for a single name, the name."""
     if len(names) == 1:
         return names[0]
     parts = zip(*(re.split(r"(?<=[./])", name) for name in names), strict=False)

@@ -1,7 +1,7 @@
-"""Released encoders, and our own runs and exports, read from their folders (invariant 6).
+"""Reads released encoders, and our runs and exports, from their folders (invariant 6).
 
-The families of `layouts` are read as transformers wrote them, BERT also as NVIDIA did.
-`layouts` has the names, `assembly` puts the model together, and `released_writer` writes a fine-tuned one.
+The families of `layouts` are read as transformers writes them, BERT also as NVIDIA does.
+`layouts` has the names, `assembly` assembles the model, and `released_writer` writes a fine-tuned one.
 """
 
 from dataclasses import replace
@@ -29,11 +29,11 @@ __all__ = ["Released", "read_released", "read_shape", "why_not_transformers"]
 
 
 def read_released(folder: Path) -> Released:
-    """The model in `folder`: config and weights of a release, or a run (its newest checkpoint), or an export of ours.
+    """Read the model in `folder`: config and weights of a release, a run (its latest checkpoint), or our export.
 
     Raises:
-        InputError: something is missing or damaged, the architecture is not our encoder's, or a tensor of the backbone
-            is missing or of another shape.
+        InputError: something is missing or damaged, our encoder does not support the architecture, or a tensor of the
+            backbone is missing or of another shape.
     """
     inner = _inner(folder)
     if is_run(inner):
@@ -42,13 +42,13 @@ def read_released(folder: Path) -> Released:
     path, tensors = read_weights(inner)
     with one_thread():
         released = assemble(tensors, facts, config, where=str(path))
-    # Elsewhere the key is of sentence-transformers, or of an export of ours.
+    # In other families, the key comes from sentence-transformers or from one of our exports.
     own = POOLING in facts.layout.values_of(facts.model, config)
     return replace(released, sentence=sentence_files(folder, facts.model, "" if own else config.get(POOLING, "")))
 
 
 def read_shape(location: Path | str) -> ModelConfig:
-    """The shape of the model in a folder or at an address, without its weights; `InputError` if there is none."""
+    """Read the shape of the model in a folder or at an address, without weights; `InputError` if there is none."""
     inner = _inner(folder := fetched_model(location))
     if is_run(inner):
         return with_position_table(config_of(inner).model, {})[0]
@@ -62,7 +62,7 @@ def _inner(folder: Path) -> Path:
 
 
 def why_not_transformers(folder: Path) -> str:
-    """The settings for which transformers cannot load the model in `folder`; "" if it can. Raises `InputError`."""
+    """Return the settings because of which transformers cannot load the model; "" if it can. Raises `InputError`."""
     path = _config_path(folder)
     facts = _facts(unwrap(read_json(path)), path)
     return why_own(facts.model) if facts.layout is OWN else ""
@@ -76,7 +76,7 @@ def _config_path(folder: Path) -> Path:
 
 
 def _read_config(folder: Path, inner: Path) -> tuple[dict[str, Any], ReleasedFacts]:
-    """The family's own config.json; where sentence-transformers says how it pools, `folder` wins over a default."""
+    """Read the family's config.json; a pooling that `folder` declares for sentence-transformers overrides defaults."""
     path = _config_path(inner)
     config = {**unwrap(read_json(path)), **sentence_pooling(folder)}
     return config, _facts(config, path)
@@ -115,7 +115,7 @@ def _read_run(folder: Path) -> Released:
 
 
 def _as_task_head(name: str, layout: KeyMapping) -> str:
-    """The part of a task's head that a parameter of a pretraining head is as well, such as the pooler; "" if none."""
+    """Return the part of a task's head that is the same as a pretraining head's parameter, as for the pooler, or ""."""
     kind = name.rpartition("_")[2]
     same = (f"head.{module}_{kind}" for module in ("dense", "norm"))
     return next((ours for ours in same if layout.names(name) == layout.names(ours) != []), "")

@@ -1,4 +1,4 @@
-"""Models written in their family's own names, as transformers loads them if it has the family (invariant 6)."""
+"""Writes models under their family's names, as transformers loads them if it supports the family (invariant 6)."""
 
 import shutil
 from collections.abc import Mapping
@@ -45,21 +45,21 @@ def write_released(
     with one if both of ours are equal, otherwise with two.
 
     Args:
-        out: folder to make.
+        out: folder to create.
         family: a key of `LAYOUTS`.
         model: the shape.
-        backbone, head: as in `assembly.Released`; the head needs what the family's `layouts.TaskHead` has.
+        backbone, head: as in `assembly.Released`; the head needs all layers of the family's `layouts.TaskHead`.
         purpose: "sequence", "tokens" or "spans", a key of `_CLASSES`.
         config: fields of config.json that the shape does not decide: the config that was read, id2label, problem_type.
         tokenizer: a folder with the model's tokenizer.
         card: README.md in Markdown.
         extra: further text files, name -> content.
-        sentence: as in `assembly.Released`; written beside the encoder that transformers loads without further code.
+        sentence: as in `assembly.Released`; written next to the encoder that transformers loads without further code.
 
     Raises:
-        InputError: the tokenizer cannot be read, the layout cannot hold the model, `out` is something else, or the disk
-            refuses.
-        ValueError: labels or head that do not fit together.
+        InputError: the tokenizer cannot be read, the layout cannot represent the model, `out` is not an export, or
+            writing fails.
+        ValueError: labels and head do not match.
     """
     layout = LAYOUTS[family]
     needed = _head_parts(layout, config, model, purpose)
@@ -72,32 +72,32 @@ def write_released(
     values = write_config({**config, **labels}, facts, _CLASSES[purpose], rows, ids["pad"], ids)
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
     parts = {"": (values, state)}
-    with whole_folder(out) as aside:
+    with whole_folder(out) as target:
         if values["model_type"] == pooled.MODEL_TYPE:
-            shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, aside / pooled.MODELING_FILE)
+            shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, target / pooled.MODELING_FILE)
             parts[pooled.ENCODER] = write_config(config, facts, "Model", rows, ids["pad"], ids), dict(backbone)
         for part, (content, tensors) in parts.items():
-            write_part(aside / part, content, tensors, facts, read, purpose, for_words=purpose == "tokens")
-        write_sentence_files({} if layout is OWN else sentence or {}, aside / list(parts)[-1])
+            write_part(target / part, content, tensors, facts, read, purpose, for_words=purpose == "tokens")
+        write_sentence_files({} if layout is OWN else sentence or {}, target / list(parts)[-1])
         for name, text in {**(extra or {}), "README.md": card}.items():
-            (aside / name).write_text(text, encoding="utf-8")
+            (target / name).write_text(text, encoding="utf-8")
 
 
 def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose: str = "sequence") -> dict[str, Tensor]:
-    """Our parameters under a family's names, fp32, each with storage of its own; a tied decoder is left out.
+    """Return our parameters under a family's names, fp32, each with separate storage; a tied decoder is left out.
 
     `purpose` is the task of head.out.
     """
     layout = facts.layout
     state = {name: tensor.detach().float() for name, tensor in state.items()}
     if facts.token_types == 0 and "embeddings.token_type" in state:
-        # Every token has type 0, so its position can add what the type adds.
+        # Every token has type 0, so the type's embedding can be added to the positions.
         types = state.pop("embeddings.token_type")
         state["embeddings.position"] = state["embeddings.position"] + types[0]
     elif facts.token_types == 1:
         state["embeddings.token_type"] = state["embeddings.token_type"][:1]
     if first_position := facts.first_position:
-        # Rows that no token reads.
+        # Rows that no token uses.
         positions = state["embeddings.position"]
         unused = positions.new_zeros(first_position, positions.shape[1])
         state["embeddings.position"] = torch.cat([unused, positions])
@@ -106,11 +106,11 @@ def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose:
         theirs = layout.names(ours, purpose)
         if not theirs:
             raise InputError(
-                f"{ours}: no parameter that the layout of {layout.family} has. Leave it out of what the objective "
+                f"{ours}: the layout of {layout.family} has no such parameter. Leave it out of the objective's "
                 "exports, as docs/extend/add-an-objective.md shows."
             )
         if not facts.model.tied_decoder and ours == "heads.mlm_bias" and layout.decoder:
-            # BERT's bias beside the decoder is read only if the decoder is tied.
+            # BERT's separate bias is read only if the decoder is tied.
             tensors[f"{layout.decoder}.bias"] = tensor.clone().contiguous()
         # Clones, because safetensors refuses tensors that share their storage.
         parts = (part.clone().contiguous() for part in tensor.chunk(len(theirs)))
@@ -119,7 +119,7 @@ def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose:
 
 
 def with_position_table(model: ModelConfig, state: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The same model with sinusoidal positions as a table of learned ones, which every layout of BERT's kind holds."""
+    """Convert sinusoidal positions to a table of learned ones, which all layouts similar to BERT's support."""
     if model.positions != "sinusoidal":
         return model, dict(state)
     table = sinusoids(torch.arange(model.max_positions), model.embedding or model.hidden)
@@ -133,15 +133,15 @@ def written_facts(
     config: Mapping[str, Any],
     special_ids: Mapping[str, int],
 ) -> tuple[ReleasedFacts, dict[str, int | None]]:
-    """What config.json will say about segments and positions, and the ids of special tokens by role.
+    """Return the facts about segments and positions for config.json, and the ids of special tokens by role.
 
     Args:
-        config: the config that was read, whose pad_token_id comes first; {} for a run of ours.
-        special_ids: those of the tokenizer.
+        config: the config that was read, whose pad_token_id takes precedence; {} for our runs.
+        special_ids: the ids in the tokenizer.
     """
     ids: dict[str, int | None] = {"pad": None, **special_ids}
-    if (given := config.get("pad_token_id")) is not None:
-        ids["pad"] = given
+    if (pad := config.get("pad_token_id")) is not None:
+        ids["pad"] = pad
     types = 0 if layout.token_types is None or not model.token_types else 2
     if types and layout.family in ("roberta", "gte") and config.get("type_vocab_size", 1) == 1:
         types = 1 if torch.equal(*backbone["embeddings.token_type"]) else 2
@@ -150,7 +150,7 @@ def written_facts(
 
 
 def write_part(
-    place: Path,
+    folder: Path,
     config: Mapping[str, Any],
     state: Mapping[str, Tensor],
     facts: ReleasedFacts,
@@ -158,18 +158,18 @@ def write_part(
     purpose: str = "sequence",
     **options: Any,
 ) -> None:
-    """Write weights, config.json and tokenizer of a model into a folder; `options` are those of `copy_tokenizer`."""
+    """Write weights, config.json and tokenizer of a model to a folder; `options` are passed on to `copy_tokenizer`."""
     layout, limit = facts.layout, facts.model.max_positions
     classes = layout.alike.get(pooled.unwrap(config)["model_type"], layout.classes)
     kind = layout.tokenizer_class or f"{classes}Tokenizer"
-    place.mkdir(exist_ok=True)
-    save_weights(released_tensors(state, facts, purpose), place / WEIGHTS, FOR_TRANSFORMERS)
-    write_json(place / "config.json", config)
-    copy_tokenizer(tokenizer, place, tokenizer_class=kind, max_positions=limit, **options)
+    folder.mkdir(exist_ok=True)
+    save_weights(released_tensors(state, facts, purpose), folder / WEIGHTS, FOR_TRANSFORMERS)
+    write_json(folder / "config.json", config)
+    copy_tokenizer(tokenizer, folder, tokenizer_class=kind, max_positions=limit, **options)
 
 
 def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:
-    """The names of the parameters of a task's head."""
+    """Return the names of the parameters of a task's head."""
     head = task_head(layout.family, config, model, purpose)
     needed = {"out_weight", "out_bias"}
     if head.activation:
@@ -180,7 +180,7 @@ def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfi
 
 
 def _labels(config: Mapping[str, Any], count: int, purpose: str) -> dict[str, Any]:
-    """id2label and label2id for transformers, which assumes two labels if a config names none."""
+    """Return id2label and label2id for transformers, which assumes two labels if a config names none."""
     if purpose == "spans":
         return {}
     id2label = config.get("id2label") or {number: f"LABEL_{number}" for number in range(count)}

@@ -1,6 +1,6 @@
-"""Background checkpoints: the state is copied in memory, and a thread writes it while training continues.
+"""Saves checkpoints in the background: the state is copied in memory, and a thread writes it while training continues.
 
-Training waits for the copy only. A kill during the writing does not affect earlier checkpoints: a checkpoint gets its
+Training waits only for the copy. A kill during the write does not affect earlier checkpoints: a checkpoint gets its
 name when it is complete (`writing.write`).
 """
 
@@ -29,12 +29,12 @@ class Saver:
 
     Args:
         folder: the folder of the checkpoints.
-        group: the ranks. Background saves run its collectives in another thread than training, so it needs a process
-            group of its own.
-        keep_last: number of newest checkpoints to keep (`store.prune`).
+        group: the ranks. Background saves run its collectives in another thread than training, so it must be a
+            separate group.
+        keep_last: number of latest checkpoints to keep (`store.prune`).
         retry_seconds: how long to retry if the storage fails. A full disk is retried once.
-        stored: where checkpoints are stored besides the folder, if anywhere. A failure there is reported as `trouble`
-            and does not end the run; the next checkpoint is stored again.
+        stored: the run in an object store that also gets the checkpoints, if any. A failure there is reported as
+            `trouble` and does not stop the run; the next checkpoint is stored again.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Saver:
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # What the storage delayed or refused. Whoever reports it clears it.
+        # Message about a delay or failure of the storage. The caller that reports it clears it.
         self.trouble = ""
-        # Step and path of checkpoints that were written. Whoever tells of them clears it.
+        # Step and path of checkpoints that were written. The caller that reports them clears the list.
         self.written: list[dict[str, Any]] = []
 
     def save(self, step: int, fragments: Iterable[writing.HeldFragment], state: dict[str, Any]) -> None:
@@ -66,20 +66,20 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the save in progress ends. Raises its error, on every rank."""
+        """Wait until the save in progress finishes. Raises its error, on every rank."""
         self.join()
         if self._error is not None:
             raise self._error
 
     def join(self) -> None:
-        """Wait until the save in progress ends, without raising its error."""
+        """Wait until the save in progress finishes, without raising its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed after its retries; ranks may learn this at different moments."""
+        """Return whether a save has failed after its retries; ranks may learn this at different times."""
         return self._error is not None
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Saver:
             self._error = error
 
     def _store(self, stored: StoredRun, checkpoint: Path) -> None:
-        """Every rank stores the file that it wrote; then rank 0 stores the rest, the manifest last."""
+        """Store the file that each rank wrote; then rank 0 stores the rest, the manifest last."""
         name, is_first = checkpoint.name, self._group.rank == 0
         steps: list[Callable[[], None]] = [
             lambda: stored.unpublish(name) if is_first else None,

@@ -1,6 +1,6 @@
-"""The files of sentence-transformers beside an encoder: how it pools, and its longest text; read and written.
+"""Reads and writes the files of sentence-transformers next to an encoder: its pooling and maximum length.
 
-They are read in old forms and in those of version 6, and written in the old ones, which text-embeddings-inference
+They are read in the old formats and in version 6's, and written in the old ones, which text-embeddings-inference
 reads as well (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). sentence-transformers 6:
 sentence_transformer/modules/pooling.py (config.json of the module), base/modules/transformer.py
 (sentence_bert_config.json), base/model.py (the two others).
@@ -16,10 +16,10 @@ from pretrain.common.files import read_json, write_json
 from pretrain.common.run_files import START_FILE
 from pretrain.config import ModelConfig
 
-SENTENCE = "sentence_transformers"  # these files in START_FILE of a run
+SENTENCE = "sentence_transformers"  # key of these files in START_FILE of a run
 _MODULES, _POOLING, _PROMPTS = "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"
 _TRANSFORMER = "sentence_bert_config.json"
-# File -> what it is called in other folders, if not the same.
+# File -> pattern of its name in other folders, if it differs.
 _NAMES = {_POOLING: "*_Pooling/config.json", _TRANSFORMER: "sentence_*_config.json"}
 _MODES = {
     "pooling_mode_cls_token": "cls",
@@ -29,99 +29,99 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Of a head. The mean times the square root of the length: a linear layer after it has the length as an input.
+# Mode -> a head's pooling. mean_sqrt_len_tokens is read as mean: its factor would make the head depend on the length.
 _AS_HEADS = {"cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean"}
 
 
 def sentence_pooling(folder: Path) -> dict[str, str]:
-    """The pooling as a field of config.json, {} if the folder says nothing that a head can do."""
-    chosen = _chosen(_said(folder))
+    """Return the pooling as a field of config.json, {} if the folder declares none that a head supports."""
+    chosen = _chosen(_declared(folder))
     return {POOLING: _AS_HEADS[chosen[0]]} if len(chosen) == 1 and chosen[0] in _AS_HEADS else {}
 
 
 def longest_text(folder: Path) -> int | None:
-    """Tokens of the longest text that the model was trained for, special tokens included; None if it is not said."""
-    limit = _said(folder).get(_TRANSFORMER, {}).get("max_seq_length")
+    """Return the maximum length that the model was trained for, including special tokens; None if not declared."""
+    limit = _declared(folder).get(_TRANSFORMER, {}).get("max_seq_length")
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def remarks(folder: Path, max_length: int) -> list[str]:
-    """What a fine-tuning of this model with windows of `max_length` tokens should know."""
-    found, said = [], _said(folder)
-    if (chosen := _chosen(said)) and not sentence_pooling(folder):
-        found.append(f"its pooling ({', '.join(chosen)}) is not supported: classifiers read the first token.")
+    """Return warnings about fine-tuning this model with windows of `max_length` tokens."""
+    warnings, declared = [], _declared(folder)
+    if (chosen := _chosen(declared)) and not sentence_pooling(folder):
+        warnings.append(f"its pooling ({', '.join(chosen)}) is not supported: classifiers read the first token.")
     longest = longest_text(folder)
     if longest is not None and max_length > longest:
-        found.append(
+        warnings.append(
             f"max_length is {max_length}, but it was trained for at most {longest} tokens "
             f"(sentence_bert_config.json). Set max_length: {longest}."
         )
-    return [f"warning: {folder}: {one}" for one in found] + left_out(folder)
+    return [f"warning: {folder}: {one}" for one in warnings] + left_out(folder)
 
 
 def left_out(folder: Path) -> list[str]:
-    """A warning that names the modules of `folder` that are neither read nor exported; [] if there are none."""
-    others = [kind for kind in _kinds(_said(folder)) if kind not in ("Transformer", "Pooling", "Normalize")]
+    """Return a warning that names the modules of `folder` that are neither read nor exported; [] if there are none."""
+    others = [kind for kind in _kinds(_declared(folder)) if kind not in ("Transformer", "Pooling", "Normalize")]
     return [f"warning: {folder}: exports leave out its modules {', '.join(others)}."] if others else []
 
 
 def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[str, Any]:
-    """The files, name -> content, with which an export is read elsewhere as the model in `folder` is.
+    """Return the files, name -> content, that make other programs use an export like the model in `folder`.
 
     Args:
-        pooling: that of a folder without such files; "" for a model of no known pooling, which has none: {}.
+        pooling: the pooling of a folder without such files; "" if it is unknown, and then there are no files.
     """
-    said = _said(folder)
-    chosen = _chosen(said) or [pooling]
+    declared = _declared(folder)
+    chosen = _chosen(declared) or [pooling]
     if chosen == [""]:
         return {}
     paths = {"Transformer": "", "Pooling": "1_Pooling"}
-    if "Normalize" in _kinds(said):
+    if "Normalize" in _kinds(declared):
         paths["Normalize"] = "2_Normalize"
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for number, (kind, path) in enumerate(paths.items())
     ]
     pooling_config = {"word_embedding_dimension": model.hidden, **{flag: _MODES[flag] in chosen for flag in _MODES}}
-    pooling_config["include_prompt"] = said.get(_POOLING, {}).get("include_prompt", True)
+    pooling_config["include_prompt"] = declared.get(_POOLING, {}).get("include_prompt", True)
     files: dict[str, Any] = {_MODULES: modules, _POOLING: pooling_config}
-    lowercase = bool(said.get(_TRANSFORMER, {}).get("do_lower_case", False))
+    lowercase = bool(declared.get(_TRANSFORMER, {}).get("do_lower_case", False))
     if longest := longest_text(folder) or lowercase * model.max_positions:
         files[_TRANSFORMER] = {"max_seq_length": min(longest, model.max_positions), "do_lower_case": lowercase}
-    return files | ({_PROMPTS: said[_PROMPTS]} if _PROMPTS in said else {})
+    return files | ({_PROMPTS: declared[_PROMPTS]} if _PROMPTS in declared else {})
 
 
 def write_sentence_files(files: Mapping[str, Any], out: Path) -> None:
-    """Write what `sentence_files` returns."""
+    """Write the files that `sentence_files` returns."""
     for name, content in files.items():
         (out / name).parent.mkdir(exist_ok=True)
         write_json(out / name, content)
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """The content of the files of `folder` by the names above; those of a run's start for a run of ours."""
+def _declared(folder: Path) -> dict[str, Any]:
+    """Read the files of `folder`, by the names above; for our runs, the files of the model that they started from."""
     inner = released_folder(folder)
     if is_run(inner):
         start = inner / START_FILE
         return read_json(start).get(SENTENCE, {}) if start.is_file() else {}
     found = {}
     for name in (_MODULES, _POOLING, _TRANSFORMER, _PROMPTS):
-        places = (folder, inner, inner / ENCODER)
-        if paths := [path for place in places for path in sorted(place.glob(_NAMES.get(name, name)))]:
+        folders = (folder, inner, inner / ENCODER)
+        if paths := [path for one in folders for path in sorted(one.glob(_NAMES.get(name, name)))]:
             found[name] = read_json(paths[0], list if name == _MODULES else dict)
     return found
 
 
-def _chosen(said: Mapping[str, Any]) -> list[str]:
-    """The modes of the pooling, whose results are concatenated; [] if there is none."""
-    if _POOLING not in said:
+def _chosen(declared: Mapping[str, Any]) -> list[str]:
+    """Return the modes of the pooling, whose results are concatenated; [] if there is none."""
+    if _POOLING not in declared:
         return []
-    values = said[_POOLING]
+    values = declared[_POOLING]
     named = values.get("pooling_mode") or [mode for flag, mode in _MODES.items() if values.get(flag)] or "mean"
     return [named] if isinstance(named, str) else list(named)
 
 
-def _kinds(said: Mapping[str, Any]) -> list[str]:
-    """The names of the modules' classes, in order."""
-    modules = (one for one in said.get(_MODULES, ()) if isinstance(one, dict))
+def _kinds(declared: Mapping[str, Any]) -> list[str]:
+    """Return the class names of the modules, in order."""
+    modules = (one for one in declared.get(_MODULES, ()) if isinstance(one, dict))
     return [str(one.get("type", "")).rpartition(".")[2] for one in modules]

@@ -1,9 +1,9 @@
-"""A run that continues from a checkpoint (`start_from`): its settings, its tokenizer and its first weights.
+"""Settings, tokenizer and initial weights of a run that continues from a checkpoint (`start_from`).
 
-The checkpoint decides `model` and `corpus.vocabulary`. What it lacks is initialized as in a new run, with two
+The checkpoint decides `model` and `corpus.vocabulary`. Missing parameters are initialized as in a new run, with two
 exceptions. Rows of words that the corpus's vocabulary adds are the mean of the rows of the wordpieces they replace, so
-all other logits stay what they were. A missing decoder bias is the logarithm of the frequencies in the corpus, so
-that a new masked-language-modeling head begins with the guess that needs no context.
+all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the corpus, so
+that a new masked-language-modeling head starts from the prediction that needs no context.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.objective import FrozenModel
 from pretrain.storage.runs import fetched_model
 
-# Settings of the model that are no property of its weights.
+# Settings of the model that are not properties of its weights.
 _FREE = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
 _BY_ENTRY = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
@@ -56,9 +56,9 @@ _SHARED = {
 
 
 def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) -> list[str]:
-    """Further overrides of a run's `config`, for what the checkpoint in its `start_from` decides.
+    """Return further overrides of a run's `config`: the settings that the checkpoint in `start_from` decides.
 
-    A run that resumes takes them from its own folder, so the checkpoint is not needed any more.
+    A run that resumes takes them from its run folder, so the checkpoint is not needed any more.
 
     Raises:
         InputError: the checkpoint cannot be read, or the config sets something that contradicts it.
@@ -78,7 +78,7 @@ def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) ->
 
 
 def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer:
-    """The tokenizer of the checkpoint in `folder`, as the preparation of a corpus needs it.
+    """Read the tokenizer of the checkpoint in `folder`, in the form that the preparation of a corpus needs.
 
     Raises `InputError` if it is missing, or no corpus can be prepared with it.
     """
@@ -89,7 +89,7 @@ def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer
 
 
 def _earlier(given: Mapping[str, Any]) -> PretrainConfig | None:
-    """The config with which the run began, if it began from a checkpoint and has one to resume from."""
+    """Return the config that the run started with, if it started from a checkpoint and has one to resume from."""
     folder = run_folder(given)
     return load(folder / "config.yaml", PretrainConfig) if began_from(folder) else None
 
@@ -104,13 +104,13 @@ def _of_earlier_start(earlier: PretrainConfig, given: Mapping[str, Any]) -> list
 
 
 def _model(released: Released, entries: int) -> ModelConfig:
-    """The checkpoint's shape, with its rows beyond the `entries` of its vocabulary; 0: without such rows."""
+    """Return the checkpoint's shape, including rows beyond the `entries` of its vocabulary; 0: without such rows."""
     rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
     return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
 
 
 def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> list[str]:
-    """The checkpoint's shape, without those settings of the config that may differ from it."""
+    """Return overrides with the checkpoint's shape, except settings of the config that may differ from it."""
     section = _section(given, "model")
     _refuse_contradictions(folder, model, section)
     values = model.model_dump(mode="json")
@@ -118,7 +118,7 @@ def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) 
 
 
 def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
-    """Raise `InputError` for the first setting of the model that the config gives and the checkpoint has otherwise."""
+    """Raise `InputError` for the first setting of the model in the config that contradicts the checkpoint."""
     from_size = {name for name in Shape._fields if given.get(name) == 0}
     wanted = {name: value for name, value in given.items() if name not in (*_FREE, "size", *from_size)}
     size = SIZES[model.family].get(str(given.get("size")))
@@ -141,13 +141,13 @@ def _vocabulary_overrides(folder: str, tokenizer: Tokenizer, given: Mapping[str,
     strips = getattr(tokenizer.normalizer, "strip_accents", None)
     if vocabulary.get("path"):
         raise InputError(
-            f"corpus.vocabulary.path: {vocabulary['path']}, but start_from ({folder}) has its own tokenizer. Remove it."
+            f"corpus.vocabulary.path: {vocabulary['path']}, but start_from ({folder}) has a tokenizer. Remove it."
         )
-    for name, own in (("lowercase", lowercase), ("strip_accents", lowercase if strips is None else strips)):
-        if vocabulary.get(name) not in (None, own):
+    for name, value in (("lowercase", lowercase), ("strip_accents", lowercase if strips is None else strips)):
+        if vocabulary.get(name) not in (None, value):
             raise InputError(
                 f"corpus.vocabulary.{name}: {json.dumps(vocabulary[name])}, but the tokenizer of start_from ({folder}) "
-                f"has {json.dumps(own)}. Remove it."
+                f"has {json.dumps(value)}. Remove it."
             )
     added = vocabulary.get("added_words", 0)
     size = vocabulary_size(tokenizer) + (added if isinstance(added, int) else 0)
@@ -168,16 +168,16 @@ def _override(key: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Start:
-    """The weights that a run begins with.
+    """The initial weights of a run.
 
     Attributes:
-        state: of `pretrain.model.heads.PretrainingModel`, those that the checkpoint decides; fp32.
-        fingerprint: SHA-256 of what was read, as hexadecimal digits.
-        old_entries: rows of the vocabulary that the checkpoint had.
+        state: the parameters of `pretrain.model.heads.PretrainingModel` that the checkpoint decides; fp32.
+        fingerprint: SHA-256 of the tensors that were read, as hexadecimal digits.
+        old_entries: rows of the checkpoint's vocabulary.
         initialized: parameters that are not in `state`.
-        table: lines for the user: where each tensor goes, and how the rest is initialized.
+        table: lines for the user: the parameter for each tensor, and how the others are initialized.
         family: a key of `layouts.LAYOUTS`.
-        config: config.json of the checkpoint; {} if it is a run of ours.
+        config: config.json of the checkpoint; {} if it is one of our runs.
         sentence: as in `released.Released`.
     """
 
@@ -194,7 +194,7 @@ class Start:
 def check_start_corpus(config: PretrainConfig) -> None:
     """Compare the tokenizers of the prepared corpora with the checkpoint's.
 
-    Raises `InputError` if the corpus, or the general one, was prepared with another.
+    Raises `InputError` if the corpus, or the general one, was prepared with another tokenizer.
     """
     tokenizer = start_tokenizer(fetched_model(config.start_from))
     for folder in filter(None, (config.corpus.dir, config.adaptation.replay_corpus)):
@@ -203,7 +203,7 @@ def check_start_corpus(config: PretrainConfig) -> None:
 
 
 def start_table(config: PretrainConfig) -> str:
-    """Where each tensor of the checkpoint goes, and how the rest is initialized, as lines. Raises as `read_start`."""
+    """Return lines with the parameter for each tensor, and how the others are initialized. Raises as `read_start`."""
     shards = open_corpus(config.corpus, "train", tokens=False)
     with torch.device("meta"):
         rows = config.model.rows(shards.vocabulary_size)
@@ -224,7 +224,7 @@ def read_start(
         count: count the tokens of the corpus for a decoder bias that is missing; else it is 0.
 
     Raises:
-        InputError: the checkpoint cannot be read, or is not the one that `config.model` was taken from.
+        InputError: the checkpoint cannot be read, or `config.model` was taken from another one.
     """
     folder = fetched_model(config.start_from)
     released = read_released(folder)
@@ -265,9 +265,9 @@ def read_start(
 
 
 def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
-    """The logarithm of each token's share of the corpus, fp32 [rows]; every token counts as seen once more.
+    """Return the logarithm of each token's share of the corpus, fp32 [rows], with a count of 1 added to every token.
 
-    The specials and padded rows, which no one has to predict, are in no shard and so have the lowest value.
+    Special tokens and padding rows, which are never predicted, occur in no shard and so have the lowest value.
     """
     counts = np.ones(rows, np.float64)
     for tokens in shards.some_tokens():
@@ -276,21 +276,21 @@ def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
 
 
 def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
-    """The old ids that each added entry of the corpus's vocabulary replaces, in the order of the new ids."""
+    """Return the old ids that each added entry of the corpus's vocabulary replaces, in the order of the new ids."""
     own = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
     entries = [own.id_to_token(number) or "" for number in range(vocabulary_size(tokenizer), shards.vocabulary_size)]
     return replaced_ids(tokenizer, entries)
 
 
 def _with_rows(rows_VH: Tensor, added: Sequence[Sequence[int]]) -> Tensor:
-    """`rows_VH` [V, ...] with a further row for each list of ids: the mean of those rows."""
+    """Append a row to `rows_VH` [V, ...] for each list of ids: the mean of their rows."""
     if not added:
         return rows_VH.contiguous()
     return torch.cat([rows_VH, torch.stack([rows_VH[list(ids)].mean(0) for ids in added])])
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, shapes and values, as hexadecimal digits."""
+    """Return the SHA-256 of names, shapes and values, as hexadecimal digits."""
     sums = hashlib.sha256()
     for name in sorted(state):
         sums.update(f"{name} {list(state[name].shape)}\n".encode())
@@ -306,7 +306,7 @@ def weights_table(
     from_corpus: bool,
     added: int,
 ) -> str:
-    """The mapping of the checkpoint's tensors, and how what it lacks is initialized, as lines."""
+    """Return lines with the mapping of the checkpoint's tensors, and how missing parameters are initialized."""
     own = {tensor.target for tensor in released.mapping}
     shared = [part for ours, part in _SHARED.items() if ours in shapes and ours not in own and ours not in missing]
     used = {*shapes, *(f"head.{part}" for part in shared)}
@@ -327,14 +327,14 @@ def weights_table(
     return "\n".join(lines)
 
 
-# ---- a model that is read and not trained
+# ---- a frozen model
 
 
 def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
-    """The model that `setting` of the config names.
+    """Read the model that `setting` of the config names.
 
     Raises:
-        InputError: it cannot be read, has no whole head for masked language modeling, knows too few positions, or has
+        InputError: it cannot be read, has no complete head for masked language modeling, has too few positions, or has
             another vocabulary than the corpus.
     """
     folder = attrgetter(setting)(config)
@@ -353,13 +353,13 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
     state, missing = released.prediction_state(next_sentence=next_sentence)
     if missing:
         raise InputError(
-            f"{where} has no {missing}, so it predicts no masked tokens. Choose a model for masked language "
+            f"{where} has no {missing}, so it cannot predict masked tokens. Choose a model for masked language "
             "modeling, or train its head first with start_from."
         )
     longest = max(phase.sequence_length for phase in config.phases)
     if model.max_positions < longest:
         raise InputError(
-            f"{where} knows {model.max_positions} positions, but phases have sequences of {longest}. Shorten them."
+            f"{where} has {model.max_positions} positions, but phases have sequences of {longest}. Shorten them."
         )
     for name in ("embeddings.word", "heads.decoder", "heads.mlm_bias"):
         if name in state:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk (invariant 5): sharded, atomic, verified. A run resumes from the newest one that is intact.
+"""Checkpoints on disk (invariant 5): sharded, atomic, verified. A run resumes from the latest intact one.
 
     checkpoints/step-00001000/
         state.json                        step, data position, optimizer updates, config, W&B run id, losses
@@ -35,11 +35,11 @@ from pretrain.common.files import CHECKPOINT_NAME, MANIFEST, parse_manifest, ver
 from pretrain.storage.runs import best_of
 
 FORMAT = 2
-_DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
+_DAMAGED = "damaged-"  # prefix of the name of a checkpoint that was set aside
 # Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
 _READS, READ_WAIT_SECONDS = 6, 1.0
 # Pages of a mapped file count as the process's memory until the file is closed.
-_MOST_MAPPED_BYTES = 128 << 20
+_MAX_MAPPED_BYTES = 128 << 20
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -70,17 +70,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Path | None:
-    """The newest intact checkpoint in `folder`; None if there is no checkpoint at all.
+    """Return the latest intact checkpoint in `folder`; None if there is no checkpoint at all.
 
-    Newer checkpoints that are damaged are skipped and logged. `set_aside` also renames them to `damaged-…`; only the
+    Later checkpoints that are damaged are skipped and logged. `set_aside` also renames them to `damaged-…`; only the
     run that owns the folder may do that. `content` as in `verify`.
 
     Raises:
-        MachineError: a newer checkpoint cannot be read (`verify`). It may be whole, and the one before it much older.
-        InputError: all checkpoints are damaged, those that were set aside before among them.
+        MachineError: a later checkpoint cannot be read (`verify`). It may be intact, and the one before it much older.
+        InputError: all checkpoints are damaged, including the ones set aside before.
     """
     tried = set[Path]()
-    # Listed again each time: a run that trains may have saved another one, and removed those before it.
+    # Listed again each time: a running training may have saved another checkpoint, and removed earlier ones.
     while left := [path for path in _named_as_checkpoints(folder) if path not in tried]:
         checkpoint = left[-1]
         tried.add(checkpoint)
@@ -101,7 +101,7 @@ def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Pa
 
 
 def choose(folder: Path, name: str | None) -> Path:
-    """The checkpoint `name` in `folder`, the "best", or without a name the newest intact one; verified.
+    """Return the checkpoint `name` in `folder`, the "best", or without a name the latest intact one, verified.
 
     Raises `InputError` if there is none.
     """
@@ -133,17 +133,17 @@ def _set_aside(checkpoint: Path) -> None:
 
 
 def damaged_after(checkpoint: Path) -> list[str]:
-    """Names of later checkpoints that were set aside, in ascending order of step."""
-    own = f"{_DAMAGED}{checkpoint.name}"
-    return sorted(path.name for path in checkpoint.parent.glob(f"{_DAMAGED}*") if path.name > own)
+    """Return the names of later checkpoints that were set aside, in ascending order of step."""
+    renamed = f"{_DAMAGED}{checkpoint.name}"
+    return sorted(path.name for path in checkpoint.parent.glob(f"{_DAMAGED}*") if path.name > renamed)
 
 
 def verify(checkpoint: Path, *, content: bool = True) -> None:
-    """As `verify_manifest`, but read errors are retried for half a minute: the storage may fail for a moment only.
+    """Verify as `verify_manifest` does, but retry read errors for half a minute: the storage may fail temporarily.
 
     Raises:
         InputError: a file is missing or damaged.
-        MachineError: a file cannot be read, or the format is one of another version.
+        MachineError: a file cannot be read, or another version wrote the format.
     """
 
     def read() -> dict[str, Any]:
@@ -158,7 +158,7 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
 def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
     """Verify the content of a rank's share of the files: its own, and on rank 0 the state, if as many ranks wrote them.
 
-    Raises as `verify`. A file that is missing counts as unreadable: another machine may see it later than rank 0.
+    Raises as `verify` does. A missing file counts as unreadable: another machine may see it later than rank 0.
     """
     files = checkpoint_manifest(checkpoint)["files"]
     for name in sorted(files)[rank::ranks]:
@@ -167,17 +167,17 @@ def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in ascending order of step; their content is not verified."""
+    """Return complete checkpoints in ascending order of step; their content is not verified."""
     return [path for path in _named_as_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 
 def _named_as_checkpoints(folder: Path) -> list[Path]:
-    """In ascending order of step. A checkpoint gets its name when complete, so one without a manifest has lost it."""
+    """Return all checkpoints in order of step. They are named when complete, so a missing manifest was lost."""
     return sorted(p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest `rank` of `pretrain.storage.runs`; None if none was evaluated.
+    """Return the checkpoint with the lowest `rank` of `pretrain.storage.runs`; None if none was evaluated.
 
     Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of an earlier phase do
     not count once a later phase was evaluated. A checkpoint with a damaged state counts as not evaluated. Raises
@@ -193,7 +193,7 @@ def best(folder: Path) -> Path | None:
 
 
 def best_intact(folder: Path) -> Path | None:
-    """The `best` of the intact checkpoints, else the newest; damaged ones are set aside as by `newest`. Raises as it.
+    """Return the `best` intact checkpoint, else the latest; damaged ones are set aside. Raises as for the latest.
 
     Only the run that owns the folder may call this.
     """
@@ -208,9 +208,9 @@ def best_intact(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
-    """Remove leftovers and all checkpoints but the `keep_last` newest, those `kept`, the `best` and the `saved` one.
+    """Remove leftovers and all checkpoints except the `keep_last` latest, the `kept`, the `best` and the `saved` ones.
 
-    Raises `MachineError`, and removes nothing, if the best one is not known because a state cannot be read.
+    Raises `MachineError`, and removes nothing, if the best one is unknown because a state cannot be read.
     """
     checkpoints = list_checkpoints(folder)
     keep = {*checkpoints[-keep_last:], best(folder), saved}
@@ -225,7 +225,7 @@ def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
 
 
 def _is_kept(checkpoint: Path) -> bool:
-    with contextlib.suppress(InputError):  # a damaged one is of no use
+    with contextlib.suppress(InputError):  # a damaged checkpoint is not kept
         return bool(read_state(checkpoint).get("kept"))
     return False
 
@@ -237,7 +237,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The state.json of a verified checkpoint, with retries as `verify`.
+    """Read state.json of a verified checkpoint, with retries as in `verify`.
 
     Raises `InputError` if it is damaged, `MachineError` if it cannot be read.
     """
@@ -249,7 +249,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tensor]:
-    """All parameters of a verified checkpoint: name -> fp32 tensor in the parameter's shape.
+    """Read all parameters of a verified checkpoint: name -> fp32 tensor in the parameter's shape.
 
     `averaged` reads the mean of the last steps' weights. Raises `InputError` if the checkpoint has none.
     """
@@ -265,11 +265,11 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
 
 
 def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = itemgetter(0)) -> Any:
-    """Run `work` on every rank, then `conclude` on rank 0 with the results of all: by default it takes that of rank 0.
+    """Run `work` on every rank, then `conclude` on rank 0 with the results of all; the default takes rank 0's result.
 
-    Returns what `conclude` returned, or raises the first error, on all ranks. Only rank 0 gets the others' results, so
-    that the work of another rank does not grow with their number. Every rank of the group calls this. An error that is
-    neither a `RunError` nor an `OSError` is logged, and raised as a `MachineError` too: the other ranks wait for it.
+    Returns the result of `conclude`, or raises the first error, on all ranks. Only rank 0 gets the others' results, so
+    that the work of other ranks does not grow with their number. Every rank of the group calls this. An error that is
+    neither a `RunError` nor an `OSError` is logged, and also raised as a `MachineError`: the other ranks wait for it.
     """
     outcomes = group.collect_objects(_outcome(group, work))
     concluded = _outcome(group, lambda: conclude([_result(one) for one in outcomes])) if group.rank == 0 else None
@@ -296,9 +296,9 @@ def _result(outcome: dict[str, Any]) -> Any:
 
 
 def retried(path: Path, read: Callable[[], T]) -> T:
-    """What `read` returns; its read errors are retried for half a minute. Raises `MachineError` after it.
+    """Return the result of `read`; retry its read errors for half a minute. Raises `MachineError` after that.
 
-    A missing file is one of them: machines that share a folder may see a name that another one made later than it.
+    A missing file is retried, too: machines that share a folder may see a new file late.
     """
     attempt = 0
     while True:
@@ -317,7 +317,7 @@ def retried(path: Path, read: Callable[[], T]) -> T:
 
 
 def checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, with retries."""
+    """Read the manifest of a checkpoint, with retries."""
     path = checkpoint / MANIFEST
     return parse_manifest(retried(path, path.read_bytes), path)
 
@@ -325,11 +325,11 @@ def checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
 class CheckpointReader:
     """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager.
 
-    Files are opened with retries as `verify`.
+    Files are opened with retries as in `verify`.
 
     Args:
-        checkpoint: a verified one.
-        averaged: read the mean of the last steps' weights in place of the weights.
+        checkpoint: the folder of a verified checkpoint.
+        averaged: read the mean of the last steps' weights instead of the weights.
     """
 
     def __init__(self, checkpoint: Path, *, averaged: bool = False) -> None:
@@ -343,7 +343,7 @@ class CheckpointReader:
         self._fragments = FragmentIndex(manifest["fragments"], files)
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` if any is missing."""
+        """Read elements [start, start + numel) of the flattened `name`, fp32; `InputError` if any is missing."""
         out, position, stop = torch.empty(numel), start, start + numel
         kind = "average" if self._averaged and kind == "weight" else kind
         for fragment in self._fragments.covering(kind, name, start, stop):
@@ -362,7 +362,7 @@ class CheckpointReader:
         return out
 
     def _file(self, name: str) -> Any:
-        if self._mapped > _MOST_MAPPED_BYTES:
+        if self._mapped > _MAX_MAPPED_BYTES:
             self._close()
         if name not in self._files:
             path = self._checkpoint / name
@@ -385,7 +385,7 @@ class CheckpointReader:
 
 
 class StoredFragment(NamedTuple):
-    """Entries [start, stop) of a flattened parameter, in `file` under the tensor name that ends with `start`."""
+    """Entries [start, stop) of a flattened parameter, in `file` under the tensor name with the suffix `start`."""
 
     start: int
     stop: int
@@ -393,10 +393,10 @@ class StoredFragment(NamedTuple):
 
 
 class FragmentIndex:
-    """Finds the fragments that a range of a parameter lies in.
+    """Finds the fragments that contain a range of a parameter.
 
     Args:
-        entries: as `packed` returns them.
+        entries: the result of `packed`.
         files: names of the ranks' files, by rank.
     """
 
@@ -410,7 +410,7 @@ class FragmentIndex:
             runs.sort(key=lambda run: run["start"])
 
     def covering(self, kind: str, name: str, start: int, stop: int) -> Iterator[StoredFragment]:
-        """The fragments that share entries with [start, stop), in ascending order."""
+        """Yield the fragments that overlap [start, stop), in ascending order."""
         for run in self._runs.get((kind, name), ()):
             first, numel, parts = run["start"], run["numel"], run.get("parts", 1)
             begin = max(0, (start - first) // numel)

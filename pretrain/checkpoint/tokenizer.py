@@ -1,4 +1,4 @@
-"""The tokenizer of a released model, from those of its files that exist."""
+"""Reads and writes the tokenizer of a released model; only some of its files need to exist."""
 
 import contextlib
 import json
@@ -31,26 +31,26 @@ _COPIED = (
 
 
 class ModelTokenizer(NamedTuple):
-    """The tokenizer of a model as `read_tokenizer` reads it, with what else its files say."""
+    """The tokenizer of a model as `read_tokenizer` reads it, with further facts from its files."""
 
-    folder: Path  # where the files are
+    folder: Path  # of the files
     tokenizer: Tokenizer  # truncation and padding off
     special_ids: dict[str, int]  # by role
 
     @classmethod
     def read(cls, folder: Path, rows: int | None = None) -> "ModelTokenizer":
-        """Arguments and errors are those of `read_tokenizer`."""
+        """Read with the arguments and errors of `read_tokenizer`."""
         return cls.read_files(tokenizer_folder(folder), rows)
 
     @classmethod
     def read_files(cls, folder: Path, rows: int | None = None) -> "ModelTokenizer":
-        """As `read`, of a folder that has the files itself."""
+        """Read as `read` does, from a folder that contains the files directly."""
         tokenizer = _for_rows(folder, rows)
         return cls(folder, tokenizer, special_ids(tokenizer, declared_settings(folder)))
 
 
 def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
-    """The tokenizer of a released model's folder or of a run of ours, truncation and padding off.
+    """Read the tokenizer from a released model's folder or one of our runs, with truncation and padding off.
 
     It is read from tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (RoBERTa's bytes). The casing
     comes from tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars), else from tokenizer.json;
@@ -58,11 +58,11 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     declared: then it lower-cases cased models, too.
 
     Args:
-        folder: of the model.
-        rows: of the model's word embeddings: at least as many as the tokenizer's entries (more are padding).
+        folder: the model's folder.
+        rows: number of word embeddings: at least as many as the tokenizer's entries (more are padding).
 
     Raises:
-        InputError: none of these files exists, one is damaged, or the tokenizer is another model's.
+        InputError: none of these files exists, one is damaged, or the tokenizer belongs to another model.
     """
     return _for_rows(tokenizer_folder(folder), rows)
 
@@ -79,7 +79,7 @@ def _for_rows(folder: Path, rows: int | None) -> Tokenizer:
 
 
 def released_folder(folder: Path) -> Path:
-    """The folder of a model's files: for a run folder of a fine-tuning, its `model`; 0_Transformer if they are there.
+    """Return the folder of a model's files: `model` in a fine-tuning's run folder; 0_Transformer if they are there.
 
     Raises:
         InputError: that fine-tuning is not finished.
@@ -94,12 +94,12 @@ def released_folder(folder: Path) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether this is a run folder with checkpoints, and no released model."""
+    """Return whether this is a run folder with checkpoints, not a released model."""
     return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """The folder of a model's tokenizer: the corpus for a run folder of ours, else that of the weights."""
+    """Return the folder of a model's tokenizer: the corpus of one of our runs, else the folder of the weights."""
     folder = released_folder(folder)
     if not is_run(folder):
         return folder
@@ -107,23 +107,23 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def corpus_of(run: Path, corpus: CorpusConfig, trained_with: str) -> Path:
-    """The folder of `corpus`, that of a run of ours, whose tokenizer has the digest `trained_with`; "" is any.
+    """Return the folder of a run's `corpus`, whose tokenizer must have the digest `trained_with`; "" allows any.
 
-    Raises `InputError` if it has another tokenizer by now.
+    Raises `InputError` if it has another tokenizer now.
     """
     for again in (False, True):  # at an address, it may have been prepared again since it was fetched
         folder = fetch_without_tokens(corpus, again=again)
-        # One that is missing is not another one.
+        # A missing tokenizer is not reported here.
         if not trained_with or not (folder / "vocab.txt").is_file() or trained_with == tokenizer_digest(folder):
             return folder
     raise InputError(
         f"{corpus.folder}: its tokenizer is not the one that {run} was trained with. Prepare the corpus as it was, or "
-        "give an export of the run, which has its own."
+        "give an export of the run, which contains its tokenizer."
     )
 
 
 def _trained_tokenizer(run: Path) -> str:
-    """The digest of the tokenizer that a run was trained with, from its newest readable checkpoint; "" without one."""
+    """Return the digest of the tokenizer that a run was trained with, from its latest readable checkpoint, or ""."""
     for checkpoint in reversed(store.list_checkpoints(run / "checkpoints")):
         with contextlib.suppress(InputError):
             if (checkpoint / "state.json").is_file():  # else it is damaged, or was just removed
@@ -140,21 +140,21 @@ def copy_tokenizer(
     for_words: bool = False,
     fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a tokenizer into the folder `out` so that transformers reads the same one.
+    """Write a tokenizer to the folder `out` so that transformers reads the same one.
 
     Args:
         tokenizer_class: transformers' class, if tokenizer_config.json names none.
-        max_positions: tokens at most.
-        for_words: for a model that was trained on single words: a text's first word gets a blank before it like all
-            others, and so do words that are given one by one (transformers refuses them otherwise).
-        fields: further ones of tokenizer_config.json.
+        max_positions: maximum number of tokens.
+        for_words: for a model that was trained on separate words: every word gets a space before it, also the first
+            one, and words that are passed as a list (transformers refuses them otherwise).
+        fields: further fields of tokenizer_config.json.
     """
     tokenizer = _with_prefix_space(read.tokenizer) if for_words else read.tokenizer
     for name in _COPIED:
         if (read.folder / name).is_file():
             shutil.copyfile(read.folder / name, out / name)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    # transformers knows no default of every family.
+    # transformers does not have defaults for every family.
     special = {f"{role}_token": tokenizer.id_to_token(number) for role, number in read.special_ids.items()}
     declared = {"tokenizer_class": tokenizer_class, **special, **declared_types(read.folder)}
     declared["model_max_length"] = min(declared.get("model_max_length", max_positions), max_positions)
@@ -167,15 +167,15 @@ def copy_tokenizer(
 
 
 def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer with a blank before every text, if a word at a text's beginning has other tokens without."""
+    """Make the tokenizer add a space before its input, if a first word would otherwise get other tokens."""
     first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
     if first + second == both:
         return tokenizer
     if not isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
-        # A ByteLevel after others would put a blank before each of their pieces.
+        # A ByteLevel after other pre-tokenizers would put a space before each of their pieces.
         tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        blank, own = normalizers.Prepend(" "), tokenizer.normalizer
-        tokenizer.normalizer = blank if own is None else normalizers.Sequence([blank, own])  # pyright: ignore[reportAttributeAccessIssue]
+        space, old = normalizers.Prepend(" "), tokenizer.normalizer
+        tokenizer.normalizer = space if old is None else normalizers.Sequence([space, old])  # pyright: ignore[reportAttributeAccessIssue]
         return tokenizer
     described = json.loads(tokenizer.to_str())
     for part in ("pre_tokenizer", "post_processor"):

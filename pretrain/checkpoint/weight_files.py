@@ -1,4 +1,4 @@
-"""The files that hold a released model's tensors, read without unpickling anything else; and atomic folders."""
+"""Reads the weight files of released models without unpickling other objects; writes folders atomically."""
 
 import contextlib
 import os
@@ -28,17 +28,17 @@ from pretrain.common.files import (
 from pretrain.storage.released import TORCH_SUFFIXES, WEIGHT_FILES
 
 WEIGHTS = WEIGHT_FILES[0]
-FOR_TRANSFORMERS = {"format": "pt"}  # without this entry 4.x refuses a file
+FOR_TRANSFORMERS = {"format": "pt"}  # metadata; without it, transformers 4.x refuses a file
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """(the file, all tensors in it by name) of safetensors or torch weights, in one file or in shards.
+    """Read safetensors or torch weights, in one file or in shards; returns (the file, all tensors in it by name).
 
     The first of these that exists is read: model.safetensors, its index, pytorch_model.bin, its index, the only torch
-    file of the folder. If the folder has a manifest, as ours have, the files must be those that it names.
+    file of the folder. If the folder has our manifest, the files must match it.
 
     Raises:
-        InputError: there are no weights, or they are damaged, incomplete or hold more than tensors.
+        InputError: there are no weights, or they are damaged, incomplete or contain other objects than tensors.
     """
     path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None) or _only_torch_file(folder)
     if path.name.endswith(".index.json"):
@@ -48,36 +48,36 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill. It then becomes `out`, with a manifest, and replaces the files of an earlier export.
+    """Yield a folder to fill, which then becomes `out`, with a manifest, and replaces the files of an earlier export.
 
-    What else lies in `out` stays, and a link to it, too. An error leaves `out` as it was; a kill between two renames
-    leaves it as `.NAME.XXXX.old`. `InputError` if `out` is something else than an export, or if a file in it that no
-    export wrote has the name of a new one.
+    Other files in `out` are kept, and so is a link to it. An error leaves `out` unchanged; a kill between two renames
+    leaves it as `.NAME.XXXX.old`. `InputError` if `out` is not an export, or if a file in it that no export wrote has
+    the name of a new one.
     """
     out = out.resolve() if out.is_symlink() else out
     others = _others(out)
-    aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(out):
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            yield aside
-            if taken := next((path for path in others if path.parent != out or (aside / path.name).exists()), None):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            yield temporary
+            if taken := next((path for path in others if path.parent != out or (temporary / path.name).exists()), None):
                 raise InputError(f"{taken}: no export wrote it, and this one would replace it. Move it, then repeat.")
-            for path in aside.rglob("*"):
+            for path in temporary.rglob("*"):
                 if path.is_dir():
                     fsync_folder(path)
                 else:
                     with path.open("rb") as file:
                         os.fsync(file.fileno())
-            write_manifest(aside, {"format": 1})
-            _replace_folder(aside, out, others)
+            write_manifest(temporary, {"format": 1})
+            _replace_folder(temporary, out, others)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _others(out: Path) -> list[Path]:
-    """What lies in `out` beside the files of an earlier export, or in its folders.
+    """Return the files in `out`, or in its folders, that an earlier export did not write.
 
     `InputError` if `out` is neither an export nor empty.
     """
@@ -100,9 +100,9 @@ def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         path.touch()
         mode = path.stat().st_mode
         save_file(tensors, path, metadata)
-        path.chmod(mode)  # safetensors gives the owner alone access, whatever the umask says
+        path.chmod(mode)  # safetensors gives only the owner access, ignoring the umask
     except SafetensorError as error:
-        # safetensors wraps the operating system's error in words; give it back its number.
+        # safetensors puts the operating system's error into a message; restore its number.
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else 0, str(error)) from error
 
@@ -113,8 +113,8 @@ def _only_torch_file(folder: Path) -> Path:
         return files[0]
     if any(folder.glob("*.index")):
         raise InputError(
-            f"{folder}: a TensorFlow checkpoint. Google's are on the hub with torch weights, such as "
-            "hf://google-bert/bert-base-uncased or hf://google/bert_uncased_L-4_H-256_A-4; give one of those."
+            f"{folder}: a TensorFlow checkpoint. Google's are on the Hub with torch weights, such as "
+            "hf://google-bert/bert-base-uncased or hf://google/bert_uncased_L-4_H-256_A-4; give one of these."
         )
     several = f"; has {', '.join(path.name for path in files)}, and only one may be there" if files else ""
     raise InputError(
@@ -154,17 +154,17 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         # Invariant 5: only tensors and plain containers are unpickled.
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make torch raise anything
-        # torch's message advises to load anything.
-        why = "it holds other objects" if "weights_only" in str(error) else str(error).strip().split("\n")[0]
+    except Exception as error:  # torch raises various exceptions for damaged bytes
+        # torch's message advises to load arbitrary objects.
+        reason = "it contains other objects" if "weights_only" in str(error) else str(error).strip().split("\n")[0]
         raise InputError(
-            f"{path}: cannot be read as plain tensors ({why}). Download it again, or convert it to safetensors."
+            f"{path}: cannot be read as plain tensors ({reason}). Download it again, or convert it to safetensors."
         ) from None
     return _unwrapped(content, path)
 
 
 def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors of a training checkpoint: under "model" in NVIDIA's and fairseq's, "state_dict" in Lightning's."""
+    """Return the tensors of a training checkpoint: under "model" (NVIDIA, fairseq) or "state_dict" (Lightning)."""
     for key in ("model", "state_dict", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -185,14 +185,14 @@ def _check_manifest(path: Path) -> None:
         raise InputError(f"{path}: its SHA-256 differs from the manifest's, so the file was changed. Export again.")
 
 
-def _replace_folder(aside: Path, out: Path, others: Sequence[Path]) -> None:
-    """Rename `aside` to `out`; an earlier `out` is moved away first and removed last, when `others` are back."""
-    fsync_folder(aside)
+def _replace_folder(temporary: Path, out: Path, others: Sequence[Path]) -> None:
+    """Rename `temporary` to `out`; an earlier `out` is moved away first and removed after restoring `others`."""
+    fsync_folder(temporary)
     old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
     if out.exists():
         out.rename(old)
     try:
-        aside.rename(out)
+        temporary.rename(out)
     except OSError:
         if old.exists():
             old.rename(out)

@@ -1,4 +1,4 @@
-"""Writes checkpoints, those of `store`: every rank its own shard, then rank 0 the state and the manifest."""
+"""Writes the checkpoints that `store` reads: every rank writes a shard, then rank 0 the state and the manifest."""
 
 import contextlib
 import os
@@ -45,21 +45,21 @@ class CheckpointShard:
 
 
 def shard_name(group: SavingGroup) -> str:
-    """The file of a checkpoint that this rank writes."""
+    """Return the name of the file of a checkpoint that this rank writes."""
     return f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
 
 
 def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: SavingGroup) -> Path:
-    """Write the checkpoint of `step` into `folder`, as `write` does; every rank calls this. Returns its path."""
+    """Write the checkpoint of `step` to `folder`, as `write` does; every rank calls this. Returns its path."""
     return write(folder, step, take_shard(fragments, group), state, group)
 
 
 def take_shard(
     fragments: Iterable[HeldFragment], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
 ) -> CheckpointShard:
-    """The tensors that this rank writes: those that only it holds, and an equal part of those that all ranks hold.
+    """Return the tensors that this rank writes: the ones that only it has, and an equal part of the replicated ones.
 
-    What all ranks hold is divided end to end, so that a further rank cuts one fragment in two, not each of them.
+    Replicated tensors are split as one concatenated sequence, so that another rank splits one fragment, not each.
     `copy` gets each tensor's key and a view of the optimizer's tensor, which the next step modifies.
     """
     tensors: dict[str, Tensor] = {}
@@ -84,30 +84,30 @@ def take_shard(
 
 
 def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any], group: SavingGroup) -> Path:
-    """Write the checkpoint of `step` into `folder`; every rank calls this with its shard. Returns its path.
+    """Write the checkpoint of `step` to `folder`; every rank calls this with its shard. Returns its path.
 
-    Each rank writes and hashes its own file. Then rank 0 writes the state and the manifest and renames the folder to
+    Each rank writes and hashes one file. Then rank 0 writes the state and the manifest and renames the folder to
     its final name. An error on any rank, such as a full disk, is raised on every rank as `MachineError`, and the
     incomplete folder is removed.
     """
     final = folder / name_of(step)
-    aside = folder / f".{final.name}.tmp"
+    tmp = folder / f".{final.name}.tmp"
     try:
-        agree(group, lambda: write_shard(aside, shard, group), lambda shards: _publish(aside, final, shards, state))
+        agree(group, lambda: write_shard(tmp, shard, group), lambda shards: _publish(tmp, final, shards, state))
     except RunError:
         if group.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(tmp, ignore_errors=True)
         group.first_object(None)  # no rank may retry before the incomplete folder is removed
         raise
     return final
 
 
-def write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
+def write_shard(tmp: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
     """Write this rank's tensors; returns the entry of the file for the manifest."""
     name = shard_name(group)
-    path = aside / name
+    path = tmp / name
     with _write_errors(path):
-        aside.mkdir(parents=True, exist_ok=True)
+        tmp.mkdir(parents=True, exist_ok=True)
         check_storage(path, sum(tensor.numel() * tensor.element_size() for tensor in shard.tensors.values()))
         save_weights({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
         with path.open("rb") as file:
@@ -122,7 +122,7 @@ def write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict
 
 @contextlib.contextmanager
 def _write_errors(path: Path) -> Iterator[None]:
-    """As `disk_errors`; other errors of the storage become `MachineError`, too."""
+    """Convert errors as `disk_errors` does; other errors of the storage become `MachineError`, too."""
     try:
         with disk_errors(path):
             yield
@@ -131,48 +131,48 @@ def _write_errors(path: Path) -> Iterator[None]:
 
 
 def _parts(fragments: Sequence[HeldFragment], group: SavingGroup) -> Iterator[slice]:
-    """The part of each fragment that this rank writes."""
+    """Yield the part of each fragment that this rank writes."""
     sizes = [next(iter(fragment.tensors.values())).numel() for fragment in fragments]
     shared = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.shared)
     begin, end = (shared * rank // group.world_size for rank in (group.rank, group.rank + 1))
-    behind = 0
+    offset = 0
     for fragment, size in zip(fragments, sizes, strict=True):
         if fragment.shared:
-            yield slice(max(0, begin - behind), max(0, min(size, end - behind)))
-            behind += size
+            yield slice(max(0, begin - offset), max(0, min(size, end - offset)))
+            offset += size
         else:
             yield slice(0, size)
 
 
 def check_storage(path: Path, needed: int) -> None:
-    """Refuse before writing if the file does not fit on the disk."""
+    """Raise `OSError` before writing if the file does not fit on the disk."""
     if shutil.disk_usage(existing_parent(path)).free < needed:
         raise OSError(28, "No space left on device")
 
 
-def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
+def _publish(tmp: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
     """On rank 0, after every shard is on disk: write the state and the manifest, then rename the folder."""
     for shard in shards:
-        _check_seen(aside / shard["file"], shard["bytes"])
+        _check_seen(tmp / shard["file"], shard["bytes"])
     with _write_errors(final):
-        write_json(aside / "state.json", state)
-        _write_manifest(aside, shards, state)
+        write_json(tmp / "state.json", state)
+        _write_manifest(tmp, shards, state)
         if final.exists():
             shutil.rmtree(final)
-        aside.replace(final)
+        tmp.replace(final)
         fsync_folder(final.parent)
 
 
 def _check_seen(path: Path, size: int) -> None:
-    """Raise `MachineError` if the shard that a rank wrote is not in rank 0's folder: that rank's may be another one."""
+    """Raise `MachineError` if rank 0 does not see the shard that a rank wrote: their folders may differ."""
     seen = retried(path, path.stat).st_size
     if seen != size:
         raise MachineError(f"{path}: has {seen} bytes, not the {size} that were written. Check the storage.")
 
 
-def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
+def _write_manifest(tmp: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
     files = {shard["file"]: {"bytes": shard["bytes"], "sha256": shard["sha256"]} for shard in shards}
-    state_file = aside / "state.json"
+    state_file = tmp / "state.json"
     files["state.json"] = {"bytes": state_file.stat().st_size, "sha256": sha256_file(state_file)}
     manifest = {
         "format": FORMAT,
@@ -181,13 +181,13 @@ def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, 
         "fragments": packed(entry for shard in shards for entry in shard["fragments"]),
         "files": files,
     }
-    put_manifest(aside, manifest)
+    put_manifest(tmp, manifest)
 
 
 def packed(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The entries {name, start, numel, kinds, rank} of all ranks, with equal parts on consecutive ranks as one entry.
+    """Merge the entries {name, start, numel, kinds, rank} of all ranks: equal parts on consecutive ranks become one.
 
-    That entry has the start and rank of the first part, and `parts`, their number.
+    A merged entry has the start and rank of the first part, and their number as `parts`.
     """
     runs: list[dict[str, Any]] = []
     for entry in sorted(entries, key=lambda entry: (entry["name"], entry["kinds"], entry["start"])):

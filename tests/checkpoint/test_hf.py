@@ -141,7 +141,7 @@ def test_a_failure_leaves_the_earlier_export(
 def test_a_tokenizer_or_parameters_that_do_not_fit_are_refused(model: PretrainingModel, tmp_path: Path) -> None:
     refused = [
         (VOCABULARY[:-1], {}, "44 entries, but the model has 45"),
-        (VOCABULARY, {"place_weight": torch.zeros(2)}, r"^place_weight: no parameter that the layout of bert has"),
+        (VOCABULARY, {"place_weight": torch.zeros(2)}, r"^place_weight: the layout of bert has no such parameter"),
     ]
     for vocabulary, more, message in refused:
         write_tokenizer(tmp_path, vocabulary)

@@ -465,7 +465,7 @@ def test_a_pickle_is_not_run_wherever_it_hides(theirs: Any, tmp_path: Path, seed
         content = {"model": content, "optimizer": {"state": {0: hostile}}}
     torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=rng.random() < 0.5)
     # torch's own message advises to run it.
-    refused = r"pytorch_model\.bin: cannot be read as plain tensors \(it holds other objects\)"
+    refused = r"pytorch_model\.bin: cannot be read as plain tensors \(it contains other objects\)"
     with pytest.raises(InputError, match=refused):
         read_released(tmp_path)
     assert not mark.exists()

@@ -1,8 +1,8 @@
-"""The layouts of released models: the names that each family's files give to our parameters, and its config.json.
+"""The layouts of released models: the names of our parameters in each family's files, and its config.json.
 
-A model that no family's layout can hold is written in our own, `families/bertrain.py`.
+A model that no family's layout can represent is written in ours, `families/bertrain.py`.
 
-A family is one module of `families` with a `LAYOUT`: adding one is adding a file.
+A family is one module of `families` with a `LAYOUT`: a new family is a new file.
 """
 
 from pretrain.checkpoint.layouts.facts import (

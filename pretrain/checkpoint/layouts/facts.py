@@ -1,4 +1,4 @@
-"""config.json of released models read and written, whatever the family (invariant 6)."""
+"""Reads and writes config.json of released models of all families (invariant 6)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,20 +19,20 @@ OWN = LAYOUTS["bertrain"]
 
 
 class ReleasedFacts(NamedTuple):
-    """The facts in a config.json about a model, besides the names of its tensors."""
+    """The facts about a model in a config.json, besides the names of its tensors."""
 
     layout: KeyMapping
     model: ModelConfig
     token_types: int = 2  # rows of the table in the file; 0 if it has none
-    first_position: int = 0  # row of the position table that the first token has
+    first_position: int = 0  # row of the first token in the position table
 
 
 def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
-    """The facts in a config.json or a bert_config.json.
+    """Read the facts in a config.json or a bert_config.json.
 
     Raises:
         KeyError: a size is missing.
-        ValueError: a family, activation or other property that our encoder does not have, or sizes that do not fit.
+        ValueError: our encoder does not support a family, activation or other property, or sizes are inconsistent.
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
@@ -58,15 +58,15 @@ def write_config(
     pad: int | None,
     special: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
-    """config.json of a model in fp32: `config`, with all fields that the facts decide replaced.
+    """Return config.json of a model in fp32: `config` with all fields replaced that the facts determine.
 
     Args:
-        head: the end of the class's name, such as ForPreTraining.
+        head: suffix of the class's name, such as ForPreTraining.
         pad: id of the padding token, if `config` has none.
         special: role -> id of the other special tokens, for the keys in `KeyMapping.special_ids` that `config` lacks.
 
     Raises:
-        InputError: the family's layout cannot hold the model.
+        InputError: the family's layout cannot represent the model.
     """
     layout, model, token_types, first = facts
     refuse_foreign(layout, model)
@@ -75,7 +75,7 @@ def write_config(
     if first:
         values["max_position_embeddings"] += first
     ids = {key: number for key, role in layout.special_ids.items() if (number := (special or {}).get(role)) is not None}
-    made = {
+    content = {
         "pad_token_id": pad,
         **ids,
         **{key: value for key, value in config.items() if key not in _NOT_COPIED},
@@ -86,17 +86,17 @@ def write_config(
         **values,
     }
     if head == "ForSequenceClassification" and brings_code(layout.family, model, config):
-        return wrap(made, layout.names("head.out_weight", "sequence")[0].removesuffix(".weight"))
-    return made
+        return wrap(content, layout.names("head.out_weight", "sequence")[0].removesuffix(".weight"))
+    return content
 
 
 def brings_code(family: str, model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Whether a sequence classifier of this config.json pools as no class of transformers does, see `pooled`."""
+    """Return whether a sequence classifier of this config.json pools unlike any class of transformers, see `pooled`."""
     return config.get(POOLING, "cls") != "cls" and POOLING not in LAYOUTS[family].values_of(model, config)
 
 
 def refuse_foreign(layout: KeyMapping, model: ModelConfig) -> None:
-    """Raise `InputError` if the layout cannot hold the model."""
+    """Raise `InputError` if the layout cannot represent the model."""
     if reason := layout.without_counterpart(model):
         raise InputError(
             f"The released layout of {layout.family} cannot hold this model: {reason}. "
@@ -105,7 +105,7 @@ def refuse_foreign(layout: KeyMapping, model: ModelConfig) -> None:
 
 
 def layout_of(model: ModelConfig, family: str = "") -> KeyMapping:
-    """The layout that a pretrained model is exported in: its family's, or our own if that cannot hold the model.
+    """Return the layout for exporting a pretrained model: its family's, or ours if that cannot represent the model.
 
     Args:
         family: a key of `LAYOUTS`, if it is not `model.family`.
@@ -115,8 +115,8 @@ def layout_of(model: ModelConfig, family: str = "") -> KeyMapping:
 
 
 def why_own(model: ModelConfig) -> str:
-    """The settings for which a model is written in our own layout: those that its family's layout cannot hold."""
-    # A discriminator of ELECTRA has the parts of another family.
+    """Return the settings because of which a model is written in our layout: its family's cannot represent them."""
+    # A discriminator of ELECTRA uses the architecture of another family.
     reasons = filter(None, (LAYOUTS[family].without_counterpart(model) for family in (model.family, "electra")))
     reason = next(reasons, "")
     settings = [part for part in reason.split("; ") if part.startswith("model.")]
@@ -124,7 +124,7 @@ def why_own(model: ModelConfig) -> str:
 
 
 def task_head(family: str, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
-    """A family's head of a task, as transformers has it.
+    """Return a family's head for a task, as in transformers.
 
     Args:
         family: a key of `LAYOUTS`.
@@ -148,7 +148,7 @@ _NOT_COPIED = (
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    """The family in our table, "" if it is not there; configs from before 2020 have no model_type."""
+    """Return the family in `LAYOUTS`, "" if there is none; configs from before 2020 have no model_type."""
     model_type: str | None = config.get("model_type")
     if model_type is not None:
         names: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""What describes a released layout: the names that a family's files give to our parameters, and its config.json.
+"""The description of a released layout: the names of our parameters in a family's files, and its config.json.
 
 `pretrain/model/parameters.py` has our names. The tables map modules, which have a weight and a bias in the files:
 
@@ -10,7 +10,7 @@
     heads.mlm_transform, .mlm_norm, .mlm       masked-language-modeling head, and the bias of its decoder
     heads.decoder                              that decoder's weight, if it is not the word embeddings
     heads.pooler, .nsp                         next-sentence classifier
-    head.dense, .norm                          first layer of a task's head: BERT's pooler, others' own
+    head.dense, .norm                          first layer of a task's head: BERT's pooler, or a separate layer
     head.out                                   classifier of sequences or tokens, or span scores
 """
 
@@ -30,13 +30,13 @@ from pretrain.model.parameters import (
     position_parameters,
 )
 
-# Our parameters whose names have no kind; in the files each is the weight of a module.
+# Our parameters without a suffix _weight or _bias; in the files each is the weight of a module.
 TABLES = ("embeddings.word", "embeddings.position", "embeddings.token_type", "relative.table", "heads.decoder")
 _SIZES = ("layers", "hidden", "heads", "intermediate", "max_positions", "embedding")
 
 
 class StackedName(NamedTuple):
-    """Which parameter of ours a tensor fills, and which of its stacked parts."""
+    """One of our parameters, and the number of one of its stacked parts, which a tensor fills."""
 
     name: str
     part: int = 0
@@ -52,35 +52,35 @@ class KeyMapping:
 
     Attributes:
         family: a key of `LAYOUTS`.
-        classes: the beginning of transformers' class names.
-        layer: what precedes the number of a layer, without the prefix.
+        classes: prefix of transformers' class names.
+        layer: the part of a name before the number of a layer, without the prefix.
         in_layer: our module of a layer -> their modules, to be stacked in this order.
         elsewhere: our module -> theirs, with the prefix if they have it.
-        decoder: the module of the masked-language-modeling decoder; "" if files have it under our names alone.
+        decoder: the module of the masked-language-modeling decoder; "" if files only have it under our names.
         out: the module of head.out by purpose, as it is written; any of them is read.
         config: field of `ModelConfig` -> key of config.json.
-        task_head: (config.json, shape, purpose) -> what is between the encoder and head.out.
+        task_head: (config.json, shape, purpose) -> the layers between the encoder and head.out.
         model_type: transformers' name of the family, if it is not `family`.
-        parts: `ModelConfig.family`, which sets the parts of the block.
-        prefix: of the encoder's names in a model with a head; "" stands for the family and a point.
-        bare: beginnings of the names of an encoder that is saved alone, without the prefix.
-        spellings: patterns in older names, after the prefix, and what stands there today.
-        fused: module of older files -> the modules of today that it stacks, in this order.
-        unused: beginnings of names that fill no parameter of ours, and what they are.
-        defaults: values of `ModelConfig` that a config.json without them has, if they are not those of `parts`.
-        supported: key of config.json -> the values that our encoder supports; the first is that of an absent key.
-        today: config.json -> the same with the keys of today, for families whose keys changed.
-        read: config.json of today -> fields of `ModelConfig` that need more than a renamed key.
-        write: (shape, config.json) -> what `read` reads.
-        activation_key: the key of config.json that `ModelConfig.activation` becomes.
-        mlm_activation: that of the masked-language-modeling head if it is fixed; otherwise it follows the layers'.
+        parts: `ModelConfig.family`, which determines the parts of the block.
+        prefix: of the encoder's names in a model with a head; "" stands for the family and a period.
+        bare: prefixes of the names of an encoder that is saved without a head, and so without `prefix`.
+        spellings: patterns in older names, after the prefix, and their current replacement.
+        fused: module of older files -> the current modules that it stacks, in this order.
+        unused: prefixes of names that fill none of our parameters, and their description.
+        defaults: values of `ModelConfig` if config.json has none, where they differ from the defaults of `parts`.
+        supported: key of config.json -> the values that our encoder supports; the first one if the key is absent.
+        today: config.json -> the same with the current keys, for families whose keys changed.
+        read: current config.json -> fields of `ModelConfig` that need more than a renamed key.
+        write: (shape, config.json) -> the fields that `read` reads.
+        activation_key: the key of config.json for `ModelConfig.activation`.
+        mlm_activation: activation of the masked-language-modeling head if it is fixed; otherwise as in the layers.
         token_types: rows of the segment table if config.json names none; None if the family never has one.
-        padded_positions: whether the position table begins with unused rows up to the padding token's id.
+        padded_positions: whether the position table starts with unused rows up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
         special_ids: keys of config.json for ids of special tokens, besides pad_token_id, and the token's role.
-        tokenizer_class: transformers' class of its tokenizers; "" is the classes' beginning and Tokenizer.
-        alike: model_type of families whose layout is this one -> the beginning of their classes.
-        older: model_type that this family had before; such a model is written with today's.
+        tokenizer_class: transformers' class of its tokenizers; "" is `classes` and Tokenizer.
+        alike: model_type of families with the same layout -> the prefix of their classes.
+        older: earlier values of model_type for this family; such a model is written with the current one.
     """
 
     family: str
@@ -117,7 +117,7 @@ class KeyMapping:
     # ---- names
 
     def names(self, ours: str, purpose: str = "sequence") -> list[str]:
-        """Their names of one parameter of ours as transformers writes them today: three for qkv, else one.
+        """Return the family's names of one of our parameters as transformers writes them now: three for qkv, else one.
 
         [] if the family has no such parameter.
         """
@@ -132,7 +132,7 @@ class KeyMapping:
         return [] if theirs is None else [f"{theirs}.{kind}"]
 
     def current_names(self, name: str) -> tuple[str, ...]:
-        """The names that transformers gives today to what a tensor of a file holds: more than one if it stacks them."""
+        """Return transformers' current names for a tensor of a file: more than one if the tensor is stacked."""
         name = self.plain(name)
         module, _, kind = name.rpartition(".")
         for fused, parts in self.fused.items():
@@ -142,8 +142,8 @@ class KeyMapping:
         return (name,)
 
     def plain(self, name: str) -> str:
-        """One of their names in today's spelling."""
-        # DataParallel, torch.compile and Lightning each put something in front.
+        """Convert one of the family's names to the current spelling."""
+        # DataParallel, torch.compile and Lightning each add a prefix.
         while name.startswith(("module.", "_orig_mod.", "model.")):
             name = name.partition(".")[2]
         # TensorFlow's names of a LayerNorm, which torch checkpoints had until 2019.
@@ -154,7 +154,7 @@ class KeyMapping:
         return self._prefix + name if name.startswith(self.bare) else name
 
     def tied(self, theirs: str, model: ModelConfig) -> str | None:
-        """The parameter of ours that a tensor of the decoder repeats; None for all other tensors."""
+        """Return our parameter that a tensor of the decoder duplicates; None for all other tensors."""
         repeated = {f"{self.decoder}.bias": "heads.mlm_bias"}
         if model.tied_decoder:
             repeated[f"{self.decoder}.weight"] = "embeddings.word"
@@ -162,12 +162,12 @@ class KeyMapping:
         return repeated.get(name) if name not in self.names("heads.mlm_bias") else None
 
     def layer_number(self, theirs: str) -> int | None:
-        """The number of the layer that a tensor of a file belongs to; None outside of the layers."""
+        """Return the number of the layer that a tensor of a file belongs to; None outside of the layers."""
         match = re.match(rf"{re.escape(self._prefix + self.layer)}\.(\d+)\.", self.plain(theirs))
         return None if match is None else int(match[1])
 
     def why_left_out(self, theirs: str) -> str:
-        """Why a tensor that fills no parameter is not read."""
+        """Return the reason why a tensor that fills no parameter is not read."""
         name = self.plain(theirs)
         if name.endswith("embeddings.position_ids"):
             return "a constant: 0, 1, 2, ..."
@@ -175,19 +175,19 @@ class KeyMapping:
             return "a constant: all 0"
         if name.endswith("inv_freq"):
             return "a constant: the rotary frequencies"
-        for beginning, reason in self.unused.items():
-            if name.startswith(beginning):
+        for prefix, reason in self.unused.items():
+            if name.startswith(prefix):
                 return reason
         return "not a parameter of the encoder or its heads"
 
     # ---- config.json
 
     def model_of(self, config: Mapping[str, Any]) -> ModelConfig:
-        """The shape in a config.json.
+        """Return the shape in a config.json.
 
         Raises:
             KeyError: a size is missing.
-            ValueError: a value that our encoder does not have, or values that do not fit.
+            ValueError: our encoder does not support a value, or values are inconsistent.
         """
         model = self._shape_of(config)
         if reason := self._unlike(model, model):
@@ -195,7 +195,7 @@ class KeyMapping:
         return model
 
     def _shape_of(self, config: Mapping[str, Any]) -> ModelConfig:
-        """`model_of`, without a look at what the layout can name."""
+        """Return the shape as `model_of` does, without checking that the layout has names for all parameters."""
         config = self.today(config)
         for key, supported in self.supported.items():
             if config.get(key, supported[0]) not in supported:
@@ -209,10 +209,10 @@ class KeyMapping:
         return ModelConfig.model_validate({**values, **sizes, **self.read(config)})
 
     def values_of(self, model: ModelConfig, config: Mapping[str, Any], token_types: int = 2) -> dict[str, Any]:
-        """The fields of config.json that a shape decides.
+        """Return the fields of config.json that a shape determines.
 
         Args:
-            config: the rest of it, as it is known.
+            config: the other known fields.
             token_types: rows of the segment table.
         """
         values = {key: getattr(model, ours) for ours, key in self.config.items()}
@@ -224,9 +224,9 @@ class KeyMapping:
         return values | self.write(model, config)
 
     def without_counterpart(self, model: ModelConfig) -> str:
-        """The parts of a model that this layout cannot hold; "" if it can hold all of it.
+        """Describe the parts of a model that this layout cannot represent; "" if it can represent all of it.
 
-        They are found by writing the shape to a config.json and reading it again.
+        They are detected by writing the shape to a config.json and reading it again.
         """
         if not get_activation(model.activation).released_names:
             return f"model.activation is {model.activation}, which transformers does not have"
@@ -237,13 +237,13 @@ class KeyMapping:
             back = self._shape_of(values)
         except (KeyError, ValueError) as error:
             positions = PARTS[self.parts].get("positions", "learned")
-            if model.positions != positions:  # without its numbers, its config.json cannot be read
+            if model.positions != positions:  # its config.json lacks the numbers that reading needs
                 return f"model.positions is {model.positions}, and {self.family} supports only {positions}"
             return " ".join(str(error).split())
         return self._unlike(model, back)
 
     def _unlike(self, model: ModelConfig, back: ModelConfig) -> str:
-        """Where `back`, what a config.json of this family gives, is not the model."""
+        """Describe the differences between the model and `back`, the shape read from this family's config.json."""
         reasons = [
             f"model.{name} is {value}, and {self.family} supports only {other}"
             for (name, value), other in zip(_traits(model).items(), _traits(back).values(), strict=True)
@@ -256,7 +256,7 @@ class KeyMapping:
         ours = {_any_layer(name) for name in encoder_shapes(model, 0)}
         theirs = {_any_layer(name) for name in encoder_shapes(back, 0) if self.names(name)}
         if self.token_types is None and model.token_types:
-            theirs.add("embeddings.token_type")  # DistilBERT's positions take it up
+            theirs.add("embeddings.token_type")  # DistilBERT's positions include it
         if ours - theirs:
             reasons.append(f"it has no counterpart of {', '.join(sorted(ours - theirs))}")
         if theirs - ours:
@@ -264,14 +264,14 @@ class KeyMapping:
         return "; ".join(reasons)
 
     def _activation(self, config: Mapping[str, Any]) -> str:
-        """Our name of the activation in a config.json; raises ValueError for an unknown one."""
+        """Return our name of the activation in a config.json; raises ValueError for an unknown one."""
         return activation_name(
             self.activation_key, config.get(self.activation_key, PARTS[self.parts].get("activation", "gelu"))
         )
 
     @property
     def released_name(self) -> str:
-        """The model_type of what is written."""
+        """The model_type of written models."""
         return self.model_type or self.family
 
     @property
@@ -280,7 +280,7 @@ class KeyMapping:
 
 
 def first_position(config: Mapping[str, Any]) -> int:
-    """The row of the first token in a position table that begins with padding.
+    """Return the row of the first token in a position table that starts with padding.
 
     transformers models/roberta/modeling_roberta.py, create_position_ids_from_input_ids.
     """
@@ -288,17 +288,17 @@ def first_position(config: Mapping[str, Any]) -> int:
     return (1 if pad is None else pad) + 1
 
 
-def activation_name(key: str, given: Any) -> str:
-    """Our name of an activation of transformers; raises ValueError, naming the `key`, for an unknown one."""
+def activation_name(key: str, value: Any) -> str:
+    """Return our name of an activation of transformers; raises ValueError, naming the `key`, for an unknown one."""
     for name, activation in ACTIVATIONS.items():
-        if given in activation.released_names:
+        if value in activation.released_names:
             return name
     known = ", ".join(repr(names[0]) for _, _, names in ACTIVATIONS.values() if names)
-    raise ValueError(f"{key} is {given!r}; only {known} are supported")
+    raise ValueError(f"{key} is {value!r}; only {known} are supported")
 
 
 def encoder_shapes(model: ModelConfig, vocabulary_size: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of `pretrain.model.encoder.Encoder`, by name and in its order."""
+    """Return the shape of each parameter of `pretrain.model.encoder.Encoder` by name, in its order."""
     return {
         f"{part}.{parameter.name}": parameter.shape
         for part, parameters in _parts(model, vocabulary_size)
@@ -319,7 +319,7 @@ def _any_layer(name: str) -> str:
 
 
 def _traits(model: ModelConfig) -> dict[str, Any]:
-    """What two shapes must agree in to compute the same, besides their sizes; what stands for a default is resolved."""
+    """Return the properties besides sizes in which equivalent shapes must agree; values that mean defaults resolved."""
     same = (
         "norm",
         "norm_placement",

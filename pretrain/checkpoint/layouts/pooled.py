@@ -1,8 +1,8 @@
-"""Heads of sequences that read the mean or maximum of all tokens, in families whose transformers class reads [CLS].
+"""Sequence heads that read the mean or maximum of all tokens, in families whose transformers class reads [CLS].
 
-Models trained by sentence-transformers are such: their first token was never trained to stand for the text. A
-fine-tuned one is written under a model type of its own with a modeling file, so that transformers asks for
-`trust_remote_code` and does not load it as a classifier of [CLS]. Beside it lies its encoder in the family's layout.
+Models trained by sentence-transformers need this: their first token was never trained to represent the input. A
+fine-tuned one is written under a custom model type with a modeling file, so that transformers asks for
+`trust_remote_code` and does not load it as a classifier of [CLS]. Its encoder is saved as well, in the family's layout.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from typing import Any
 POOLING = "classifier_pooling"  # ModernBERT's key
 MODEL_TYPE = "pooled_encoder"
 MODELING_FILE = "modeling_pooled.py"
-ENCODER = "encoder"  # the folder of the encoder alone
+ENCODER = "encoder"  # the folder of the encoder without the head
 _CLASS = "PooledForSequenceClassification"
 _ENCODER, _OUTPUT = "encoder_model_type", "output_layer"
 _OWN = (_ENCODER, _OUTPUT, "auto_map")
 
 
 def wrap(values: Mapping[str, Any], output_layer: str) -> dict[str, Any]:
-    """config.json of a pooled classifier, from that of its family.
+    """Return config.json of a pooled classifier, made from the family's config.json.
 
     Args:
         output_layer: the module of the output layer in the family's names, such as classifier.
@@ -38,7 +38,7 @@ def wrap(values: Mapping[str, Any], output_layer: str) -> dict[str, Any]:
 
 
 def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The family's own config.json; any other as it is."""
+    """Return the family's config.json from a pooled classifier's; other configs are returned unchanged."""
     if config.get("model_type") != MODEL_TYPE or _ENCODER not in config:
         return dict(config)
     return {**{key: value for key, value in config.items() if key not in _OWN}, "model_type": config[_ENCODER]}

@@ -1,14 +1,14 @@
-"""The rotary frequencies in a config.json, as transformers 5 and 4 write them (modeling_rope_utils.py)."""
+"""Reads and writes rotary frequencies in a config.json, as transformers 5 and 4 do (modeling_rope_utils.py)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def read_base(parameters: Mapping[str, Any], where: str, default: float) -> float:
-    """The base of plain rotary frequencies; raises ValueError, naming the field, for scaled or partial ones.
+    """Read the base of plain rotary frequencies; raises ValueError, naming the field, for scaled or partial ones.
 
     Args:
-        parameters: what transformers 5 calls rope_parameters: rope_theta, rope_type and what the type needs.
+        parameters: transformers 5's rope_parameters: rope_theta, rope_type and the type's parameters.
         where: the name of `parameters`, for errors.
         default: the base if none is named.
     """
@@ -23,7 +23,7 @@ def read_base(parameters: Mapping[str, Any], where: str, default: float) -> floa
 
 
 def read_single(config: Mapping[str, Any], default: float) -> float:
-    """The base of a model whose layers all have the same: from rope_parameters, or from transformers 4's rope_theta."""
+    """Read the base of a model with one base for all layers, from rope_parameters or transformers 4's rope_theta."""
     scaling = config.get("rope_scaling")
     if scaling:
         read_base(scaling, "rope_scaling", default)
@@ -32,10 +32,10 @@ def read_single(config: Mapping[str, Any], default: float) -> float:
 
 
 def write_single(base: float) -> dict[str, Any]:
-    """The fields that both versions of transformers read."""
+    """Return the fields that both versions of transformers read."""
     return {"rope_parameters": write_base(base), "rope_theta": base}
 
 
 def write_base(base: float) -> dict[str, Any]:
-    """transformers 5's description of plain rotary frequencies."""
+    """Return transformers 5's description of plain rotary frequencies."""
     return {"rope_type": "default", "rope_theta": base}

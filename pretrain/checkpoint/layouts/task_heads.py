@@ -1,4 +1,4 @@
-"""What a released family has between its encoder and the output layer of a task."""
+"""The layers of a released family between its encoder and the output layer of a task."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -21,8 +21,8 @@ class TaskHead(NamedTuple):
         activation: of the dense layer, a name in `pretrain.model.activations.ACTIVATIONS`; "" if there is none.
         bias: whether the dense layer has one.
         norm: after the activation, a name in `pretrain.model.norms.NORMS`; "" if there is none.
-        pooling: what the head of a sequence reads: its first token, the mean or maximum of all tokens, or late: it
-            computes every token and takes the mean of the results.
+        pooling: the input of a sequence head: the first token, the mean or maximum of all tokens, or late: the head is
+            applied to every token, and the results are averaged.
         dropout: in training.
     """
 
@@ -34,16 +34,16 @@ class TaskHead(NamedTuple):
 
 
 def sequence_head(activation: str, *, twice: bool = False) -> Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]:
-    """The heads of BERT and those like it: a dense layer for sequences alone, none for tokens and spans.
+    """Return the heads of BERT and similar families: a dense layer for sequences, none for tokens and spans.
 
     Args:
         activation: of the dense layer.
-        twice: whether the input of the dense layer is dropped as well, as RobertaClassificationHead and
-            ElectraClassificationHead do.
+        twice: whether dropout also applies to the input of the dense layer, as in RobertaClassificationHead and
+            ElectraClassificationHead.
     """
 
     def head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
-        if purpose == "spans":  # google-research/bert run_squad.py, create_model, drops nothing either
+        if purpose == "spans":  # no dropout, as in google-research/bert run_squad.py, create_model
             return TaskHead()
         share = config.get("classifier_dropout")
         share = model.hidden_dropout if share is None else share
@@ -57,10 +57,10 @@ def sequence_head(activation: str, *, twice: bool = False) -> Callable[[Mapping[
 
 
 def pooled_head(config: Mapping[str, Any], share: float) -> TaskHead | None:
-    """The head of a sequence whose config.json asks for the mean or maximum of all tokens; None if it does not.
+    """Return the sequence head if config.json requests the mean or maximum of all tokens; otherwise None.
 
     Args:
-        share: of the pooled values that training drops.
+        share: dropout rate of the pooled values.
     """
     pooling = config.get(POOLING, "cls")
     return TaskHead(pooling=pooling, dropout=HeadDropout(0.0, share)) if pooling in ("mean", "max") else None

@@ -29,7 +29,7 @@ class PooledConfig(PretrainedConfig):
 
 
 class PooledForSequenceClassification(PreTrainedModel):
-    """Logits [B, C] of the last hidden states' mean (or maximum) over the tokens that are no padding."""
+    """Logits [B, C] of the last hidden states' mean (or maximum) over the tokens that are not padding."""
 
     config_class = PooledConfig
     supports_gradient_checkpointing = True

@@ -1,6 +1,6 @@
 """BERT: transformers models/bert/modeling_bert.py and configuration_bert.py, 5.23.
 
-Also what its close relatives share: names within a layer, and keys of config.json.
+Also definitions that its close relatives share: names within a layer, and keys of config.json.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ OUT = {"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"}
 
 
 def tables(prefix: str) -> dict[str, str]:
-    """The embeddings of BERT and its relatives."""
+    """Return the names of the embeddings of BERT and its relatives."""
     return {
         "embeddings.word": f"{prefix}.embeddings.word_embeddings",
         "embeddings.position": f"{prefix}.embeddings.position_embeddings",
@@ -53,12 +53,12 @@ def tables(prefix: str) -> dict[str, str]:
 
 
 def read_tying(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the decoder is the word embeddings: it is unless config.json denies it."""
+    """Read whether the decoder is tied to the word embeddings: it is unless config.json says otherwise."""
     return {"tied_decoder": config.get("tie_word_embeddings") is not False}
 
 
 def write_tying(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Nothing for a tied decoder, as older files have it."""
+    """Return the field of an untied decoder; a tied one has none, as in older files."""
     absolute = {"position_embedding_type": "absolute"}
     return absolute if model.tied_decoder else {**absolute, "tie_word_embeddings": False}
 

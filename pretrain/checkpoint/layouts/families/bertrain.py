@@ -1,7 +1,7 @@
-"""Our own layout, for models with parts that no released family has. transformers has no class for it.
+"""Our layout, for models with parts that no released family has. transformers has no class for it.
 
-config.json has a whole `ModelConfig` under `model`, and tensors have the names of `pretrain/model/parameters.py`, with
-query, key and value stacked. So it holds every model that can be trained.
+config.json has a complete `ModelConfig` under `model`, and tensors have the names of `pretrain/model/parameters.py`,
+with query, key and value stacked. So it can represent every model that can be trained.
 """
 
 import re
@@ -19,26 +19,26 @@ class OwnLayout(KeyMapping):
     """A layout without tables: names and fields are ours."""
 
     def names(self, ours: str, purpose: str = "sequence") -> list[str]:
-        """The name itself. The dense layer of a task's head is the pooler of pretraining, as BERT's is."""
+        """Return the name unchanged, except that a task head's dense layer is the pooler of pretraining, as in BERT."""
         return [re.sub(r"^head\.dense_", "heads.pooler_", ours)]
 
     def model_of(self, config: Mapping[str, Any]) -> ModelConfig:
-        """The shape in a config.json.
+        """Return the shape in a config.json.
 
-        What fine-tuning initializes again gets BERT's values, as that of a run does.
+        Parameters that fine-tuning re-initializes get BERT's values, as for a run.
 
         Raises:
             KeyError: there is none.
-            ValueError: a value that `ModelConfig` refuses.
+            ValueError: `ModelConfig` refuses a value.
         """
         return ModelConfig.model_validate(config["model"]).model_copy(update={"attention_init": "normal"})
 
     def values_of(self, model: ModelConfig, config: Mapping[str, Any], token_types: int = 2) -> dict[str, Any]:
-        """The fields of config.json that a shape decides."""
+        """Return the fields of config.json that a shape determines."""
         return {"type_vocab_size": token_types if model.token_types else 0, "model": model.model_dump(mode="json")}
 
     def without_counterpart(self, model: ModelConfig) -> str:
-        """Nothing: it can hold every model."""
+        """Return "": the layout can represent every model."""
         return ""
 
     @property
@@ -47,7 +47,7 @@ class OwnLayout(KeyMapping):
 
 
 def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
-    """BERT's, which reads what the model's own pooling gives."""
+    """Return BERT's head, with the model's pooling."""
     head = sequence_head("tanh")(config, model, purpose)
     return head._replace(pooling=model.pooling) if purpose == "sequence" else head
 

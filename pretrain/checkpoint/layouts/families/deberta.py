@@ -14,7 +14,7 @@ from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead, pooled
 from pretrain.config import ModelConfig
 
 _TERMS = {"both": ["p2c", "c2p"], "c2p": ["c2p"], "p2c": ["p2c"]}
-# Fields with one supported value: what transformers takes if the field is missing, and that value.
+# Fields with one supported value: transformers' default if the field is missing, and that value.
 _ONLY = {
     "relative_attention": (False, True),
     "position_biased_input": (True, False),
@@ -44,7 +44,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         "relative_terms": _read_terms(config),
         "relative_norm": _read_norm(config),
         "relative_projections": not config.get("share_att_key", False),
-        # The head of today has no decoder but the word embeddings.
+        # The current head has no decoder except the word embeddings.
         "tied_decoder": config.get("tie_word_embeddings") is not False or config.get("legacy") is False,
     }
 
@@ -137,6 +137,6 @@ LAYOUT = KeyMapping(
     defaults=bert.DEFAULTS,
     read=_read,
     write=_write,
-    # Its own class makes a Unigram of every vocabulary.
+    # DeBERTa's class converts every vocabulary to a Unigram model.
     tokenizer_class="PreTrainedTokenizerFast",
 )

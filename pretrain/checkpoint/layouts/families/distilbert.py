@@ -1,6 +1,6 @@
 """DistilBERT: transformers models/distilbert/modeling_distilbert.py and configuration_distilbert.py, 5.23.
 
-It has no segments. Ours train a table all the same, which is added to the positions when the model is written.
+It has no segments. Our models train a table anyway, which is added to the positions when the model is written.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """ELECTRA: transformers models/electra/modeling_electra.py and configuration_electra.py, 5.23.
 
 The generator's masked-language-modeling head is read and written as `heads.mlm_*`. The discriminator's is written as
-`heads.rtd_*`; when it is read it is named in the mapping, and left out.
+`heads.rtd_*`; on reading it is listed in the mapping, but left out.
 """
 
 from pretrain.checkpoint.layouts.families import bert

@@ -1,6 +1,6 @@
 """EuroBERT: transformers models/eurobert/modeling_eurobert.py and configuration_eurobert.py, 5.23.
 
-transformers has no class for question answering; ours is written with the names that BERT's has.
+transformers has no class for question answering; we write one with BERT's names.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from pretrain.checkpoint.layouts.rotary import read_single, write_single
 from pretrain.checkpoint.layouts.task_heads import TaskHead
 from pretrain.config import ModelConfig
 
-_POOLINGS = {"bos": "cls", "cls": "cls", "mean": "mean", "late": "mean"}  # cls: of sentence-transformers
+_POOLINGS = {"bos": "cls", "cls": "cls", "mean": "mean", "late": "mean"}  # cls: from sentence-transformers
 
 
 def _today(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """EuroBERT's own code called the pooling clf_pooling."""
+    """Rename clf_pooling, the key in EuroBERT's original code."""
     return {"classifier_pooling": config.get("clf_pooling", "late"), **config}
 
 
@@ -55,7 +55,7 @@ def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pooling(config: Mapping[str, Any], model: ModelConfig) -> str:
-    """EuroBERT's name of the pooling: late if a file asks for it, or says nothing."""
+    """Return EuroBERT's name of the pooling: late if a file requests it, or has no such key."""
     if config and model.pooling == "mean" and _today(config)["classifier_pooling"] == "late":
         return "late"
     return {"cls": "bos"}.get(model.pooling, model.pooling)

@@ -1,7 +1,7 @@
 """GTE, the encoder of Alibaba's embedding models: transformers models/gte/modeling_gte.py, 5.23.
 
-The names of the hub's older files (model_type "new") are those that conversion_mapping.py, "gte", turns into today's.
-transformers has no class for question answering; ours is written with the names that BERT's has.
+Older files on the Hub (model_type "new") have other names, which conversion_mapping.py, "gte", converts.
+transformers has no class for question answering; we write one with BERT's names.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from pretrain.checkpoint.layouts.rotary import read_single, write_single
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 from pretrain.config import ModelConfig
 
-# Those that Nomic BERT has as well.
+# Names that Nomic BERT has as well.
 IN_LAYER = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention_out": ("self_attn.o_proj",),
@@ -26,7 +26,7 @@ BARE = ("embeddings.", "layers.", "pooler.")
 
 
 def elsewhere(prefix: str) -> dict[str, str]:
-    """What GTE and Nomic BERT share outside of the layers."""
+    """Return the names outside of the layers that GTE and Nomic BERT share."""
     tables = bert.tables(prefix)
     del tables["embeddings.position"]
     return {**tables, "heads.pooler": f"{prefix}.pooler.dense", "head.dense": f"{prefix}.pooler.dense"}
@@ -42,7 +42,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What GTE and Nomic BERT write."""
+    """Return the fields that GTE and Nomic BERT write."""
     return {**write_single(model.rotary_base), "tie_word_embeddings": model.tied_decoder}
 
 

@@ -41,13 +41,13 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers are local, their window, and the rotary bases."""
+    """Read which layers are local, their window, and the rotary bases."""
     every = _read_every(config)
     whole = config.get("local_attention", 128)
     bases = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     named = {kind: config.get(key, default) for kind, (key, default) in _BASES.items()}
-    # In transformers 4, null stands for the base of the global layers.
+    # In transformers 4, null means the base of the global layers.
     first = _BASES[_GLOBAL][1] if named[_GLOBAL] is None else named[_GLOBAL]
     base = {
         kind: read_base(
@@ -65,7 +65,7 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_every(config: Mapping[str, Any]) -> int:
-    """`ModelConfig.global_every`; raises ValueError if the global layers are not every n-th, from the first on."""
+    """Read `ModelConfig.global_every`; raises ValueError if the global layers are not every n-th, from the first on."""
     layers = config["num_hidden_layers"]
     every = config.get(_EVERY, 3)
     kinds = config.get("layer_types")

@@ -1,7 +1,7 @@
 """Nomic BERT: transformers models/nomic_bert/modeling_nomic_bert.py and configuration_nomic_bert.py, 5.23.
 
-The names and config keys of the hub's older files (n_embd, Wqkv) are those of contrastors; conversion_mapping.py,
-"nomic_bert", turns the names into today's. transformers has no class for question answering.
+Older files on the Hub (n_embd, Wqkv) have the names and config keys of contrastors; conversion_mapping.py,
+"nomic_bert", converts the names. transformers has no class for question answering.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from pretrain.checkpoint.layouts.layout import KeyMapping
 from pretrain.checkpoint.layouts.rotary import read_single
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 
-# Key of the older config.json -> today's.
+# Key of the older config.json -> current key.
 _OLDER = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -34,7 +34,7 @@ def _today(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if activation not in ("swiglu", "geglu"):
         raise ValueError(f"activation_function is {activation!r}; only 'swiglu' and 'geglu' are supported")
     values["hidden_act"] = {"swiglu": "silu", "geglu": "gelu"}[activation]
-    # The frequencies are scaled only for texts that are longer than those of training.
+    # The frequencies are scaled only for sequences longer than in training.
     if config.get("rotary_scaling_factor") and config.get("max_trained_positions"):
         values["max_position_embeddings"] = config["max_trained_positions"]
     return values

@@ -1,4 +1,4 @@
-"""RoBERTa, and XLM-R and CamemBERT, which have its layout: transformers models/roberta/modeling_roberta.py, 5.23."""
+"""RoBERTa; XLM-R and CamemBERT have the same layout: transformers models/roberta/modeling_roberta.py, 5.23."""
 
 from pretrain.checkpoint.layouts.families import bert
 from pretrain.checkpoint.layouts.layout import KeyMapping
