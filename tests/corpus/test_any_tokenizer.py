@@ -148,7 +148,7 @@ def test_a_tokenizer_without_words_takes_none() -> None:
         check_extension(make_pieces("mmbert"), 2)
     marked = Tokenizer(models.BPE({"a": 0, "a</w>": 1}, [], end_of_word_suffix="</w>"))
     marked.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    with pytest.raises(InputError, match="or marks their ends"):
+    with pytest.raises(InputError, match="or marks the end of words"):
         check_extension(marked, 2)
 
 
@@ -336,7 +336,7 @@ def test_a_vocabulary_without_line_breaks_is_refused(kind: Any, code: Path, tmp_
     if kind != "wordpiece":
         save_pieces(tmp_path / "start", kind)
         vocabulary = {"kind": "released", "path": str(tmp_path / "start")}
-    with pytest.raises(InputError, match=r"line_breaks: keep, but line breaks and indentation are no tokens"):
+    with pytest.raises(InputError, match=r"line_breaks: keep, but the vocabulary has no tokens for line breaks"):
         prepare(config(tmp_path, str(code), vocabulary, line_breaks="keep"), quiet=True)
 
 
