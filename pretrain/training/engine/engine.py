@@ -162,9 +162,7 @@ class Engine:
         self.graphs = None
         if self.records_passes:
             if self.sums is None:
-                raise InputError(
-                    "engine.cuda_graphs: conflicts with the settings of engine.deepspeed. Set it to false."
-                )
+                raise InputError("engine.cuda_graphs: conflicts with settings of engine.deepspeed. Set it to false.")
             self.graphs = PassGraphs(self.module, self.sums)
         self.averaged = 0
         self.variant: Hashable = None
