@@ -204,9 +204,9 @@ def groups_of(mode: FakeTensorMode) -> Callable[..., Any]:
     from pretrain.common.transfers import to_device
 
     @functools.cache
-    def group(boundaries: Any, queries: Any, heads: int, device: torch.device, window: int = 0) -> Any:
+    def group(boundaries: Any, queries: Any, heads: int, device: torch.device, *more: int) -> Any:
         with unset_fake_temporarily():
-            groups = group_sequences(boundaries, queries, heads, torch.device("cpu"), window)
+            groups = group_sequences(boundaries, queries, heads, torch.device("cpu"), *more)
         return tree_map_only(Tensor, lambda x: to_device(mode.from_tensor(x), device), groups)
 
     return group
