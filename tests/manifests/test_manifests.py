@@ -36,6 +36,7 @@ from finetune.training.config import config_type
 from finetune.training.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
 from pretrain.config import load_config
+from tests.chaos import wait_for
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "cluster/manifests/templates"
@@ -512,6 +513,24 @@ def test_slurm_gets_what_a_run_needs(config: Path) -> None:
     assert options.items() >= {**wanted, "time": "2-00:00:00", "signal": "B:USR1@300"}.items()
     assert "account" not in options
     assert 'slurm_node "$address" 24 4 ' in script
+
+
+@pytest.mark.parametrize("prepare", ["false", "true"])
+def test_slurms_shells_outlive_a_signal(config: Path, tmp_path: Path, prepare: str) -> None:
+    """scancel sends SIGTERM to every process of the job; the run saves, and its exit code is kept."""
+    script = render("slurm", config, [f"place.prepare={prepare}"])
+    command = re.search(r"^    bash -c '(.+)' \\$", script, re.MULTILINE)
+    assert command
+    fake, ready = tmp_path / "python", tmp_path / "ready"
+    saves = f"trap 'sleep 0.5; exit 75' TERM; touch {ready}; while :; do sleep 0.1; done"
+    fake.write_text(f"#!/bin/bash\n[[ $3 == prepare ]] || {{ {saves}; }}\n")
+    fake.chmod(0o755)
+    words = [tmp_path / "code", "config.yaml", "address", tmp_path / "preparing"]
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen(["bash", "-c", command[1], *words], env=path, start_new_session=True) as shell:
+        wait_for(ready.exists)
+        os.killpg(shell.pid, signal.SIGTERM)
+    assert (tmp_path / "code").read_text() == "75\n"
 
 
 @pytest.mark.skipif(
