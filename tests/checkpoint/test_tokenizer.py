@@ -245,7 +245,7 @@ def test_refusals(tmp_path: Path) -> None:
         read_tokenizer(tmp_path)
     for name in ("spm.model", "sentencepiece.bpe.model"):
         (tmp_path / name).write_bytes(b"")
-        message = rf"has {name} but no tokenizer\.json.* Write one with transformers \(save_pre"
+        message = rf"has {name}, which is not read, but no tokenizer\.json.* Write one with transformers \(save_pre"
         with pytest.raises(InputError, match=message):
             read_tokenizer(tmp_path)
         (tmp_path / name).unlink()

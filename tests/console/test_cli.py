@@ -159,7 +159,7 @@ def test_a_run_with_checkpoints_is_not_restarted_without_resume(config_file: Pat
     add_checkpoint(Path("runs/trial"))
     assert cli("pretrain", config_file) == 2
     assert error_of(capsys) == (
-        "error: runs/trial: already holds checkpoints (newest step-00000002). Add --resume to continue that run, "
+        "error: runs/trial: already holds checkpoints (latest step-00000002). Add --resume to continue that run, "
         "or choose another name or run_dir to start a new one."
     )
     assert calls == []

@@ -130,7 +130,7 @@ def test_flops_count_the_rows_that_are_reached() -> None:
         ({"family": "bert", "relative_norm": True}, "relative_norm has no effect .* set it to false"),
         ({"family": "bert", "relative_terms": "c2p"}, "relative_terms has no effect .* set it to both"),
         ({"family": "modernbert", "relative_projections": True}, "relative_projections has no effect"),
-        ({"size": "ettin-17m"}, "no size of family deberta, which has mini"),
+        ({"size": "ettin-17m"}, "unknown size .ettin-17m. for family deberta, which has mini"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
