@@ -21,8 +21,8 @@ from pretrain.model.compile import program
 from pretrain.model.final_norm import FinalNorm
 from pretrain.model.initialization import create_parameters, initialize_neighbors
 from pretrain.model.kernels.hash_rng import BETWEEN
-from pretrain.model.kernels.layout import TokenLayout
-from pretrain.model.kernels.rounding import UnpaddedBatch, with_round_tokens
+from pretrain.model.kernels.layout import TokenLayout, UnpaddedBatch
+from pretrain.model.kernels.rounding import with_round_tokens
 from pretrain.model.parameters import embedding_parameters
 from pretrain.model.positions import rotations, sinusoids
 from pretrain.model.relative_positions import RelativeEmbeddings, RelativePositions

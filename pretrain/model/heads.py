@@ -15,7 +15,8 @@ from pretrain.model.compile import program
 from pretrain.model.encoder import Encoder
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
-from pretrain.model.kernels.rounding import UnpaddedBatch, add_rows, missing_rows
+from pretrain.model.kernels.layout import UnpaddedBatch
+from pretrain.model.kernels.rounding import add_rows, missing_rows
 from pretrain.model.parameters import head_parameters
 
 _IGNORED = -100  # a label that no loss reads

@@ -25,6 +25,7 @@ from pretrain.model.heads import PretrainingBatch, PretrainingModel
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.fused_cross_entropy import empty_scores, vocabulary_losses
 from pretrain.model.kernels.hash_rng import hash_bits
+from pretrain.model.kernels.layout import Tokens
 from pretrain.model.parameters import Parameter, embedding_parameters, linear_parameters, matrix_entries, total
 from pretrain.objectives.masked import MLM
 from pretrain.objectives.objective import Exported, Objective, ReadFrozen, Term
@@ -131,21 +132,6 @@ class ElectraLosses(NamedTuple):
     rtd_loss: Tensor  # the discriminator's binary cross-entropy over all tokens, in nats
     mlm_correct: Tensor
     rtd_correct: Tensor  # tokens that are recognized as original or replaced
-
-
-class Tokens(NamedTuple):
-    """A batch for an encoder (`encoder.UnpaddedBatch`), with other tokens or other keys."""
-
-    input_ids: Tensor
-    token_types: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    token_keys: Tensor
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def of(cls, batch: PretrainingBatch, input_ids: Tensor, token_keys: Tensor) -> Tokens:
-        return cls(input_ids, batch.token_types, batch.positions, batch.cu_seqlens, token_keys, batch.lengths)
 
 
 class ElectraModel(Encoder):

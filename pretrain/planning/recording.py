@@ -1,19 +1,26 @@
 """Resolves `engine.cuda_graphs: auto`: passes are recorded if the roofline model then expects a shorter step."""
 
+import math
 from collections.abc import Sequence
 
 from pretrain.config import PretrainConfig
 from pretrain.objectives import objective_of
+from pretrain.planning.memory import memory_bytes
 from pretrain.planning.roofline import gpu_of, step_times
 from pretrain.planning.work import phase_work
 
 
 def choose_graphs(
-    config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
+    config: PretrainConfig,
+    vocabulary: int,
+    lengths: Sequence[float | None],
+    gpus: Sequence[str],
+    memory: float = math.inf,
 ) -> tuple[bool, str]:
     """Return (whether passes are recorded, the reason) for workers on GPUs of these names, after precision is resolved.
 
-    `lengths` are the mean sequence lengths of each phase in tokens; None assumes a length.
+    `lengths` are the mean sequence lengths of each phase in tokens; None assumes a length. `memory` is that of
+    the smallest GPU in bytes.
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
@@ -22,6 +29,9 @@ def choose_graphs(
     section = "engine.deepspeed is given" if config.engine.deepspeed else ""
     if obstacle := config.not_recorded or precision or section or "".join(unknown[:1]):
         return False, obstacle
+    needed = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
+    if (total := sum(needed.values())) > memory:
+        return False, f"recordings would need {total / 1e9:.1f} GB, and the smallest GPU has {memory / 1e9:.1f}"
     launched, recorded = (_expected_ms(with_graphs(config, on), vocabulary, lengths, gpus) for on in (False, True))
     times = f"a step is expected to take {launched:,.1f} ms launched and {recorded:,.1f} ms recorded"
     return recorded < launched, times

@@ -114,13 +114,14 @@ def with_chosen_graphs(config: PretrainConfig, rows: int, device: torch.device) 
     """Return `config` with `engine.cuda_graphs: auto` resolved on GPUs: rank 0 chooses for all ranks."""
     if device.type == "cpu" or config.engine.cuda_graphs != "auto":
         return config
-    gpus = gather_objects(torch.cuda.get_device_name(device))
+    own = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    gpus, memory = zip(*gather_objects(own), strict=True)
     on = False
     if dist.get_rank() == 0:
         lengths: list[Any] = [None] * len(config.phases)
         with contextlib.suppress(InputError):  # the loader reports what is wrong with the text
             lengths = mean_lengths(config) or lengths
-        on, reason = choose_graphs(config, rows, lengths, gpus)
+        on, reason = choose_graphs(config, rows, lengths, gpus, min(memory))
         logger.info("engine.cuda_graphs: %s; %s", "on" if on else "off", reason)
     return with_graphs(config, first_object(on))
 

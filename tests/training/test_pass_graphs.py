@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,8 +187,16 @@ def test_auto_records_what_waits_for_the_host(config: PretrainConfig, gpus: list
     assert (chosen, reason in found) == (on, True), found
 
 
+def test_auto_leaves_room_for_what_recordings_keep() -> None:
+    assert choose_graphs(of_base(32), 30_522, [128.0], ["NVIDIA H200"], 1e11)[0]
+    chosen, found = choose_graphs(of_base(32), 30_522, [128.0], ["NVIDIA H200"], 2e9)
+    assert not chosen
+    assert re.search(r"recordings would need [\d.]+ GB, and the smallest GPU has 2\.0", found)
+
+
 def chosen_with(names: list[str], device: str) -> Any:
     torch.cuda.get_device_name = lambda _: names[torch.distributed.get_rank()]
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=80e9)
     return train.with_chosen_graphs(of_base(32), 30_522, torch.device(device)).engine.cuda_graphs
 
 

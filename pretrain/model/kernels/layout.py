@@ -1,11 +1,46 @@
-"""The arguments of the attention operators besides query, key and value: sequences, positions and options."""
+"""Inputs of the encoder, and the arguments of the attention operators besides query, key and value."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pretrain.model.positions import Rotation
+
+
+class UnpaddedBatch(Protocol):
+    """The fields of a batch that the encoder reads, such as `pretrain.batches.batch.MicroBatch`."""
+
+    @property
+    def input_ids(self) -> Tensor: ...  # int64 [T]
+    @property
+    def token_types(self) -> Tensor: ...  # int64 [T]
+    @property
+    def positions(self) -> Tensor: ...  # int64 [T]
+    @property
+    def cu_seqlens(self) -> Tensor: ...  # int32 [S + 1]
+    @property
+    def token_keys(self) -> Tensor: ...  # int32 [T]
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+
+
+class Tokens(NamedTuple):
+    """An `UnpaddedBatch` derived from another one."""
+
+    input_ids: Tensor
+    token_types: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    token_keys: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: UnpaddedBatch, input_ids: Tensor, token_keys: Tensor) -> Tokens:
+        """Return the batch with other tokens and other seeds of dropout."""
+        return cls(input_ids, batch.token_types, batch.positions, batch.cu_seqlens, token_keys, batch.lengths)
 
 
 class RelativeRows(NamedTuple):

@@ -7,42 +7,14 @@ generated for a shape.
 Shape letters: T tokens, S sequences.
 """
 
-from typing import NamedTuple, Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.model.kernels.layout import Tokens, UnpaddedBatch
+
 _MIN_MULTIPLE, _MAX_SHARE = 16, 1 / 16  # the smallest multiple of rows; the largest share of rows that rounding adds
 LENGTH_MULTIPLE = 8  # of padded lengths of sequences in bf16: 31 shapes instead of 221 in 20 steps
-
-
-class UnpaddedBatch(Protocol):
-    """The fields of a batch that the encoder reads, such as `pretrain.batches.batch.MicroBatch`."""
-
-    @property
-    def input_ids(self) -> Tensor: ...  # int64 [T]
-    @property
-    def token_types(self) -> Tensor: ...  # int64 [T]
-    @property
-    def positions(self) -> Tensor: ...  # int64 [T]
-    @property
-    def cu_seqlens(self) -> Tensor: ...  # int32 [S + 1]
-    @property
-    def token_keys(self) -> Tensor: ...  # int32 [T]
-    @property
-    def lengths(self) -> tuple[int, ...]: ...
-
-
-class RoundBatch(NamedTuple):
-    """An `UnpaddedBatch` with filler at its end."""
-
-    input_ids: Tensor
-    token_types: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    token_keys: Tensor
-    lengths: tuple[int, ...]
 
 
 def missing_rows(rows: int, like: Tensor) -> int:
@@ -71,7 +43,7 @@ def with_round_tokens(batch: UnpaddedBatch, like: Tensor) -> UnpaddedBatch:
     count = -(-more // max(batch.lengths))
     lengths = tuple((more + number) // count for number in range(count))
     ends = tokens + torch.tensor(lengths).cumsum(0)
-    return RoundBatch(
+    return Tokens(
         add_rows(batch.input_ids, more),
         add_rows(batch.token_types, more),
         torch.cat([batch.positions, *map(torch.arange, lengths)]),
