@@ -19,8 +19,8 @@ def choose_graphs(
 ) -> tuple[bool, str]:
     """Return (whether passes are recorded, the reason) for workers on GPUs of these names, after precision is resolved.
 
-    `lengths` are the mean sequence lengths of each phase in tokens; None assumes a length. `memory` is that of
-    the smallest GPU in bytes.
+    `lengths` are the mean sequence lengths of each phase in tokens; None assumes a length. `memory` is the
+    smallest GPU's, in bytes.
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
