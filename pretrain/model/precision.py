@@ -8,6 +8,7 @@ do not have it.
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,7 +50,9 @@ def torch_dtype(precision: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 
 
-def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0) -> float:
+def measure_matmul(
+    device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0, *, concurrent: bool = False
+) -> float:
     """Measure the rate of square matrix products on one device in FLOP/s: the fastest product of about `seconds`.
 
     Other programs on the same cores may delay the other products by a time slice each. The size doubles until a product
@@ -57,6 +60,8 @@ def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, 
 
     Args:
         threads: of the CPU; 0 means torch's number. One thread does not wait for others, so busy cores affect it least.
+        concurrent: other workers measure at the same time, so the median product is used instead of the fastest.
+            Virtual cores share the AMX unit of a physical core, and each may have it alone for a product.
     """
     import torch
 
@@ -74,17 +79,17 @@ def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, 
     try:
         while True:
             a = torch.randn(size, size, device=device).to(dtype)
-            fastest = min(product(a) for _ in range(_TRIES))  # the first one of a size may initialize a library
-            if fastest >= _MIN_PRODUCT_SECONDS or size == largest:
+            durations = [product(a) for _ in range(_TRIES)]  # the first one of a size may initialize a library
+            if min(durations) >= _MIN_PRODUCT_SECONDS or size == largest:
                 break
             size *= 2
         torch.set_num_threads(threads or before)
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline:
-            fastest = min(fastest, product(a))
+            durations.append(product(a))
     finally:
         torch.set_num_threads(before)
-    return 2 * size**3 / fastest
+    return 2 * size**3 / (statistics.median(durations) if concurrent else min(durations))
 
 
 @functools.cache

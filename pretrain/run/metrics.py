@@ -24,8 +24,8 @@ TRAINING_METRICS: dict[str, Metric] = {
         "Model FLOPs utilization: model FLOP/s over the measured matmul peak. The numerator counts the matrix "
         "products of the forward and backward pass. It leaves out padding, recomputation and the rows that the last "
         "layer skips. Fine-tuning counts only the encoder. The denominator is the matmul rate of all workers in the "
-        "run's precision, measured when the run starts, not the peak of a data sheet. The usual definition counts "
-        "every row of the last layer, so it gives a higher value.",
+        "run's precision, measured on all at once when the run starts, not the peak of a data sheet. The usual "
+        "definition counts every row of the last layer, so it gives a higher value.",
     ),
     "data_stall_fraction": Metric("fraction", "Share of the time that workers wait for batches; mean of all workers."),
     "seconds": Metric("s", "Training time so far, over all starts of the run."),

@@ -327,5 +327,5 @@ def total_matmul_peak(engine: Engine) -> float:
     if engine.world_size == 1:
         return precision.matmul_peak(device, kind)
     engine.workers.barrier()  # all measure simultaneously, as in training
-    mine = precision.measure_matmul(device, kind)
+    mine = precision.measure_matmul(device, kind, concurrent=True)
     return engine.workers.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()

@@ -76,6 +76,20 @@ def test_a_product_takes_milliseconds_whatever_the_rate(
     assert products[-1] < 0.05
 
 
+def test_workers_that_share_a_unit_do_not_count_it_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two virtual cores share AMX: most products take twice as long, some are alone between two of the other worker."""
+    now, number = [0.0], itertools.count()
+
+    def product(a: torch.Tensor, _: torch.Tensor) -> None:
+        now[0] += 2 * len(a) ** 3 / 1e12 * (1 if next(number) % 4 == 3 else 2)
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "randn", lambda n, _, device: torch.empty(n, n))
+    monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
+    assert precision.measure_matmul("cpu", "fp32") == pytest.approx(1e12)
+    assert precision.measure_matmul("cpu", "fp32", concurrent=True) == pytest.approx(0.5e12)
+
+
 def test_the_choice_of_a_run_is_not_a_change_of_its_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not resolved"):
         _ = EngineConfig().resolved_precision
