@@ -132,19 +132,6 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(arguments,
     ]
 
 
-def test_a_quick_demo_is_one_task_on_a_small_text(arguments: argparse.Namespace, calls: Calls, capsys: Any) -> None:
-    demo.run(build_parsers()[0].parse_args(["demo", "--quick"]))
-    (given,) = calls.of("train")
-    assert (given["run_dir"], given["corpus.dir"]) == ("runs/demo-quick", "data/demo-quick")
-    assert (given["scheduling.workers"], given["engine.compile"]) == (1, False)
-    assert Path(given["corpus.sources.0.path"], "argparse.py").is_file()
-    assert given["minutes"] is None
-    assert calls.names == ["demo-packages-pretrained", "demo-packages-random"]
-    out = capsys.readouterr().out
-    assert "packages, from random weights (2 of 2)" in out
-    assert "[6/6] report\nthe summary" in out
-
-
 def test_a_demo_may_be_in_any_folder(arguments: argparse.Namespace, calls: Calls, tmp_path: Path) -> None:
     """YAML would see a comment in one and a key in the other."""
     arguments.run_dir, arguments.data_dir = tmp_path / "a #b", tmp_path / "c: d"

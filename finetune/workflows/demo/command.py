@@ -9,7 +9,6 @@ from pretrain.common.commands import USUAL_WORKERS, add_command, add_set, add_wo
 
 _EXAMPLES = """
   ./launch.sh demo
-  ./launch.sh demo --quick
   ./launch.sh demo --minutes 20 --fresh
   ./launch.sh demo --set phases.0.steps=500 --run-dir runs/short-demo"""
 
@@ -19,30 +18,15 @@ def add_to(commands: Any) -> None:
     purpose = "run every stage on the docstrings of this Python"
     parser = add_command(commands, "demo", _run, purpose, _EXAMPLES)
     add_workers(parser, USUAL_WORKERS)
-    parser.add_argument(
-        "--run-dir",
-        type=local_path,
-        metavar="DIR",
-        help="run folder (default: runs/demo, with --quick runs/demo-quick)",
-    )
-    parser.add_argument(
-        "--data-dir",
-        type=local_path,
-        metavar="DIR",
-        help="corpus folder (default: data/demo, with --quick data/demo-quick)",
-    )
+    folder: dict[str, Any] = {"type": local_path, "metavar": "DIR"}
+    parser.add_argument("--run-dir", default="runs/demo", help="run folder (default: runs/demo)", **folder)
+    parser.add_argument("--data-dir", default="data/demo", help="corpus folder (default: data/demo)", **folder)
     parser.add_argument(
         "--minutes",
         type=float,
         metavar="M",
-        help="time for pretraining: a few steps are timed, then as many are trained as fit "
-        "(default: 6, with --quick a fixed number of steps); 0 trains the steps of tiny.yaml, as does "
-        "--set phases.0.steps",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a first look: the text of the standard library, 160 steps of pretraining, one task",
+        help="time for pretraining (default: 6): a few steps are timed, then as many are trained as fit; 0 trains the "
+        "steps of tiny.yaml, as does --set phases.0.steps",
     )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
     add_set(parser, "override a setting of tiny.yaml; may be repeated")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,14 +28,7 @@ from pretrain.reporting.report import FINETUNED
 from pretrain.run import api as pretraining
 
 _CONFIG = "tiny"
-# The corpus is read in seconds, and training takes a minute on two cores: too short for compilation or Ray.
-_QUICK: dict[str, Any] = {
-    "phases.0.steps": 160,
-    "phases.0.warmup_steps": 20,
-    "checkpoint.every_steps": 80,
-    "evaluation.every_steps": 40,
-    "engine.compile": False,
-}
+_MINUTES = 6.0  # of pretraining
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
 DATA = "labeled"  # folder of the labeled sets, in the run folder
 _COUNTS = "counts.json"  # of the labeled sets, written after all of them
@@ -62,7 +54,7 @@ TASKS = (
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the demo with its options and write its report; raises the error of the first stage that fails."""
-    _fill_in(arguments)
+    arguments.workers = arguments.workers or usual_workers()
     expect("demo", "deepspeed", "pyarrow", *(["ray"] if arguments.workers > 1 else []))
     started = time.monotonic()
     try:
@@ -72,32 +64,15 @@ def run(arguments: argparse.Namespace) -> None:
         raise error.again() from None
     from pretrain.reporting import report
 
-    _print_title(arguments, 5 + len(_tasks(arguments)), "report")
+    _print_title(5 + len(TASKS), "report")
     path = report.write_report([arguments.run_dir], arguments.run_dir / "report.html")
     print(report.summary([arguments.run_dir]))
-    if arguments.quick:
-        print("\nA minute of pretraining is too short to help. The whole demo trains longer, on three tasks.")
     print(f"\nAll stages took {time.monotonic() - started:.0f} s.")
     print(f"Curves, corpus card, fill-mask examples and scores: {path.resolve().as_uri()}")
 
 
-def _fill_in(arguments: argparse.Namespace) -> None:
-    """Fill in the options that were not given and depend on --quick."""
-    name = "demo-quick" if arguments.quick else "demo"
-    arguments.run_dir = arguments.run_dir or Path("runs", name)
-    arguments.data_dir = arguments.data_dir or Path("data", name)
-    if arguments.minutes is None:
-        arguments.minutes = 0.0 if arguments.quick else 6.0
-    if arguments.workers is None:
-        arguments.workers = 1 if arguments.quick else usual_workers()
-
-
-def _tasks(arguments: argparse.Namespace) -> tuple[DemoTask, ...]:
-    return TASKS[:1] if arguments.quick else TASKS
-
-
-def _print_title(arguments: argparse.Namespace, number: int, title: str) -> None:
-    print(f"\n[{number}/{5 + len(_tasks(arguments))}] {title}", flush=True)
+def _print_title(number: int, title: str) -> None:
+    print(f"\n[{number}/{5 + len(TASKS)}] {title}", flush=True)
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
@@ -114,47 +89,48 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         "run_dir": folder,
         "corpus.dir": arguments.data_dir,
         "scheduling.workers": arguments.workers,
-        **(_QUICK | {"corpus.sources.0.path": sysconfig.get_path("stdlib")} if arguments.quick else {}),
     }
     settings = [*as_overrides(values), *arguments.set]
-    _print_title(arguments, 1, "tokenizing text into shards")
+    _print_title(1, "tokenizing text into shards")
     # If packages were installed since, a new corpus would differ, and the run could not resume on it.
     if (arguments.data_dir / MANIFEST).is_file():
         print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
     else:
         print(pretraining.prepare(_CONFIG, overrides=settings))
-    _print_title(arguments, 2, "training")
+    _print_title(2, "training")
     sets_steps = any(value.startswith("phases.0.steps=") for value in arguments.set)
-    minutes = None if sets_steps or not arguments.minutes else arguments.minutes
-    trained = pretraining.train(_CONFIG, overrides=settings, minutes=minutes, resume=True)
-    _print_title(arguments, 3, "export")
+    minutes = _MINUTES if arguments.minutes is None else arguments.minutes
+    trained = pretraining.train(
+        _CONFIG, overrides=settings, minutes=None if sets_steps else minutes or None, resume=True
+    )
+    _print_title(3, "export")
     print(pretraining.export(trained, folder / "export"))
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.run_dir
-    data, tasks = folder / DATA, _tasks(arguments)
-    _print_title(arguments, 4, f"extracting three labeled sets from the corpus: {data}")
+    data = folder / DATA
+    _print_title(4, f"extracting three labeled sets from the corpus: {data}")
     # Written only once, like the corpus: other packages may be installed when the demo runs again.
     if not (data / _COUNTS).is_file():
         write_json(data / _COUNTS, write_sets(data))
     counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
-    for number, task in enumerate(tasks, 5):
+    for number, task in enumerate(TASKS, 5):
         sizes = counts[task.name]
-        _print_title(arguments, number, f"{task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)")
+        _print_title(number, f"{task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)")
         for start in STARTS:
-            print(f"\n      {_model_title(task, start, tasks)}", flush=True)
+            print(f"\n      {_model_title(task, start)}", flush=True)
             try:
                 _train(task, start, folder, data)
             finally:  # a report of an unfinished demo shows the scores that exist
-                write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in tasks])
+                write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in TASKS])
         print(f"      {_line(_result(task, folder, sizes))}", flush=True)
 
 
-def _model_title(task: DemoTask, start: str, tasks: Sequence[DemoTask]) -> str:
+def _model_title(task: DemoTask, start: str) -> str:
     """Return the title of a fine-tuning, such as "packages, from pretrained weights (1 of 6)"."""
-    number = tasks.index(task) * len(STARTS) + list(STARTS).index(start) + 1
-    return f"{task.name}, from {start} weights ({number} of {len(tasks) * len(STARTS)})"
+    number = TASKS.index(task) * len(STARTS) + list(STARTS).index(start) + 1
+    return f"{task.name}, from {start} weights ({number} of {len(TASKS) * len(STARTS)})"
 
 
 def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
