@@ -50,9 +50,18 @@ def _read() -> dict[str, float]:
     return cached if isinstance(cached, dict) else {}
 
 
-def _machine() -> tuple[str, ...]:
+def cpu_has(flag: str) -> bool:
+    """Return whether this CPU has a feature, by Linux's name of it."""
+    return flag in _cpu("flags").split()
+
+
+def _cpu(field: str) -> str:
     lines = _CPU.read_text(errors="replace").splitlines() if _CPU.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+
+
+def _machine() -> tuple[str, ...]:
+    name = _cpu("model name")
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return platform.node(), name, f"cores {cores}", f"threads {threads}", f"torch {importlib.metadata.version('torch')}"

@@ -22,6 +22,7 @@ from pretrain.model.kernels.flash import flash_attention, has_flash
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.kernels.native import attends_natively, attention
+from pretrain.model.kernels.products import linear_product
 from pretrain.model.projection import FORM_AXES, RelativeProjection, form_qkv, project_distances
 
 
@@ -61,14 +62,14 @@ def self_attention(
     weight, bias = projection.weights[0], projection.biases[0]
     rotation = layout.rotation if flash else None  # the grouped matmuls rotate as they read
     if rotation is not None or len(projection.weights) > 1:
-        products = tuple(F.linear(hidden, weight) for weight in projection.weights)
+        products = tuple(linear_product(hidden, weight) for weight in projection.weights)
         qkv = program(form_qkv, options.fused, FORM_AXES)(products, projection.biases, rotation, options.heads)
         bias = None
     elif flash:
         qkv, bias = F.linear(hidden, weight, bias), None
     else:
         # torch's CPU matmul writes the bias out to every row first; the kernels add it as they read.
-        qkv = hidden @ weight.T  # [T, 3H]
+        qkv = linear_product(hidden, weight)  # [T, 3H]
     if flash:
         return flash_attention(qkv, layout, options)
     if attends_natively(qkv, layout, options):

@@ -25,6 +25,7 @@ from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.kernels.native import or_natively
+from pretrain.model.kernels.products import linear_product
 from pretrain.model.kernels.rounding import add_rows, missing_rows
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import layer_parameters
@@ -224,5 +225,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     For compiled code: the bias is added in the pass that reads the product. On CPU, `F.linear` writes it to every row
     before the matmul, which costs an eighth of the matmul's time at BERT-Base (docs/benchmarks/lab-notes.md).
     """
-    sums = F.linear(x, weight).float()
+    sums = linear_product(x, weight).float()
     return sums if bias is None else sums + bias.float()

@@ -1,9 +1,9 @@
 """`bench amx`: what products in bf16 cost on this CPU, made for those whose kernels are slow to generate (AMX).
 
 `products`: rates of the forward, input gradient and weight gradient of BERT's matrices, the last one also with its
-narrower operand transposed before. A round counts only if a square product beside it reaches 0.8 of the fastest one,
-because virtual machines share AMX. `kernels`: milliseconds of a step in which oneDNN generated kernels, beside those of
-its products, by oneDNN's own log. Each takes at most ten minutes.
+narrower operand transposed first, as training does where that is faster. A round counts only if a square product beside
+it reaches 0.8 of the fastest one, because virtual machines share AMX. `kernels`: milliseconds of a step in which oneDNN
+generated kernels, beside those of its products, by oneDNN's own log. Each takes at most ten minutes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch import Tensor
 from pretrain.common.children import run_program
 from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError, MachineError
+from pretrain.model.kernels.products import transposed_first
 
 SHAPES = (8192, 256, 1024), (8192, 256, 768), (2048, 768, 3072), (2048, 768, 768), (600, 256, 8000)
-_SQUARE, _COUNTS, _TILE = 2048, 0.8, 64
+_SQUARE, _COUNTS = 2048, 0.8
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +54,7 @@ def products(rounds: int) -> Iterator[str]:
             "forward": lambda x=x, w=w: x @ w.T,
             "input gradient": lambda g=g, w=w: g @ w,
             "weight gradient": lambda g=g, x=x: g.T @ x,
-            "weight gradient, transposed before": lambda g=g, x=x: _weight_gradient(g, x),
+            "weight gradient, transposed first": lambda g=g, x=x: transposed_first(g, x),
         }
         found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for _ in range(rounds + 1):  # the first one generates the kernels
@@ -66,20 +67,6 @@ def products(rounds: int) -> Iterator[str]:
             rate = f"{work / statistics.median(kept):,.0f}" if kept else "no round counts"
             yield f"{rows} x {width} x {inner}  {kind:36} {rate:>8} GFLOP/s  {len(kept)} of {rounds} rounds"
         yield f"{'':22}square beside it {2e-9 * _SQUARE**3 / fastest:>23,.0f} GFLOP/s"
-
-
-def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    """g.T @ x with the narrower operand laid out transposed, by tiles that fit into the cache."""
-    if x.shape[1] <= g.shape[1]:
-        return (_transposed(x) @ g).T
-    return _transposed(g) @ x
-
-
-def _transposed(x: Tensor) -> Tensor:
-    out = x.new_empty(x.shape[1], x.shape[0])
-    for first in range(0, x.shape[0], _TILE):
-        out[:, first : first + _TILE] = x[first : first + _TILE].T
-    return out
 
 
 def _seconds(function: Callable[[], Tensor]) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pretrain.model.compile import program
 from pretrain.model.cost import LOGITS_PER_PIECE
+from pretrain.model.kernels.products import weight_gradient
 
 # Alignment in entries of the rows of scores on a GPU. cuBLAS's fastest kernels need 16 bytes (NVIDIA, Matrix
 # Multiplication Background User's Guide, section 4.1); with 128 it writes whole cache lines.
@@ -130,7 +131,7 @@ class _VocabularyLosses(torch.autograd.Function):
                 continue
             grad_CV = logits_CV
             torch.mm(grad_CV, word, out=grad_hidden[piece])
-            grad_word = _add(grad_word, grad_CV.T @ hidden[piece])
+            grad_word = _add(grad_word, weight_gradient(grad_CV, hidden[piece]))
             if bias is not None:
                 grad_bias = _add(grad_bias, _column_sums(grad_CV))
         if grad_word is not None:

@@ -26,6 +26,7 @@ from pretrain.common.measured import rates_file
 from pretrain.config import ModelConfig
 from pretrain.model.cost import has_native_loops
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
+from pretrain.model.kernels.products import weight_gradient
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
@@ -221,7 +222,8 @@ class _AfterAttention(torch.autograd.Function):
         grad_attended, grad_hidden, sums = norm_backward(
             attended_RH, out_bias, hidden_RH, 1, gain, moments, grad_normed, grad_inner @ in_weight
         )
-        of_weights = grad_attended.T @ context_RH, grad_inner.T @ normed_RH, grad_output.T @ active_RF
+        pairs = (grad_attended, context_RH), (grad_inner, normed_RH), (grad_output, active_RF)
+        of_weights = [weight_gradient(*pair) for pair in pairs]
         of_vectors = [x.to(out_weight.dtype) for x in (*sums, grad_in_bias, *last_sums)]
         flat = of_weights[0], *of_vectors[:3], of_weights[1], of_vectors[3], of_weights[2], *of_vectors[4:]
         return grad_attended @ out_weight, grad_hidden, None, None, None, *flat

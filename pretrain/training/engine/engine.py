@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.config import EngineConfig
+from pretrain.model.kernels import products
 from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine import buckets, state_layouts
 from pretrain.training.engine.deepspeed_config import deepspeed_config
@@ -119,6 +120,7 @@ class Engine:
         if not torch.cuda.is_available():
             hold_freed_memory()
             share_one_heap()
+            products.choose()
         deepspeed = import_deepspeed()
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)

@@ -1,0 +1,85 @@
+"""Linear layers whose weight gradients suit CPUs with AMX.
+
+The weight gradient of x @ weight.T is g.T @ x. With AMX, oneDNN reads a transposed operand at about half the rate of
+the other products of a layer; on other CPUs there is no difference. There the narrower operand is transposed first,
+if a measurement finds that faster.
+
+Shape letters: T rows, I input width, O output width.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.common.measured import cpu_has, remembered
+
+_MEASURED = 2048, 768, 768  # T, I, O
+_ROUNDS = 9
+_MIN_GAIN = 1.15  # of a measured gain, below which the result might change with the next measurement
+
+transposes = False  # whether weight gradients in bf16 use `transposed_first`
+
+
+def choose() -> None:
+    """Choose how weight gradients in bf16 are computed from now on, by a measurement if this CPU has AMX."""
+    global transposes
+    what = f"gain of weight gradients from transposed copies, {torch.get_num_threads()} threads"
+    transposes = cpu_has("amx_bf16") and remembered(what, measure_gain) > _MIN_GAIN
+
+
+def linear_product(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return x @ weight.T: [..., I] -> [..., O]."""
+    if transposes and x.is_cpu and x.dtype == torch.bfloat16 and torch.is_grad_enabled():
+        return _LinearProduct.apply(x, weight_OI)  # pyright: ignore[reportReturnType]
+    return F.linear(x, weight_OI)
+
+
+def weight_gradient(g_TO: Tensor, x_TI: Tensor) -> Tensor:
+    """Return g.T @ x, [O, I], in any memory layout."""
+    if transposes and g_TO.is_cpu and g_TO.dtype == torch.bfloat16:
+        return transposed_first(g_TO, x_TI)
+    return g_TO.T @ x_TI
+
+
+def transposed_first(g_TO: Tensor, x_TI: Tensor) -> Tensor:
+    """Return g.T @ x, [O, I], from a transposed copy of the narrower operand."""
+    if x_TI.shape[1] < g_TO.shape[1]:
+        return (x_TI.T.contiguous() @ g_TO).T
+    return g_TO.T.contiguous() @ x_TI
+
+
+def measure_gain() -> float:
+    """Measure how many times as fast a weight gradient is with `transposed_first`."""
+    rows, width, inner = _MEASURED
+    g_TO, x_TI = torch.randn(rows, inner).bfloat16(), torch.randn(rows, width).bfloat16()
+    ratios = []
+    for _ in range(_ROUNDS):
+        plain = _seconds(lambda: g_TO.T @ x_TI)
+        ratios.append(plain / _seconds(lambda: transposed_first(g_TO, x_TI)))
+    return statistics.median(ratios)
+
+
+def _seconds(product: Callable[[], Tensor]) -> float:
+    started = time.perf_counter()
+    product()
+    return time.perf_counter() - started
+
+
+class _LinearProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        return F.linear(x, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, weight_OI) = grads, ctx.saved_tensors
+        grad_x = g @ weight_OI if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
+        return grad_x, weight_gradient(g.flatten(0, -2), x.flatten(0, -2))
