@@ -1,4 +1,4 @@
-"""The reference pages, made from the code: commands, settings, metrics, exit codes.
+"""Generate the reference pages from the code: commands, settings, metrics, exit codes.
 
 `./launch.sh docs --generate` writes them to docs/reference/; a test fails when they are stale. The text does not depend
 on the Python version or on the machine, so argparse's own formatting is not used.
@@ -29,11 +29,11 @@ from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS, PR
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 COMMAND = "./launch.sh docs --generate"
-CONFIG_TABLE = "../guides/pretraining.md"  # written by hand, but for what the dry run says of the example configs
+CONFIG_TABLE = "../guides/pretraining.md"  # written by hand, except for the results of dry runs of the example configs
 _PATHS: dict[Any, str] = {LocalPath: "path", Location: "path or address", WritableLocation: "path or address"}
 _NOTE = f"<!-- Generated from the code by `{COMMAND}`. Do not edit this page by hand. -->"
 
-# The unit of a setting, by the last words of its name; the first match counts.
+# The unit of a setting, by the last words of its name; the first match is used.
 _UNITS = (
     ("size", "entries"),
     ("seconds", "s"),
@@ -61,22 +61,22 @@ _UNITS = (
 
 
 def pages() -> dict[str, str]:
-    """The text of every generated page, by file name."""
+    """Return the text of every generated page, by file name."""
     from finetune.training.config import FinetuneConfig
     from pretrain.config import PretrainConfig
 
-    with patch.dict(os.environ, BERTRAIN_PROGRAM="./launch.sh"):  # not the name that this process was started by
+    with patch.dict(os.environ, BERTRAIN_PROGRAM="./launch.sh"):  # not the name of this program
         commands = commands_page()
     return {
         "commands.md": commands,
         "config-pretrain.md": _settings_page(
-            "Config of a pretraining",
+            "Pretraining config",
             "Settings of `configs/pretrain/*.yaml`, for `prepare` and `pretrain`.",
             PretrainConfig,
             example="A list item is addressed by its number: `--set phases.0.steps=100`.",
         ),
         "config-finetune.md": _settings_page(
-            "Config of a fine-tuning",
+            "Fine-tuning config",
             "Settings of `configs/finetune/*.yaml`, for `finetune` and `sweep`.",
             FinetuneConfig,
             shared=PretrainConfig,
@@ -90,7 +90,7 @@ def pages() -> dict[str, str]:
 
 
 def write(folder: Path = REFERENCE) -> list[Path]:
-    """Write every page to `folder`; returns the files whose text changed."""
+    """Write every page to `folder`; return the files whose text changed."""
     changed = []
     for name, text in pages().items():
         path = folder / name
@@ -102,7 +102,7 @@ def write(folder: Path = REFERENCE) -> list[Path]:
 
 
 def stale(folder: Path = REFERENCE) -> list[str]:
-    """Names of the pages that differ from what the code says now."""
+    """Return the names of the pages that are out of date."""
     return [name for name, text in pages().items() if _text(folder / name) != text]
 
 
@@ -114,7 +114,7 @@ def _text(path: Path) -> str:
 
 
 def commands_page() -> str:
-    """Usage, options and examples of every command."""
+    """Return usage, options and examples of every command."""
     _, parsers = build_parsers()
     lines = [
         _title("Commands"),
@@ -187,12 +187,12 @@ def _help(action: argparse.Action) -> str:
 
 
 def place_page() -> str:
-    """Settings of `place.` for each kind of manifest."""
+    """Return the settings of `place.` for each kind of manifest."""
     from cluster.manifests.settings import KubeRaySettings, SlurmSettings
 
     lines = [
         _title("Cluster settings (`place`)"),
-        "What `./launch.sh manifest KIND CONFIG` is told about the cluster: `--set place.KEY=VALUE`.",
+        "Cluster settings for `bertrain manifest KIND CONFIG`: `--set place.KEY=VALUE`.",
         "",
     ]
     for kind, settings in (("kuberay", KubeRaySettings), ("slurm", SlurmSettings)):
@@ -203,7 +203,7 @@ def place_page() -> str:
 def _settings_page(
     title: str, about: str, model: type[Section], shared: type[Section] | None = None, *, example: str
 ) -> str:
-    """All settings of a config; sections that `shared` has too are only named."""
+    """Return all settings of a config, with links instead of sections that `shared` also has."""
     lines = [
         _title(title),
         f"{about} Every setting can be given on the command line: `--set key.path=value`. {example}",
@@ -238,7 +238,7 @@ def _as_elsewhere(name: str, inner: type[Section], model: type[Section]) -> Iter
         for key, field in inner.model_fields.items():
             value = getattr(default, key)
             if not field.is_required() and value != field.get_default(call_default_factory=True):
-                yield f"Another default: `{name}.{key}` is {_value(value)}."
+                yield f"Different default: `{name}.{key}` is {_value(value)}."
 
 
 def _about(model: type[Section]) -> str:
@@ -343,7 +343,7 @@ def _unit(name: str, field: Any) -> str:
 
 
 def config_table(page: str) -> str:
-    """The page with the models, steps and times that the example configs have, in the rows that name one."""
+    """Return the page with models, steps and times updated in each row of an example config."""
     lines = []
     for line in page.split("\n"):
         if (row := re.fullmatch(r"\| `([\w-]+)` \|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|", line)) and row[
@@ -355,7 +355,7 @@ def config_table(page: str) -> str:
 
 
 def _config_cells(name: str, model: str, steps: str, text: str, time: str) -> list[str]:
-    """The cells of a config's row. What refers to another config or to a checkpoint stays, and what was measured."""
+    """Return the cells of a config's row. Measurements and references to other configs or checkpoints stay."""
     from pretrain.config import load_config
     from pretrain.planning.estimate import dry_run
     from pretrain.planning.work import phase_work, vocabulary_size
@@ -397,7 +397,7 @@ def _large(number: float) -> str:
 
 
 def metrics_page() -> str:
-    """Every field of metrics.jsonl."""
+    """Return all fields of metrics.jsonl."""
     lines = [
         _title("Metrics"),
         "`metrics.jsonl` in the run folder has one JSON object per line: a training record, an evaluation or an event. "
@@ -409,7 +409,7 @@ def metrics_page() -> str:
         "",
         "## Evaluations",
         "",
-        "An evaluation also has the losses and accuracies above or, in a fine-tuning, the scores of its task.",
+        "An evaluation also has the losses and accuracies above or, in fine-tuning, the scores of the task.",
         "",
         *_metrics(EVALUATION_FIELDS),
         "",
@@ -433,7 +433,7 @@ def _metrics(metrics: dict[str, Metric]) -> list[str]:
     return _table(("Field", "Meaning", "Unit"), rows)
 
 
-# Codes that are not the end of a `RunError`.
+# Exit codes that no `RunError` has.
 _OTHER_CODES = {
     0: "Done.",
     1: "A bug, with its traceback.",
@@ -441,13 +441,13 @@ _OTHER_CODES = {
 
 
 def exit_codes_page() -> str:
-    """Exit codes of all commands, from the error classes."""
+    """Return the exit codes of all commands, from the error classes."""
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RunError)]
     codes = {kind.exit_code: _one_line(kind.__doc__ or "") for kind in kinds if kind is not errors.RunError}
     rows = [(f"`{code}`", meaning) for code, meaning in sorted({**_OTHER_CODES, **codes}.items())]
     lines = [
         _title("Exit codes"),
-        "Every command ends with one of these codes. Under torchrun the code is torchrun's own.",
+        "Every command ends with one of these codes. Under torchrun, the code is torchrun's.",
         "",
         *_table(("Code", "Meaning"), rows),
     ]

@@ -1,4 +1,4 @@
-"""An objective in one file: masked tokens, and the position of every token."""
+"""Predict masked tokens, and the position of every token."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Places(MaskedTokens):
 
     @property
     def entries(self) -> int:
-        """Of its own head."""
+        """The number of weights of the second head."""
         return self.config.model.max_positions * self.config.model.hidden
 
     def parameters(self) -> list[tuple[str, int, str]]:
@@ -85,5 +85,5 @@ OBJECTIVE = Places
 
 
 def _without_places(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What released layouts hold."""
+    """Return the weights that released layouts have."""
     return {name: tensor for name, tensor in state.items() if name != "place_weight"}
