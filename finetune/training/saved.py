@@ -103,7 +103,7 @@ def save_model(
     """
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
-    from pretrain.checkpoint.layouts import OWN, brings_code, why_own
+    from pretrain.checkpoint.layouts import BERTRAIN, needs_custom_code, unsupported_parts
 
     facts = CardFacts(
         family=released.family,
@@ -114,9 +114,9 @@ def save_model(
         examples={"train": training_examples, **{name: len(result.examples) for name, result in results.items()}},
         scores={name: result.scores for name, result in results.items() if result.scores},
         details={name: result.details for name, result in results.items() if result.details},
-        own=why_own(released.model) if released.family == OWN.family else "",
+        own=unsupported_parts(released.model) if released.family == BERTRAIN.family else "",
         temperature=temperature,
-        brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
+        brings_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
     )
     origin = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
     write_json(config.folder / SCORES, {**origin, "scores": facts.scores, "details": facts.details})

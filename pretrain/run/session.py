@@ -285,12 +285,12 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
 
     def find(content: bool) -> str | None:
         store.remove_leftovers(checkpoints)
-        latest = store.newest(checkpoints, set_aside=True, content=content)
+        latest = store.latest(checkpoints, set_aside=True, content=content)
         return latest and latest.name
 
     def damage(checkpoint: Path) -> str | None:
         try:
-            store.verify_share(checkpoint, group.rank, group.world_size)
+            store.verify_rank_files(checkpoint, group.rank, group.world_size)
         except InputError as error:
             return str(error)
         return None

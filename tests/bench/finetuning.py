@@ -96,7 +96,7 @@ def _check(config: FinetuneConfig) -> None:
 
 def _start_folder(config: FinetuneConfig) -> Path:
     """The folder of the initial checkpoint. Raises as `compare` if there can be no baseline of it."""
-    from pretrain.checkpoint.released import why_not_transformers
+    from pretrain.checkpoint.released import unsupported_in_transformers
     from pretrain.checkpoint.tokenizer import is_run, released_folder
 
     if not config.start_from:
@@ -105,7 +105,7 @@ def _start_folder(config: FinetuneConfig) -> Path:
     if is_run(folder):
         why = "is a run: export it"
     else:
-        why = (own := why_not_transformers(folder)) and f"has {own}: give another checkpoint"
+        why = (own := unsupported_in_transformers(folder)) and f"has {own}: give another checkpoint"
     if why:
         raise InputError(f"bench finetune: {folder}: transformers cannot load it. It {why}.")
     for name in ("accelerate", "transformers"):  # the Trainer needs both

@@ -122,10 +122,10 @@ def test_an_unreadable_checkpoint_is_retried_then_refused(tmp_path: Path, monkey
     bad = save(tmp_path, 20)
     fail(monkeypatch, store, "verify_manifest", bad, errno.EIO, [failures])
     if failures == 1:
-        assert store.newest(tmp_path, set_aside=True) == bad
+        assert store.latest(tmp_path, set_aside=True) == bad
     else:
         with pytest.raises(MachineError, match=r"step-00000020: cannot be read \(Input/output error\)\. Check"):
-            store.newest(tmp_path, set_aside=True)
+            store.latest(tmp_path, set_aside=True)
     assert bad.exists(), "its content may be whole"
 
 
@@ -150,7 +150,7 @@ def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatc
     manifest = save(tmp_path, 10) / "manifest.json"
     fail(monkeypatch, Path, "open", manifest, errno.EACCES, [99])
     with pytest.raises(MachineError, match=r"manifest\.json: cannot be read \(Permission denied\)"):
-        store.newest(tmp_path, set_aside=True)
+        store.latest(tmp_path, set_aside=True)
     assert manifest.is_file()
 
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_saved_while_the_one_before_is_read_is_found(
         return verify(checkpoint, **how)
 
     monkeypatch.setattr(store, "verify_manifest", slow)
-    assert [store.newest(tmp_path)] == later
+    assert [store.latest(tmp_path)] == later
 
 
 @pytest.mark.parametrize("written", [{}, {"format": 1}, {"format": 3}])
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(tmp_path: 
     manifest = json.loads((other / "manifest.json").read_text())
     put_manifest(other, {key: x for key, x in manifest.items() if key not in ("manifest_sha256", "format")} | written)
     with pytest.raises(MachineError, match=r"step-00000020: made by another version of bertrain\. Train again\.$"):
-        store.newest(tmp_path, set_aside=True)
+        store.latest(tmp_path, set_aside=True)
     assert other.is_dir()
 
 
@@ -186,20 +186,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path
     for step in (10, 20):
         damage_manifest(save(tmp_path, step))
     with pytest.raises(InputError, match=r"all checkpoints are damaged: step-00000010, step-00000020\."):
-        store.newest(tmp_path)
+        store.latest(tmp_path)
     for _ in range(2):
         with pytest.raises(InputError, match=r"all checkpoints are damaged.*start from step 0"):
-            store.newest(tmp_path, set_aside=True)
+            store.latest(tmp_path, set_aside=True)
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:
     """A process killed while saving leaves a folder without a name."""
     good = save(tmp_path, 10)
     shutil.copytree(good, tmp_path / ".step-00000030.tmp")
-    assert store.newest(tmp_path) == good
+    assert store.latest(tmp_path) == good
     store.prune(tmp_path, 5)
     assert not (tmp_path / ".step-00000030.tmp").exists()
-    assert store.newest(tmp_path / "nowhere") is None
+    assert store.latest(tmp_path / "nowhere") is None
 
 
 def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
     (tmp_path / store.name_of(3) / "state.json").unlink()
     assert store.best(tmp_path) == tmp_path / store.name_of(2)
     store.prune(tmp_path, 5)
-    assert store.newest(tmp_path) == tmp_path / store.name_of(2)
+    assert store.latest(tmp_path) == tmp_path / store.name_of(2)
 
 
 def test_kept_checkpoints_stay_and_a_damaged_old_state_stops_nothing(tmp_path: Path) -> None:
@@ -471,9 +471,9 @@ def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, 
     with pytest.raises(MachineError, match="disk full"):
         writing.save(small_disk, 2, held, state, Alone())
     assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", good.name]
-    assert store.newest(small_disk) == good
+    assert store.latest(small_disk) == good
     (small_disk / "ballast").unlink()
-    assert store.newest(small_disk) == good
+    assert store.latest(small_disk) == good
     assert writing.save(small_disk, 2, held, state, Alone()) == tried
 
 
@@ -514,9 +514,9 @@ def test_any_damage_is_noticed_and_the_checkpoint_before_taken(tmp_path: Path, s
     good, bad = save(tmp_path, 10), save(tmp_path, 20)
     what = damage(bad, seed)
     with caplog.at_level("WARNING"):
-        assert store.newest(tmp_path) == good, what
+        assert store.latest(tmp_path) == good, what
         assert bad.exists(), "only the run itself may rename"
-        assert store.newest(tmp_path, set_aside=True) == good, what
+        assert store.latest(tmp_path, set_aside=True) == good, what
     assert not store.list_checkpoints(tmp_path)[1:]
     assert (tmp_path / "damaged-step-00000020").is_dir()
     assert store.damaged_after(good) == ["damaged-step-00000020"]
