@@ -22,7 +22,7 @@ from finetune.training.config import FinetuneConfig
 from finetune.training.folders import MODEL, SETTINGS, model_folder
 from finetune.training.rows import write_rows
 from pretrain.common.errors import InputError, of_another_version
-from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
+from pretrain.common.files import atomic_open, check_outputs_differ, is_stream, write_json
 from pretrain.common.run_files import SCORES
 from pretrain.common.wording import score_title, shown_scores
 from pretrain.storage.runs import fetched_model
@@ -174,7 +174,7 @@ def write_predictions(
     """
     contents = {} if is_stream(path) else task.scorer_files(examples, predictions)
     files = {path.with_name(path.stem + suffix): content for suffix, content in contents.items()}
-    expect_other([path, *files], inputs)
+    check_outputs_differ([path, *files], inputs)
     write_rows(path, prediction_rows(task, examples, predictions))
     for scorer_file, content in files.items():
         with atomic_open(scorer_file, "w") as file:

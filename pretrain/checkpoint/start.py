@@ -25,7 +25,7 @@ from pretrain.checkpoint.sentence_transformers import module_warnings
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
-from pretrain.common.settings import AnyConfig, Overrides, given_values, load
+from pretrain.common.settings import AnyConfig, Overrides, load, unvalidated_values
 from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
 from pretrain.config.families import SIZES, Shape
 from pretrain.corpus.extension import replaced_ids
@@ -63,7 +63,7 @@ def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) ->
     Raises:
         InputError: the checkpoint cannot be read, or the config sets something that contradicts it.
     """
-    given = given_values(config, PretrainConfig, overrides)
+    given = unvalidated_values(config, PretrainConfig, overrides)
     earlier = _earlier_config(given) if resume else None
     if earlier is not None:
         return _resume_overrides(earlier, given)

@@ -22,7 +22,7 @@ def print_error(message: object) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped, so that it stays on one line and cannot control a terminal."""
+    """Escape control characters in `text`, so that it stays on one line and cannot control a terminal."""
     return "".join(repr(character)[1:-1] if is_control(character) else character for character in text)
 
 
@@ -65,7 +65,7 @@ class StoppedError(RunError):
 
     exit_code = 75
     CONTINUE = " Continue with --resume."  # the end of a message
-    BETWEEN = "stopped before the next step." + CONTINUE  # the message where no step was in progress
+    BETWEEN = "stopped before the next step." + CONTINUE  # the message if no step was in progress
 
     def again(self) -> "StoppedError":
         """Return the error for a command that resumes automatically when it is run again."""

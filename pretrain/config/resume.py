@@ -62,7 +62,7 @@ def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int)
     # Contents that both read are compared by fingerprint, too.
     free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
     old, new = (_up_to(config, done) for config in (before, keep_precision(after, before)))
-    return settings.differences(old, new, free=free) or _changed_by_length(before, after, done)
+    return settings.differences(old, new, ignore=free) or _changed_by_length(before, after, done)
 
 
 def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import check_name, is_own
+from pretrain.common.extensions import check_name, is_custom
 from pretrain.common.sections import Keys, Location, Section, WritableLocation, check_location
 from pretrain.common.setting_errors import first_problem
 from pretrain.config.adaptation import AdaptationConfig
@@ -164,7 +164,7 @@ class RunConfig(Section):
             raise ValueError(f"{name!r} must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and start with a letter or digit")
         return name
 
-    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+    def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         for number, entry in enumerate(self.callbacks):
             yield ("callbacks", number), CALLBACKS, callback_options(entry)[0]
 
@@ -224,12 +224,12 @@ class PretrainConfig(RunConfig):
             check_name(objective)
         return objective
 
-    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+    def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         kinds = [(("corpus", "sources", n, "kind"), SOURCES, one.kind) for n, one in enumerate(self.corpus.sources)]
         kinds += [(("masking", "scheme"), MASKING_SCHEMES, self.masking.scheme)]
         kinds += [(("objective",), OBJECTIVES, self.objective)]
-        yield from (kind for kind in kinds if is_own(kind[2]))
-        yield from super().own_modules()
+        yield from (kind for kind in kinds if is_custom(kind[2]))
+        yield from super().custom_modules()
 
     @field_validator("fork_from")
     @classmethod

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.addresses import is_remote
-from pretrain.common.commands import add_address, add_command, at, checked_address, local_path, local_text
+from pretrain.common.commands import add_address, add_command, at, checked_address, local_path, local_string
 from pretrain.common.wording import for_terminal
 from pretrain.run.arguments import add_run, run_path
 
@@ -24,7 +24,7 @@ def add_to(commands: Any, find_job: FindJob) -> None:
 
 
 def _path_or_address(text: str) -> str:
-    return checked_address(text) if is_remote(text) else local_text(text)
+    return checked_address(text) if is_remote(text) else local_string(text)
 
 
 def _report(find_job: FindJob, arguments: argparse.Namespace) -> None:

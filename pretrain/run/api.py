@@ -14,7 +14,7 @@ from pretrain.common.commands import target_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
 from pretrain.common.packages import expect
-from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
+from pretrain.common.settings import AnyConfig, Overrides, as_overrides, unvalidated_values, with_start
 from pretrain.config import PretrainConfig, began_from, changed_for_resume, config_of, load_config, run_folder
 from pretrain.objectives import objective_of
 from pretrain.run import launch, preflight, probes
@@ -65,7 +65,7 @@ def train(
         fork_from: "RUN@STEP", a checkpoint of another run from which this one starts; overrides the config's.
         resume: continue the run from its latest checkpoint, if there is one.
         minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
-        ray: use Ray also for one worker on this machine.
+        ray: use Ray even for one worker on this machine.
         no_ray: train in this process.
         callbacks: functions (hook, record), and objects with methods step_end(record), evaluation, checkpoint, run_end,
             called in addition to the callbacks of the config. Other processes get copies.
@@ -154,7 +154,7 @@ def read_config(
     A run at an address that is to `resume` is fetched first, except for a `dry_run`.
     """
     settings = with_start(overrides, start_from) + as_overrides({"fork_from": fork_from} if fork_from else {})
-    values = given_values(config, PretrainConfig, settings)
+    values = unvalidated_values(config, PretrainConfig, settings)
     if resume and not dry_run:
         launch.download(values.get("run_dir"))
     if values.get("start_from") or (resume and began_from(run_folder(values))):

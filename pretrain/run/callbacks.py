@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import import_modules, own
+from pretrain.common.extensions import import_modules, load_custom
 from pretrain.common.records import event_of
 from pretrain.config.run import callback_options
 
@@ -51,7 +51,7 @@ class KIND:
 def check_options(entries: Sequence[Any]) -> None:
     """Raise `InputError` if the class of a callback does not take the options of its entry."""
     for number, (name, _, options) in enumerate(map(callback_options, entries)):
-        found: Any = own(name)
+        found: Any = load_custom(name)
         try:
             if isinstance(found, type):
                 inspect.signature(found).bind(**options)
@@ -94,7 +94,7 @@ def _unpacked(packed: str) -> Any:
     """Restore the argument of `_packed`. The string comes from this run's launcher, never from a file."""
     module, data = packed.split(" ")
     if module:
-        own(module)
+        load_custom(module)
     return pickle.loads(base64.b64decode(data))
 
 
@@ -122,7 +122,7 @@ class Callbacks:
     ) -> None:
         self._log, self._waiting, self._rank, self.stop_reason = log, waiting, rank, ""
         self._reported: set[int] = set()
-        targets = [(name, stops, own(name), options) for name, stops, options in map(callback_options, entries)]
+        targets = [(name, stops, load_custom(name), options) for name, stops, options in map(callback_options, entries)]
         restored = [_unpacked(one) if isinstance(one, str) else one for one in objects]
         targets += [(_name(one), getattr(one, "on_error", "") == "stop", one, {}) for one in restored]
         self._callbacks = [

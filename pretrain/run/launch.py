@@ -18,7 +18,7 @@ from pretrain.common.interrupts import Interrupted
 from pretrain.common.packages import expect, install_command, is_installed
 from pretrain.common.records import Metric
 from pretrain.common.wording import counted
-from pretrain.common.worker import TrainingRequest, Worker, torchrun_place
+from pretrain.common.worker import TrainingRequest, Worker, torchrun_rank
 from pretrain.config import R, RunConfig, SchedulingConfig
 from pretrain.run import preflight
 from pretrain.run.callbacks import check_options, transferable
@@ -111,12 +111,12 @@ def is_alone(workers: int, no_ray: bool) -> bool:
             f"--no-ray: trains in one process, but scheduling.workers is {workers}. "
             "Add --workers 1, or start several processes with torchrun."
         )
-    return bool(torchrun_place()) or no_ray
+    return bool(torchrun_rank()) or no_ray
 
 
 def is_follower() -> bool:
     """Return whether this is a process of torchrun, but not the first."""
-    place = torchrun_place()
+    place = torchrun_rank()
     return place is not None and place[0] > 0
 
 
@@ -131,7 +131,7 @@ def download(run_dir: Any) -> None:
 
 def _where(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
     """Describe where the run trains, for the terminal."""
-    if torchrun_place():
+    if torchrun_rank():
         return "processes of torchrun, without Ray"
     if alone:
         return "this process, without Ray"
@@ -161,7 +161,7 @@ def _recording_end(folder: Path) -> Iterator[None]:
         error = ended if isinstance(ended, DivergedError) else _stopped(folder, ended)
         event = "diverged" if isinstance(error, DivergedError) else "stop"
         try:
-            records.note_end(folder, event, str(error), int(_latest(folder).removeprefix("step-")))
+            records.record_end(folder, event, str(error), int(_latest(folder).removeprefix("step-")))
         except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
             print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise error from None
@@ -197,7 +197,7 @@ def _train(kind: RunKind[R], config: R, resume: bool, *, alone: bool, ray: bool 
         module, function = kind.target.split(":")
         with process_restored():
             worker = Worker.from_environment()
-            worker.heed_stop_file(config.folder)
+            worker.watch_stop_file(config.folder)
             worker.interrupts.stuck = functools.partial(_give_up, config.folder)
             with worker.interrupts:
                 getattr(importlib.import_module(module), function)(training, worker)

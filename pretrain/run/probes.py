@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.workers.launch import LOGS, environment
-from pretrain.common.children import unwound_when_terminated
+from pretrain.common.children import unwind_on_sigterm
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError
 from pretrain.common.files import append_open, checkpoint_names
-from pretrain.common.records import keep_until
+from pretrain.common.records import drop_records_after
 from pretrain.common.run_files import PROBES
 from pretrain.config import PretrainConfig
 from pretrain.tracking.tracker import send_probes
@@ -54,7 +54,7 @@ def probing(config: PretrainConfig) -> Iterator[None]:
     """
     settings, folder = config.evaluation.probes, config.folder
     names = checkpoint_names(folder)
-    keep_until(folder / PROBES, int(names[-1].removeprefix("step-")) if names else -1)
+    drop_records_after(folder / PROBES, int(names[-1].removeprefix("step-")) if names else -1)
     if not settings.is_on:
         yield
         return
@@ -126,7 +126,7 @@ def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
         )
     in_main = threading.current_thread() is threading.main_thread()
     try:
-        with unwound_when_terminated() if in_main else contextlib.nullcontext():
+        with unwind_on_sigterm() if in_main else contextlib.nullcontext():
             child.wait(WAIT_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # the run itself is finished
         command = f"{program()} {shlex.join(_options(config))}"

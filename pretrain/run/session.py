@@ -18,7 +18,7 @@ from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.files import allow_open_files, disk_errors
 from pretrain.common.settings import changes, differences
-from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.thread_waits import sleep_when_contended
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
 from pretrain.config.objectives import READ_BY_OBJECTIVES
@@ -99,7 +99,7 @@ def process_group(worker: Worker) -> Iterator[None]:
     if worker.threads:
         torch.set_num_threads(worker.threads)
     if dist.is_initialized():
-        with sleeping_when_crowded():
+        with sleep_when_contended():
             yield
         return
     needed = 2 * worker.world_size + _OTHER_FILES  # each rank connects to rank 0's store, for training and heartbeats
@@ -116,7 +116,7 @@ def process_group(worker: Worker) -> Iterator[None]:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
     agreed = False
     try:
-        with sleeping_when_crowded():
+        with sleep_when_contended():
             yield
         agreed = True
     except (StoppedError, DivergedError):  # every rank raises them after the same step
@@ -238,7 +238,7 @@ def _check_same_config(config: RunConfig, resume: bool) -> None:
     ]
     _refuse(
         [
-            *differences(first, mine, free=_MACHINE_SPECIFIC),
+            *differences(first, mine, ignore=_MACHINE_SPECIFIC),
             *missing,
             *([f"--resume ({resumes} -> {resume})"] if resume != resumes else []),
         ],

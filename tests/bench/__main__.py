@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from pretrain.common.children import unwound_when_terminated
+from pretrain.common.children import unwind_on_sigterm
 from pretrain.common.commands import exit_code, program
 from pretrain.common.errors import InputError
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words and words[0] in BENCHMARKS:
-        with unwound_when_terminated():
+        with unwind_on_sigterm():
             return importlib.import_module(BENCHMARKS[words[0]][0]).main(words[1:]) or 0
     if words and not words[0].startswith("-"):
         raise InputError(f"bench: {words[0]!r} is not a benchmark; choose from {', '.join(BENCHMARKS)}.")

@@ -152,9 +152,9 @@ def test_workers_are_compared_round_by_round() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["scale", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
-        (["step", "--corpus", "x", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
-        (["workers", "--corpus", "x", "--rounds", "0"], "--rounds: '0' is not a whole number above 0"),
+        (["scale", "--repeats", "0"], "--repeats: '0' is not a positive integer"),
+        (["step", "--corpus", "x", "--repeats", "0"], "--repeats: '0' is not a positive integer"),
+        (["workers", "--corpus", "x", "--rounds", "0"], "--rounds: '0' is not a positive integer"),
         (["workers", "--corpus", "x", "--steps", "19"], "--steps is 19; give at least 20"),
         (["scale", "--length", "4"], "error: bench: phases.0.sequence_length: "),
         (["prepare", "--file", "nowhere"], "error: --file: nowhere: not found, or not a file."),

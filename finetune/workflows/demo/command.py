@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pretrain.common.commands import USUAL_WORKERS, add_command, add_set, add_workers, check_effects, local_path
+from pretrain.common.commands import WORKERS_DEFAULT, add_command, add_set, add_workers, check_effects, local_path
 
 _EXAMPLES = """
   ./launch.sh demo
@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
     """Add `demo` to the subcommands of a parser."""
     purpose = "run every stage on the docstrings of this Python"
     parser = add_command(commands, "demo", _run, purpose, _EXAMPLES)
-    add_workers(parser, USUAL_WORKERS)
+    add_workers(parser, WORKERS_DEFAULT)
     parser.add_argument(
         "--run-dir",
         type=local_path,

@@ -19,7 +19,7 @@ from typing import Any
 from finetune.training import api as finetuning
 from finetune.training.saved import MODEL
 from finetune.workflows.demo.data import write_sets
-from pretrain.common.commands import usual_workers
+from pretrain.common.commands import default_workers
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.common.packages import expect
@@ -89,7 +89,7 @@ def _fill_in(arguments: argparse.Namespace) -> None:
     if arguments.minutes is None:
         arguments.minutes = 0.0 if arguments.quick else 6.0
     if arguments.workers is None:
-        arguments.workers = 1 if arguments.quick else usual_workers()
+        arguments.workers = 1 if arguments.quick else default_workers()
 
 
 def _tasks(arguments: argparse.Namespace) -> tuple[DemoTask, ...]:

@@ -39,9 +39,8 @@ class PooledForSequenceClassification(PreTrainedModel):
         super().__init__(config)
         encoder = config.encoder
         model_class: Any = MODEL_MAPPING[type(encoder)]
-        options = (
-            {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(model_class).parameters else {}
-        )
+        parameters = inspect.signature(model_class).parameters
+        options = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
         self.base_model_prefix = model_class.base_model_prefix
         setattr(self, self.base_model_prefix, model_class(encoder, **options))
         rate = getattr(config, "classifier_dropout", None)
