@@ -26,7 +26,7 @@ from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folde
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.common.settings import AnyConfig, Overrides, load, unvalidated_values
-from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
+from pretrain.config import ModelConfig, PretrainConfig, run_folder, used_start_from
 from pretrain.config.families import SIZES, Shape
 from pretrain.corpus.extension import replaced_ids
 from pretrain.corpus.manifest import check_same_tokenizer
@@ -91,7 +91,7 @@ def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer
 def _earlier_config(given: Mapping[str, Any]) -> PretrainConfig | None:
     """Return the config that the run started with, if it started from a checkpoint and has one to resume from."""
     folder = run_folder(given)
-    return load(folder / "config.yaml", PretrainConfig) if began_from(folder) else None
+    return load(folder / "config.yaml", PretrainConfig) if used_start_from(folder) else None
 
 
 def _resume_overrides(earlier: PretrainConfig, given: Mapping[str, Any]) -> list[str]:

@@ -95,7 +95,7 @@ def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
     for number, phase in enumerate(config.phases):
         for name in ("ramp_from", "global_sequences"):
             sequences = getattr(phase, name)
-            if sequences and (reason := config.why_not_balanced(number, sequences, workers)):
+            if sequences and (reason := config.balance_problem(number, sequences, workers)):
                 raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {reason}.")
 
 

@@ -15,7 +15,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
 from pretrain.common.packages import expect
 from pretrain.common.settings import AnyConfig, Overrides, as_overrides, unvalidated_values, with_start
-from pretrain.config import PretrainConfig, began_from, changed_for_resume, config_of, load_config, run_folder
+from pretrain.config import PretrainConfig, changed_for_resume, config_of, load_config, run_folder, used_start_from
 from pretrain.objectives import objective_of
 from pretrain.run import launch, preflight, probes
 from pretrain.run.arguments import run_path, store_target
@@ -157,7 +157,7 @@ def read_config(
     values = unvalidated_values(config, PretrainConfig, settings)
     if resume and not dry_run:
         launch.download(values.get("run_dir"))
-    if values.get("start_from") or (resume and began_from(run_folder(values))):
+    if values.get("start_from") or (resume and used_start_from(run_folder(values))):
         from pretrain.checkpoint.start import start_overrides
 
         settings += start_overrides(config, settings, resume=resume)
@@ -219,7 +219,7 @@ def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
         print(
             f"{config.corpus.dir}: streamed; at most {config.corpus.cache.human_readable(decimal=True)} are kept here"
         )
-    starts_from = config.start_from and not (resume and began_from(config.folder))
+    starts_from = config.start_from and not (resume and used_start_from(config.folder))
     if starts_from:
         from pretrain.checkpoint.start import check_start_corpus, start_table
 
