@@ -65,7 +65,7 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     from finetune.training import runs
     from pretrain.run import launch, preflight
 
-    alone = launch.is_alone(config.scheduling.workers, arguments.no_ray)
+    alone = launch.trains_in_process(config.scheduling.workers, arguments.no_ray)
     if launch.is_follower():
         return
     finished = runs.has_model(config)

@@ -1,4 +1,4 @@
-"""Command-line arguments for runs to read and targets to write, as paths or addresses."""
+"""Command-line arguments for the runs to read and the targets to write: paths or addresses."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ def add_run(parser: argparse.ArgumentParser, name: str, content: str) -> None:
 
 
 def run_path(run: Any) -> Path:
-    """Return the folder of a run or model, in any form that `run_argument` takes; fetch it if it is at an address.
+    """Return the folder of a run or model, in any form that `run_argument` accepts; fetch it if it is at an address.
 
     Raises `InputError` if nothing is stored at the address.
     """

@@ -230,7 +230,7 @@ def test_loop_patience_and_store_agree_on_ties() -> None:
     evaluations = [(0.8, 0.7), (0.8, 0.5), (0.8, 0.5), (0.7, 0.1), (0.8, 0.6), (0.9, math.nan), (0.8, 0.4)]
     for step, (score, loss) in enumerate(evaluations, 1):
         fit.progress = Progress.from_state(json.loads(json.dumps({**asdict(fit.progress), "step": step})))
-        fit.judge({"f1": score, "loss": loss})
+        fit.update_best({"f1": score, "loss": loss})
         gains.append(fit.progress.evaluations_without_gain)
         states[store.name_of(step)] = {**fit.validation, "validation_set": "dev"}
         assert best_of(states) == store.name_of(int((fit.progress.best or [0])[-1]))
@@ -413,7 +413,7 @@ def test_a_checkpoint_that_only_one_machine_reads_as_damaged_is_kept(saved: dict
     shutil.copytree(saved[2], tmp_path, dirs_exist_ok=True)
     for error, _ in run_workers(2, find_newest_and_note_reads, tmp_path, "stale"):
         assert "rank-00001-of-00002.safetensors: its SHA-256 differs" in str(error)
-        assert str(error).endswith("Another machine reads the content that was written: check the storage.")
+        assert str(error).endswith("Another machine reads the file correctly: check the storage.")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 

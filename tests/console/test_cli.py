@@ -159,7 +159,7 @@ def test_a_run_with_checkpoints_is_not_restarted_without_resume(config_file: Pat
     add_checkpoint(Path("runs/trial"))
     assert cli("pretrain", config_file) == 2
     assert error_of(capsys) == (
-        "error: runs/trial: already holds checkpoints (latest step-00000002). Add --resume to continue that run, "
+        "error: runs/trial: already has checkpoints (latest step-00000002). Add --resume to continue that run, "
         "or choose another name or run_dir to start a new one."
     )
     assert calls == []
@@ -224,11 +224,11 @@ def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, ca
         ("--set corpus.vocabulary.path=bad.json", "bad.json: not a tokenizer.json"),
         (
             "--set corpus.vocabulary.lowercase=false",
-            "corpus: its vocabulary was made with lowercase: true; the config has false.",
+            "corpus: its vocabulary was created with lowercase: true; the config has false.",
         ),
         (
             "--set corpus.vocabulary.strip_accents=false",
-            "corpus: its vocabulary was made with strip_accents: true; the",
+            "corpus: its vocabulary was created with strip_accents: true; the",
         ),
     ],
 )
