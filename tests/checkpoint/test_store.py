@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from pretrain.checkpoint import store, writing
 from pretrain.checkpoint.store import FragmentIndex
-from pretrain.checkpoint.writing import packed
+from pretrain.checkpoint.writing import merge_entries
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
 from pretrain.run.loop import Fit
@@ -549,7 +549,7 @@ def cut_equally(name: str, numel: int, ranks: int) -> list[dict[str, Any]]:
 def test_equal_parts_are_one_entry(ranks: int) -> None:
     names = [f"layers.{number}" for number in range(10)]
     shards = [cut_equally(name, 100_001, ranks) for name in names]
-    listed = packed(itertools.chain(*zip(*shards, strict=True)))
+    listed = merge_entries(itertools.chain(*zip(*shards, strict=True)))
     assert len(listed) <= 2 * len(names), "the parts, and the shorter last one"
 
 
@@ -561,7 +561,7 @@ def test_any_range_is_found_whatever_the_fragments() -> None:
         uneven = [entry("a", a, b, choose.randrange(ranks)) for a, b in itertools.pairwise(cuts)]
         for fragments in (uneven, cut_equally("a", numel, ranks)):
             choose.shuffle(fragments)
-            index = FragmentIndex(packed(fragments), files(ranks))
+            index = FragmentIndex(merge_entries(fragments), files(ranks))
             start = choose.randrange(numel)
             stop = choose.randint(start + 1, numel)
             found = list(index.covering("exp_avg", "a", start, stop))
@@ -574,11 +574,11 @@ def test_any_range_is_found_whatever_the_fragments() -> None:
 
 
 def test_another_name_or_kind_has_no_fragments() -> None:
-    index = FragmentIndex(packed([entry("a", 0, 5, 0)]), files(1))
+    index = FragmentIndex(merge_entries([entry("a", 0, 5, 0)]), files(1))
     assert not list(index.covering("weight", "b", 0, 5))
     assert not list(index.covering("average", "a", 0, 5))
 
 
 def test_parts_on_other_ranks_in_turn_are_not_joined() -> None:
     fragments = [entry("a", 0, 5, 0), entry("a", 5, 10, 2), entry("a", 10, 15, 3), entry("b", 15, 20, 4)]
-    assert [(run["start"], run.get("parts", 1)) for run in packed(fragments)] == [(0, 1), (5, 2), (15, 1)]
+    assert [(run["start"], run.get("parts", 1)) for run in merge_entries(fragments)] == [(0, 1), (5, 2), (15, 1)]
