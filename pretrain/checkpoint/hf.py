@@ -268,8 +268,8 @@ def _model_card(
 def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
     """Return labels and values of the last evaluation up to `step`, or of the averaged weights at `step`, or []."""
     key, value, first = ("event", "average", step) if averaged else ("split", "validation", 0)
-    found = (one for one in reversed(read_records(run_dir)) if one.get(key) == value)
-    last = next((one for one in found if first <= one.get("step", 0) <= step), None)
+    found = (record for record in reversed(read_records(run_dir)) if record.get(key) == value)
+    last = next((record for record in found if first <= record.get("step", 0) <= step), None)
     if last is None:
         return []
     shown = [

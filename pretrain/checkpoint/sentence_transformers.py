@@ -56,7 +56,7 @@ def length_warnings(folder: Path, max_length: int) -> list[str]:
             f"max_length is {max_length}, but it was trained for at most {longest} tokens "
             f"(sentence_bert_config.json). Set max_length: {longest}."
         )
-    return [f"warning: {folder}: {one}" for one in warnings] + module_warnings(folder)
+    return [f"warning: {folder}: {text}" for text in warnings] + module_warnings(folder)
 
 
 def module_warnings(folder: Path) -> list[str]:
@@ -107,7 +107,7 @@ def _read_files(folder: Path) -> dict[str, Any]:
     found = {}
     for name in (_MODULES, _POOLING, _TRANSFORMER, _PROMPTS):
         folders = (folder, inner, inner / ENCODER)
-        if paths := [path for one in folders for path in sorted(one.glob(_NAMES.get(name, name)))]:
+        if paths := [path for parent in folders for path in sorted(parent.glob(_NAMES.get(name, name)))]:
             found[name] = read_json(paths[0], list if name == _MODULES else dict)
     return found
 
@@ -123,5 +123,5 @@ def _pooling_modes(declared: Mapping[str, Any]) -> list[str]:
 
 def _classes(declared: Mapping[str, Any]) -> list[str]:
     """Return the class names of the modules, in order."""
-    modules = (one for one in declared.get(_MODULES, ()) if isinstance(one, dict))
-    return [str(one.get("type", "")).rpartition(".")[2] for one in modules]
+    modules = (module for module in declared.get(_MODULES, ()) if isinstance(module, dict))
+    return [str(module.get("type", "")).rpartition(".")[2] for module in modules]

@@ -272,7 +272,7 @@ def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[
     neither a `RunError` nor an `OSError` is logged, and also raised as a `MachineError`: the other ranks wait for it.
     """
     outcomes = group.collect_objects(_outcome(group, work))
-    concluded = _outcome(group, lambda: conclude([_result(one) for one in outcomes])) if group.rank == 0 else None
+    concluded = _outcome(group, lambda: conclude([_result(item) for item in outcomes])) if group.rank == 0 else None
     return _result(group.first_object(concluded))
 
 

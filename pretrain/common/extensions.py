@@ -73,7 +73,7 @@ def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
     requested, modules = _requested(), list(dict.fromkeys(name.partition(":")[0] for name in names))
     if not modules:
         return
-    folders = [str(one.resolve()) for one in (folder, Path.cwd()) if one]
+    folders = [str(path.resolve()) for path in (folder, Path.cwd()) if path]
     requested["folders"] = list(dict.fromkeys([*requested["folders"], *folders]))
     requested["names"] = list(dict.fromkeys([*requested["names"], *modules]))
     os.environ[REQUESTED] = json.dumps(requested)
@@ -131,7 +131,7 @@ def imported_modules() -> dict[str, ModuleType]:
 
 def hashes() -> dict[str, str]:
     """Return the SHA-256 of each requested module's file, and of the modules that they import from the same folders."""
-    tops = tuple(f"{Path(one).stem}." for one in _requested()["carried"])
+    tops = tuple(f"{Path(path).stem}." for path in _requested()["carried"])
     names = [name for name in sys.modules if name in _requested()["names"] or f"{name}.".startswith(tops)]
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(names)}
     return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
@@ -173,10 +173,10 @@ def _missing_message(name: str, missing: str, folders: list[str]) -> str:
 
 
 def _raised_message(name: str, error: BaseException) -> str:
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     folders = tuple(_requested()["folders"])
-    frames = [one for one in frames if one.filename != __file__ and "importlib" not in one.filename] or frames
-    last = next((one for one in reversed(frames) if one.filename.startswith(folders)), frames[-1])
+    frames = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename] or frames
+    last = next((frame for frame in reversed(frames) if frame.filename.startswith(folders)), frames[-1])
     where = (last.filename, last.lineno) if not isinstance(error, SyntaxError) else (error.filename, error.lineno)
     reason = (str(error).strip().splitlines() or [""])[0]
     return (

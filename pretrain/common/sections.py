@@ -61,7 +61,7 @@ def check_location(text: str, *, written: bool = False) -> str:
         return text.rstrip("/")
     scheme, separator, _ = text.partition("://")
     if separator and scheme.isalnum():
-        known = ", ".join(f"{one}://" for one in SCHEMES)
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise ValueError(f"{text!r} is an address with an unknown scheme. Use a local path, or one of {known}.")
     return _check_path(text)
 

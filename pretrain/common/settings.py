@@ -142,8 +142,8 @@ def differences(
 
 def changes(before: Section | Mapping[str, Any], after: Section | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return dotted name -> (value before, value after) of the settings that differ."""
-    values = (one.model_dump() if isinstance(one, Section) else one for one in (before, after))
-    old, new = ({".".join(map(str, keys)): value for keys, value in _leaves(one)} for one in values)
+    values = (source.model_dump() if isinstance(source, Section) else source for source in (before, after))
+    old, new = ({".".join(map(str, keys)): value for keys, value in _leaves(plain)} for plain in values)
     return {
         name: (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)
     }
@@ -228,20 +228,21 @@ class _Document(Generic[S]):
         except ValidationError as error:
             # pydantic also reports a list as too short if its items are invalid.
             problems = [
-                one for one in error.errors(include_url=False) if one["type"] != "too_short" or not one["input"]
+                item for item in error.errors(include_url=False) if item["type"] != "too_short" or not item["input"]
             ]
             self._check_kind(problems)
-            if recorded and any(one["type"] == "extra_forbidden" for one in problems):
+            if recorded and any(item["type"] == "extra_forbidden" for item in problems):
                 raise InputError(of_another_version(self.origin, "Train again.")) from None
             order = list(self.origins)
-            problems.sort(key=lambda one: order.index(self._known(one["loc"])))
+            problems.sort(key=lambda item: order.index(self._known(item["loc"])))
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
         self._check_secrets()
         return settings
 
     def _check_kind(self, problems: Sequence[ErrorDetails]) -> None:
         """Raise `InputError` if the settings belong to another kind of config."""
-        unknown = [str(one["loc"][0]) for one in problems if one["type"] == "extra_forbidden" and len(one["loc"]) == 1]
+        paths = [item["loc"] for item in problems if item["type"] == "extra_forbidden"]
+        unknown = [str(path[0]) for path in paths if len(path) == 1]
         if len(unknown) >= _MIN_UNKNOWN:
             raise InputError(
                 f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {', '.join(unknown)}."

@@ -35,8 +35,8 @@ def either(names: Sequence[str]) -> str:
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Return the shortest names that start with `name`, at most three, else the most similar one (difflib's cutoff)."""
     known = list(names)
-    longer = sorted((one for one in known if one.startswith(name)), key=len) if name.strip("-") else []
-    shortest = [one for number, one in enumerate(longer) if not one.startswith(tuple(longer[:number]))]
+    longer = sorted((other for other in known if other.startswith(name)), key=len) if name.strip("-") else []
+    shortest = [other for number, other in enumerate(longer) if not other.startswith(tuple(longer[:number]))]
     return shortest[:3] or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
 
 

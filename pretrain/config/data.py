@@ -183,7 +183,7 @@ class CorpusConfig(Section):
     def _check_dir(self) -> CorpusConfig:
         if self.cache and not is_remote(self.dir):
             raise ValueError(f"cache has no effect with dir: {self.dir}, which is not an address. Remove it")
-        if shared := [n for n, one in enumerate(self.sources) if one.path and local(one.path) == self.folder]:
+        if shared := [n for n, source in enumerate(self.sources) if source.path and local(source.path) == self.folder]:
             raise ValueError(
                 f"dir: {self.dir} is the folder that sources.{shared[0]} reads. Choose another one, which may be in it"
             )

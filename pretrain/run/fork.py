@@ -79,7 +79,7 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
     names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
     name = _name(step)
     if name not in names:
-        steps = sorted((int(one.removeprefix("step-")) for one in names), key=lambda other: abs(other - step))[:2]
+        steps = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
         if not steps:
             raise InputError(f"fork_from: {run} has no checkpoint: there is no run, or it has not written one yet.")
         nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}"
@@ -129,9 +129,9 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     earlier, before = read_fork(parent), state["config"]
     for name in (METRICS, PROBES):
-        records = [one for one in read_records(parent, name) if one.get("step", 0) <= step]
+        records = [record for record in read_records(parent, name) if record.get("step", 0) <= step]
         with atomic_open(folder / name, "w") as file:
-            file.writelines(f"{json.dumps(one)}\n" for one in records)
+            file.writelines(f"{json.dumps(record)}\n" for record in records)
     fork = {
         "id": new_id(config),  # of the W&B run; the same if the first start is repeated
         "run": _run_location(_parent(config)[0], parent),

@@ -190,7 +190,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
     if reason := precision.unsupported(config.engine, capability):
         advice = advice if reason.startswith("engine.precision") else "Set it to false."
         raise MachineError(f"{reason}; {has}. {advice}")
-    known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
+    known = [int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()]
     if known and 10 * capability[0] + capability[1] < min(known):
         raise MachineError(
             f"This torch ({torch.__version__}) does not support this GPU: it needs compute capability "

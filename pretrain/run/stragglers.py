@@ -89,7 +89,7 @@ class RankTimes:
             recorder.log(event_of("data_stall", message, step=step, rank=rank, seconds=seconds))
         # With many ranks, these lists are most of a record. More digits would be noise.
         values = {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
-        return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
+        return {name: [float(f"{value:.4g}") for value in seconds] for name, seconds in values.items()}
 
     def report_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
         """Record ranks whose forward passes (seconds, by rank) stay slow."""

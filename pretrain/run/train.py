@@ -258,7 +258,7 @@ class Pretraining:
         counts: list[Tensor] = []
         for source in sources:
             of_source = [step for step in steps if step.text == source]
-            outputs = ((engine.forward(mb.to(self._device)), one) for one in of_source for mb in one.micro_batches)
+            outputs = ((engine.forward(mb.to(self._device)), step) for step in of_source for mb in step.micro_batches)
             sums.append(torch.stack([self.totals(output).double() / one.copies for output, one in outputs]).sum(0))
             counts.append(torch.stack([self.counts(step) / step.copies for step in of_source]).sum(0))
         totals = torch.stack(sums)

@@ -36,7 +36,7 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
-        known = [name for one in LAYOUTS.values() for name in (one.released_name, *one.variants, *one.older)]
+        known = [name for item in LAYOUTS.values() for name in (item.released_name, *item.variants, *item.older)]
         raise ValueError(f"model_type is {config['model_type']!r}; {', '.join(known)} are supported")
     for key in _HEAD_DROPOUTS:
         share = config.get(key)
