@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from pretrain.common.errors import InputError
 from pretrain.common.wording import did_you_mean
 
-REQUESTED = "BERTRAIN_MODULES"
+ENV_VAR = "BERTRAIN_MODULES"
 """The environment variable with the modules that the user requested, as JSON of `_requested`; workers inherit it."""
 
 _OURS = ("pretrain", "finetune", "cluster")
@@ -76,14 +76,14 @@ def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
     folders = [str(path.resolve()) for path in (folder, Path.cwd()) if path]
     requested["folders"] = list(dict.fromkeys([*requested["folders"], *folders]))
     requested["names"] = list(dict.fromkeys([*requested["names"], *modules]))
-    os.environ[REQUESTED] = json.dumps(requested)
+    os.environ[ENV_VAR] = json.dumps(requested)
     before = set(sys.modules)
     for name in modules:
         load_custom(name)
     tops = {name.partition(".")[0] for name in (*requested["names"], *(set(sys.modules) - before))} - set(_OURS)
     paths = [_path(sys.modules[top]) for top in sorted(tops) if top in sys.modules]
     local = [str(path) for path in paths if str(path.parent) in requested["folders"]]
-    os.environ[REQUESTED] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *local]))})
+    os.environ[ENV_VAR] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *local]))})
 
 
 def load_custom(name: str) -> Any:
@@ -111,7 +111,7 @@ def ship_modules(environment: dict[str, Any], staging: Path) -> dict[str, Any]:
 
     The modules' Python files are copied to the folder `staging`, which Ray sends.
     """
-    if REQUESTED not in os.environ:
+    if ENV_VAR not in os.environ:
         return environment
     requested = _requested()
     for top in map(Path, requested["carried"]):
@@ -121,7 +121,7 @@ def ship_modules(environment: dict[str, Any], staging: Path) -> dict[str, Any]:
             shutil.copyfile(file, copy)
     folder = {"working_dir": str(staging)} if requested["carried"] else {}
     value = json.dumps({**requested, "folders": []})  # the folders exist only on this machine
-    return {**environment, **folder, "env_vars": {**environment.get("env_vars", {}), REQUESTED: value}}
+    return {**environment, **folder, "env_vars": {**environment.get("env_vars", {}), ENV_VAR: value}}
 
 
 def imported_modules() -> dict[str, ModuleType]:
@@ -139,7 +139,7 @@ def hashes() -> dict[str, str]:
 
 def _requested() -> dict[str, list[str]]:
     """Return the requested names, the folders to search, and the files there to copy to other machines."""
-    return {"names": [], "folders": [], "carried": [], **json.loads(os.environ.get(REQUESTED, "{}"))}
+    return {"names": [], "folders": [], "carried": [], **json.loads(os.environ.get(ENV_VAR, "{}"))}
 
 
 def _path(module: ModuleType) -> Path:

@@ -87,7 +87,7 @@ def test_the_callbacks_of_the_page_do_what_it_says(tmp_path: Path, monkeypatch: 
     from pretrain.common import extensions
     from pretrain.run.callbacks import Callbacks
 
-    monkeypatch.setenv(extensions.REQUESTED, "{}")
+    monkeypatch.setenv(extensions.ENV_VAR, "{}")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     text = (EXTEND / "your-own-modules.md").read_text(encoding="utf-8")

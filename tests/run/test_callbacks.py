@@ -50,7 +50,7 @@ class Silent: ...
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with `told.hooks`, which is the current one."""
-    monkeypatch.setenv(extensions.REQUESTED, "{}")
+    monkeypatch.setenv(extensions.ENV_VAR, "{}")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "told").mkdir()

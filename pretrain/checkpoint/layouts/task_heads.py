@@ -33,9 +33,7 @@ class TaskHead(NamedTuple):
     dropout: HeadDropout = HeadDropout()
 
 
-def sequence_head(
-    activation: str, *, input_dropout: bool = False
-) -> Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]:
+def sequence_head(activation: str, *, input_dropout: bool = False) -> Callable[..., TaskHead]:
     """Return the `KeyMapping.task_head` of BERT-like families: a dense layer for sequences, none for tokens and spans.
 
     Args:
