@@ -163,8 +163,8 @@ def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapp
     for what, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
         if ours.get(key) != theirs.get(key):
             raise InputError(
-                f"{other}: its {what} differs from that of {first}, so their weights cannot be averaged. Use runs of "
-                "one model: forks of one run."
+                f"{other}: has a different {what} than {first}, so their weights cannot be averaged. Use runs of one "
+                "model: forks of one run."
             )
 
 

@@ -114,7 +114,7 @@ def _reader_exited() -> bool:
 class Parser(argparse.ArgumentParser):
     """Accepts options between positional arguments: `evaluate RUN --precision fp32 FILE`; an error is one line.
 
-    argparse itself ends a list at an option, and sets an optional positional argument to its default too early.
+    argparse itself closes a list at an option, and sets an optional positional argument to its default too early.
     """
 
     _is_nested = False

@@ -129,7 +129,7 @@ def dump(settings: Section, exclude: set[str] | None = None) -> str:
 def differences(
     before: Section | Mapping[str, Any], after: Section | Mapping[str, Any], *, ignore: Sequence[str]
 ) -> list[str]:
-    """List the settings that differ, except those that match a pattern in `ignore`: dotted name and both values.
+    """List the settings that differ and match no pattern in `ignore`: dotted name and both values.
 
     Both arguments may be plain values (`model_dump`) of a section whose fields this version does not have.
     """

@@ -282,7 +282,7 @@ class Fit(Generic[S]):
             self.saver.wait()  # raises the error on every rank
         applied = math.isfinite(norm)
         averaged = self.plan.averages(launched.number)
-        if applied or averaged <= 1:  # a skipped step also ends the averaging of the previous phase
+        if applied or averaged <= 1:  # a skipped step also stops the averaging of the previous phase
             engine.average(averaged if applied else 0)
         self.rate, self.epoch = launched.rate, step.epoch
         self._enter_part(launched.part)
