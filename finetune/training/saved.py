@@ -21,7 +21,7 @@ from finetune.training.card import CardFacts, interval_text, model_card
 from finetune.training.config import FinetuneConfig
 from finetune.training.folders import MODEL, SETTINGS, model_folder
 from finetune.training.rows import write_rows
-from pretrain.common.errors import InputError, of_another_version
+from pretrain.common.errors import InputError, version_mismatch
 from pretrain.common.files import atomic_open, check_outputs_differ, is_stream, write_json
 from pretrain.common.run_files import SCORES
 from pretrain.common.wording import score_title, shown_scores
@@ -156,7 +156,7 @@ def load_saved(folder: Path) -> SavedModel:
         values = json.loads(path.read_text(encoding="utf-8"))
         return SavedModel(FinetuneConfig.model_validate(values["config"]), values["state"], values["scores"])
     except ValidationError:
-        raise InputError(of_another_version(path, "Fine-tune again.")) from None
+        raise InputError(version_mismatch(path, "Fine-tune again.")) from None
     except (ValueError, KeyError) as error:
         raise InputError(f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again.") from None
 

@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pretrain.common.errors import InputError, MachineError, RunError, of_another_version
+from pretrain.common.errors import InputError, MachineError, RunError, version_mismatch
 from pretrain.common.files import CHECKPOINT_NAME, MANIFEST, parse_manifest, verify_content, verify_manifest
 from pretrain.storage.runs import best_of
 
@@ -152,7 +152,7 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
         return verify_manifest(checkpoint, content=content)
 
     if read_with_retries(checkpoint, read).get("format") != FORMAT:
-        raise MachineError(of_another_version(checkpoint, "Train again."))
+        raise MachineError(version_mismatch(checkpoint, "Train again."))
 
 
 def verify_rank_files(checkpoint: Path, rank: int, ranks: int) -> None:

@@ -60,7 +60,7 @@ def local_run(text: Path | str) -> Path:
     return _below(runs(), text)
 
 
-def shown(path: Path | str) -> str:
+def display_path(path: Path | str) -> str:
     """Return the address whose local copy is `path`, or `path` itself if it is not a local copy."""
     try:
         scheme, *parts = Path(path).relative_to(cache()).parts

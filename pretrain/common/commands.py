@@ -222,7 +222,7 @@ def add_config(parser: argparse.ArgumentParser, start: str, *, several: bool = F
 
 def add_start(parser: argparse.ArgumentParser, purpose: str, **options: Any) -> None:
     """Add --from DIR; `options` are passed on to `add_argument`."""
-    where = at("a released model, an export or a run")
+    where = location_help("a released model, an export or a run")
     parser.add_argument("--from", dest="start_from", metavar="DIR", help=f"{purpose}: {where}", **options)
 
 
@@ -273,7 +273,7 @@ def add_follow(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help=purpose)
 
 
-def at(what: str) -> str:
+def location_help(what: str) -> str:
     """Return the help text of an argument that `run_argument` parses."""
     return f"folder or address of {what}, or name of a run in runs/"
 

@@ -31,7 +31,7 @@ def is_control(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")
 
 
-def of_another_version(where: object, advice: str) -> str:
+def version_mismatch(where: object, advice: str) -> str:
     """Return an error message: the object at `where` has a format or settings that this version does not support."""
     return f"{where}: made by another version of bertrain. {advice}"
 

@@ -60,7 +60,7 @@ def expected(purpose: str) -> Iterator[None]:
         raise
 
 
-def expect_ours(*names: str, path: Sequence[str] | None = None) -> None:
+def check_not_hidden(*names: str, path: Sequence[str] | None = None) -> None:
     """Raise `InputError` if a user's module on `path` (None: sys.path) hides one of our packages."""
     for name in names:
         if (spec := PathFinder.find_spec(name, path)) is not None:

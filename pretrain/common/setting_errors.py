@@ -63,7 +63,7 @@ def suggest(model: type[Section], path: Keys) -> str:
     return f"known here: {', '.join(siblings)}."
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value on one line, in at most `_MAX_SHOWN` characters."""
     if value is None:
         return "empty"

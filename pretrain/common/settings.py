@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pretrain.common.commands import run_argument
-from pretrain.common.errors import InputError, is_control, of_another_version, printable
+from pretrain.common.errors import InputError, is_control, printable, version_mismatch
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import import_kind
 from pretrain.common.sections import MULTILINE, Keys, Section, field_at
-from pretrain.common.setting_errors import expected, shorten, shown, suggest
+from pretrain.common.setting_errors import expected, format_value, shorten, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
 _MIN_UNKNOWN = 3  # number of unknown sections from which a config is reported as one of another kind
@@ -171,7 +171,7 @@ class _Document(Generic[S]):
             self.origin, self.folder = str(path), path.parent
             lines, content = parse(read_text(path), self.origin)
         elif not isinstance(config, Mapping | Section):
-            raise InputError(f"config: is {shown(config)}; expected the path of a YAML file, or settings.")
+            raise InputError(f"config: is {format_value(config)}; expected the path of a YAML file, or settings.")
         if not isinstance(content, Mapping | Section):
             raise InputError(f"{self.origin}: no settings in this file; expected lines of `key: value`.")
         self.values: dict[str, Any] = _to_plain(content)
@@ -197,7 +197,7 @@ class _Document(Generic[S]):
             is_list = isinstance(container, list)
             if not (isinstance(key, int) and key <= len(container) if is_list else isinstance(container, dict)):
                 what = f"{key!r} is not one of the indices 0 to {len(container)}" if is_list else "not a section"
-                raise InputError(f"{where}: {'.'.join(map(str, keys[:depth]))} is {shown(container)}; {what}.")
+                raise InputError(f"{where}: {'.'.join(map(str, keys[:depth]))} is {format_value(container)}; {what}.")
             key = key if is_list else str(key)
             if not is_list:
                 container.setdefault(key)
@@ -232,7 +232,7 @@ class _Document(Generic[S]):
             ]
             self._check_kind(problems)
             if recorded and any(item["type"] == "extra_forbidden" for item in problems):
-                raise InputError(of_another_version(self.origin, "Train again.")) from None
+                raise InputError(version_mismatch(self.origin, "Train again.")) from None
             order = list(self.origins)
             problems.sort(key=lambda item: order.index(self._known(item["loc"])))
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
@@ -256,7 +256,7 @@ class _Document(Generic[S]):
             if controls := _controls(name):
                 yield f"{self.where(path)}: the name {printable(name)} contains {controls}. Remove them."
             elif isinstance(value, str) and (controls := _controls(value, allowed)):
-                yield f"{self.where(path)}: {name} is {shown(value)}, which contains {controls}. Remove them."
+                yield f"{self.where(path)}: {name} is {format_value(value)}, which contains {controls}. Remove them."
 
     def _check_secrets(self) -> None:
         """Refuse strings in settings of other software whose names suggest secrets; our settings contain none."""
@@ -285,7 +285,7 @@ class _Document(Generic[S]):
             # If a check involves several settings, its message starts with the name of one of them.
             setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
             return f"{self.where(setting)}: {f'{name}: ' if name else ''}{message}"
-        return f"{where}: {name} is {shown(error['input'])}; {expected(error)}"
+        return f"{where}: {name} is {format_value(error['input'])}; {expected(error)}"
 
     def where(self, path: Keys) -> str:
         """Return the override that set `path`, or else the file and line of the innermost section that has one."""

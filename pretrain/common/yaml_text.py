@@ -10,7 +10,7 @@ import yaml
 
 from pretrain.common.errors import InputError, printable
 from pretrain.common.sections import Keys
-from pretrain.common.setting_errors import shown
+from pretrain.common.setting_errors import format_value
 
 _MAX_BYTES = 1 << 20  # of a config, far more than the settings of any run need
 
@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ValueError, LookupError):  # a tag such as !!int in front of a value of another type
             kind = node.tag.rpartition(":")[2]
-            raise _problem(f"{shown(node.value)} is not of type {kind}", node.start_mark) from None
+            raise _problem(f"{format_value(node.value)} is not of type {kind}", node.start_mark) from None
 
     def construct_string(self, node: yaml.ScalarNode) -> str:
         """Return a string. JSON writes a character beyond 16 bits as two escapes, which are joined here."""
@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
             number = int(node.value, 16 if "x" in node.value else 10)
             if -(2**63) <= number < 2**63:
                 return number
-        raise _problem(f"{shown(node.value)} does not fit into 64 bits", node.start_mark)
+        raise _problem(f"{format_value(node.value)} does not fit into 64 bits", node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}

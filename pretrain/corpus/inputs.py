@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Any, ClassVar, cast
 
-from pretrain.common.addresses import is_remote, join, shown
+from pretrain.common.addresses import display_path, is_remote, join
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import is_custom
 from pretrain.common.wording import counted
@@ -88,7 +88,7 @@ def first_faults(entries: Sequence[dict[str, Any]]) -> str:
     described = []
     for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
-        described.append(f"{shown(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
+        described.append(f"{display_path(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
     more = [f"and {len(entries) - _MAX_SHOWN:,} more"] if len(entries) > _MAX_SHOWN else []
     return "; ".join([*described, *more])
 

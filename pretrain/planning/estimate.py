@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.batches.blocks import WINDOW_BLOCKS
-from pretrain.common.addresses import shown
+from pretrain.common.addresses import display_path
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
@@ -371,7 +371,7 @@ def preparation_lines(plan: dict[str, Any]) -> str:
     read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {readers}{where}"
     finished = "finished and up to date" if plan["sources_compared"] else "finished; its sources are not compared"
     lines.append(
-        f"  {shown(plan['dir'])}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {read}")
+        f"  {display_path(plan['dir'])}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {read}")
     )
     return "\n".join(lines)
 

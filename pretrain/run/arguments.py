@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.addresses import is_remote, local
-from pretrain.common.commands import at, run_argument
+from pretrain.common.commands import location_help, run_argument
 
 
 def add_run(parser: argparse.ArgumentParser, name: str, content: str) -> None:
     """Add the positional `name`, a folder or address of `content`."""
-    parser.add_argument(name, type=run_path, metavar=name.upper(), help=at(content))
+    parser.add_argument(name, type=run_path, metavar=name.upper(), help=location_help(content))
 
 
 def run_path(run: Any) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pretrain.common.errors import InputError, of_another_version
+from pretrain.common.errors import InputError, version_mismatch
 from pretrain.common.extensions import hashes
 from pretrain.common.files import (
     MANIFEST,
@@ -109,7 +109,7 @@ def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R
     try:
         return kind.model_validate(state["config"])
     except ValidationError:
-        raise InputError(of_another_version(checkpoint, "Train again.")) from None
+        raise InputError(version_mismatch(checkpoint, "Train again.")) from None
 
 
 @contextlib.contextmanager

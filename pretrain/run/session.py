@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def started(
+def worker_session(
     config: R, worker: Worker, *, resume: bool, launching: Sequence[str]
 ) -> Iterator[tuple[R, torch.device, Watchdog]]:
     """Set up a worker to train, or to `resume`: logging, process group, watchdog, device and seed.

@@ -24,7 +24,7 @@ from pretrain.batches.sampler import SAMPLER, Rollback, rolled_back
 from pretrain.checkpoint import hf
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
-from pretrain.common.errors import InputError, of_another_version
+from pretrain.common.errors import InputError, version_mismatch
 from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker
@@ -42,7 +42,7 @@ from pretrain.run.continuation import Continuation, Corpora
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import check_settings
 from pretrain.run.run import Training, run
-from pretrain.run.session import check_same_data, collective_timeout, started
+from pretrain.run.session import check_same_data, collective_timeout, worker_session
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine, InitialWeights, first_object, gather_objects
 from pretrain.training.optim import learning_rate, make_optimizer
@@ -60,7 +60,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
     Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
     config = PretrainConfig.model_validate(request.config)
-    with started(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
+    with worker_session(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
         with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
@@ -329,7 +329,7 @@ def check_state(
 ) -> None:
     """Raise `InputError` unless a run with this config can continue from a checkpoint with this state."""
     if state.get("sampler") != SAMPLER:  # the order of the samples
-        raise InputError(of_another_version(checkpoint, "Train again."))
+        raise InputError(version_mismatch(checkpoint, "Train again."))
     _check_mixtures(state, checkpoint, config, shards, mixtures)
     check_settings(state, checkpoint, config, changed_for_resume)
     if state["step"] > config.total_steps:
