@@ -104,7 +104,7 @@ def assemble(
             filled = {**{name: ours for ours, name in names.items()}, **filled}
     targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | filled
     for name in tensors:
-        tied = layout.tied(name, model)
+        tied = layout.tied_parameter(name, model)
         if tied and name not in filled:
             has_head = "heads.mlm_transform_weight" in parts or "heads.mlm_bias" in parts
             targets[name] = f"{LEFT_OUT}tied to {tied}" if has_head else f"{LEFT_OUT}its head is not read"
@@ -180,7 +180,7 @@ class _Source:
     def _add_tied(self) -> None:
         """Fill tied parameters: a file may have either of two tied tensors. An untied decoder has a separate bias."""
         for name in self.tensors:
-            tied = self.layout.tied(name, self.model)
+            tied = self.layout.tied_parameter(name, self.model)
             if tied is not None and (StackedName(tied) not in self.chunks or not self.model.tied_decoder):
                 self.chunks[StackedName(tied)] = _Chunk(name)
 
@@ -297,7 +297,7 @@ def _head_defect(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, ba
     if any(ours.startswith("heads.mlm_") for ours in shapes):
         known = {**backbone, **head}
         for name, tensor in source.tensors.items():
-            tied = source.layout.tied(name, source.model)
+            tied = source.layout.tied_parameter(name, source.model)
             if tied in known and not torch.equal(tensor.float(), known[tied]):
                 return f"{name} differs from {tied}; an untied decoder needs tie_word_embeddings: false in config.json"
     return ""

@@ -18,7 +18,7 @@ from pretrain.common.addresses import check_address, is_remote
 from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, print_error
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
-from pretrain.common.packages import expected
+from pretrain.common.packages import convert_import_errors
 from pretrain.common.wording import did_you_mean
 from pretrain.common.worker import torchrun_rank
 
@@ -151,7 +151,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         from pretrain.common.extensions import import_modules
 
         import_modules(names)
-    with expected(parser.prog if not argv else argv[0]):
+    with convert_import_errors(parser.prog if not argv else argv[0]):
         return arguments.command(arguments) or 0
 
 

@@ -49,7 +49,7 @@ def expect(purpose: str, *modules: str) -> None:
 
 
 @contextlib.contextmanager
-def expected(purpose: str) -> Iterator[None]:
+def convert_import_errors(purpose: str) -> Iterator[None]:
     """Convert an import error of a module that an extra installs to the error of `expect`."""
     try:
         yield

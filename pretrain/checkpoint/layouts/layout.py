@@ -133,7 +133,7 @@ class KeyMapping:
 
     def current_names(self, name: str) -> tuple[str, ...]:
         """Return transformers' current names for a tensor of a file: more than one if the tensor is stacked."""
-        name = self.plain(name)
+        name = self.normalize(name)
         module, _, kind = name.rpartition(".")
         for fused, parts in self.fused.items():
             if module == fused or module.endswith(f".{fused}"):
@@ -141,7 +141,7 @@ class KeyMapping:
                 return tuple(f"{before}{part}.{kind}" for part in parts)
         return (name,)
 
-    def plain(self, name: str) -> str:
+    def normalize(self, name: str) -> str:
         """Convert one of the family's names to the current spelling."""
         # DataParallel, torch.compile and Lightning each add a prefix.
         while name.startswith(("module.", "_orig_mod.", "model.")):
@@ -153,22 +153,22 @@ class KeyMapping:
             name = re.sub(pattern, current, name)
         return self._prefix + name if name.startswith(self.bare) else name
 
-    def tied(self, theirs: str, model: ModelConfig) -> str | None:
+    def tied_parameter(self, theirs: str, model: ModelConfig) -> str | None:
         """Return our parameter that a tensor of the decoder duplicates; None for all other tensors."""
         duplicated = {f"{self.decoder}.bias": "heads.mlm_bias"}
         if model.tied_decoder:
             duplicated[f"{self.decoder}.weight"] = "embeddings.word"
-        name = self.plain(theirs)
+        name = self.normalize(theirs)
         return duplicated.get(name) if name not in self.names("heads.mlm_bias") else None
 
     def layer_number(self, theirs: str) -> int | None:
         """Return the index of the layer that a tensor of a file belongs to; None outside the layers."""
-        match = re.match(rf"{re.escape(self._prefix + self.layer)}\.(\d+)\.", self.plain(theirs))
+        match = re.match(rf"{re.escape(self._prefix + self.layer)}\.(\d+)\.", self.normalize(theirs))
         return None if match is None else int(match[1])
 
     def skip_reason(self, theirs: str) -> str:
         """Return the reason why a tensor that fills no parameter is not read."""
-        name = self.plain(theirs)
+        name = self.normalize(theirs)
         if name.endswith("embeddings.position_ids"):
             return "a constant: 0, 1, 2, ..."
         if name.endswith("embeddings.token_type_ids"):
