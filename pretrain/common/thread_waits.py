@@ -59,7 +59,7 @@ def sleep_when_contended() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """While entered, CPU kernels run in this thread only, for copies: they are memory-bound, and others would spin."""
+    """While entered, CPU kernels use this thread only. For copies, which are memory-bound: other threads would spin."""
     import torch
 
     before = torch.get_num_threads()
