@@ -18,11 +18,11 @@ usage() {
     cat <<'TEXT'
 
 Develop:
-  bench                measure speed and quality beside other software
+  bench                compare speed and quality with other software
   docs                 serve the documentation as a site on 127.0.0.1
-  test                 run lint, type checks and tests, or only pytest's
+  test                 run lint, type checks and tests, or only pytest with arguments
 
-The first command sets up .venv beside this file.
+The first command sets up .venv next to this file.
 PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).
 TEXT
 }
@@ -31,7 +31,7 @@ usage_docs() {
     cat <<'TEXT'
 usage: ./launch.sh docs [--port N | --build DIR | --generate]
 
-Build the documentation as a static site and serve it on this machine alone.
+Build the documentation as a static site and serve it on this machine only.
 
   --port N      port on 127.0.0.1 (default: 8000)
   --build DIR   write the site's files to DIR and do not serve them
@@ -63,7 +63,7 @@ is_command() { # NAME
     [[ $'\n'$(list_commands) == *$'\n'"  $1 "* ]]
 }
 
-print_error() { # LINE... `error:` is red as the console command has it
+print_error() { # LINE... `error:` is red, as in the console command
     local format='error: %s\n'
     if [[ -z ${NO_COLOR:-} ]] && { [[ ${FORCE_COLOR:-0} != 0 ]] || [[ -t 2 && ${TERM:-} != dumb ]]; }; then
         format='\e[1;31merror:\e[0m %s\n'
@@ -76,30 +76,30 @@ fail() {
     exit 3
 }
 
-# The first Python that will do, or an end with what to do.
+# Prints the first suitable Python, or fails with advice.
 find_python() {
     local candidate candidates=(python3 python3.12 python3.11 python3.13 python3.10)
     [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
             "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
-                fail "$candidate cannot make virtual environments. Install its venv module (apt-get install python3-venv)."
+                fail "$candidate cannot create virtual environments. Install its venv module (apt-get install python3-venv)."
             echo "$candidate"
             return
         fi
     done
     if [[ -n ${PYTHON:-} ]]; then
-        fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13. Name one that is, or unset PYTHON."
+        fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13. Set it to one, or unset it."
     fi
-    fail "No Python 3.10 to 3.13 found. Install one, or name it: PYTHON=/path/to/python3 ./launch.sh"
+    fail "No Python 3.10 to 3.13 found. Install one, or set its path: PYTHON=/path/to/python3 ./launch.sh"
 }
 
-# What the installed packages follow from; a stamp with this hash says that they are there.
-wanted() {
+# Prints a checksum of the files that determine the packages; a stamp with it means that they are installed.
+checksum() {
     cat "$lock" "$root/pyproject.toml" | cksum
 }
 
-# Whether .venv was made where it is: its programs name their Python by the whole path, so a copy would be the original.
+# Succeeds if .venv was created at this path: its scripts contain Python's absolute path, so a copy runs the original.
 is_in_place() {
     local lines
     mapfile -t -n 2 lines 2>/dev/null <"$venv/bin/bertrain" || return
@@ -108,20 +108,20 @@ is_in_place() {
 }
 
 is_set_up() { # EXTRA
-    is_in_place && [[ -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(wanted)" ]]
+    is_in_place && [[ -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(checksum)" ]]
 }
 
-# Ends a process group and waits until it is gone, ten seconds at most.
+# Terminates a process group and waits until it has exited, for at most ten seconds.
 end_group() { # PID
-    local left=100
+    local tries=100
     kill -- "-$1" 2>/dev/null || return 0
-    while ((left--)) && kill -0 -- "-$1" 2>/dev/null; do
+    while ((tries--)) && kill -0 -- "-$1" 2>/dev/null; do
         wait "$1" 2>/dev/null || true
         sleep 0.1
     done
 }
 
-# What pip does now, such as "Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.3 MB)", from its log.
+# Prints the current step of pip, such as "Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.3 MB)", from its log.
 pip_step() {
     local line
     line=$(grep -E '^ *(Collecting|Downloading|Building|Preparing|Installing) ' "$log" 2>/dev/null | tail -n 1) || true
@@ -130,11 +130,11 @@ pip_step() {
     echo "${line:0:70}"
 }
 
-# Runs a command with its output in the log, and its time and pip's step on the terminal; elsewhere a line each 10 s.
+# Runs a command with its output in the log. Shows time and pip's step on a terminal; elsewhere a line every 10 s.
 with_progress() { # TEXT COMMAND...
     local text=$1 start=$SECONDS job status line=$SECONDS
     shift
-    # In a process group of its own, which a signal ends as a whole: Ctrl-C does not reach the group.
+    # In a separate process group, which is terminated as a whole; Ctrl-C does not reach it.
     set -m
     # Without the lock's descriptor: a command that outlives this script must not hold the lock.
     "$@" >>"$log" 2>&1 </dev/null 9<&- &
@@ -160,14 +160,14 @@ with_progress() { # TEXT COMMAND...
     return "$status"
 }
 
-# Makes .venv unless it is there, and installs PACKAGE.
+# Creates .venv if PYTHON is not empty, and installs PACKAGE.
 install() { # PYTHON PACKAGE
     [[ -z $1 ]] || "$1" -m venv "$venv" || return
     # --use-pep517: before 23.1, as in Debian 12, pip builds sdists with whatever their setup.py downloads.
     "$venv/bin/python" -m pip install --disable-pip-version-check --use-pep517 --editable "$2" --constraint "$lock"
 }
 
-# Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
+# Creates or extends .venv so that the packages of EXTRA are installed. A second command at the same time waits.
 set_up() { # EXTRA: base, test, docs or bench
     local extra=$1 package="$root[all]" python=""
     is_set_up "$extra" && return
@@ -178,24 +178,24 @@ set_up() { # EXTRA: base, test, docs or bench
     fi
     if ! is_set_up "$extra"; then
         is_in_place || rm -f "$venv"/stamp-*
-        # Without any stamp it was left half-made, or copied: begin again.
+        # Without any stamp, .venv is incomplete or a copy: start over.
         if ! compgen -G "$venv/stamp-*" >/dev/null; then
             python=$(find_python)
             [[ ! -e $venv || -f $venv/made-by-launch.sh ]] ||
-                fail "$venv is there already and was not made by launch.sh. Move it away, then run the same command again."
+                fail "$venv already exists and was not created by launch.sh. Move it, then run the same command again."
             rm -rf "$venv"
             mkdir "$venv" && touch "$venv/made-by-launch.sh" ||
-                fail "$venv cannot be made. Is the disk full, or the folder read-only?"
+                fail "$venv cannot be created. Is the disk full, or the folder read-only?"
         fi
         is_set_up base || rm -f "$venv"/stamp-*
         [[ $extra == base ]] || package="$root[all,$extra]"
         if ! with_progress "Setting up .venv ($extra), log in .venv/install.log" install "$python" "$package"; then
             tail -n 12 "$log" >&2
-            fail "The set-up failed; its last lines are above, all of them in $log." \
+            fail "The set-up failed; its last lines are above, the full log is $log." \
                 "Check the network or pip's index and the disk space ($(df -h "$root" | awk 'END { print $4 }') free), then run the same command again."
         fi
-        wanted >"$venv/stamp-base"
-        wanted >"$venv/stamp-$extra"
+        checksum >"$venv/stamp-base"
+        checksum >"$venv/stamp-$extra"
     fi
     exec 9<&-
 }
@@ -210,7 +210,7 @@ run_tests() {
     echo "$version"
     "$venv/bin/ruff" check || failed+=("ruff check")
     "$venv/bin/ruff" format --check || failed+=("ruff format --check")
-    # numpy's version follows from Python's, and its types differ.
+    # Each Python has another version of numpy, with other type annotations.
     if [[ $version == "Python 3.11."* ]]; then
         "$venv/bin/pyright" --pythonpath "$python" || failed+=("pyright")
     else
@@ -256,7 +256,7 @@ case $command in
         PYTHONPATH=$root PYTHONSAFEPATH=1 BERTRAIN_PROGRAM=./launch.sh exec "$venv/bin/python" -m tests.bench "$@"
         ;;
     *)
-        # With .venv in place, the console command names the nearest one.
+        # With .venv set up, the console command suggests a similar one.
         if ! is_command "$command" && ! is_set_up base; then
             print_error "'$command' is not a command; ./launch.sh --help lists them."
             exit 2

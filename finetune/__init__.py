@@ -22,7 +22,7 @@ def load(folder: FinetunedRun | Path | str, **options: Any) -> Predictor:
     `folder` is a run folder, its model, an export, or the result of `train`; `options` are passed on to
     `finetune.artifacts.predictor.Predictor`.
     """
-    expect_ours()
+    check_not_hidden()
     from finetune.artifacts.predictor import Predictor
 
     return Predictor(folder if isinstance(folder, Path | str) else folder.folder, **options)
@@ -35,13 +35,13 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name != "train":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    expect_ours()
+    check_not_hidden()
     from finetune.training.api import train
 
     return train
 
 
-def expect_ours() -> None:
+def check_not_hidden() -> None:
     """Raise `ImportError` if a user's module, such as a cluster.py next to the script, hides one of our packages."""
     for name, inner in {"pretrain": "common", "cluster": "workers"}.items():
         if (found := PathFinder.find_spec(name)) is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import finetune
 
 try:
-    finetune.expect_ours()
+    finetune.check_not_hidden()
 except ImportError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)

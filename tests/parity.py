@@ -248,12 +248,12 @@ def _gradient_difference(model: PretrainingModel, theirs: Any, released: Release
     ours = released_tensors(gradients, facts)
     found = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     # DeBERTa's second head has names that are not written.
-    other = {name if name in ours else facts.layout.plain(name): grad for name, grad in found.items()}
+    other = {name if name in ours else facts.layout.normalize(name): grad for name, grad in found.items()}
     bias = f"{facts.layout.decoder}.bias"
     if bias not in other:  # two names of one parameter
         ours.pop(bias, None)
     for name in {*other} - {*ours}:  # torch lists a tied parameter by the name that it meets first
-        (ours[name],) = (ours[one] for one in facts.layout.names(facts.layout.tied(name, facts.model) or ""))
+        (ours[name],) = (ours[one] for one in facts.layout.names(facts.layout.tied_parameter(name, facts.model) or ""))
     return max(difference(ours[name], other[name]) for name in other)
 
 

@@ -34,7 +34,7 @@ from cluster.workers.processes import JOB_COMMAND
 from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
 from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
-from pretrain.common.extensions import carrying
+from pretrain.common.extensions import ship_modules
 from pretrain.common.files import UNTRAINED, checkpoint_names
 from pretrain.common.packages import expect
 from pretrain.common.wording import clock
@@ -187,7 +187,7 @@ class Jobs:
         """Run `command` on the cluster as a job of this name; `InputError` if there is one already."""
         deadline = time.monotonic() + _AGENT_SECONDS
         with self.answering(), tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
-            environment = carrying(self._runtime_env, Path(scratch))
+            environment = ship_modules(self._runtime_env, Path(scratch))
             while True:
                 try:
                     self.client.submit_job(

@@ -12,7 +12,7 @@ from typing import Any
 from cluster.jobs.client import Job
 from pretrain.common.commands import Parser, add_config, program
 from pretrain.common.errors import InputError
-from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
+from pretrain.common.settings import AnyConfig, Overrides, as_overrides, unvalidated_values, with_start
 from pretrain.config import PretrainConfig
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -83,7 +83,7 @@ def read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
 
 def _undecided(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
     """Return the sections that a checkpoint on the cluster decides, without defaults, which would contradict it."""
-    explicit = given_values(config, PretrainConfig, overrides)
+    explicit = unvalidated_values(config, PretrainConfig, overrides)
     vocabulary = explicit.get("corpus", {}).get("vocabulary", {})
     return {"model": explicit.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.commands import add_command, config_argument, local_path
-from pretrain.common.files import atomic_open, disk_errors, expect_other
+from pretrain.common.files import atomic_open, check_outputs_differ, disk_errors
 
 KINDS = ("kuberay", "slurm")
 
@@ -41,7 +41,7 @@ def _manifest(config_type: Callable[[Path], Any], arguments: argparse.Namespace)
     from cluster.manifests.render import render
 
     if arguments.out is not None:
-        expect_other([arguments.out], [path for path in (arguments.config, arguments.template) if path])
+        check_outputs_differ([arguments.out], [path for path in (arguments.config, arguments.template) if path])
     text = render(arguments.kind, config_type(arguments.config), arguments.config, arguments.set, arguments.template)
     if arguments.out is None:
         print(text, end="")

@@ -30,7 +30,7 @@ from cluster.workers.request import DriverRequest, Launch, LaunchRequest
 from cluster.workers.supervisor import supervise
 from pretrain.common.commands import program
 from pretrain.common.errors import MachineError, RunError, StoppedError
-from pretrain.common.extensions import carrying
+from pretrain.common.extensions import ship_modules
 from pretrain.common.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def _runtime_env(scratch: Path) -> dict[str, Any]:
     project, as it did for the job, which has the modules; workers without a custom environment start sooner."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
-    return carrying({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}, scratch)
+    return ship_modules({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}, scratch)
 
 
 @contextlib.contextmanager

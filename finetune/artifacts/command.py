@@ -30,9 +30,9 @@ def add_to(commands: Any) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.evaluation import evaluate
-    from pretrain.common.thread_waits import sleeping_when_crowded
+    from pretrain.common.thread_waits import sleep_when_contended
 
-    with sleeping_when_crowded():
+    with sleep_when_contended():
         print(evaluate(arguments.model, arguments.file, arguments.out, **_options(arguments)))
 
 

@@ -45,15 +45,15 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
         expect("--onnx", *EXTRAS["onnx"])
     names = verify_manifest(folder)["files"]
     from pretrain.checkpoint.layouts.pooled import ENCODER, MODELING_FILE
-    from pretrain.checkpoint.released import why_not_transformers
-    from pretrain.checkpoint.weight_files import whole_folder
+    from pretrain.checkpoint.released import unsupported_in_transformers
+    from pretrain.checkpoint.weight_files import atomic_folder
 
-    why = why_not_transformers(folder)
+    why = unsupported_in_transformers(folder)
     kind = f"for bertrain's own commands (transformers cannot load it: {why})" if why else "in the Hugging Face layout"
     if (folder / MODELING_FILE).is_file():
         kind += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
     written = f"{out}: {kind}"
-    with whole_folder(out) as staging:
+    with atomic_folder(out) as staging:
         for name in names:  # only verified files
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, staging / name)

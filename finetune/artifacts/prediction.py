@@ -11,9 +11,9 @@ from finetune.artifacts.predictor import Predictor, read_records
 from finetune.training.rows import as_line, write_rows
 from finetune.training.saved import prediction_rows, write_predictions
 from pretrain.common.errors import InputError
-from pretrain.common.files import expect_other, is_stream
+from pretrain.common.files import check_outputs_differ, is_stream
 from pretrain.common.packages import expect
-from pretrain.common.thread_waits import one_thread, sleeping_when_crowded
+from pretrain.common.thread_waits import one_thread, sleep_when_contended
 from pretrain.common.wording import counted
 
 STANDARD_INPUT = "-"
@@ -38,7 +38,7 @@ def predict(
         InputError: there is no model, the input cannot be read, or `out` is the input.
     """
     if out is not None:
-        expect_other([out], [source, *model.iterdir()])
+        check_outputs_differ([out], [source, *model.iterdir()])
         if out.suffix.lower() == ".parquet":
             expect(str(out), "pyarrow")
     predictor = Predictor(model, **options)
@@ -48,7 +48,7 @@ def predict(
         with one_thread() if short else contextlib.nullcontext():
             _write(predictor.stream_lines([(1, record)], "record"), out)
     elif source == STANDARD_INPUT or is_stream(Path(source)):
-        with _opened(source) as (lines, where), sleeping_when_crowded():
+        with _opened(source) as (lines, where), sleep_when_contended():
             records = read_records(lines, where)
             _write(predictor.stream_lines(records, where, live=True), out)
     else:
@@ -57,7 +57,7 @@ def predict(
 
 def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
     examples = predictor.task.read_file(source, labeled=False)
-    with sleeping_when_crowded():
+    with sleep_when_contended():
         predictions = predictor.predict(examples)
     if out is None:
         _write(prediction_rows(predictor.task, examples, predictions), None)

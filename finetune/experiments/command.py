@@ -21,7 +21,7 @@ from pretrain.common.commands import (
 )
 from pretrain.common.errors import InputError
 from pretrain.common.wording import for_terminal
-from pretrain.common.worker import torchrun_place
+from pretrain.common.worker import torchrun_rank
 
 if TYPE_CHECKING:
     from finetune.training.config import FinetuneConfig
@@ -49,7 +49,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
         }
     )
     if several:
-        if arguments.no_ray or torchrun_place():
+        if arguments.no_ray or torchrun_rank():
             raise InputError(f"{several}: several runs need Ray. Remove --no-ray, and do not use torchrun.")
         _run_several([arguments.config], arguments, {}, keep="all")
         return
@@ -65,7 +65,7 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     from finetune.training import runs
     from pretrain.run import launch, preflight
 
-    alone = launch.is_alone(config.scheduling.workers, arguments.no_ray)
+    alone = launch.trains_in_process(config.scheduling.workers, arguments.no_ray)
     if launch.is_follower():
         return
     finished = runs.has_model(config)

@@ -18,7 +18,7 @@ from finetune.scores.view import score_table, write_scores_page
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import SCORES
-from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.thread_waits import sleep_when_contended
 from pretrain.common.wording import print_table
 
 PAGE = "scores.html"
@@ -48,7 +48,7 @@ def _measured(folder: Path, released: Released, arguments: argparse.Namespace) -
     paradigms = read_blimp(arguments.blimp, arguments.blimp_limit) if arguments.blimp else []
     model = MaskedModel(folder, arguments.precision, released)
     parts = arguments.text_scores if documents else ()
-    with sleeping_when_crowded():
+    with sleep_when_contended():
         for part, result in text_scores(model, documents, parts, arguments.length):
             if WHY_NOT in result["scores"]:
                 print(f"skipped: {part.replace('_', ' ')}: {result['scores'][WHY_NOT]}.", file=sys.stderr)

@@ -22,7 +22,7 @@ from finetune.scores import blimp, common_words, held_out, whole_words
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import append_open, checkpoint_names, disk_errors, locked
-from pretrain.common.records import keep_until, read_records, with_nulls
+from pretrain.common.records import drop_records_after, read_records, with_nulls
 from pretrain.common.run_files import CONFIG_FILE, PROBES
 
 # Called with an exported checkpoint; yields the name of each score, and its `scores`, as it is measured.
@@ -47,7 +47,7 @@ def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
         raise InputError(f"--follow: {run} is not a run folder (no {CONFIG_FILE}). Give one.")
     refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or end it."
     with locked(run / _FOLDER / ".lock", "" if pid is not None else refusal):
-        keep_until(run / PROBES, sys.maxsize)  # drops the partial line of a killed process
+        drop_records_after(run / PROBES, sys.maxsize)  # drops the partial line of a killed process
         is_last = False
         while not is_last:
             for name in checkpoint_names(run)[-1:]:

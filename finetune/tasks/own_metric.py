@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import is_own, own
+from pretrain.common.extensions import is_custom, load_custom
 from pretrain.common.kinds import not_one_of
 
 
@@ -27,7 +27,7 @@ class KIND:
 
 def why_no_metric(setting: str, known: Iterable[str]) -> str:
     """Return why a setting is neither one of the `known` scores nor a custom one; "" if it is valid."""
-    if is_own(setting):
+    if is_custom(setting):
         fits = re.fullmatch(r"[\w.]+:\w+", setting)
         return "" if fits else f"{setting!r} does not name a custom function, such as my_package.scores:name"
     return not_one_of(setting, known) if setting and setting not in known else ""
@@ -39,5 +39,5 @@ def metric_name(setting: str) -> str:
 
 
 def own_score(setting: str, true: Any, predicted: Any) -> dict[str, float]:
-    """Return {name: value} of the custom score, {} if the setting names none. Raises `InputError` as `own`."""
-    return {metric_name(setting): float(own(setting)(true, predicted))} if ":" in setting else {}
+    """Return {name: value} of the custom score, {} if the setting names none. Raises `InputError` as `load_custom`."""
+    return {metric_name(setting): float(load_custom(setting)(true, predicted))} if ":" in setting else {}

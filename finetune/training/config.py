@@ -165,13 +165,13 @@ class _Start(RunConfig):
                 raise ValueError(f"kind: {error}. The built-in tasks are the sections {known}") from None
         return task
 
-    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+    def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         if self.task is not None:
             yield ("task", "kind"), registry.__name__, str(self.task["kind"])
         for section in (one.kind for one in registry.TASKS):
             if ":" in (metric := getattr(getattr(self, section), "metric", "")):
                 yield (section, "metric"), own_metric.__name__, metric
-        yield from super().own_modules()
+        yield from super().custom_modules()
 
     def narrowed(self) -> type[Section]:
         if self.task is None:
@@ -334,4 +334,4 @@ ALL_FREE_ON_RESUME = (
 
 def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig, _done: int = 0) -> list[str]:
     """List the settings that differ although a resumed run must keep them: dotted name and both values."""
-    return settings.differences(before, keep_precision(after, before), free=ALL_FREE_ON_RESUME)
+    return settings.differences(before, keep_precision(after, before), ignore=ALL_FREE_ON_RESUME)

@@ -116,7 +116,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
     check_fit(config, released.model)
     task.check(encoder)
     units, tokens = _measured(config, task, examples, encoder)
-    from pretrain.checkpoint.sentence_transformers import remarks
+    from pretrain.checkpoint.sentence_transformers import length_warnings
 
     return FinetunePlan(
         examples=len(examples),
@@ -127,7 +127,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
         steps=config.filled(released.model.hidden, units).total_steps(units),
         short=is_short(config, task, examples, encoder, released.model),
         key_mapping="\n".join(
-            [start_table(config, task, released), *remarks(fetched_model(config.start_from), config.max_length)]
+            [start_table(config, task, released), *length_warnings(fetched_model(config.start_from), config.max_length)]
         ),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),

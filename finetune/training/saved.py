@@ -21,8 +21,8 @@ from finetune.training.card import CardFacts, interval_text, model_card
 from finetune.training.config import FinetuneConfig
 from finetune.training.folders import MODEL, SETTINGS, model_folder
 from finetune.training.rows import write_rows
-from pretrain.common.errors import InputError, of_another_version
-from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
+from pretrain.common.errors import InputError, version_mismatch
+from pretrain.common.files import atomic_open, check_outputs_differ, is_stream, write_json
 from pretrain.common.run_files import SCORES
 from pretrain.common.wording import score_title, shown_scores
 from pretrain.storage.runs import fetched_model
@@ -103,7 +103,7 @@ def save_model(
     """
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
-    from pretrain.checkpoint.layouts import OWN, brings_code, why_own
+    from pretrain.checkpoint.layouts import BERTRAIN, needs_custom_code, unsupported_parts
 
     facts = CardFacts(
         family=released.family,
@@ -114,9 +114,9 @@ def save_model(
         examples={"train": training_examples, **{name: len(result.examples) for name, result in results.items()}},
         scores={name: result.scores for name, result in results.items() if result.scores},
         details={name: result.details for name, result in results.items() if result.details},
-        own=why_own(released.model) if released.family == OWN.family else "",
+        own=unsupported_parts(released.model) if released.family == BERTRAIN.family else "",
         temperature=temperature,
-        brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
+        brings_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
     )
     origin = {"metric": task.metric, "step": step, "chosen_on": chosen_on, "data": data, "temperature": temperature}
     write_json(config.folder / SCORES, {**origin, "scores": facts.scores, "details": facts.details})
@@ -156,7 +156,7 @@ def load_saved(folder: Path) -> SavedModel:
         values = json.loads(path.read_text(encoding="utf-8"))
         return SavedModel(FinetuneConfig.model_validate(values["config"]), values["state"], values["scores"])
     except ValidationError:
-        raise InputError(of_another_version(path, "Fine-tune again.")) from None
+        raise InputError(version_mismatch(path, "Fine-tune again.")) from None
     except (ValueError, KeyError) as error:
         raise InputError(f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again.") from None
 
@@ -174,7 +174,7 @@ def write_predictions(
     """
     contents = {} if is_stream(path) else task.scorer_files(examples, predictions)
     files = {path.with_name(path.stem + suffix): content for suffix, content in contents.items()}
-    expect_other([path, *files], inputs)
+    check_outputs_differ([path, *files], inputs)
     write_rows(path, prediction_rows(task, examples, predictions))
     for scorer_file, content in files.items():
         with atomic_open(scorer_file, "w") as file:

@@ -38,7 +38,7 @@ from pretrain.run.loop import LONG_SECONDS
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import check_settings, read_state
 from pretrain.run.run import Training, run
-from pretrain.run.session import check_same_data, started
+from pretrain.run.session import check_same_data, worker_session
 from pretrain.training.engine import Engine, InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 
@@ -51,7 +51,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
     Writes the best model, its scores and predictions to the run folder, or raises an error of `pretrain.common.errors`.
     """
     config = FinetuneConfig.model_validate(request.config)
-    with started(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
+    with worker_session(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
         task = config.make_task()
         examples = task.training_set()
         released, encoder = read_start(config)

@@ -471,5 +471,5 @@ class BatchMaker:
 
 
 def _check_balance(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
-    if why := config.why_not_balanced(phase, sequences, world_size):
+    if why := config.balance_problem(phase, sequences, world_size):
         raise InputError(f"{where} ({sequences}) {why}.")

@@ -16,9 +16,9 @@ from pretrain.model.parameters import head_parameters
 
 # All other types are quantized: their values are meaningless without the scales in other tensors.
 _TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_REFUSAL = "A partly filled model is refused; use a whole checkpoint."
+_REFUSAL = "Incomplete models are refused; use a complete checkpoint."
 Shapes = dict[str, tuple[int | None, ...]]
-"""Our parameters -> their shapes; None is any size."""
+"""Our parameters -> their shapes; None allows any size."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def assemble(
 ) -> Released:
     """Assemble the model from a family's tensors by name.
 
-    The backbone must be complete. A head that is incomplete or has another shape is left out completely, and so is a
-    masked-language-modeling head whose decoder is not the word embeddings although the config ties them.
+    The backbone must be complete. A head that is incomplete or has another shape is left out entirely, and so is a
+    masked-language-modeling head whose decoder differs from the word embeddings although the config ties them.
 
     Raises:
         InputError: the backbone is incomplete; `where` is the file for the message.
@@ -85,29 +85,29 @@ def assemble(
         stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         if len(stripped) == len(tensors):
             released = assemble(stripped, facts, config, where=where)
-            mapping = (one._replace(name=name) for one, name in zip(released.mapping, tensors, strict=True))
+            mapping = (mapped._replace(name=name) for mapped, name in zip(released.mapping, tensors, strict=True))
             return replace(released, mapping=tuple(mapping))
     backbone = _backbone(source, facts)
     parts: dict[str, Tensor] = {}
-    read = {source.places[place].name: place.name for place in source.places if place.name in backbone}
+    filled = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
     reasons: dict[str, str] = {}
     for shapes in groups:
-        names = {ours: source.places[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.places}
+        names = {ours: source.chunks[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.chunks}
         if not names:
             continue
         head = {ours: source.take(StackedName(ours)).contiguous() for ours in names}
-        reason = _why_no_head(head, shapes, source, backbone)
+        reason = _head_defect(head, shapes, source, backbone)
         if reason:
             reasons |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
         else:
             parts |= head
-            read = {**{name: ours for ours, name in names.items()}, **read}
-    targets = {name: f"{LEFT_OUT}{layout.why_left_out(name)}" for name in tensors} | reasons | read
+            filled = {**{name: ours for ours, name in names.items()}, **filled}
+    targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | filled
     for name in tensors:
-        tied = layout.tied(name, model)
-        if tied and name not in read:
-            whole = "heads.mlm_transform_weight" in parts or "heads.mlm_bias" in parts
-            targets[name] = f"{LEFT_OUT}tied to {tied}" if whole else f"{LEFT_OUT}its head is not read"
+        tied = layout.tied_parameter(name, model)
+        if tied and name not in filled:
+            has_head = "heads.mlm_transform_weight" in parts or "heads.mlm_bias" in parts
+            targets[name] = f"{LEFT_OUT}tied to {tied}" if has_head else f"{LEFT_OUT}its head is not read"
     return Released(
         family=layout.family,
         model=model,
@@ -124,11 +124,11 @@ def assemble(
 
 
 class _Chunk(NamedTuple):
-    """Part `number` of a tensor in the file, which consists of `of` equal parts along the first axis."""
+    """Part `index` of a tensor in the file, which consists of `total` equal parts along the first axis."""
 
     name: str
-    number: int = 0
-    of: int = 1
+    index: int = 0
+    total: int = 1
 
 
 class _Source:
@@ -137,30 +137,30 @@ class _Source:
     def __init__(self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, groups: list[Shapes], where: str) -> None:
         self.tensors, self.layout, self.model, self.where = tensors, facts.layout, facts.model, where
         known = self._known(groups)
-        self.places: dict[StackedName, _Chunk] = {}
+        self.chunks: dict[StackedName, _Chunk] = {}
         for name in tensors:
             names = self.layout.current_names(name)
-            for number, today in enumerate(names):
-                for place in known.get(today, ()):
-                    self._put(place, _Chunk(name, number, len(names)))
-        self._put_tied()
-        self._refuse_further_layers(known)
+            for index, current in enumerate(names):
+                for ours in known.get(current, ()):
+                    self._add(ours, _Chunk(name, index, len(names)))
+        self._add_tied()
+        self._refuse_extra_layers(known)
 
-    def take(self, place: StackedName) -> Tensor:
+    def take(self, ours: StackedName) -> Tensor:
         """Return the values of one parameter, or of one of its stacked parts, fp32."""
-        name, number, of = self.places[place]
+        name, index, total = self.chunks[ours]
         whole = self.tensors[name]
         if whole.dtype not in _TYPES:
             raise InputError(
-                f"{self.where}: {name} is {whole.dtype}; quantized weights are not supported. Give the weights in fp32."
+                f"{self.where}: {name} is {whole.dtype}; quantized weights are not supported. Use the weights in fp32."
             )
-        # The extremes are NaN if any value is, and take a tenth of the time of `isfinite`.
+        # The minimum and maximum are NaN if any value is; they take a tenth of the time of `isfinite`.
         if whole.numel() and not torch.stack(whole.aminmax()).isfinite().all():
             raise InputError(f"{self.where}: {name} has values that are not finite (NaN). Use an intact checkpoint.")
-        return (whole if of == 1 else whole.chunk(of)[number]).float()
+        return (whole if total == 1 else whole.chunk(total)[index]).float()
 
     def _known(self, groups: list[Shapes]) -> dict[str, list[StackedName]]:
-        """Current name -> the parameters that it fills: several if a task's head shares a layer with pretraining."""
+        """Map each current name to the parameters that it fills: several if a task's head shares a pretraining head."""
         known: dict[str, list[StackedName]] = {}
         ours = [*encoder_shapes(self.model, 0), *(name for shapes in groups for name in shapes)]
         for name in ours:
@@ -170,28 +170,28 @@ class _Source:
                         known[theirs].append(StackedName(name, part))
         return known
 
-    def _put(self, place: StackedName, chunk: _Chunk) -> None:
-        if place in self.places:
+    def _add(self, ours: StackedName, chunk: _Chunk) -> None:
+        if ours in self.chunks:
             raise InputError(
-                f"{self.where}: {chunk.name} and {self.places[place].name} both are {place.name}. Remove one of them."
+                f"{self.where}: {chunk.name} and {self.chunks[ours].name} both are {ours.name}. Remove one of them."
             )
-        self.places[place] = chunk
+        self.chunks[ours] = chunk
 
-    def _put_tied(self) -> None:
-        """Fill tied parameters: a file may have either of two tied tensors. An untied decoder reads a separate bias."""
+    def _add_tied(self) -> None:
+        """Fill tied parameters: a file may have either of two tied tensors. An untied decoder has a separate bias."""
         for name in self.tensors:
-            tied = self.layout.tied(name, self.model)
-            if tied is not None and (StackedName(tied) not in self.places or not self.model.tied_decoder):
-                self.places[StackedName(tied)] = _Chunk(name)
+            tied = self.layout.tied_parameter(name, self.model)
+            if tied is not None and (StackedName(tied) not in self.chunks or not self.model.tied_decoder):
+                self.chunks[StackedName(tied)] = _Chunk(name)
 
-    def _refuse_further_layers(self, known: Mapping[str, Any]) -> None:
+    def _refuse_extra_layers(self, known: Mapping[str, Any]) -> None:
         layers = self.model.layers
         for name in sorted(self.tensors):
             number = self.layout.layer_number(name)
             if number is None or number < layers:
                 continue
-            like = (today.replace(f".{number}.", f".{layers - 1}.", 1) for today in self.layout.current_names(name))
-            if any(one in known for one in like):
+            names = self.layout.current_names(name)
+            if any(current.replace(f".{number}.", f".{layers - 1}.", 1) in known for current in names):
                 raise InputError(
                     f"{self.where}: has {name}, beyond the {layers} layers of its config. "
                     "Use the config.json that belongs to these weights."
@@ -200,7 +200,7 @@ class _Source:
 
 def _foreign_prefix(source: _Source) -> str:
     """Return the prefix of all names of the encoder, such as a wrapper's "0.auto_model."; "" if there is none."""
-    if StackedName("embeddings.word") in source.places:
+    if StackedName("embeddings.word") in source.chunks:
         return ""
     (full,) = source.layout.names("embeddings.word")
     for known in (full, *(full[full.index(bare) :] for bare in source.layout.bare if bare in full)):
@@ -214,7 +214,7 @@ def _foreign_prefix(source: _Source) -> str:
 
 def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
     """Return the state of the encoder; every tensor must exist in the expected shape."""
-    word = source.places.get(StackedName("embeddings.word"))
+    word = source.chunks.get(StackedName("embeddings.word"))
     rows = len(source.tensors[word.name]) if word else 0  # may be more than the tokenizer's entries
     state: dict[str, Tensor] = {}
     for ours, shape in encoder_shapes(facts.model, rows).items():
@@ -242,12 +242,12 @@ def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
     theirs = source.layout.names(ours)
     part_shape = [shape[0] // len(theirs), *shape[1:]]
     for part, name in enumerate(theirs):
-        if StackedName(ours, part) not in source.places:
+        if StackedName(ours, part) not in source.chunks:
             first = ", ".join(sorted(source.tensors)[:2])
             raise InputError(f"{source.where}: {name} is missing; the file has {first}, ... {_REFUSAL}")
-        name, _, of = source.places[StackedName(ours, part)]
+        name, _, total = source.chunks[StackedName(ours, part)]
         whole = source.tensors[name]
-        expected = [part_shape[0] * of, *part_shape[1:]]
+        expected = [part_shape[0] * total, *part_shape[1:]]
         if list(whole.shape) != expected:
             raise InputError(
                 f"{source.where}: {name} has the shape {list(whole.shape)}; expected {expected}. "
@@ -267,7 +267,7 @@ def _heads(facts: ReleasedFacts, first: TaskHead) -> list[Shapes]:
     bias: Shapes = {"head.dense_bias": (hidden,)} if first.bias else {}
     pretraining: Shapes = {
         f"heads.{parameter.name}": parameter.shape
-        # The vocabulary's size is known once the word embeddings are found.
+        # The size of the vocabulary is not known before the word embeddings are read.
         for parameter in head_parameters(facts.model, 0, layout.next_sentence)
     }
     pretraining |= {
@@ -281,7 +281,7 @@ def _heads(facts: ReleasedFacts, first: TaskHead) -> list[Shapes]:
     ]
 
 
-def _why_no_head(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, backbone: Mapping[str, Tensor]) -> str:
+def _head_defect(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, backbone: Mapping[str, Tensor]) -> str:
     """Return the reason why a head cannot be filled with the tensors of the file; "" if it can."""
     rows = len(backbone["embeddings.word"])
     for ours, shape in shapes.items():
@@ -293,11 +293,11 @@ def _why_no_head(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, ba
         if len(actual) != len(shape) or any(b is not None and a != b for a, b in zip(actual, shape, strict=True)):
             return f"{ours} would be {list(actual)}"
     if "head.out_weight" in head and len(head["head.out_weight"]) != len(head["head.out_bias"]):
-        return "its rows and biases differ in number"
+        return "its weight and bias have different numbers of rows"
     if any(ours.startswith("heads.mlm_") for ours in shapes):
         known = {**backbone, **head}
         for name, tensor in source.tensors.items():
-            tied = source.layout.tied(name, source.model)
+            tied = source.layout.tied_parameter(name, source.model)
             if tied in known and not torch.equal(tensor.float(), known[tied]):
                 return f"{name} differs from {tied}; an untied decoder needs tie_word_embeddings: false in config.json"
     return ""

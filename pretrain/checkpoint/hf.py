@@ -1,6 +1,6 @@
 """Exports pretraining runs in the layout of their family or in ours, and reads such models back (invariant 6).
 
-`layouts` has the names. A decoder that is tied to the word embeddings is not written, as in transformers.
+`layouts` defines the names. A decoder that is tied to the word embeddings is not written, as in transformers.
 """
 
 import functools
@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, layout_of, why_own, write_config
+from pretrain.checkpoint.layouts import BERT, BERTRAIN, LAYOUTS, layout_of, unsupported_parts, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import with_position_table, write_part, written_facts
 from pretrain.checkpoint.sentence_transformers import SENTENCE, write_sentence_files
 from pretrain.checkpoint.tokenizer import ModelTokenizer, corpus_of
-from pretrain.checkpoint.weight_files import whole_folder
+from pretrain.checkpoint.weight_files import atomic_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import read_json
 from pretrain.common.records import read_records
@@ -68,14 +68,14 @@ def export(
         next_sentence: whether to write BertForPreTraining or BertForMaskedLM. Other families have no next-sentence
             head: it is left out, with a warning.
         card: README.md in Markdown.
-        family: a key of `layouts.LAYOUTS`, for a model that started from a released one; "" takes the model's family,
-            or `layouts.OWN` if that layout cannot represent the model.
-        config: config.json of that released model, whose other fields are kept.
+        family: a key of `layouts.LAYOUTS`, for a model that started from a released one; "" uses the model's family,
+            or `layouts.BERTRAIN` if that layout cannot represent the model.
+        config: config.json of that released model; fields that the model does not determine are kept.
         sentence: further JSON files of sentence-transformers, name -> content.
         head: suffix of the class's name, if `next_sentence` does not decide it.
 
     Raises:
-        InputError: the family's layout cannot represent the model, or the tokenizer is incomplete or of another size.
+        InputError: the family's layout cannot represent the model, or the tokenizer is incomplete or has another size.
     """
     model, state = with_position_table(model, state)
     layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
@@ -83,7 +83,7 @@ def export(
     if not family and model.rows(entries := vocabulary_size(tokenizer.tokenizer)) != rows:
         reason = f"{entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
         raise InputError(f"{tokenizer_folder}: {reason}")
-    config = _as_released(tokenizer) if layout.padded_positions and not config else config
+    config = _roberta_fields(tokenizer) if layout.padded_positions and not config else config
     if not next_sentence and config and config.get("type_vocab_size") == 1:
         state = _with_one_type(state)
     facts, ids = written_facts(layout, model, state, config or {}, tokenizer.special_ids)
@@ -95,7 +95,7 @@ def export(
     values = write_config(config or {}, facts, head, rows, ids["pad"], ids)
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
-    with whole_folder(out) as temporary:
+    with atomic_folder(out) as temporary:
         # transformers would pass token types to a model that accepts none.
         fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
         fields |= {} if family else {"model_max_length": model.max_positions}
@@ -110,16 +110,16 @@ def export_run(
     """Export a run's checkpoint with its model card: the named one, the "best", or the latest intact one.
 
     `averaged` exports the mean of the last steps' weights in the checkpoint. With `others`, the folders of runs with
-    the same model and vocabulary, it exports the mean over all runs, each read in the same way (Wortsman et al. 2022).
+    the same model and vocabulary, it exports the mean over all runs (model soups, Wortsman et al. 2022).
 
     Returns:
-        The settings because of which transformers cannot load the export; "" if it can.
+        The settings that transformers does not support; "" if it can load the export.
 
     Raises:
         InputError: the run, the checkpoint or the corpus's tokenizer is missing, damaged or does not match.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
+        raise InputError(f"{run_dir}: not a run folder (no config.yaml). Use one such as runs/bert-mini.")
     config = config_of(run_dir)
     objective_of(config)  # raises if its module is missing
     path = store.choose(run_dir / "checkpoints", checkpoint)
@@ -134,28 +134,28 @@ def export_run(
         _check_alike(path, trained, theirs, store.read_state(theirs))
         for name, weights in store.read_weights(theirs, averaged=averaged).items():
             state[name].lerp_(weights, 1 / number)
-    start, objective, own = _began_as(run_dir), objective_of(exported), ""
+    start, objective, unsupported = _released_start(run_dir), objective_of(exported), ""
     average = trained["averaged"] if averaged else 0
-    names = [one.name for one in others]
+    names = [other.name for other in others]
     card = functools.partial(_model_card, config, run_dir, step, averaged=average, others=names)
     for part in objective.exported:
         weights = part.weights(state)
         written, _ = with_position_table(part.shape, {})
         layout = layout_of(written, part.layout or start.get("family", ""))
-        own = why_own(written) if layout is OWN else ""
+        unsupported = unsupported_parts(written) if layout is BERTRAIN else ""
         export(
             weights,
             part.shape,
             corpus,
             out.with_name(f"{out.name}{part.suffix}"),
             next_sentence=config.pairs.has_classifier,
-            card=card(part, weights, own=own),
+            card=card(part, weights, unsupported=unsupported),
             family=layout.family if part.layout else start.get("family", ""),
             config=start.get("config"),
-            sentence={} if own or part.suffix else start.get(SENTENCE),
+            sentence={} if unsupported or part.suffix else start.get(SENTENCE),
             head=part.head,
         )
-    return own
+    return unsupported
 
 
 def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapping[str, Any]) -> None:
@@ -163,25 +163,25 @@ def _check_alike(first: Path, ours: Mapping[str, Any], other: Path, theirs: Mapp
     for what, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
         if ours.get(key) != theirs.get(key):
             raise InputError(
-                f"{other}: has another {what} than {first}, so their weights cannot be averaged. Give runs of one "
+                f"{other}: has a different {what} than {first}, so their weights cannot be averaged. Use runs of one "
                 "model: forks of one run."
             )
 
 
-def _as_released(tokenizer: ModelTokenizer) -> dict[str, Any]:
-    """Return the fields that distinguish RoBERTa from XLM-R, by their tokenizers. Both have one segment."""
-    is_other = kind_of(tokenizer.tokenizer) == "released"
-    return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_other else {})}
+def _roberta_fields(tokenizer: ModelTokenizer) -> dict[str, Any]:
+    """Return the fields that distinguish RoBERTa from XLM-R, which have different tokenizers. Both have one segment."""
+    is_xlm_r = kind_of(tokenizer.tokenizer) == "released"
+    return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_xlm_r else {})}
 
 
 def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `state` with equal token types, for a run without pairs, in which only the first type was trained."""
+    """Copy the first token type to the second: a run without pairs trains only the first."""
     name = "embeddings.token_type"
     return {**state, **({name: state[name][:1].expand(2, -1)} if name in state else {})}
 
 
-def fills_masks(run_dir: Path, config: PretrainConfig) -> Path:
-    """Return the export in a run's folder whose model fills masks."""
+def fill_mask_export(run_dir: Path, config: PretrainConfig) -> Path:
+    """Return the export in a run's folder whose model predicts masked tokens."""
     suffix = next((part.suffix for part in objective_of(config).exported if not part.usage), "")
     return run_dir / f"export{suffix}"
 
@@ -209,8 +209,8 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 # ---- a run
 
 
-def _began_as(run_dir: Path) -> dict[str, Any]:
-    """Return `family`, `config` and files of the release that a run continues; {} for a run from random weights."""
+def _released_start(run_dir: Path) -> dict[str, Any]:
+    """Return family, config and files of the released model that a run started from; {} if its weights were random."""
     path = run_dir / START_FILE
     start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {key: start.get(key) for key in (("family", "config", SENTENCE) if start.get("config") else (SENTENCE,))}
@@ -225,7 +225,7 @@ def _model_card(
     *,
     averaged: int,
     others: Sequence[str],
-    own: str,
+    unsupported: str,
 ) -> str:
     """Render README.md of an export: the model, its training, its measurements, and its corpus.
 
@@ -233,7 +233,7 @@ def _model_card(
         part, state: the exported model, and its parameters.
         averaged: the number of steps whose weights are averaged; 0 for the weights of a single step.
         others: names of the runs whose weights are averaged with this one's.
-        own: the settings because of which the export has our layout; "" for a released one.
+        unsupported: the settings that no released layout supports; "" if the export has a released layout.
     """
     import jinja2
 
@@ -255,9 +255,9 @@ def _model_card(
         step=step,
         averaged=averaged,
         others=others,
-        own=own,
+        unsupported=unsupported,
         measured=_measured(run_dir, step, averaged=averaged > 0),
-        # Its headings are subheadings here.
+        # Headings of the corpus card become subheadings.
         corpus_card=re.sub(r"^#", "###", corpus_card.read_text(encoding="utf-8"), flags=re.MULTILINE).strip()
         if corpus_card.is_file()
         else "",
@@ -266,14 +266,14 @@ def _model_card(
 
 
 def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
-    """Return labels and values of the last evaluation up to `step`, or of the averaged weights at `step`; may be []."""
+    """Return labels and values of the last evaluation up to `step`, or of the averaged weights at `step`, or []."""
     key, value, first = ("event", "average", step) if averaged else ("split", "validation", 0)
-    found = (one for one in reversed(read_records(run_dir)) if one.get(key) == value)
-    last = next((one for one in found if first <= one.get("step", 0) <= step), None)
+    found = (record for record in reversed(read_records(run_dir)) if record.get(key) == value)
+    last = next((record for record in found if first <= record.get("step", 0) <= step), None)
     if last is None:
         return []
     shown = [
-        (metric.title, metric.text(last[name], more=1))
+        (metric.title, metric.text(last[name], extra=1))
         for name, metric in objective_metrics().items()
         if last.get(name) is not None
     ]

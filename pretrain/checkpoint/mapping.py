@@ -26,7 +26,7 @@ class MappedTensor(NamedTuple):
 
 
 def mapping_table(tensors: Iterable[MappedTensor]) -> str:
-    """Return a line for all tensors with the same target, then a line for each reason to leave some out."""
+    """Return one line per target of tensors that are read, then one line per reason to leave tensors out."""
     filled: dict[str, list[str]] = defaultdict(list)
     left_out: dict[str, list[str]] = defaultdict(list)
     for tensor in tensors:
@@ -35,8 +35,8 @@ def mapping_table(tensors: Iterable[MappedTensor]) -> str:
         else:
             left_out[tensor.target].append(tensor.name)
     rows = [(_pattern(names), counted(len(names), "tensor"), target) for target, names in filled.items()]
-    wide, high = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-    lines = [f"{pattern:<{wide}}  {count:>{high}} -> {target}" for pattern, count, target in rows]
+    name_width, count_width = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    lines = [f"{pattern:<{name_width}}  {count:>{count_width}} -> {target}" for pattern, count, target in rows]
     read = [name for names in filled.values() for name in names]
     for reason, names in left_out.items():
         lines.append(f"{_summary(names, read)}: {counted(len(names), 'tensor')} {reason}")
@@ -48,12 +48,12 @@ def _summary(names: list[str], read: Collection[str]) -> str:
     pattern = _pattern(names)
     if len(names) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read):
         return pattern
-    beyond = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"{', '.join(names[:_MAX_NAMES])}{beyond}"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{more}"
 
 
 def _pattern(names: list[str]) -> str:
-    """Return the common prefix of all names, in whole parts, and a star; for a single name, the name."""
+    """Return the common prefix of all names up to a separator, and a star; for a single name, the name."""
     if len(names) == 1:
         return names[0]
     parts = zip(*(re.split(r"(?<=[./])", name) for name in names), strict=False)

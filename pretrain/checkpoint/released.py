@@ -1,7 +1,7 @@
 """Reads released encoders, and our runs and exports, from their folders (invariant 6).
 
 The families of `layouts` are read as transformers writes them, BERT also as NVIDIA does.
-`layouts` has the names, `assembly` assembles the model, and `released_writer` writes a fine-tuned one.
+`layouts` defines the names, `assembly` assembles the model, and `released_writer` writes a fine-tuned one.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
-from pretrain.checkpoint.layouts import OWN, KeyMapping, ReleasedFacts, layout_of, read_config, why_own
+from pretrain.checkpoint.layouts import BERTRAIN, KeyMapping, ReleasedFacts, layout_of, read_config, unsupported_parts
 from pretrain.checkpoint.layouts.pooled import POOLING, unwrap
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.released_writer import with_position_table
@@ -25,7 +25,7 @@ from pretrain.config import ModelConfig, config_of
 from pretrain.objectives import objective_of
 from pretrain.storage.runs import fetched_model
 
-__all__ = ["Released", "read_released", "read_shape", "why_not_transformers"]
+__all__ = ["Released", "read_released", "read_shape", "unsupported_in_transformers"]
 
 
 def read_released(folder: Path) -> Released:
@@ -33,7 +33,7 @@ def read_released(folder: Path) -> Released:
 
     Raises:
         InputError: something is missing or damaged, our encoder does not support the architecture, or a tensor of the
-            backbone is missing or of another shape.
+            backbone is missing or has the wrong shape.
     """
     inner = _inner(folder)
     if is_run(inner):
@@ -43,8 +43,8 @@ def read_released(folder: Path) -> Released:
     with one_thread():
         released = assemble(tensors, facts, config, where=str(path))
     # In other families, the key comes from sentence-transformers or from one of our exports.
-    own = POOLING in facts.layout.values_of(facts.model, config)
-    return replace(released, sentence=sentence_files(folder, facts.model, "" if own else config.get(POOLING, "")))
+    is_native = POOLING in facts.layout.values_of(facts.model, config)
+    return replace(released, sentence=sentence_files(folder, facts.model, "" if is_native else config.get(POOLING, "")))
 
 
 def read_shape(location: Path | str) -> ModelConfig:
@@ -57,21 +57,21 @@ def read_shape(location: Path | str) -> ModelConfig:
 
 def _inner(folder: Path) -> Path:
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
+        raise InputError(f"{folder}: no such folder. Use one with config.json and the weights.{hub_hint(folder)}")
     return released_folder(folder)
 
 
-def why_not_transformers(folder: Path) -> str:
-    """Return the settings because of which transformers cannot load the model; "" if it can. Raises `InputError`."""
+def unsupported_in_transformers(folder: Path) -> str:
+    """Return the settings that keep transformers from loading the model; "" if it can. Raises `InputError`."""
     path = _config_path(folder)
     facts = _facts(unwrap(read_json(path)), path)
-    return why_own(facts.model) if facts.layout is OWN else ""
+    return unsupported_parts(facts.model) if facts.layout is BERTRAIN else ""
 
 
 def _config_path(folder: Path) -> Path:
     found = next((folder / name for name in ("config.json", "bert_config.json") if (folder / name).is_file()), None)
     if found is None:
-        raise InputError(f"{folder}: has no config.json. Give a released model's folder.")
+        raise InputError(f"{folder}: has no config.json. Use the folder of a released model.")
     return found
 
 
@@ -86,7 +86,7 @@ def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
     try:
         return read_config(config)
     except KeyError as error:
-        raise InputError(f"{path}: {error} is missing. Give the config.json of an encoder.") from None
+        raise InputError(f"{path}: {error} is missing. Use the config.json of an encoder.") from None
     except (ValueError, AttributeError, TypeError) as error:  # pydantic's errors are ValueErrors
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: not a model that our encoder supports ({reason}).") from None
@@ -94,11 +94,11 @@ def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
 
 def _read_run(folder: Path) -> Released:
     checkpoint = store.choose(folder / "checkpoints", None)
-    own = objective_of(config_of(folder)).exported[-1]
-    state = own.weights(store.read_weights(checkpoint))
-    # Re-initialized parameters get BERT's values, as from an export, which does not record the initialization.
-    model, state = with_position_table(own.shape.model_copy(update={"attention_init": "normal"}), state)
-    layout = layout_of(model, own.layout)
+    exported = objective_of(config_of(folder)).exported[-1]
+    state = exported.weights(store.read_weights(checkpoint))
+    # Parameters that fine-tuning adds get BERT's initialization, as for an export, which does not record any other.
+    model, state = with_position_table(exported.shape.model_copy(update={"attention_init": "normal"}), state)
+    layout = layout_of(model, exported.layout)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     task = {name: as_task for name in pretraining if (as_task := _as_task_head(name, layout))}
     return Released(
@@ -115,7 +115,7 @@ def _read_run(folder: Path) -> Released:
 
 
 def _as_task_head(name: str, layout: KeyMapping) -> str:
-    """Return the part of a task's head that is the same as a pretraining head's parameter, as for the pooler, or ""."""
+    """Return the parameter of a task's head that shares its tensor with a pretraining head's, such as the pooler's."""
     kind = name.rpartition("_")[2]
     same = (f"head.{module}_{kind}" for module in ("dense", "norm"))
     return next((ours for ours in same if layout.names(name) == layout.names(ours) != []), "")

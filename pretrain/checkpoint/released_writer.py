@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import LAYOUTS, OWN, KeyMapping, ReleasedFacts, pooled, task_head, write_config
+from pretrain.checkpoint.layouts import BERTRAIN, LAYOUTS, KeyMapping, ReleasedFacts, pooled, task_head, write_config
 from pretrain.checkpoint.sentence_transformers import write_sentence_files
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer
-from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, save_weights, whole_folder
+from pretrain.checkpoint.weight_files import FOR_TRANSFORMERS, WEIGHTS, atomic_folder, save_weights
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.config import ModelConfig
@@ -41,8 +41,8 @@ def write_released(
 ) -> None:
     """Write a fine-tuned model in its family's layout, atomically; an earlier export at `out` is replaced.
 
-    DistilBERT has no token types, so ours are added to its positions. A RoBERTa or GTE with one token type is written
-    with one if both of ours are equal, otherwise with two.
+    DistilBERT has no token types, so ours are added to its positions. A RoBERTa or GTE with one token type keeps one
+    if both of ours are equal, otherwise it gets two.
 
     Args:
         out: folder to create.
@@ -53,8 +53,8 @@ def write_released(
         config: fields of config.json that the shape does not decide: the config that was read, id2label, problem_type.
         tokenizer: a folder with the model's tokenizer.
         card: README.md in Markdown.
-        extra: further text files, name -> content.
-        sentence: as in `assembly.Released`; written next to the encoder that transformers loads without further code.
+        extra: additional text files, name -> content.
+        sentence: as in `assembly.Released`; written next to the encoder that transformers loads without custom code.
 
     Raises:
         InputError: the tokenizer cannot be read, the layout cannot represent the model, `out` is not an export, or
@@ -72,13 +72,13 @@ def write_released(
     values = write_config({**config, **labels}, facts, _CLASSES[purpose], rows, ids["pad"], ids)
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
     parts = {"": (values, state)}
-    with whole_folder(out) as target:
+    with atomic_folder(out) as target:
         if values["model_type"] == pooled.MODEL_TYPE:
             shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, target / pooled.MODELING_FILE)
             parts[pooled.ENCODER] = write_config(config, facts, "Model", rows, ids["pad"], ids), dict(backbone)
         for part, (content, tensors) in parts.items():
             write_part(target / part, content, tensors, facts, read, purpose, for_words=purpose == "tokens")
-        write_sentence_files({} if layout is OWN else sentence or {}, target / list(parts)[-1])
+        write_sentence_files({} if layout is BERTRAIN else sentence or {}, target / list(parts)[-1])
         for name, text in {**(extra or {}), "README.md": card}.items():
             (target / name).write_text(text, encoding="utf-8")
 
@@ -119,7 +119,7 @@ def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose:
 
 
 def with_position_table(model: ModelConfig, state: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Convert sinusoidal positions to a table of learned ones, which all layouts similar to BERT's support."""
+    """Convert sinusoidal positions to a table of learned ones, which all BERT-like layouts support."""
     if model.positions != "sinusoidal":
         return model, dict(state)
     table = sinusoids(torch.arange(model.max_positions), model.embedding or model.hidden)
@@ -160,12 +160,12 @@ def write_part(
 ) -> None:
     """Write weights, config.json and tokenizer of a model to a folder; `options` are passed on to `copy_tokenizer`."""
     layout, limit = facts.layout, facts.model.max_positions
-    classes = layout.alike.get(pooled.unwrap(config)["model_type"], layout.classes)
-    kind = layout.tokenizer_class or f"{classes}Tokenizer"
+    classes = layout.variants.get(pooled.unwrap(config)["model_type"], layout.classes)
+    tokenizer_class = layout.tokenizer_class or f"{classes}Tokenizer"
     folder.mkdir(exist_ok=True)
     save_weights(released_tensors(state, facts, purpose), folder / WEIGHTS, FOR_TRANSFORMERS)
     write_json(folder / "config.json", config)
-    copy_tokenizer(tokenizer, folder, tokenizer_class=kind, max_positions=limit, **options)
+    copy_tokenizer(tokenizer, folder, tokenizer_class=tokenizer_class, max_positions=limit, **options)
 
 
 def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:

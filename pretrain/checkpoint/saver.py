@@ -56,7 +56,7 @@ class Saver:
         # Step and path of checkpoints that were written. The caller that reports them clears the list.
         self.written: list[dict[str, Any]] = []
 
-    def save(self, step: int, fragments: Iterable[writing.HeldFragment], state: dict[str, Any]) -> None:
+    def save(self, step: int, fragments: Iterable[writing.FragmentLike], state: dict[str, Any]) -> None:
         """Save the current state of the fragments. Raises the error of the previous save."""
         self.wait()
         shard = writing.take_shard(fragments, self._group, self._copy)
@@ -79,7 +79,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Return whether a save has failed after its retries; ranks may learn this at different times."""
+        """Return whether a save has failed after its retries; may differ between ranks for a moment."""
         return self._error is not None
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Saver:
             self._error = error
 
     def _store(self, stored: StoredRun, checkpoint: Path) -> None:
-        """Store the file that each rank wrote; then rank 0 stores the rest, the manifest last."""
+        """Store the file that each rank wrote; then rank 0 stores the other files, the manifest last."""
         name, is_first = checkpoint.name, self._group.rank == 0
         steps: list[Callable[[], None]] = [
             lambda: stored.unpublish(name) if is_first else None,
@@ -128,8 +128,8 @@ class Saver:
             logger.warning("%s", error)
 
     def _write_or_retry(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:
-        # All ranks get the same error at the same attempt (`writing.write`), and must decide alike. Their clocks may
-        # differ, so the waits are added up instead.
+        # All ranks get the same error at the same attempt (`writing.write`), and must make the same decision. Their
+        # clocks may differ, so the waits are summed instead.
         waited, wait, reason = 0.0, FIRST_WAIT_SECONDS, ""
         while True:
             try:

@@ -1,7 +1,7 @@
 """Reads and writes the files of sentence-transformers next to an encoder: its pooling and maximum length.
 
 They are read in the old formats and in version 6's, and written in the old ones, which text-embeddings-inference
-reads as well (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). sentence-transformers 6:
+also reads (backends/src/lib.rs, ModuleType; router/src/lib.rs, get_pool). sentence-transformers 6:
 sentence_transformer/modules/pooling.py (config.json of the module), base/modules/transformer.py
 (sentence_bert_config.json), base/model.py (the two others).
 """
@@ -29,54 +29,54 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Mode -> a head's pooling. mean_sqrt_len_tokens is read as mean: its factor would make the head depend on the length.
-_AS_HEADS = {"cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean"}
+# Mode -> pooling of a task's head. mean_sqrt_len_tokens is read as mean: its factor depends on the length.
+_HEAD_POOLINGS = {"cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean"}
 
 
 def sentence_pooling(folder: Path) -> dict[str, str]:
     """Return the pooling as a field of config.json, {} if the folder declares none that a head supports."""
-    chosen = _chosen(_declared(folder))
-    return {POOLING: _AS_HEADS[chosen[0]]} if len(chosen) == 1 and chosen[0] in _AS_HEADS else {}
+    chosen = _pooling_modes(_read_files(folder))
+    return {POOLING: _HEAD_POOLINGS[chosen[0]]} if len(chosen) == 1 and chosen[0] in _HEAD_POOLINGS else {}
 
 
-def longest_text(folder: Path) -> int | None:
+def declared_max_length(folder: Path) -> int | None:
     """Return the maximum length that the model was trained for, including special tokens; None if not declared."""
-    limit = _declared(folder).get(_TRANSFORMER, {}).get("max_seq_length")
+    limit = _read_files(folder).get(_TRANSFORMER, {}).get("max_seq_length")
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def remarks(folder: Path, max_length: int) -> list[str]:
+def length_warnings(folder: Path, max_length: int) -> list[str]:
     """Return warnings about fine-tuning this model with windows of `max_length` tokens."""
-    warnings, declared = [], _declared(folder)
-    if (chosen := _chosen(declared)) and not sentence_pooling(folder):
+    warnings, declared = [], _read_files(folder)
+    if (chosen := _pooling_modes(declared)) and not sentence_pooling(folder):
         warnings.append(f"its pooling ({', '.join(chosen)}) is not supported: classifiers read the first token.")
-    longest = longest_text(folder)
+    longest = declared_max_length(folder)
     if longest is not None and max_length > longest:
         warnings.append(
             f"max_length is {max_length}, but it was trained for at most {longest} tokens "
             f"(sentence_bert_config.json). Set max_length: {longest}."
         )
-    return [f"warning: {folder}: {one}" for one in warnings] + left_out(folder)
+    return [f"warning: {folder}: {text}" for text in warnings] + module_warnings(folder)
 
 
-def left_out(folder: Path) -> list[str]:
+def module_warnings(folder: Path) -> list[str]:
     """Return a warning that names the modules of `folder` that are neither read nor exported; [] if there are none."""
-    others = [kind for kind in _kinds(_declared(folder)) if kind not in ("Transformer", "Pooling", "Normalize")]
+    others = [kind for kind in _classes(_read_files(folder)) if kind not in ("Transformer", "Pooling", "Normalize")]
     return [f"warning: {folder}: exports leave out its modules {', '.join(others)}."] if others else []
 
 
 def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[str, Any]:
-    """Return the files, name -> content, that make other programs use an export like the model in `folder`.
+    """Return the files, name -> content, that make other programs use an export as they use the model in `folder`.
 
     Args:
-        pooling: the pooling of a folder without such files; "" if it is unknown, and then there are no files.
+        pooling: the pooling of a folder without such files; "" if it is unknown, and then the result is {}.
     """
-    declared = _declared(folder)
-    chosen = _chosen(declared) or [pooling]
+    declared = _read_files(folder)
+    chosen = _pooling_modes(declared) or [pooling]
     if chosen == [""]:
         return {}
     paths = {"Transformer": "", "Pooling": "1_Pooling"}
-    if "Normalize" in _kinds(declared):
+    if "Normalize" in _classes(declared):
         paths["Normalize"] = "2_Normalize"
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -86,7 +86,7 @@ def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[
     pooling_config["include_prompt"] = declared.get(_POOLING, {}).get("include_prompt", True)
     files: dict[str, Any] = {_MODULES: modules, _POOLING: pooling_config}
     lowercase = bool(declared.get(_TRANSFORMER, {}).get("do_lower_case", False))
-    if longest := longest_text(folder) or lowercase * model.max_positions:
+    if longest := declared_max_length(folder) or lowercase * model.max_positions:
         files[_TRANSFORMER] = {"max_seq_length": min(longest, model.max_positions), "do_lower_case": lowercase}
     return files | ({_PROMPTS: declared[_PROMPTS]} if _PROMPTS in declared else {})
 
@@ -98,7 +98,7 @@ def write_sentence_files(files: Mapping[str, Any], out: Path) -> None:
         write_json(out / name, content)
 
 
-def _declared(folder: Path) -> dict[str, Any]:
+def _read_files(folder: Path) -> dict[str, Any]:
     """Read the files of `folder`, by the names above; for our runs, the files of the model that they started from."""
     inner = released_folder(folder)
     if is_run(inner):
@@ -107,13 +107,13 @@ def _declared(folder: Path) -> dict[str, Any]:
     found = {}
     for name in (_MODULES, _POOLING, _TRANSFORMER, _PROMPTS):
         folders = (folder, inner, inner / ENCODER)
-        if paths := [path for one in folders for path in sorted(one.glob(_NAMES.get(name, name)))]:
+        if paths := [path for parent in folders for path in sorted(parent.glob(_NAMES.get(name, name)))]:
             found[name] = read_json(paths[0], list if name == _MODULES else dict)
     return found
 
 
-def _chosen(declared: Mapping[str, Any]) -> list[str]:
-    """Return the modes of the pooling, whose results are concatenated; [] if there is none."""
+def _pooling_modes(declared: Mapping[str, Any]) -> list[str]:
+    """Return the pooling modes, whose results are concatenated; [] if there is no pooling."""
     if _POOLING not in declared:
         return []
     values = declared[_POOLING]
@@ -121,7 +121,7 @@ def _chosen(declared: Mapping[str, Any]) -> list[str]:
     return [named] if isinstance(named, str) else list(named)
 
 
-def _kinds(declared: Mapping[str, Any]) -> list[str]:
+def _classes(declared: Mapping[str, Any]) -> list[str]:
     """Return the class names of the modules, in order."""
-    modules = (one for one in declared.get(_MODULES, ()) if isinstance(one, dict))
-    return [str(one.get("type", "")).rpartition(".")[2] for one in modules]
+    modules = (module for module in declared.get(_MODULES, ()) if isinstance(module, dict))
+    return [str(module.get("type", "")).rpartition(".")[2] for module in modules]

@@ -1,9 +1,9 @@
 """Settings, tokenizer and initial weights of a run that continues from a checkpoint (`start_from`).
 
-The checkpoint decides `model` and `corpus.vocabulary`. Missing parameters are initialized as in a new run, with two
+The checkpoint determines `model` and `corpus.vocabulary`. Missing parameters are initialized as in a new run, with two
 exceptions. Rows of words that the corpus's vocabulary adds are the mean of the rows of the wordpieces they replace, so
 all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the corpus, so
-that a new masked-language-modeling head starts from the prediction that needs no context.
+that a new masked-language-modeling head starts by predicting these frequencies.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 from pretrain.checkpoint.released import Released, read_released
-from pretrain.checkpoint.sentence_transformers import left_out
+from pretrain.checkpoint.sentence_transformers import module_warnings
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
-from pretrain.common.settings import AnyConfig, Overrides, given_values, load
-from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
+from pretrain.common.settings import AnyConfig, Overrides, load, unvalidated_values
+from pretrain.config import ModelConfig, PretrainConfig, run_folder, used_start_from
 from pretrain.config.families import SIZES, Shape
 from pretrain.corpus.extension import replaced_ids
 from pretrain.corpus.manifest import check_same_tokenizer
@@ -37,12 +37,12 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.objective import FrozenModel
 from pretrain.storage.runs import fetched_model
 
-# Settings of the model that are not properties of its weights.
-_FREE = ("hidden_dropout", "attention_dropout", "init_std")
+# Settings of the model that its weights do not determine.
+_NOT_IN_WEIGHTS = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
-_BY_ENTRY = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
+_VOCABULARY_PARAMETERS = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
 _POOLER = {"heads.pooler_weight": "dense_weight", "heads.pooler_bias": "dense_bias"}
-# Heads of a run that a layout may hold as the first layer of a task's head: BERT's pooler, ModernBERT's MLM transform.
+# Parameters of a run that may be the first layer of a task's head: BERT's pooler, ModernBERT's MLM transform.
 _SHARED = {
     **_POOLER,
     "heads.mlm_transform_weight": "dense_weight",
@@ -56,17 +56,17 @@ _SHARED = {
 
 
 def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) -> list[str]:
-    """Return further overrides of a run's `config`: the settings that the checkpoint in `start_from` decides.
+    """Return overrides of a run's `config` with the settings that the checkpoint in `start_from` determines.
 
-    A run that resumes takes them from its run folder, so the checkpoint is not needed any more.
+    A resumed run reads them from its run folder and no longer needs the checkpoint.
 
     Raises:
         InputError: the checkpoint cannot be read, or the config sets something that contradicts it.
     """
-    given = given_values(config, PretrainConfig, overrides)
-    earlier = _earlier(given) if resume else None
+    given = unvalidated_values(config, PretrainConfig, overrides)
+    earlier = _earlier_config(given) if resume else None
     if earlier is not None:
-        return _of_earlier_start(earlier, given)
+        return _resume_overrides(earlier, given)
     folder = given.get("start_from")
     if not folder or not isinstance(folder, str):
         return []
@@ -80,7 +80,7 @@ def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) ->
 def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer:
     """Read the tokenizer of the checkpoint in `folder`, in the form that the preparation of a corpus needs.
 
-    Raises `InputError` if it is missing, or no corpus can be prepared with it.
+    Raises `InputError` if it is missing, or does not support the preparation of a corpus.
     """
     tokenizer = read_tokenizer(folder, released.vocabulary_size if released else None)
     described = json.loads(tokenizer.to_str())
@@ -88,13 +88,13 @@ def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer
     return tokenizer_from_json(folder, json.dumps(described), lowercase=lowercase)
 
 
-def _earlier(given: Mapping[str, Any]) -> PretrainConfig | None:
+def _earlier_config(given: Mapping[str, Any]) -> PretrainConfig | None:
     """Return the config that the run started with, if it started from a checkpoint and has one to resume from."""
     folder = run_folder(given)
-    return load(folder / "config.yaml", PretrainConfig) if began_from(folder) else None
+    return load(folder / "config.yaml", PretrainConfig) if used_start_from(folder) else None
 
 
-def _of_earlier_start(earlier: PretrainConfig, given: Mapping[str, Any]) -> list[str]:
+def _resume_overrides(earlier: PretrainConfig, given: Mapping[str, Any]) -> list[str]:
     kept = ("size", "lowercase", "added_words")
     values = {f"corpus.vocabulary.{key}": getattr(earlier.corpus.vocabulary, key) for key in kept}
     if not given.get("start_from"):
@@ -110,17 +110,17 @@ def _model(released: Released, entries: int) -> ModelConfig:
 
 
 def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> list[str]:
-    """Return overrides with the checkpoint's shape, except settings of the config that may differ from it."""
+    """Return overrides with the checkpoint's shape, except for settings of the config that may differ from it."""
     section = _section(given, "model")
     _refuse_contradictions(folder, model, section)
     values = model.model_dump(mode="json")
-    return [_override(f"model.{key}", values[key]) for key in values if not (key in _FREE and key in section)]
+    return [_override(f"model.{key}", values[key]) for key in values if not (key in _NOT_IN_WEIGHTS and key in section)]
 
 
 def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model in the config that contradicts the checkpoint."""
     from_size = {name for name in Shape._fields if given.get(name) == 0}
-    wanted = {name: value for name, value in given.items() if name not in (*_FREE, "size", *from_size)}
+    wanted = {name: value for name, value in given.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
     size = SIZES[model.family].get(str(given.get("size")))
     if size is not None:
         wanted = {**size._asdict(), **wanted}
@@ -131,7 +131,7 @@ def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, 
             )
             raise InputError(
                 f"{where}, but the checkpoint in start_from ({folder}) has {getattr(model, name)!r}. "
-                "Remove it: the checkpoint decides the model."
+                "Remove it: the checkpoint determines the model."
             )
 
 
@@ -171,7 +171,7 @@ class Start:
     """The initial weights of a run.
 
     Attributes:
-        state: the parameters of `pretrain.model.heads.PretrainingModel` that the checkpoint decides; fp32.
+        state: the parameters of `pretrain.model.heads.PretrainingModel` that are in the checkpoint; fp32.
         fingerprint: SHA-256 of the tensors that were read, as hexadecimal digits.
         old_entries: rows of the checkpoint's vocabulary.
         initialized: parameters that are not in `state`.
@@ -194,7 +194,7 @@ class Start:
 def check_start_corpus(config: PretrainConfig) -> None:
     """Compare the tokenizers of the prepared corpora with the checkpoint's.
 
-    Raises `InputError` if the corpus, or the general one, was prepared with another tokenizer.
+    Raises `InputError` if the corpus or the replay corpus was prepared with another tokenizer.
     """
     tokenizer = start_tokenizer(fetched_model(config.start_from))
     for folder in filter(None, (config.corpus.dir, config.adaptation.replay_corpus)):
@@ -219,9 +219,9 @@ def read_start(
 
     Args:
         config: the run.
-        shapes: of the model's parameters, by name.
+        shapes: shape of each parameter of the model, by name.
         shards: the corpus, which has the checkpoint's vocabulary, or an extended one.
-        count: count the tokens of the corpus for a decoder bias that is missing; else it is 0.
+        count: whether to count the tokens of the corpus for a missing decoder bias; else it is 0.
 
     Raises:
         InputError: the checkpoint cannot be read, or `config.model` was taken from another one.
@@ -239,7 +239,7 @@ def read_start(
     added = _added_entries(tokenizer, shards)
     if not added:
         old = config.model.rows(old)
-    for name in _BY_ENTRY:
+    for name in _VOCABULARY_PARAMETERS:
         if name in found:
             found[name] = _with_rows(found[name][:old], added)
     bias = "heads.mlm_bias"
@@ -258,9 +258,8 @@ def read_start(
     if wrong := [name for name in missing if not name.startswith("heads.")]:
         raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
     table = weights_table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
-    table = "\n".join([table, *left_out(folder)])
-    own = is_run(released_folder(folder))
-    config_json = {} if own else released.config
+    table = "\n".join([table, *module_warnings(folder)])
+    config_json = {} if is_run(released_folder(folder)) else released.config
     return Start(found, fingerprint, old, missing, table, released.family, config_json, released.sentence)
 
 
@@ -277,8 +276,10 @@ def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
 
 def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
     """Return the old ids that each added entry of the corpus's vocabulary replaces, in the order of the new ids."""
-    own = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
-    entries = [own.id_to_token(number) or "" for number in range(vocabulary_size(tokenizer), shards.vocabulary_size)]
+    extended = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
+    entries = [
+        extended.id_to_token(number) or "" for number in range(vocabulary_size(tokenizer), shards.vocabulary_size)
+    ]
     return replaced_ids(tokenizer, entries)
 
 
@@ -307,8 +308,8 @@ def weights_table(
     added: int,
 ) -> str:
     """Return lines with the mapping of the checkpoint's tensors, and how missing parameters are initialized."""
-    own = {tensor.target for tensor in released.mapping}
-    shared = [part for ours, part in _SHARED.items() if ours in shapes and ours not in own and ours not in missing]
+    targets = {tensor.target for tensor in released.mapping}
+    shared = [part for ours, part in _SHARED.items() if ours in shapes and ours not in {*targets, *missing}]
     used = {*shapes, *(f"head.{part}" for part in shared)}
     mapping = [
         tensor._replace(target=f"{LEFT_OUT}this run has no such head")
@@ -334,8 +335,8 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
     """Read the model that `setting` of the config names.
 
     Raises:
-        InputError: it cannot be read, has no complete head for masked language modeling, has too few positions, or has
-            another vocabulary than the corpus.
+        InputError: it cannot be read, has no complete head for masked language modeling, has too few positions, or its
+            vocabulary differs from the corpus's.
     """
     folder = attrgetter(setting)(config)
     where = f"{setting}: {folder}"
@@ -347,7 +348,7 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
     if entries > released.vocabulary_size:
         raise InputError(
             f"{where} has {released.vocabulary_size} rows of word embeddings, but model.vocabulary_rows is {entries}. "
-            "Make them agree."
+            "Make them equal."
         )
     next_sentence = "heads.nsp_weight" in released.pretraining
     state, missing = released.prediction_state(next_sentence=next_sentence)
@@ -359,7 +360,7 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
     longest = max(phase.sequence_length for phase in config.phases)
     if model.max_positions < longest:
         raise InputError(
-            f"{where} has {model.max_positions} positions, but phases have sequences of {longest}. Shorten them."
+            f"{where} has {model.max_positions} positions, but phases have sequences of {longest} tokens. Shorten them."
         )
     for name in ("embeddings.word", "heads.decoder", "heads.mlm_bias"):
         if name in state:

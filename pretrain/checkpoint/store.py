@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pretrain.common.errors import InputError, MachineError, RunError, of_another_version
+from pretrain.common.errors import InputError, MachineError, RunError, version_mismatch
 from pretrain.common.files import CHECKPOINT_NAME, MANIFEST, parse_manifest, verify_content, verify_manifest
 from pretrain.storage.runs import best_of
 
@@ -38,7 +38,7 @@ FORMAT = 2
 _DAMAGED = "damaged-"  # prefix of the name of a checkpoint that was set aside
 # Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
 _READS, READ_WAIT_SECONDS = 6, 1.0
-# Pages of a mapped file count as the process's memory until the file is closed.
+# Limit of mapped pages: they are counted as memory of the process until the file is closed.
 _MAX_MAPPED_BYTES = 128 << 20
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class SavingGroup(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def collect_objects(self, value: Any) -> list[Any]: ...  # of each rank, on rank 0; elsewhere nothing
-    def first_object(self, value: Any) -> Any: ...  # of rank 0, on every rank
+    def collect_objects(self, value: Any) -> list[Any]: ...  # values of all ranks on rank 0; [] on others
+    def first_object(self, value: Any) -> Any: ...  # the value of rank 0, on every rank
 
 
 def name_of(step: int) -> str:
@@ -65,11 +65,11 @@ def step_of(checkpoint: Path) -> int:
     """The step in the name of a checkpoint's folder."""
     match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match is None:
-        raise InputError(f"{checkpoint}: not the name of a checkpoint. Give a folder such as {name_of(1000)}.")
+        raise InputError(f"{checkpoint}: not the name of a checkpoint. Use a folder such as {name_of(1000)}.")
     return int(match[1])
 
 
-def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Path | None:
+def latest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Path | None:
     """Return the latest intact checkpoint in `folder`; None if there is no checkpoint at all.
 
     Later checkpoints that are damaged are skipped and logged. `set_aside` also renames them to `damaged-…`; only the
@@ -80,7 +80,7 @@ def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Pa
         InputError: all checkpoints are damaged, including the ones set aside before.
     """
     tried = set[Path]()
-    # Listed again each time: a running training may have saved another checkpoint, and removed earlier ones.
+    # Listed again each time: a running training may have saved another checkpoint and removed earlier ones.
     while left := [path for path in _named_as_checkpoints(folder) if path not in tried]:
         checkpoint = left[-1]
         tried.add(checkpoint)
@@ -106,7 +106,7 @@ def choose(folder: Path, name: str | None) -> Path:
     Raises `InputError` if there is none.
     """
     if name is None:
-        path = newest(folder)
+        path = latest(folder)
         if path is None:
             raise InputError(f"{folder}: has no complete checkpoint. Train first.")
         return path
@@ -115,7 +115,7 @@ def choose(folder: Path, name: str | None) -> Path:
         if path is None:
             raise InputError(
                 f"{folder}: no checkpoint was evaluated, so there is no best one. "
-                "Give a checkpoint such as step-00001000, or leave --checkpoint out."
+                "Pass a checkpoint such as step-00001000, or omit --checkpoint."
             )
     else:
         path = folder / name
@@ -151,19 +151,19 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
             (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
         return verify_manifest(checkpoint, content=content)
 
-    if retried(checkpoint, read).get("format") != FORMAT:
-        raise MachineError(of_another_version(checkpoint, "Train again."))
+    if read_with_retries(checkpoint, read).get("format") != FORMAT:
+        raise MachineError(version_mismatch(checkpoint, "Train again."))
 
 
-def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
-    """Verify the content of a rank's share of the files: its own, and on rank 0 the state, if as many ranks wrote them.
+def verify_rank_files(checkpoint: Path, rank: int, ranks: int) -> None:
+    """Verify the content of every `ranks`-th file from number `rank` on, so that all ranks together verify all files.
 
-    Raises as `verify` does. A missing file counts as unreadable: another machine may see it later than rank 0.
+    Raises as `verify` does. A missing file is treated as unreadable: another machine may see it later than rank 0.
     """
     files = checkpoint_manifest(checkpoint)["files"]
     for name in sorted(files)[rank::ranks]:
         path = checkpoint / name
-        retried(path, functools.partial(verify_content, path, files[name]))
+        read_with_retries(path, functools.partial(verify_content, path, files[name]))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -172,16 +172,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _named_as_checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints in order of step. They are named when complete, so a missing manifest was lost."""
+    """Return all checkpoints in order of step. Only complete ones get this name; a missing manifest was lost."""
     return sorted(p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
 def best(folder: Path) -> Path | None:
     """Return the checkpoint with the lowest `rank` of `pretrain.storage.runs`; None if none was evaluated.
 
-    Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of an earlier phase do
-    not count once a later phase was evaluated. A checkpoint with a damaged state counts as not evaluated. Raises
-    `MachineError` if a state cannot be read.
+    Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of earlier
+    phases are ignored once a later phase was evaluated. So are checkpoints with a damaged state. Raises `MachineError`
+    if a state cannot be read.
     """
     states = {}
     for path in list_checkpoints(folder):
@@ -193,7 +193,7 @@ def best(folder: Path) -> Path | None:
 
 
 def best_intact(folder: Path) -> Path | None:
-    """Return the `best` intact checkpoint, else the latest; damaged ones are set aside. Raises as for the latest.
+    """Return the `best` intact checkpoint, else the latest; damaged ones are set aside. Raises as `latest` does.
 
     Only the run that owns the folder may call this.
     """
@@ -204,7 +204,7 @@ def best_intact(folder: Path) -> Path | None:
         except InputError as error:
             logger.warning("%s Trying the next best checkpoint.", error)
             _set_aside(checkpoint)
-    return newest(folder, set_aside=True)
+    return latest(folder, set_aside=True)
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
@@ -243,7 +243,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / "state.json"
     try:
-        return json.loads(retried(path, lambda: path.read_text(encoding="utf-8")))
+        return json.loads(read_with_retries(path, lambda: path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
 
@@ -255,7 +255,7 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
     """
     if averaged and not read_state(checkpoint).get("averaged"):
         raise InputError(
-            f"{checkpoint}: has no averaged weights. Give a checkpoint of the end of a phase with averaged_share."
+            f"{checkpoint}: has no averaged weights. Use a checkpoint from the end of a phase with averaged_share."
         )
     with CheckpointReader(checkpoint, averaged=averaged) as reader:
         return {
@@ -265,14 +265,14 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
 
 
 def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = itemgetter(0)) -> Any:
-    """Run `work` on every rank, then `conclude` on rank 0 with the results of all; the default takes rank 0's result.
+    """Run `work` on every rank, then `conclude` on rank 0 with all results; by default, return rank 0's.
 
-    Returns the result of `conclude`, or raises the first error, on all ranks. Only rank 0 gets the others' results, so
-    that the work of other ranks does not grow with their number. Every rank of the group calls this. An error that is
+    Returns the result of `conclude`, or raises the first error, on all ranks. Only rank 0 collects the results, so that
+    the work of other ranks does not grow with the world size. Every rank of the group calls this. An error that is
     neither a `RunError` nor an `OSError` is logged, and also raised as a `MachineError`: the other ranks wait for it.
     """
     outcomes = group.collect_objects(_outcome(group, work))
-    concluded = _outcome(group, lambda: conclude([_result(one) for one in outcomes])) if group.rank == 0 else None
+    concluded = _outcome(group, lambda: conclude([_result(item) for item in outcomes])) if group.rank == 0 else None
     return _result(group.first_object(concluded))
 
 
@@ -295,10 +295,10 @@ def _result(outcome: dict[str, Any]) -> Any:
 # ---- the files of one checkpoint
 
 
-def retried(path: Path, read: Callable[[], T]) -> T:
-    """Return the result of `read`; retry its read errors for half a minute. Raises `MachineError` after that.
+def read_with_retries(path: Path, read: Callable[[], T]) -> T:
+    """Return the result of `read`; retry read errors for half a minute, then raise `MachineError`.
 
-    A missing file is retried, too: machines that share a folder may see a new file late.
+    A missing file is read_with_retries, too: machines that share a folder may see a new file late.
     """
     attempt = 0
     while True:
@@ -319,7 +319,7 @@ def retried(path: Path, read: Callable[[], T]) -> T:
 def checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint, with retries."""
     path = checkpoint / MANIFEST
-    return parse_manifest(retried(path, path.read_bytes), path)
+    return parse_manifest(read_with_retries(path, path.read_bytes), path)
 
 
 class CheckpointReader:
@@ -367,7 +367,7 @@ class CheckpointReader:
         if name not in self._files:
             path = self._checkpoint / name
             try:
-                self._files[name] = retried(path, lambda: safe_open(path, framework="pt").__enter__())
+                self._files[name] = read_with_retries(path, lambda: safe_open(path, framework="pt").__enter__())
             except SafetensorError as error:
                 raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
         return self._files[name]
@@ -396,7 +396,7 @@ class FragmentIndex:
     """Finds the fragments that contain a range of a parameter.
 
     Args:
-        entries: the result of `packed`.
+        entries: the result of `merge_entries`.
         files: names of the ranks' files, by rank.
     """
 
@@ -413,8 +413,8 @@ class FragmentIndex:
         """Yield the fragments that overlap [start, stop), in ascending order."""
         for run in self._runs.get((kind, name), ()):
             first, numel, parts = run["start"], run["numel"], run.get("parts", 1)
-            begin = max(0, (start - first) // numel)
+            first_part = max(0, (start - first) // numel)
             end = min(parts, -(-(stop - first) // numel))
-            for number in range(begin, end):
+            for number in range(first_part, end):
                 file = self._files[int(run["rank"]) + number]
                 yield StoredFragment(first + number * numel, first + (number + 1) * numel, file)

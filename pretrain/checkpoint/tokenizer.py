@@ -45,7 +45,7 @@ class ModelTokenizer(NamedTuple):
     @classmethod
     def read_files(cls, folder: Path, rows: int | None = None) -> "ModelTokenizer":
         """Read as `read` does, from a folder that contains the files directly."""
-        tokenizer = _for_rows(folder, rows)
+        tokenizer = _read_checked(folder, rows)
         return cls(folder, tokenizer, special_ids(tokenizer, declared_settings(folder)))
 
 
@@ -59,15 +59,15 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
 
     Args:
         folder: the model's folder.
-        rows: number of word embeddings: at least as many as the tokenizer's entries (more are padding).
+        rows: number of word embeddings; the ids of all entries must be smaller. Further rows are padding.
 
     Raises:
         InputError: none of these files exists, one is damaged, or the tokenizer belongs to another model.
     """
-    return _for_rows(tokenizer_folder(folder), rows)
+    return _read_checked(tokenizer_folder(folder), rows)
 
 
-def _for_rows(folder: Path, rows: int | None) -> Tokenizer:
+def _read_checked(folder: Path, rows: int | None) -> Tokenizer:
     tokenizer = read_files(folder)
     last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if rows is not None and last >= rows:
@@ -79,16 +79,16 @@ def _for_rows(folder: Path, rows: int | None) -> Tokenizer:
 
 
 def released_folder(folder: Path) -> Path:
-    """Return the folder of a model's files: `model` in a fine-tuning's run folder; 0_Transformer if they are there.
+    """Return the folder with a model's files: `folder`, or its `model` (fine-tuning runs) or `0_Transformer` folder.
 
     Raises:
-        InputError: that fine-tuning is not finished.
+        InputError: the fine-tuning run is not finished.
     """
     if (folder / "model" / "finetune.json").is_file():
         return folder / "model"
     if is_run(folder) and "training" in settings.names(folder / "config.yaml"):
         raise InputError(f"{folder}: an unfinished fine-tuning has no model yet. Resume it first.")
-    # Older folders of sentence-transformers
+    # Older versions of sentence-transformers
     inner = folder / "0_Transformer"
     return inner if (inner / "config.json").is_file() and not (folder / "config.json").is_file() else folder
 
@@ -111,14 +111,14 @@ def corpus_of(run: Path, corpus: CorpusConfig, trained_with: str) -> Path:
 
     Raises `InputError` if it has another tokenizer now.
     """
-    for again in (False, True):  # at an address, it may have been prepared again since it was fetched
+    for again in (False, True):  # a corpus at an address may have been prepared again since it was fetched
         folder = fetch_without_tokens(corpus, again=again)
         # A missing tokenizer is not reported here.
         if not trained_with or not (folder / "vocab.txt").is_file() or trained_with == tokenizer_digest(folder):
             return folder
     raise InputError(
         f"{corpus.folder}: its tokenizer is not the one that {run} was trained with. Prepare the corpus as it was, or "
-        "give an export of the run, which contains its tokenizer."
+        "use an export of the run, which contains its tokenizer."
     )
 
 
@@ -145,8 +145,8 @@ def copy_tokenizer(
     Args:
         tokenizer_class: transformers' class, if tokenizer_config.json names none.
         max_positions: maximum number of tokens.
-        for_words: for a model that was trained on separate words: every word gets a space before it, also the first
-            one, and words that are passed as a list (transformers refuses them otherwise).
+        for_words: for a model that was trained on separate words: every word gets a space before it, including the
+            first one and words that are passed as a list (transformers refuses them otherwise).
         fields: further fields of tokenizer_config.json.
     """
     tokenizer = _with_prefix_space(read.tokenizer) if for_words else read.tokenizer
@@ -167,7 +167,7 @@ def copy_tokenizer(
 
 
 def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
-    """Make the tokenizer add a space before its input, if a first word would otherwise get other tokens."""
+    """Make the tokenizer add a space before its input, if the first word would otherwise be tokenized differently."""
     first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
     if first + second == both:
         return tokenizer

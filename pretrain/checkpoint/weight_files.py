@@ -1,4 +1,4 @@
-"""Reads the weight files of released models without unpickling other objects; writes folders atomically."""
+"""Reads the weight files of released models, unpickling only tensors; writes folders atomically."""
 
 import contextlib
 import os
@@ -47,15 +47,15 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which then becomes `out`, with a manifest, and replaces the files of an earlier export.
+def atomic_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder to fill; then add a manifest and rename it to `out`, replacing an earlier export.
 
-    Other files in `out` are kept, and so is a link to it. An error leaves `out` unchanged; a kill between two renames
-    leaves it as `.NAME.XXXX.old`. `InputError` if `out` is not an export, or if a file in it that no export wrote has
-    the name of a new one.
+    Other files in `out` are kept, as is a symbolic link to it. An error leaves `out` unchanged; a kill between two
+    renames leaves it as `.NAME.XXXX.old`. `InputError` if `out` is not an export, or if a file in it that no export
+    wrote has the name of a new one.
     """
     out = out.resolve() if out.is_symlink() else out
-    others = _others(out)
+    others = _other_files(out)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(out):
         try:
@@ -63,7 +63,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
             temporary.mkdir(parents=True)
             yield temporary
             if taken := next((path for path in others if path.parent != out or (temporary / path.name).exists()), None):
-                raise InputError(f"{taken}: no export wrote it, and this one would replace it. Move it, then repeat.")
+                raise InputError(f"{taken}: no export wrote it, and this one would overwrite it. Move it, then retry.")
             for path in temporary.rglob("*"):
                 if path.is_dir():
                     fsync_folder(path)
@@ -76,7 +76,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _others(out: Path) -> list[Path]:
+def _other_files(out: Path) -> list[Path]:
     """Return the files in `out`, or in its folders, that an earlier export did not write.
 
     `InputError` if `out` is neither an export nor empty.
@@ -95,7 +95,7 @@ def _others(out: Path) -> list[Path]:
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write contiguous tensors that share no storage as safetensors; the system's errors remain `OSError`."""
+    """Write contiguous tensors that share no storage as safetensors. Errors of the operating system are `OSError`."""
     try:
         path.touch()
         mode = path.stat().st_mode
@@ -113,12 +113,12 @@ def _only_torch_file(folder: Path) -> Path:
         return files[0]
     if any(folder.glob("*.index")):
         raise InputError(
-            f"{folder}: a TensorFlow checkpoint. Google's are on the Hub with torch weights, such as "
-            "hf://google-bert/bert-base-uncased or hf://google/bert_uncased_L-4_H-256_A-4; give one of these."
+            f"{folder}: a TensorFlow checkpoint. Google's are on the Hub with torch weights: use "
+            "hf://google-bert/bert-base-uncased or hf://google/bert_uncased_L-4_H-256_A-4, for example."
         )
-    several = f"; has {', '.join(path.name for path in files)}, and only one may be there" if files else ""
+    several = f"; has {', '.join(path.name for path in files)}, but only one is allowed" if files else ""
     raise InputError(
-        f"{folder}: has none of {', '.join(WEIGHT_FILES)}{several}. Give a folder with config.json and the weights."
+        f"{folder}: has none of {', '.join(WEIGHT_FILES)}{several}. Use a folder with config.json and the weights."
     )
 
 
@@ -128,7 +128,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no weight_map. Download it again.")
     for name, file in weight_map.items():
-        # An untrusted index must not lead out of its folder.
+        # An untrusted index must not refer to files outside its folder.
         if not isinstance(file, str) or Path(file).name != file:
             raise InputError(f"{index}: names the file {file!r}; only files in the same folder are read.")
         shards.setdefault(file, set()).add(name)
@@ -155,15 +155,15 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         # Invariant 5: only tensors and plain containers are unpickled.
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises various exceptions for damaged bytes
-        # torch's message advises to load arbitrary objects.
+        # torch's message advises loading arbitrary objects.
         reason = "it contains other objects" if "weights_only" in str(error) else str(error).strip().split("\n")[0]
         raise InputError(
             f"{path}: cannot be read as plain tensors ({reason}). Download it again, or convert it to safetensors."
         ) from None
-    return _unwrapped(content, path)
+    return _find_tensors(content, path)
 
 
-def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
+def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
     """Return the tensors of a training checkpoint: under "model" (NVIDIA, fairseq) or "state_dict" (Lightning)."""
     for key in ("model", "state_dict", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -171,7 +171,7 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
     tensors = content.items() if isinstance(content, Mapping) else ()
     named = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
     if not named:
-        raise InputError(f"{path}: is not a mapping of names to tensors. Give the weights of a model.")
+        raise InputError(f"{path}: is not a mapping of names to tensors. Use the weights of a model.")
     return named
 
 
@@ -186,7 +186,7 @@ def _check_manifest(path: Path) -> None:
 
 
 def _replace_folder(temporary: Path, out: Path, others: Sequence[Path]) -> None:
-    """Rename `temporary` to `out`; an earlier `out` is moved away first and removed after restoring `others`."""
+    """Rename `temporary` to `out`. An earlier `out` is moved away, and removed after moving `others` back."""
     fsync_folder(temporary)
     old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
     if out.exists():

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from pretrain.checkpoint.store import FORMAT, SavingGroup, agree, name_of, retried
+from pretrain.checkpoint.store import FORMAT, SavingGroup, agree, name_of, read_with_retries
 from pretrain.checkpoint.weight_files import save_weights
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import (
@@ -23,7 +23,7 @@ from pretrain.common.files import (
 )
 
 
-class HeldFragment(Protocol):
+class FragmentLike(Protocol):
     """The attributes of a fragment that `save` needs (`pretrain.training.engine.Fragment`)."""
 
     @property
@@ -49,18 +49,18 @@ def shard_name(group: SavingGroup) -> str:
     return f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
 
 
-def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: SavingGroup) -> Path:
+def save(folder: Path, step: int, fragments: Iterable[FragmentLike], state: dict[str, Any], group: SavingGroup) -> Path:
     """Write the checkpoint of `step` to `folder`, as `write` does; every rank calls this. Returns its path."""
     return write(folder, step, take_shard(fragments, group), state, group)
 
 
 def take_shard(
-    fragments: Iterable[HeldFragment], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
+    fragments: Iterable[FragmentLike], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
 ) -> CheckpointShard:
-    """Return the tensors that this rank writes: the ones that only it has, and an equal part of the replicated ones.
+    """Return the tensors that this rank writes: its sharded ones, and an equal part of the replicated ones.
 
-    Replicated tensors are split as one concatenated sequence, so that another rank splits one fragment, not each.
-    `copy` gets each tensor's key and a view of the optimizer's tensor, which the next step modifies.
+    Replicated tensors are split as one concatenated sequence, so that each further rank splits only one more fragment.
+    `copy` is called with each tensor's key and a view of the optimizer's tensor, which the next step modifies.
     """
     tensors: dict[str, Tensor] = {}
     entries = []
@@ -130,15 +130,15 @@ def _write_errors(path: Path) -> Iterator[None]:
         raise MachineError(f"{path}: cannot be written ({error.strerror or error}). Check the storage.") from error
 
 
-def _parts(fragments: Sequence[HeldFragment], group: SavingGroup) -> Iterator[slice]:
+def _parts(fragments: Sequence[FragmentLike], group: SavingGroup) -> Iterator[slice]:
     """Yield the part of each fragment that this rank writes."""
     sizes = [next(iter(fragment.tensors.values())).numel() for fragment in fragments]
     shared = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.shared)
-    begin, end = (shared * rank // group.world_size for rank in (group.rank, group.rank + 1))
+    start, end = (shared * rank // group.world_size for rank in (group.rank, group.rank + 1))
     offset = 0
     for fragment, size in zip(fragments, sizes, strict=True):
         if fragment.shared:
-            yield slice(max(0, begin - offset), max(0, min(size, end - offset)))
+            yield slice(max(0, start - offset), max(0, min(size, end - offset)))
             offset += size
         else:
             yield slice(0, size)
@@ -153,7 +153,7 @@ def check_storage(path: Path, needed: int) -> None:
 def _publish(tmp: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
     """On rank 0, after every shard is on disk: write the state and the manifest, then rename the folder."""
     for shard in shards:
-        _check_seen(tmp / shard["file"], shard["bytes"])
+        _check_visible(tmp / shard["file"], shard["bytes"])
     with _write_errors(final):
         write_json(tmp / "state.json", state)
         _write_manifest(tmp, shards, state)
@@ -163,9 +163,9 @@ def _publish(tmp: Path, final: Path, shards: list[dict[str, Any]], state: dict[s
         fsync_folder(final.parent)
 
 
-def _check_seen(path: Path, size: int) -> None:
-    """Raise `MachineError` if rank 0 does not see the shard that a rank wrote: their folders may differ."""
-    seen = retried(path, path.stat).st_size
+def _check_visible(path: Path, size: int) -> None:
+    """Raise `MachineError` if rank 0 does not see the shard that a rank wrote: their storage may differ."""
+    seen = read_with_retries(path, path.stat).st_size
     if seen != size:
         raise MachineError(f"{path}: has {seen} bytes, not the {size} that were written. Check the storage.")
 
@@ -178,13 +178,13 @@ def _write_manifest(tmp: Path, shards: list[dict[str, Any]], state: dict[str, An
         "format": FORMAT,
         "step": state["step"],
         "shapes": state["shapes"],
-        "fragments": packed(entry for shard in shards for entry in shard["fragments"]),
+        "fragments": merge_entries(entry for shard in shards for entry in shard["fragments"]),
         "files": files,
     }
     put_manifest(tmp, manifest)
 
 
-def packed(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def merge_entries(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Merge the entries {name, start, numel, kinds, rank} of all ranks: equal parts on consecutive ranks become one.
 
     A merged entry has the start and rank of the first part, and their number as `parts`.

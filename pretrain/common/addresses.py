@@ -1,9 +1,9 @@
 """Addresses of object stores, such as s3://bucket/runs/mini, and the local folder of each.
 
-Everything at an address is worked on in its local folder: fetched into it, or written there and stored from it. The
-folder is below `~/.cache/bertrain`, or below the folder that the environment variable BERTRAIN_CACHE names. A run that
-trains has its folder below the one that BERTRAIN_RUNS names, if it is set: several machines must share that one, while
-each may have a separate cache.
+Data at an address is used through its local folder: fetched into it, or written there and then stored. The folder is
+below `~/.cache/bertrain`, or below the folder in the environment variable BERTRAIN_CACHE. A run in training has its
+folder below the one in BERTRAIN_RUNS, if that is set: it must be shared by all machines of the run, while each machine
+may have a separate cache.
 """
 
 import os
@@ -24,45 +24,43 @@ def is_remote(text: Path | str) -> bool:
 
 
 def scheme_of(address: str) -> str:
-    """The scheme of an address: s3 of s3://bucket/run."""
+    """Return the scheme of an address, such as s3 for s3://bucket/run."""
     return address.partition("://")[0]
 
 
 def check_address(address: str, *, written: bool = False) -> None:
-    """Raise `ValueError` unless `address` names something in a bucket, and may be written to if `written`."""
+    """Raise `ValueError` unless `address` names a file or folder in a bucket, and is writable if `written`."""
     scheme, _, rest = address.partition("://")
     parts = rest.rstrip("/").split("/")
     if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts) or not rest.isprintable() or ":" in parts[0]:
         raise ValueError(
-            f"{address!r} is not an address of something in a bucket. Give one such as {scheme}://bucket/folder."
+            f"{address!r} does not name a file or folder in a bucket. Use an address such as {scheme}://bucket/folder."
         )
     if written and scheme in READ_ONLY:
-        raise ValueError(
-            f"{address!r} can be read, but not written to. Give a local path, or one of s3://, gs://, abfs://."
-        )
+        raise ValueError(f"{address!r} is read-only. Use a local path, or an address with s3://, gs:// or abfs://.")
 
 
 def cache() -> Path:
-    """The folder that contains the local folders of all addresses."""
+    """Return the folder that contains the local folders of all addresses."""
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/bertrain").expanduser().absolute()
 
 
 def local(text: Path | str) -> Path:
-    """The local folder or file of an address; a path is returned with ~ expanded."""
+    """Return the local folder or file of an address; a path is returned with ~ expanded."""
     return _below(cache(), text)
 
 
 def runs() -> Path:
-    """The folder that contains the local folders of runs that train at addresses."""
+    """Return the folder that contains the local folders of runs in training at addresses."""
     return Path(os.environ.get(RUNS_VARIABLE) or cache()).expanduser().absolute()
 
 
 def local_run(text: Path | str) -> Path:
-    """The local folder in which the run at an address trains; a path is returned with ~ expanded."""
+    """Return the local folder in which the run at an address trains; a path is returned with ~ expanded."""
     return _below(runs(), text)
 
 
-def shown(path: Path | str) -> str:
+def display_path(path: Path | str) -> str:
     """Return the address whose local copy is `path`, or `path` itself if it is not a local copy."""
     try:
         scheme, *parts = Path(path).relative_to(cache()).parts
@@ -79,7 +77,7 @@ def _below(folder: Path, text: Path | str) -> Path:
 
 
 def hub_hint(name: Path | str) -> str:
-    """Return a question for the error about a missing folder, if `name` looks like a model of the Hub."""
+    """Return a question to append to the error about a missing folder if `name` looks like a model on the Hub."""
     is_hub_name = _HUB_NAME.fullmatch(str(name)) and not Path(name).parent.exists()
     return f" Did you mean hf://{name}?" if is_hub_name else ""
 

@@ -1,4 +1,4 @@
-"""Programs that this process starts and waits for. They stop with it, also when it is terminated."""
+"""Runs child processes and waits for them. They are stopped if this process is terminated."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ _GRACE_SECONDS = 20  # for a program to stop its child processes and remove its 
 
 
 @contextlib.contextmanager
-def unwound_when_terminated() -> Iterator[None]:
+def unwind_on_sigterm() -> Iterator[None]:
     """While entered, SIGTERM unwinds the stack: temporary folders are removed, and `run_program` stops its program."""
     previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:

@@ -1,4 +1,4 @@
-"""The parts that all command lines of the project share. Imports nothing heavy."""
+"""Code that all command lines of the project share. Imports no large packages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pretrain.common.addresses import check_address, is_remote
 from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, print_error
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
-from pretrain.common.packages import expected
+from pretrain.common.packages import convert_import_errors
 from pretrain.common.wording import did_you_mean
-from pretrain.common.worker import torchrun_place
+from pretrain.common.worker import torchrun_rank
 
 LAUNCHER = "./launch.sh"
 EXIT_CODES = (
@@ -37,9 +37,9 @@ _READ_RUNS += ("finetune", "sweep", "evaluate", "predict", "evaluate-pretrained"
 
 
 def program() -> str:
-    """The name that the user types before a command: the console command `bertrain`, or ./launch.sh in a clone.
+    """Return what the user types before a command: `bertrain`, or ./launch.sh in a clone.
 
-    launch.sh runs the console command too, and names itself in BERTRAIN_PROGRAM.
+    launch.sh also runs the console command, and sets BERTRAIN_PROGRAM to its name.
     """
     script = Path(sys.argv[0]).name if sys.argv else ""
     is_clone = Path(__file__).parents[2].joinpath(LAUNCHER).is_file()
@@ -51,10 +51,10 @@ def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> i
     """Call `run` and return its exit code, 0 for None. `ends_process`: the caller exits with this code.
 
     A `RunError` is printed as `error: ...` and determines the exit code. A bug keeps its traceback. If the reader of
-    the output exits, such as `head`, the command exits silently with the code of SIGPIPE. SIGTERM acts like Ctrl-C.
+    the output exits, as `head` does, the command exits silently with the code of SIGPIPE. SIGTERM acts like Ctrl-C.
 
-    A failed process of several under torchrun exits immediately (see `_has_group`), as does one that was stopped
-    while it compiles.
+    If one of several processes under torchrun fails, it exits immediately (see `_has_group`), as does a process that
+    is stopped while it compiles.
     """
     try:
         code = _exit_code(run)
@@ -93,7 +93,7 @@ def _exit_code(run: Callable[[], int | None]) -> int:
         print_error("interrupted")
         return 130
     except BrokenPipeError:
-        if not _output_is_cut():
+        if not _reader_exited():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 128 + signal.SIGPIPE
@@ -102,7 +102,7 @@ def _exit_code(run: Callable[[], int | None]) -> int:
             signal.signal(signal.SIGTERM, previous)
 
 
-def _output_is_cut() -> bool:
+def _reader_exited() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -112,9 +112,9 @@ def _output_is_cut() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options between positionals, as in `evaluate RUN --precision fp32 FILE`; an error is one line.
+    """Accepts options between positional arguments: `evaluate RUN --precision fp32 FILE`; an error is one line.
 
-    argparse itself stops a list at an option, and sets an optional positional to its default too early.
+    argparse itself closes a list at an option, and sets an optional positional argument to its default too early.
     """
 
     _is_nested = False
@@ -151,25 +151,25 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         from pretrain.common.extensions import import_modules
 
         import_modules(names)
-    with expected(parser.prog if not argv else argv[0]):
+    with convert_import_errors(parser.prog if not argv else argv[0]):
         return arguments.command(arguments) or 0
 
 
-def check_effects(needs: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise `InputError` for an option without effect; `needs`: option -> (value, has an effect, why not)."""
-    for option, (value, has_effect, reason) in needs.items():
+def check_effects(options: Mapping[str, tuple[Any, Any, str]]) -> None:
+    """Raise `InputError` for an option without effect; `options`: name -> (value, has an effect, reason if not)."""
+    for option, (value, has_effect, reason) in options.items():
         if value and not has_effect:
             raise InputError(f"{option}: has no effect {reason}. Leave it out.")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise `InputError` for options shared by several commands that have no effect here."""
-    in_ray, reason = torchrun_place() is None, "under torchrun, which has started the processes"
+    """Check that options shared by several commands have an effect. Raises `InputError`."""
+    in_ray, reason = torchrun_rank() is None, "under torchrun, which has started the processes"
     plain_http, address = options.get("allow_plain_http"), options.get("address")
     check_effects({"--allow-plain-http": (plain_http, address, "without --address")})
     for option in ("show_config", "on", "mean_length"):
-        is_given = options.get(option) not in (None, False)
-        check_effects({f"--{option.replace('_', '-')}": (is_given, options.get("dry_run"), "without --dry-run")})
+        is_set = options.get(option) not in (None, False)
+        check_effects({f"--{option.replace('_', '-')}": (is_set, options.get("dry_run"), "without --dry-run")})
     has_workers = options.get("workers") is not None
     check_effects({"--workers": (has_workers, in_ray, reason), "--ray": (options.get("ray"), in_ray, reason)})
 
@@ -213,7 +213,7 @@ def add_command(
 
 
 def add_config(parser: argparse.ArgumentParser, start: str, *, several: bool = False) -> None:
-    """Add CONFIG (or `several`), --from with the description `start`, and --set."""
+    """Add CONFIG (one, or `several`), --from with the help text `start`, and --set."""
     purpose = "YAML file of the run, or a name of `configs`"
     parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="+" if several else None, help=purpose)
     add_start(parser, f"{start}, in place of the config's", type=run_argument)
@@ -222,7 +222,7 @@ def add_config(parser: argparse.ArgumentParser, start: str, *, several: bool = F
 
 def add_start(parser: argparse.ArgumentParser, purpose: str, **options: Any) -> None:
     """Add --from DIR; `options` are passed on to `add_argument`."""
-    where = at("a released model, an export or a run")
+    where = location_help("a released model, an export or a run")
     parser.add_argument("--from", dest="start_from", metavar="DIR", help=f"{purpose}: {where}", **options)
 
 
@@ -248,17 +248,17 @@ def add_address(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add --resume, --ray and --no-ray, which every training run takes."""
+    """Add --resume, --ray and --no-ray, the options of every training run."""
     parser.add_argument("--resume", action="store_true", help="continue the run from its latest checkpoint")
     launcher = parser.add_mutually_exclusive_group()
-    launcher.add_argument("--ray", action="store_true", help="use Ray also for one worker on this machine")
+    launcher.add_argument("--ray", action="store_true", help="use Ray even for one worker on this machine")
     launcher.add_argument(
         "--no-ray", action="store_true", help="train in this process, without Ray (implied under torchrun)"
     )
 
 
 def add_dry_run(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Add --dry-run, and --show-config, which goes with it."""
+    """Add --dry-run, and --show-config, which requires it."""
     parser.add_argument("--dry-run", action="store_true", help=purpose)
     parser.add_argument("--show-config", action="store_true", help="with --dry-run: also print the resolved config")
 
@@ -273,16 +273,16 @@ def add_follow(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help=purpose)
 
 
-def at(what: str) -> str:
-    """The help text of an argument that `run_argument` parses."""
+def location_help(what: str) -> str:
+    """Return the help text of an argument that `run_argument` parses."""
     return f"folder or address of {what}, or name of a run in runs/"
 
 
-USUAL_WORKERS = "default: one for each GPU; without GPUs 2, or 1 on a single core"
+WORKERS_DEFAULT = "default: one for each GPU; without GPUs 2, or 1 on a single core"
 
 
-def usual_workers() -> int:
-    """The default number of workers on this machine."""
+def default_workers() -> int:
+    """Return the default number of workers on this machine."""
     import torch
 
     return torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
@@ -291,8 +291,8 @@ def usual_workers() -> int:
 # ---------------------------------------------------------------- argument types
 
 
-def local_text(text: str) -> str:
-    """An argument that may be a path: `InputError` if it is a remote address."""
+def local_string(text: str) -> str:
+    """Return an argument that may be a path. Raises `InputError` if it is a remote address."""
     try:
         check_local(text)
     except ValueError as error:
@@ -301,23 +301,23 @@ def local_text(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """An argument that is a path of this machine; `InputError` if it is a remote address."""
-    return Path(local_text(text))
+    """Parse a local path. Raises `InputError` for a remote address."""
+    return Path(local_string(text))
 
 
 def config_argument(text: str) -> Path:
-    """An argument that is a config: a path of this machine, or the name of an example config."""
+    """Parse a config: a local path, or the name of an example config."""
     return config_path(local_path(text))
 
 
 def run_argument(value: Any) -> Path | str:
-    """An argument that is a run folder or model, as a path, the name of a run (`find_run`), an address, or a result."""
+    """Parse a run folder or model: a path, the name of a run (`find_run`), an address, or a result object."""
     text = str(getattr(value, "place", value))
     return checked_address(text) if is_remote(text) else find_run(local_path(text))
 
 
 def checked_address(text: str, *, written: bool = False) -> str:
-    """An argument that is an address; `InputError` if it names nothing in a bucket, or cannot be `written` to."""
+    """Parse an address. Raises `InputError` if it names nothing in a bucket, or is read-only although `written`."""
     try:
         check_address(text, written=written)
     except ValueError as error:
@@ -326,12 +326,12 @@ def checked_address(text: str, *, written: bool = False) -> str:
 
 
 def target_path(text: str) -> Path | str:
-    """An argument that is a folder to write, as a path, or an address; `InputError` if that cannot be written to."""
+    """Parse a folder to write to: a path or an address. Raises `InputError` if the address is read-only."""
     return checked_address(text, written=True) if is_remote(text) else local_path(text)
 
 
 def positive_int(text: str) -> int:
-    """An argument that is a whole number above 0."""
+    """Parse a positive integer."""
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

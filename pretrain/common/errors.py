@@ -22,7 +22,7 @@ def print_error(message: object) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped, so that it stays on one line and cannot control a terminal."""
+    """Escape control characters in `text`, so that it stays on one line and cannot control a terminal."""
     return "".join(repr(character)[1:-1] if is_control(character) else character for character in text)
 
 
@@ -31,7 +31,7 @@ def is_control(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")
 
 
-def of_another_version(where: object, advice: str) -> str:
+def version_mismatch(where: object, advice: str) -> str:
     """Return an error message: the object at `where` has a format or settings that this version does not support."""
     return f"{where}: made by another version of bertrain. {advice}"
 
@@ -65,7 +65,7 @@ class StoppedError(RunError):
 
     exit_code = 75
     CONTINUE = " Continue with --resume."  # the end of a message
-    BETWEEN = "stopped before the next step." + CONTINUE  # the message where no step was in progress
+    BETWEEN = "stopped before the next step." + CONTINUE  # the message if no step was in progress
 
     def again(self) -> "StoppedError":
         """Return the error for a command that resumes automatically when it is run again."""

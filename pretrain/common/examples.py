@@ -15,7 +15,7 @@ KINDS = ("pretrain", "finetune")  # of configs, and the commands that take them
 
 @functools.cache
 def examples() -> dict[str, Path]:
-    """Name -> file: `mini` is configs/pretrain/mini.yaml, `transfer/cola` configs/finetune/transfer/cola.yaml."""
+    """Return name -> file, such as `mini` -> configs/pretrain/mini.yaml."""
     return {
         path.relative_to(CONFIGS / kind).with_suffix("").as_posix(): path
         for kind in KINDS
@@ -24,7 +24,7 @@ def examples() -> dict[str, Path]:
 
 
 def config_path(path: Path) -> Path:
-    """`path`, or the example config with that name if there is no such file; `InputError` for a similar name."""
+    """Return `path`, or the example config of that name if there is no such file. `InputError` for a similar name."""
     if path.suffix or path.exists():
         return path
     if (name := path.as_posix()) not in examples() and (nearest := did_you_mean(name, examples())):
@@ -33,7 +33,7 @@ def config_path(path: Path) -> Path:
 
 
 def listing() -> str:
-    """The names of the example configs, each with the first sentence of its comment."""
+    """Return the names of the example configs, each with the first sentence of its comment."""
     lines = []
     for kind in KINDS:
         lines += ["", f"{kind.capitalize()}:"]
@@ -44,7 +44,7 @@ def listing() -> str:
 
 
 def text_of(name: str) -> str:
-    """The text of the example config `name`. Raises `InputError` if there is none."""
+    """Return the text of the example config `name`. Raises `InputError` if there is none."""
     if name not in examples():
         advice = f"{did_you_mean(name, examples())} `configs` lists them.".lstrip()
         raise InputError(f"configs: {name!r} is not an example config; {advice}")

@@ -1,8 +1,8 @@
-"""Custom modules of the user, named by a config or an option: kinds, metrics and callbacks from other packages.
+"""Custom modules of the user, named in a config or an option: kinds, metrics and callbacks from other packages.
 
 They are searched for on Python's path, then in the config's folder, then in the current folder. A module is imported
 only if the user requests it: with the config of a run that starts, with --import, or with an import in the user's
-program. The config in a run folder, an export or a fine-tuned model imports nothing: a stranger may have written it.
+program. The config in a run folder, an export or a fine-tuned model imports nothing: it may be untrusted.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from pretrain.common.errors import InputError
 from pretrain.common.wording import did_you_mean
 
-ASKED = "BERTRAIN_MODULES"
-"""The environment variable with the modules requested of this process, as JSON of `_requested`; workers inherit it."""
+ENV_VAR = "BERTRAIN_MODULES"
+"""The environment variable with the modules that the user requested, as JSON of `_requested`; workers inherit it."""
 
 _OURS = ("pretrain", "finetune", "cluster")
 
 
 class Contract(NamedTuple):
-    """The interface of a kind's modules: a class `attribute` that derives from `base` and defines what is `needed`."""
+    """The interface of a kind's modules: a class `attribute` that derives from `base` and has the `needed` members."""
 
     attribute: str
     base: type
@@ -54,8 +54,8 @@ class Contract(NamedTuple):
                 raise InputError(f"{name}: {self.attribute} of {_path(module)} lacks {missing}, which {base} requires.")
 
 
-def is_own(name: str) -> bool:
-    """Return whether `name` is a custom module or something in one: it contains a dot or a colon."""
+def is_custom(name: str) -> bool:
+    """Return whether `name` is a custom module or an attribute of one: it contains a dot or a colon."""
     return "." in name or ":" in name
 
 
@@ -63,55 +63,55 @@ def check_name(name: str, *, attribute: bool = False) -> None:
     """Raise `ValueError` unless `name` is `package.module`, or `package.module:name` with an `attribute`."""
     module, colon, inner = name.partition(":")
     parts = [*module.split("."), *([inner] if colon else [])]
-    if not all(map(str.isidentifier, parts)) or bool(colon) != attribute or not (colon or is_own(name)):
+    if not all(map(str.isidentifier, parts)) or bool(colon) != attribute or not (colon or is_custom(name)):
         form = "my_package.module:name" if attribute else "my_package.module"
         raise ValueError(f"{name!r} is not a dotted name such as {form}")
 
 
 def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
-    """Import these modules (`module` or `module:name`), also from `folder`. Raises `InputError` as `own` does."""
+    """Import these modules (`module` or `module:name`), from `folder` too. Raises as `load_custom` does."""
     requested, modules = _requested(), list(dict.fromkeys(name.partition(":")[0] for name in names))
     if not modules:
         return
-    folders = [str(one.resolve()) for one in (folder, Path.cwd()) if one]
+    folders = [str(path.resolve()) for path in (folder, Path.cwd()) if path]
     requested["folders"] = list(dict.fromkeys([*requested["folders"], *folders]))
     requested["names"] = list(dict.fromkeys([*requested["names"], *modules]))
-    os.environ[ASKED] = json.dumps(requested)
+    os.environ[ENV_VAR] = json.dumps(requested)
     before = set(sys.modules)
     for name in modules:
-        own(name)
+        load_custom(name)
     tops = {name.partition(".")[0] for name in (*requested["names"], *(set(sys.modules) - before))} - set(_OURS)
     paths = [_path(sys.modules[top]) for top in sorted(tops) if top in sys.modules]
     local = [str(path) for path in paths if str(path.parent) in requested["folders"]]
-    os.environ[ASKED] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *local]))})
+    os.environ[ENV_VAR] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *local]))})
 
 
-def own(name: str) -> Any:
+def load_custom(name: str) -> Any:
     """Return the module `name`, or the attribute that `module:attribute` names.
 
     Raises `InputError` if it was not requested, is not found, raises on import, or has no such attribute.
     """
     module_name, colon, attribute = name.partition(":")
-    # A recorded config may name a class of a kind in an imported module, but not an arbitrary function, such as one
-    # of os.
+    # A recorded config may name the class of a kind in an imported module, but not an arbitrary function, such as
+    # one of os.
     if (colon or module_name not in sys.modules) and module_name not in _requested()["names"]:
         raise InputError(
             f"{name}: a recorded config names this module, and imports nothing by itself. If you trust the module, "
             f"add --import {module_name}, or import it in your program."
         )
-    module = sys.modules.get(module_name) or _imported(module_name)
+    module = sys.modules.get(module_name) or _import(module_name)
     if colon and not hasattr(module, attribute):
         nearest = did_you_mean(attribute, vars(module)) or f"Define {attribute} there."
         raise InputError(f"{name}: {_path(module)} has no {attribute}; {nearest}")
     return getattr(module, attribute) if colon else module
 
 
-def carrying(environment: dict[str, Any], staging: Path) -> dict[str, Any]:
-    """Extend the environment of Ray's workers so that they get the requested modules on other machines, too.
+def ship_modules(environment: dict[str, Any], staging: Path) -> dict[str, Any]:
+    """Extend the environment of Ray's workers so that workers on other machines get the requested modules, too.
 
     The modules' Python files are copied to the folder `staging`, which Ray sends.
     """
-    if ASKED not in os.environ:
+    if ENV_VAR not in os.environ:
         return environment
     requested = _requested()
     for top in map(Path, requested["carried"]):
@@ -121,33 +121,33 @@ def carrying(environment: dict[str, Any], staging: Path) -> dict[str, Any]:
             shutil.copyfile(file, copy)
     folder = {"working_dir": str(staging)} if requested["carried"] else {}
     value = json.dumps({**requested, "folders": []})  # the folders exist only on this machine
-    return {**environment, **folder, "env_vars": {**environment.get("env_vars", {}), ASKED: value}}
+    return {**environment, **folder, "env_vars": {**environment.get("env_vars", {}), ENV_VAR: value}}
 
 
 def imported_modules() -> dict[str, ModuleType]:
-    """The requested modules that are imported, by name."""
+    """Return the requested modules that are imported, by name."""
     return {name: sys.modules[name] for name in _requested()["names"] if name in sys.modules}
 
 
 def hashes() -> dict[str, str]:
-    """SHA-256 of the file of each requested module, and of the modules in the same folders that they import."""
-    tops = tuple(f"{Path(one).stem}." for one in _requested()["carried"])
+    """Return the SHA-256 of each requested module's file, and of the modules that they import from the same folders."""
+    tops = tuple(f"{Path(path).stem}." for path in _requested()["carried"])
     names = [name for name in sys.modules if name in _requested()["names"] or f"{name}.".startswith(tops)]
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(names)}
     return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
 
 
 def _requested() -> dict[str, list[str]]:
-    """The requested names, the folders to search, and the files and packages there, which other machines lack."""
-    return {"names": [], "folders": [], "carried": [], **json.loads(os.environ.get(ASKED, "{}"))}
+    """Return the requested names, the folders to search, and the files there to copy to other machines."""
+    return {"names": [], "folders": [], "carried": [], **json.loads(os.environ.get(ENV_VAR, "{}"))}
 
 
 def _path(module: ModuleType) -> Path:
-    """The folder of a package, or the file of a module."""
+    """Return the folder of a package, or the file of a module."""
     return Path([*getattr(module, "__path__", ()), getattr(module, "__file__", None) or module.__name__][0])
 
 
-def _imported(name: str) -> ModuleType:
+def _import(name: str) -> ModuleType:
     folders = _requested()["folders"]
     # Last on the path: a stray file must not replace an installed module.
     sys.path += [folder for folder in folders if folder not in sys.path]
@@ -173,10 +173,10 @@ def _missing_message(name: str, missing: str, folders: list[str]) -> str:
 
 
 def _raised_message(name: str, error: BaseException) -> str:
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     folders = tuple(_requested()["folders"])
-    frames = [one for one in frames if one.filename != __file__ and "importlib" not in one.filename] or frames
-    last = next((one for one in reversed(frames) if one.filename.startswith(folders)), frames[-1])
+    frames = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename] or frames
+    last = next((frame for frame in reversed(frames) if frame.filename.startswith(folders)), frames[-1])
     where = (last.filename, last.lineno) if not isinstance(error, SyntaxError) else (error.filename, error.lineno)
     reason = (str(error).strip().splitlines() or [""])[0]
     return (

@@ -1,7 +1,7 @@
 """Atomic files and verified folders (invariant 5).
 
 A file is written under a temporary name, fsynced and renamed. A folder gets its `manifest.json` last; a folder without
-a matching manifest counts as missing.
+a matching manifest is treated as missing.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from pretrain.common.errors import InputError, MachineError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch
+UNTRAINED = "step-00000000"  # the checkpoint that a new run saves to test its largest batch
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
-_OWN_HASH = "manifest_sha256"
+_HASH_KEY = "manifest_sha256"
 # One slash is enough: pathlib reduces two slashes to one.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _POINTER = b"version https://git-lfs."
-_OTHER_FILES = 4096  # generous for the sockets, libraries and logs of a large run
+_OTHER_FILES = 4096  # more than the sockets, libraries and logs of a large run need
 # Errors of flock if the file system or its mount does not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_SUCH_PATH = (
@@ -45,7 +45,7 @@ def check_local(path: Path | str) -> None:
     if _REMOTE.match(str(path)):
         raise ValueError(
             f"{str(path)!r} is a remote address; only local paths are supported. "
-            "Mount or copy it, and give the local path."
+            "Mount or copy it, and use the local path."
         )
 
 
@@ -56,11 +56,11 @@ def find_run(name: Path | str) -> Path:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn operating system errors from writing `path` into one-line errors with advice."""
+    """Convert operating system errors from writing `path` to one-line errors with advice."""
     try:
         yield
     except OSError as error:
-        # numpy's tofile gives no number: "81400 requested and 74096 written".
+        # numpy's tofile sets no errno: "81400 requested and 74096 written".
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and str(error).endswith(" written")):
             free = shutil.disk_usage(existing_parent(path)).free
             raise MachineError(
@@ -73,7 +73,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest existing folder at or above `path`."""
+    """Return the nearest existing folder at or above `path`."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -85,8 +85,8 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open `path` for writing; the file appears complete or not at all.
 
     Writes a temporary file in the same folder, fsyncs it, renames it to `path` and fsyncs the folder. Disk-full and
-    permission errors become `MachineError` and `InputError`; the temporary file is removed. Through a link, its target
-    is replaced. A pipe or a device is written in place.
+    permission errors become `MachineError` and `InputError`; the temporary file is removed. If `path` is a link, its
+    target is replaced. A pipe or a device is written in place.
     """
     path, text = Path(path), {} if "b" in mode else {"encoding": "utf-8"}
     if is_stream(path):
@@ -114,13 +114,13 @@ def is_stream(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def expect_other(outputs: Iterable[Path], inputs: Iterable[Path | str]) -> None:
-    """Raise `InputError` if an output is the same file as an input, also under another name."""
+def check_outputs_differ(outputs: Iterable[Path], inputs: Iterable[Path | str]) -> None:
+    """Raise `InputError` if an output is the same file as an input, even under another name."""
     read = [Path(path).expanduser() for path in inputs]
     for out in outputs:
         # A device, such as a terminal, may be both.
         if out.is_file() and any(path.is_file() and path.samefile(out) for path in read):
-            raise InputError(f"{out}: is also an input, which the output would replace. Choose another name.")
+            raise InputError(f"{out}: is also an input, which would be overwritten. Choose another name.")
 
 
 def refuse_pointer(path: Path) -> None:
@@ -137,7 +137,7 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path}: not found. Give a folder with a released model.") from None
+        raise InputError(f"{path}: not found. Use a folder with a released model.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
     if not isinstance(value, kind):
@@ -179,7 +179,7 @@ def allow_open_files(count: int) -> int:
 def locked(path: Path, refusal: str = "") -> Iterator[bool]:
     """Hold the lock file `path` for this process.
 
-    If another process holds it, raises `InputError(refusal)`; without a refusal it waits, which suits short work.
+    If another process holds it, raises `InputError(refusal)`; without a refusal it waits for the lock.
 
     The kernel releases the lock when the process exits for any reason. Yields whether the lock is held: on a file
     system without locks a warning is logged and work continues, since users can rarely change the mount.
@@ -221,7 +221,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file, read in chunks of 4 MiB."""
+    """Return the hex SHA-256 of a file, read in chunks of 4 MiB."""
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:
         while chunk := file.read(4 << 20):
@@ -243,32 +243,32 @@ def write_manifest(folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
 def put_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write `manifest` to `folder` together with its SHA-256, which `verify_manifest` checks."""
     with atomic_open(folder / MANIFEST) as file:
-        file.write(signed(manifest))
+        file.write(manifest_bytes(manifest))
 
 
-def signed(manifest: dict[str, Any]) -> bytes:
-    """Return the content of the file with `manifest` and its SHA-256."""
-    return f"{json.dumps({**manifest, _OWN_HASH: _own_hash(manifest)}, indent=2, ensure_ascii=False)}\n".encode()
+def manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """Return the content of manifest.json: `manifest` and its SHA-256."""
+    return f"{json.dumps({**manifest, _HASH_KEY: _manifest_hash(manifest)}, indent=2, ensure_ascii=False)}\n".encode()
 
 
-def is_signed(manifest: Any) -> bool:
-    """Return whether `put_manifest` wrote this manifest, not another program."""
-    return isinstance(manifest, dict) and _OWN_HASH in manifest
+def is_our_manifest(manifest: Any) -> bool:
+    """Return whether `put_manifest` wrote this manifest, rather than another program."""
+    return isinstance(manifest, dict) and _HASH_KEY in manifest
 
 
-def _own_hash(manifest: dict[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != _OWN_HASH}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+def _manifest_hash(manifest: dict[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != _HASH_KEY}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """Names of the finished checkpoints of a run folder, oldest first; renamed (set aside) ones are excluded."""
+    """Return the names of a run folder's finished checkpoints, oldest first, without renamed (set aside) ones."""
     names = (path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
     return sorted(name for name in names if CHECKPOINT_NAME.fullmatch(name))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises `InputError` if it is missing or not valid JSON."""
+    """Return the manifest of `folder`. Raises `InputError` if it is missing or not valid JSON."""
     path = folder / MANIFEST
     try:
         return parse_manifest(path.read_bytes(), path)
@@ -279,16 +279,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
-    """The manifest in `content`, which was read from `where`.
+    """Return the manifest in `content`, which was read from `where`.
 
-    Raises `InputError` if it is not valid JSON, or a name in it leads out of the folder.
+    Raises `InputError` if it is not valid JSON, or names a file outside the folder.
     """
     try:
         manifest = json.loads(content.decode("utf-8"))
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise ValueError("no list of files")
         if any(name.is_absolute() or ".." in name.parts for name in map(Path, manifest["files"])):
-            raise ValueError("it names files outside of its folder")
+            raise ValueError("it names files outside its folder")
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: damaged ({error}). Create the folder again.") from None
     return manifest
@@ -297,7 +297,7 @@ def parse_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
 def check_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
     """Parse as `parse_manifest` does, and check the manifest's SHA-256. Raises `InputError`."""
     manifest = parse_manifest(content, where)
-    if manifest.get(_OWN_HASH) != _own_hash(manifest):
+    if manifest.get(_HASH_KEY) != _manifest_hash(manifest):
         raise InputError(f"{where}: changed or damaged. Create the folder again.")
     return manifest
 
@@ -308,7 +308,7 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
     Raises `InputError` with the first file that is missing, has the wrong size or was changed.
     """
     manifest = read_manifest(folder)
-    if manifest.get(_OWN_HASH) != _own_hash(manifest):
+    if manifest.get(_HASH_KEY) != _manifest_hash(manifest):
         raise InputError(f"{folder / MANIFEST}: changed or damaged on disk. Create the folder again.")
     for name, expected in manifest["files"].items():
         path = folder / name
@@ -325,7 +325,7 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
     return manifest
 
 
-def is_as_listed(path: Path, entry: Mapping[str, Any], *, content: bool) -> bool:
+def is_intact(path: Path, entry: Mapping[str, Any], *, content: bool) -> bool:
     """Return whether a file matches the size in its manifest entry and, with `content`, the SHA-256."""
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False

@@ -1,4 +1,4 @@
-"""Interrupts a long computation when a stop is requested and nothing, or only earlier steps, needs saving."""
+"""Interrupts a long computation after a stop request, where no progress would be lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pretrain.common.errors import RunError
 
 POLL_SECONDS = 0.5
 STUCK_SECONDS = 6.0  # for the main thread to return from library code, such as a wait for another machine
-_SIGNAL = signal.SIGUSR2  # a signal also interrupts waits for locks and child processes, such as a C++ compiler
+_SIGNAL = signal.SIGUSR2  # signals also interrupt waits for locks and for child processes, such as a C++ compiler
 
 
 class Interrupted(BaseException):
@@ -44,7 +44,7 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             self.patience = 0.0
             self._handler = signal.signal(_SIGNAL, self._interrupt)
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._swallowed
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
             self._watcher.start()
         return self
 
@@ -52,7 +52,7 @@ class Interrupts:
         patience, self.patience = self.patience, math.inf
         if self._watcher.is_alive():
             self._left.set()
-            self._watcher.join()  # no signal comes after it
+            self._watcher.join()  # it sends no further signal
             signal.signal(_SIGNAL, self._handler)
             sys.unraisablehook = self._hook
         self._check(error, patience)
@@ -70,7 +70,7 @@ class Interrupts:
             self.patience = math.inf
 
     def _check(self, error: BaseException | None, patience: float) -> None:
-        """Raise `Interrupted` if a library failed because the stop signal also killed a program such as a compiler."""
+        """Raise `Interrupted` if a library failed because the stop signal also killed its child, such as a compiler."""
         is_library = isinstance(error, Exception) and not isinstance(error, RunError)
         if is_library and patience < math.inf and self._requested():
             raise Interrupted from error
@@ -92,8 +92,8 @@ class Interrupts:
             self._before, self.patience = self.patience, math.inf  # cleanup is not interrupted
             raise Interrupted
 
-    def _swallowed(self, unraisable: Any) -> None:
-        """Interrupt again if the signal came in a finalizer, whose errors Python only reports."""
+    def _on_unraisable(self, unraisable: Any) -> None:
+        """Interrupt again if the signal arrived in a finalizer, whose exceptions Python only reports."""
         if unraisable.exc_type is Interrupted:
             self.patience = self._before
         else:

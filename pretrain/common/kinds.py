@@ -1,4 +1,4 @@
-"""Kinds that are one module of a package each, such as kinds of sources: a new kind is a new file.
+"""Kinds that are one module of a package each, such as kinds of sources: to add a kind, add a file.
 
 A kind has the name of its module. The names come from the package's folder, so a config is checked without importing
 any kind. A module is imported when its kind is used. A name with a dot is a custom module
@@ -21,7 +21,7 @@ from pretrain.common.wording import did_you_mean
 
 
 def kind_names(package: str) -> list[str]:
-    """Names of the modules in `package` ("pretrain.corpus.sources"), sorted. Imports its parent packages only."""
+    """Return the sorted names of modules in `package` ("pretrain.corpus.sources"). Imports only its parent packages."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     return sorted(module.name for module in pkgutil.iter_modules(folders or []))
@@ -29,7 +29,7 @@ def kind_names(package: str) -> list[str]:
 
 def check_kind(package: str, name: str) -> None:
     """Raise `ValueError` with the nearest name if `package` has no module `name`, and it cannot be a custom module."""
-    if extensions.is_own(name):
+    if extensions.is_custom(name):
         extensions.check_name(name)
     else:
         _check_built_in(package, name)
@@ -47,15 +47,15 @@ def not_one_of(name: str, names: Iterable[str]) -> str:
 
 
 def load_kind(package: str, name: str) -> ModuleType:
-    """Return the module of the kind `name`; `ValueError` as `check_kind`.
+    """Return the module of the kind `name`; raises `ValueError` as `check_kind` does.
 
     Raises `InputError` if a custom module cannot be imported, or does not implement the kind's interface.
     """
-    if not extensions.is_own(name):
+    if not extensions.is_custom(name):
         _check_built_in(package, name)
         module = importlib.import_module(f"{package}.{name}")
     else:
-        module = extensions.own(name)
+        module = extensions.load_custom(name)
     contract = getattr(importlib.import_module(package), "KIND", None)
     if contract is not None:
         contract.check(module, name)

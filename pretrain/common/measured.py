@@ -12,17 +12,17 @@ from pathlib import Path
 from pretrain.common.files import write_json
 from pretrain.common.thread_waits import waited_seconds
 
-_MAX_WAIT_SHARE = 0.03  # of a measurement that a thread may wait for a core, for the result to be cached
+_MAX_WAIT_SHARE = 0.03  # a result is not cached if a thread waited for a core for more of the time
 _CPU = Path("/proc/cpuinfo")
 
 
-def remembered(what: str, measure: Callable[[], float]) -> float:
-    """Return the cached result of `measure` for `what`, or call it and cache the result in `rates_file()`.
+def cached_rate(name: str, measure: Callable[[], float]) -> float:
+    """Return the cached result of `measure` for `name`, or call it and cache the result in `rates_file()`.
 
     Results are cached per machine, set of cores and torch version, and only if other programs left the cores idle
-    during the measurement. If the system does not record that, it is measured each time.
+    during the measurement. If the system does not record that, every call measures.
     """
-    key = " | ".join([what, *_machine()])
+    key = " | ".join([name, *_machine()])
     cached = _read()
     if isinstance(cached.get(key), float):
         return cached[key]
@@ -30,14 +30,14 @@ def remembered(what: str, measure: Callable[[], float]) -> float:
     value = measure()
     after, seconds = waited_seconds(), time.monotonic() - started
     if before and max(after[thread] - before.get(thread, 0.0) for thread in after) < _MAX_WAIT_SHARE * seconds:
-        with contextlib.suppress(OSError):  # home folder not writable: the next start measures again
+        with contextlib.suppress(OSError):  # home folder not writable: the next run measures again
             rates_file().parent.mkdir(parents=True, exist_ok=True)
             write_json(rates_file(), {**_read(), key: value})
     return value
 
 
 def rates_file() -> Path:
-    """The path of the cache file."""
+    """Return the path of the cache file."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "bertrain" / "rates.json"
 

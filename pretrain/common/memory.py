@@ -10,21 +10,21 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
-def hold_freed_memory(at_most: int = -1) -> None:
+def hold_freed_memory(max_bytes: int = -1) -> None:
     """Keep freed memory for the next step or batch instead of returning it to the system.
 
     By default glibc maps and unmaps every block above 32 MiB, and the kernel clears its pages each time. That costs a
     quarter of a BERT-Base step on CPU (docs/benchmarks/lab-notes.md).
 
     Args:
-        at_most: maximum of bytes to keep at the end of the heap, below 2 GiB; -1 keeps all.
+        max_bytes: maximum number of bytes to keep at the end of the heap, below 2 GiB; -1 keeps all.
     """
-    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, at_most), (_M_TOP_PAD, 64 << 20)):
+    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, max_bytes), (_M_TOP_PAD, 64 << 20)):
         _call("mallopt", option, value)
 
 
 def share_one_heap() -> None:
-    """Make threads that start from now on use the main heap, so that all threads can reuse freed memory.
+    """Make new threads use the main heap, so that all threads can reuse freed memory.
 
     By default glibc gives each thread a separate heap; `hold_freed_memory` does not affect its blocks above 64 MiB.
     A process whose main thread is not ours needs MALLOC_ARENA_MAX=1 in its environment instead.
@@ -38,7 +38,7 @@ def return_freed_memory() -> None:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Total and free bytes of the machine, or of its container or job if its limit is lower."""
+    """Return total and free bytes of the machine, or of its container or job if that has a lower limit."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -47,12 +47,12 @@ def machine_memory() -> tuple[int, int]:
 
 
 def control_groups(controller: str) -> list[Path]:
-    """The folders of this process's control group (cgroup v2 or v1) and of all its ancestors.
+    """Return the folders of this process's control group (cgroup v2 or v1) and of all its ancestors.
 
-    In a container that sees the host's name of its group, only the outermost folder exists: the container's group.
+    If a container sees the host's name of its group, only the outermost folder exists: the container's group.
     """
     folders: list[Path] = []
-    with contextlib.suppress(OSError, ValueError):  # another system
+    with contextlib.suppress(OSError, ValueError):  # not Linux
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
             if not controllers or controller in controllers.split(","):
@@ -63,13 +63,13 @@ def control_groups(controller: str) -> list[Path]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limit and free bytes of each control group with a limit; the file cache is free, since it can be reclaimed."""
+    """Yield limit and free bytes of each control group with a limit. The file cache is free: it can be reclaimed."""
     for folder in control_groups("memory"):
         for limit, used, cache in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # the other version, or "max": no limit
+            with contextlib.suppress(OSError, ValueError, KeyError):  # the other cgroup version, or "max": no limit
                 words = (folder / "memory.stat").read_text().split()
                 cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
                 total = int((folder / limit).read_text())

@@ -1,4 +1,4 @@
-"""Optional packages that only some commands need, and the extras of the distribution that install them."""
+"""Optional packages that only some commands need, and the extras that install them."""
 
 import contextlib
 import importlib.util
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pretrain.common.errors import InputError, MachineError
 
-# As in pyproject.toml: extra -> modules of its packages that are imported here.
+# As in pyproject.toml: extra -> modules of its packages that this project imports.
 EXTRAS = {
     "abfs": ("adlfs",),
     "cluster": ("ray",),
@@ -30,27 +30,27 @@ def is_installed(module: str) -> bool:
     if module in sys.modules:
         return sys.modules[module] is not None
     with contextlib.suppress(ImportError):
-        found = importlib.util.find_spec(module)
-        return found is not None and found.origin is not None  # a folder wandb/ of runs has no origin
+        spec = importlib.util.find_spec(module)
+        return spec is not None and spec.origin is not None  # a folder named wandb, with runs, has no origin
     return False
 
 
 def install_command(*modules: str) -> str:
-    """The command that installs the packages of `modules`: as extras if there are any, else by name."""
+    """Return the command that installs the packages of `modules`: as extras if possible, else by name."""
     extras = ",".join(extra for extra, names in EXTRAS.items() if set(names) & set(modules))
     packages = f"'bertrain[{extras}]'" if extras else " ".join(modules)
     return f"{shlex.quote(sys.executable)} -m pip install {packages}"
 
 
 def expect(purpose: str, *modules: str) -> None:
-    """Raise `MachineError`, with the command that installs what is missing, unless all `modules` are installed."""
+    """Raise `MachineError`, with an installation command, unless all `modules` are installed."""
     if missing := [module for module in modules if not is_installed(module)]:
         raise MachineError(f"{purpose}: {', '.join(missing)} not installed. Run: {install_command(*missing)}")
 
 
 @contextlib.contextmanager
-def expected(purpose: str) -> Iterator[None]:
-    """Turn the import error of a module that an extra installs into the error of `expect`."""
+def convert_import_errors(purpose: str) -> Iterator[None]:
+    """Convert an import error of a module that an extra installs to the error of `expect`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -60,10 +60,10 @@ def expected(purpose: str) -> Iterator[None]:
         raise
 
 
-def expect_ours(*names: str, path: Sequence[str] | None = None) -> None:
+def check_not_hidden(*names: str, path: Sequence[str] | None = None) -> None:
     """Raise `InputError` if a user's module on `path` (None: sys.path) hides one of our packages."""
     for name in names:
-        if (found := PathFinder.find_spec(name, path)) is not None:
-            places = list(found.submodule_search_locations or ())
-            if not any(Path(place, OURS[name]).is_dir() for place in places):
-                raise InputError(f"{found.origin or places[0]} hides bertrain's package {name}. Rename it.")
+        if (spec := PathFinder.find_spec(name, path)) is not None:
+            folders = list(spec.submodule_search_locations or ())
+            if not any(Path(folder, OURS[name]).is_dir() for folder in folders):
+                raise InputError(f"{spec.origin or folders[0]} hides bertrain's package {name}. Rename it.")

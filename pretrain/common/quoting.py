@@ -35,15 +35,15 @@ def split_lines(text: Iterable[str]) -> Iterator[str]:
 
 
 def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, cells) of each row; quotes are ordinary characters. Blank rows count only within a single column."""
+    """Yield (line, cells) of each row; quotes are ordinary characters. Blank rows are kept only in a single column."""
     is_single = False
-    blank: list[int] = []  # blank lines in a single column, yielded if another row follows
+    blank: list[int] = []  # numbers of blank lines in a single column, yielded if another row follows
     seen = False
     for number, line in enumerate(split_lines(text), 1):
         if line:
             is_single = is_single if seen else delimiter not in line
             seen = True
-            yield from ((empty, [""]) for empty in blank)
+            yield from ((blank_number, [""]) for blank_number in blank)
             blank.clear()
             yield number, line.split(delimiter)
         elif is_single:
@@ -65,7 +65,7 @@ def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list
 
 
 def refuse_quoted(text: Iterable[str], delimiter: str, path: object, setting: str) -> None:
-    """Raise `InputError`, which names the `setting`, if a cell starts with a quote; else both modes give the same."""
+    """Raise `InputError`, which names the `setting`, if a cell starts with a quote: then the modes differ."""
     for line, cells in bare_rows(text, delimiter):
         if quoted := next((cell for cell in cells if cell.startswith('"')), ""):
             raise InputError(

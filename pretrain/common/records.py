@@ -15,7 +15,7 @@ from pretrain.common.run_files import METRICS
 SOURCE_LOSS = "source_loss/"
 """Prefix of the fields of an evaluation with the loss on a source; the source's name follows."""
 
-_TEXT_FIELDS = ("split", "event", "message", "error")
+_STRING_FIELDS = ("split", "event", "message", "error")
 # Larger values, infinities and NaN break the arithmetic of reports.
 _LARGEST = 1e300
 # The end of the year 9999, the last that datetime supports.
@@ -42,8 +42,8 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
     return records
 
 
-def note_end(run_dir: Path, event: str, message: str, saved: int) -> None:
-    """Append the event that ended the run, in place of an incomplete last line.
+def record_end(run_dir: Path, event: str, message: str, saved: int) -> None:
+    """Append the event that ended the run, replacing an incomplete last line.
 
     A stop gets the step of the `saved` checkpoint, other events the last recorded step. Without either, writes nothing.
     """
@@ -52,22 +52,22 @@ def note_end(run_dir: Path, event: str, message: str, saved: int) -> None:
         return
     with path.open("r+b") as file:
         data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        found = (parse_record(line) for line in reversed(whole.splitlines()))
-        last = next((record["step"] for record in found if record is not None and is_training(record)), 0)
+        complete = data[: data.rfind(b"\n") + 1]
+        records = (parse_record(line) for line in reversed(complete.splitlines()))
+        last = next((record["step"] for record in records if record is not None and is_training(record)), 0)
         if not last and not saved:
             return
-        file.truncate(len(whole))
-        file.seek(len(whole))
+        file.truncate(len(complete))
+        file.seek(len(complete))
         file.write(json.dumps(event_of(event, message, step=saved if event == "stop" else last)).encode() + b"\n")
 
 
-def event_of(kind: str, message: str, **more: Any) -> dict[str, Any]:
+def event_of(kind: str, message: str, **fields: Any) -> dict[str, Any]:
     """Return the record of an event that happens now.
 
-    `kind` is a constant of `pretrain.tracking.events`; `more` are the other fields, such as `step`.
+    `kind` is a constant of `pretrain.tracking.events`; `fields` are the other fields, such as `step`.
     """
-    return {"event": kind, **more, "time": time.time(), "message": message}
+    return {"event": kind, **fields, "time": time.time(), "message": message}
 
 
 def is_training(record: dict[str, Any]) -> bool:
@@ -76,7 +76,7 @@ def is_training(record: dict[str, Any]) -> bool:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None if the line is not a valid record."""
+    """Return the record in a line of metrics.jsonl; None if the line is not a valid record."""
     try:
         return _record(line)
     except ValueError:
@@ -84,7 +84,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """The record in a line. Raises `ValueError` with the reason if it is not valid."""
+    """Return the record in a line. Raises `ValueError` with the reason if it is not valid."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -101,8 +101,8 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _expected(key: str, value: Any, *, in_event: bool) -> str:
-    """Return the type that `key` requires if `value` has another; "" if it is valid."""
-    if key in _TEXT_FIELDS:
+    """Return the type that `key` requires if `value` has another type; "" if it is valid."""
+    if key in _STRING_FIELDS:
         return "" if isinstance(value, str) else "text"
     if key == "step":
         is_integer = isinstance(value, int) and not isinstance(value, bool)
@@ -119,10 +119,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
 
 
-def keep_until(path: Path, step: int) -> None:
+def drop_records_after(path: Path, step: int) -> None:
     """Drop the records after `step` from a file such as metrics.jsonl; it is rewritten only if a record is dropped.
 
-    Events after `step` stay if the run resumes (`step` >= 0), because they did happen.
+    Events after `step` are kept if the run resumes (`step` >= 0).
     """
     if not path.is_file():
         return
@@ -138,13 +138,13 @@ def keep_until(path: Path, step: int) -> None:
 
 
 def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with null for NaN and infinities, which JSON does not have."""
+    """Return the record with null in place of NaN and infinities, which JSON does not have."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
 
 
-# ---- how a record's fields are shown
+# ---- formatting of records
 
 
 class Metric(NamedTuple):
@@ -156,9 +156,9 @@ class Metric(NamedTuple):
     short: str = ""  # label in progress lines; if empty, the metric appears only in its chart
     live: bool = False  # whether the progress line of a running training shows it
 
-    def text(self, value: float, more: int = 0) -> str:
-        """Format the value for display, with `more` digits than the default."""
-        return f"{value:.{1 + more}%}" if self.unit == "fraction" else f"{value:.{3 + more}f}"
+    def text(self, value: float, extra: int = 0) -> str:
+        """Format the value for display, with `extra` digits more than usual."""
+        return f"{value:.{1 + extra}%}" if self.unit == "fraction" else f"{value:.{3 + extra}f}"
 
     def line(self, value: float) -> str:
         """Format label and value, such as "mlm 12.3%"."""

@@ -1,4 +1,4 @@
-"""The names of the small files of a run folder. One package writes each; others read it, or store it at an address."""
+"""The names of the small files in a run folder. Each is written by one package; others read it or store it remotely."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ ENVIRONMENT_FILE = "environment.json"
 METRICS = "metrics.jsonl"
 PROBES = "probes.jsonl"  # scores of checkpoints, measured during the run
 LAST_SENT = "wandb-step.json"  # the last step sent to W&B
-START_FILE = "start.json"  # the origin of the initial weights, and the release that the run continues
+START_FILE = "start.json"  # the origin of the initial weights, and the released model that the run started from
 FORK_FILE = "fork.json"  # the run and step that the run forked from
 HISTORY = "attention.json"  # attention patterns of the heads at evaluations
 SCORES = "scores.json"  # of a finished fine-tuning

@@ -1,4 +1,4 @@
-"""Unicode properties of all scripts: kinds of characters, words, and a normalized form to compare strings in.
+"""Unicode properties of all scripts: kinds of characters, words, and a normalized form for comparing strings.
 
 Sources: Unicode's properties as the `regex` package has them; Unicode Standard Annex 14, Line Breaking, in which the
 classes SA, AK and AS are letters of scripts without spaces between words, and ID is ideographs. Tibetan is separate: it
@@ -11,7 +11,7 @@ import unicodedata
 import numpy as np
 import regex
 
-# Kinds of characters. A mark belongs to the letter before it; digits count as letters. TIBETAN and later kinds are
+# Kinds of characters. A mark belongs to the letter before it; digits are LETTER, too. TIBETAN and later kinds are
 # scripts without spaces between words; COMPLEX: Thai, Lao, Khmer, Burmese, Javanese and others.
 OTHER, MARK, LETTER, TIBETAN, IDEOGRAPH, KANA, COMPLEX = range(7)
 
@@ -36,7 +36,7 @@ JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u2
 ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # Mongolian ones occur within words
 PLANES = 0x40000  # code points of the planes that have letters
 _IGNORED = regex.compile(f"(?V1){_INVISIBLE}+")
-BEGINS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")
+STARTS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")
 FOLLOWING = regex.compile(f"(?V1)[{FOLLOWS}]")
 CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and characters attached to it
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
@@ -48,7 +48,7 @@ WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 
 @functools.cache
 def members(pattern: str) -> np.ndarray:
-    """bool [0x40000]: the characters that the set `pattern` matches; read-only."""
+    """Return the characters that the set `pattern` matches: bool [0x40000], read-only."""
     found = np.zeros(PLANES, bool)
     for run in regex.finditer(f"(?V1)[{pattern}]+", _characters()):
         found[run.start() : run.end()] = True
@@ -65,7 +65,7 @@ def _characters() -> str:
 
 @functools.cache
 def kinds() -> np.ndarray:
-    """uint8 [0x40000]: the kind of each character of the planes that have letters; read-only."""
+    """Return the kind of each character in the planes that have letters: uint8 [0x40000], read-only."""
     kinds = np.full(PLANES, OTHER, np.uint8)
     for kind, pattern in _PATTERNS.items():
         kinds[members(pattern)] = kind
@@ -74,7 +74,7 @@ def kinds() -> np.ndarray:
 
 
 def kind_of(character: str) -> int:
-    """The kind of one character."""
+    """Return the kind of a character."""
     return int(kinds()[ord(character)]) if ord(character) < PLANES else OTHER
 
 
@@ -86,12 +86,12 @@ def comparable(text: str) -> str:
 
 
 def changing() -> np.ndarray:
-    """bool [0x40000]: the characters that `comparable` may change in a word; without them, it leaves words unchanged.
+    """Return the characters that `comparable` may change in a word: bool [0x40000].
 
     Characters that belong to a word in neither form, such as a no-break space, are excluded.
     """
     found = members(_CHANGING).copy()
     for point in np.flatnonzero(found).tolist():
-        one = chr(point)
-        found[point] = kind_of(one) != OTHER or any(kind_of(each) >= LETTER for each in comparable(one))
+        character = chr(point)
+        found[point] = kind_of(character) != OTHER or any(kind_of(c) >= LETTER for c in comparable(character))
     return found

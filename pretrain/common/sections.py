@@ -28,16 +28,16 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _take_lists(cls, value: Any) -> Any:
+    def _lists_to_tuples(cls, value: Any) -> Any:
         """Convert lists of YAML and JSON to tuples, since strict validation refuses lists."""
         return tuple(value) if isinstance(value, list) else value
 
-    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+    def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         """Yield (setting, package of the kind, name) of each custom module (`pretrain.common.extensions`)."""
         yield from ()
 
     def narrowed(self) -> type[Section]:
-        """Return the class of these settings with the sections of custom modules, which must be imported."""
+        """Return the class of these settings, extended by the sections of custom modules, which must be imported."""
         return type(self)
 
 
@@ -46,7 +46,7 @@ def _check_path(text: str) -> str:
     try:
         Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(f"{text!r} starts with a user who does not exist on this machine") from None
+        raise ValueError(f"{text!r} names a user who does not exist on this machine") from None
     return text
 
 
@@ -55,14 +55,14 @@ LocalPath = Annotated[str, AfterValidator(_check_path)]
 
 
 def check_location(text: str, *, written: bool = False) -> str:
-    """`text`, without a slash at the end of an address; `ValueError` if it is neither a path nor an address."""
+    """Return a path or address, without a trailing slash of the address. Raises `ValueError` if it is neither."""
     if is_remote(text):
         check_address(text, written=written)
         return text.rstrip("/")
     scheme, separator, _ = text.partition("://")
     if separator and scheme.isalnum():
-        known = ", ".join(f"{one}://" for one in SCHEMES)
-        raise ValueError(f"{text!r} is an address of an unknown kind. Give a local path, or one of {known}.")
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ValueError(f"{text!r} is an address with an unknown scheme. Use a local path, or one of {known}.")
     return _check_path(text)
 
 
@@ -72,8 +72,8 @@ Location = Annotated[str, AfterValidator(check_location)]
 WritableLocation = Annotated[str, AfterValidator(lambda text: check_location(text, written=True))]
 """As `Location`, but only addresses that can be written to."""
 
-SEVERAL_LINES: dict[str, JsonValue] = {"several_lines": True}
-"""`Field(json_schema_extra=SEVERAL_LINES)`: the setting's text may contain tabs and line breaks."""
+MULTILINE: dict[str, JsonValue] = {"several_lines": True}
+"""`Field(json_schema_extra=MULTILINE)`: the setting's text may contain tabs and line breaks."""
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
@@ -83,17 +83,17 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 @functools.cache
 def fields_of(model: type[Section]) -> dict[Keys, FieldInfo]:
-    """The fields of all settings below `model`, by their paths; list items have the index 0."""
-    found: dict[Keys, FieldInfo] = {}
+    """Return the fields of all settings below `model` by path; list items have the index 0."""
+    fields: dict[Keys, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        found[name,] = field
-        above = (name, 0) if typing.get_origin(field.annotation) is tuple else (name,)
+        fields[name,] = field
+        parent = (name, 0) if typing.get_origin(field.annotation) is tuple else (name,)
         for section in filter(is_section, (field.annotation, *typing.get_args(field.annotation))):
             for keys, inner in fields_of(section).items():
-                found.setdefault((*above, *keys), inner)
-    return found
+                fields.setdefault((*parent, *keys), inner)
+    return fields
 
 
 def field_at(model: type[Section], path: Keys) -> FieldInfo | None:
-    """The field at `path` below `model`; None if there is none."""
+    """Return the field at `path` below `model`; None if there is none."""
     return fields_of(model).get(tuple(0 if isinstance(key, int) else key for key in path))

@@ -1,4 +1,4 @@
-"""The wording of error messages about settings: the expected value, the given value, the name that was meant."""
+"""Formats error messages about settings: the expected value, the actual value, a suggested name."""
 
 from typing import Any
 
@@ -48,22 +48,22 @@ def first_problem(error: ValidationError) -> str:
 
 
 def suggest(model: type[Section], path: Keys) -> str:
-    """Suggest the setting that was probably meant: a similar name in the same section, or elsewhere."""
+    """Suggest a setting with a similar name in the same section, or else in another one."""
     unknown, known = str(path[-1]), fields_of(model)
-    above = tuple(0 if isinstance(key, int) else key for key in path[:-1])
-    siblings = [str(keys[-1]) for keys in known if keys[:-1] == above]
+    parent = tuple(0 if isinstance(key, int) else key for key in path[:-1])
+    siblings = [str(keys[-1]) for keys in known if keys[:-1] == parent]
     if similar := did_you_mean(unknown, siblings):
         return similar
     # Do not suggest settings of alternative sections, such as another task: a config has only one of them.
     others = {name for name, field in model.model_fields.items() if field.default is None} - {path[0]}
-    useful = [keys for keys in known if len(path) == 1 or keys[0] not in others]
-    by_last_name = {str(keys[-1]): ".".join(map(str, keys)) for keys in reversed(useful)}
+    candidates = [keys for keys in known if len(path) == 1 or keys[0] not in others]
+    by_last_name = {str(keys[-1]): ".".join(map(str, keys)) for keys in reversed(candidates)}
     if similar := nearest(unknown, by_last_name, cutoff=0.8):
         return f"did you mean {either([by_last_name[name] for name in similar])}?"
     return f"known here: {', '.join(siblings)}."
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value on one line, in at most `_MAX_SHOWN` characters."""
     if value is None:
         return "empty"
@@ -71,9 +71,9 @@ def shown(value: Any) -> str:
         return "a section"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
-    return shortened(repr(value) if not isinstance(value, bool) else str(value).lower(), _MAX_SHOWN)
+    return shorten(repr(value) if not isinstance(value, bool) else str(value).lower(), _MAX_SHOWN)
 
 
-def shortened(text: str, limit: int) -> str:
-    """`text` cut to `limit` characters, with an ellipsis."""
+def shorten(text: str, limit: int) -> str:
+    """Return `text`, cut to `limit` characters with an ellipsis if it is longer."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

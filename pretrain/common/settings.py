@@ -15,21 +15,21 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pretrain.common.commands import run_argument
-from pretrain.common.errors import InputError, is_control, of_another_version, printable
+from pretrain.common.errors import InputError, is_control, printable, version_mismatch
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import import_kind
-from pretrain.common.sections import SEVERAL_LINES, Keys, Section, field_at
-from pretrain.common.setting_errors import expected, shortened, shown, suggest
+from pretrain.common.sections import MULTILINE, Keys, Section, field_at
+from pretrain.common.setting_errors import expected, format_value, shorten, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
-_MIN_UNKNOWN = 3  # unknown sections at which a config counts as one of another kind
+_MIN_UNKNOWN = 3  # number of unknown sections from which a config is reported as one of another kind
 _SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
 _MAX_SHOWN = 200  # characters of an override in a message
 
 S = TypeVar("S", bound=Section)
 
 AnyConfig = Path | str | Mapping[str, Any] | Section
-"""A config: a YAML file, the name of an example, nested values, or a config object."""
+"""A config: a YAML file, the name of an example, a nested dictionary, or a config object."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Overrides of a config: strings `key.path=value`, or values by key.path."""
@@ -38,11 +38,11 @@ Overrides = Sequence[str] | Mapping[str, Any]
 def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports: bool = False) -> S:
     """Load the settings of `config`, with overrides applied.
 
-    Values are read as YAML 1.2 (1e-4 is a number, `off` is text) and never converted to another type. List items are
-    addressed by index: `phases.0.steps=10`.
+    Values are read as YAML 1.2 (1e-4 is a number, `off` is a string) and never converted to another type. List items
+    are addressed by index: `phases.0.steps=10`.
 
-    `imports` imports the custom modules that it names (`pretrain.common.extensions`): for the config of a new run,
-    never for a recorded one.
+    With `imports`, the custom modules that the config names are imported (`pretrain.common.extensions`): for the config
+    of a new run, never for a recorded one.
 
     Raises:
         InputError: one line per problem, each with the line of the file or the override that causes it.
@@ -63,18 +63,18 @@ def load_recorded(path: Path, kind: type[S]) -> S:
 
 
 def import_named(settings: Section, folder: Path | None = None, where: Callable[[Keys], str] = lambda _: "") -> None:
-    """Import the custom modules that `settings` name, also from `folder`, and check them.
+    """Import the custom modules that `settings` name, from `folder` too, and check them.
 
-    Raises `InputError` whose message starts with `where` the setting is, its name and its value.
+    Raises `InputError` whose message starts with the origin of the setting (`where`), its name and its value.
     """
-    for keys, package, name in settings.own_modules():
+    for keys, package, name in settings.custom_modules():
         try:
             import_kind(package, name, folder)
         except InputError as error:
             raise InputError(f"{where(keys)}{'.'.join(map(str, keys))}: {error}") from None
 
 
-def given_values(config: AnyConfig, kind: type[Section], overrides: Overrides) -> dict[str, Any]:
+def unvalidated_values(config: AnyConfig, kind: type[Section], overrides: Overrides) -> dict[str, Any]:
     """Return the values of `config` with `overrides` applied as in `load`, but not validated.
 
     Raises `InputError` if the file cannot be read, or an override cannot be applied.
@@ -85,24 +85,24 @@ def given_values(config: AnyConfig, kind: type[Section], overrides: Overrides) -
 def as_overrides(overrides: Overrides) -> list[str]:
     """Return overrides as strings `key.path=value`, with values in JSON, which is YAML."""
     if isinstance(overrides, Mapping):
-        return [f"{key}={json.dumps(_plain(value), default=repr)}" for key, value in overrides.items()]
+        return [f"{key}={json.dumps(_to_plain(value), default=repr)}" for key, value in overrides.items()]
     return [overrides] if isinstance(overrides, str) else list(overrides)
 
 
 def with_start(overrides: Overrides, start_from: Any) -> list[str]:
-    """Return overrides as strings, with `start_from` as `run_argument` takes it; None leaves it to the config."""
+    """Return overrides as strings, with `start_from` as parsed by `run_argument`; None keeps the config's value."""
     start = {} if start_from is None else {"start_from": run_argument(start_from)}
     return as_overrides(overrides) + as_overrides(start)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a copy in YAML's types: sections, tuples and paths become dictionaries, lists and strings."""
     if isinstance(value, Section):
         value = value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -112,11 +112,11 @@ def read_values(path: Path | str) -> dict[str, Any]:
     Raises `InputError` if the file cannot be read.
     """
     values = parse(read_text(Path(path)), str(path))[1]
-    return _plain(values) if isinstance(values, dict) else {}
+    return _to_plain(values) if isinstance(values, dict) else {}
 
 
 def names(path: Path | str) -> set[str]:
-    """The top-level names in the YAML file `path`. Raises `InputError` if it cannot be read."""
+    """Return the top-level names in the YAML file `path`. Raises `InputError` if it cannot be read."""
     return set(read_values(path))
 
 
@@ -127,23 +127,23 @@ def dump(settings: Section, exclude: set[str] | None = None) -> str:
 
 
 def differences(
-    before: Section | Mapping[str, Any], after: Section | Mapping[str, Any], *, free: Sequence[str]
+    before: Section | Mapping[str, Any], after: Section | Mapping[str, Any], *, ignore: Sequence[str]
 ) -> list[str]:
-    """List the settings that differ and match no pattern of `free`: dotted name and both values.
+    """List the settings that differ and match no pattern in `ignore`: dotted name and both values.
 
-    Either side may be plain values (`model_dump`) of a section whose fields this version does not have.
+    Both arguments may be plain values (`model_dump`) of a section whose fields this version does not have.
     """
     return [
         f"{name} ({old} -> {new})"
         for name, (old, new) in changes(before, after).items()
-        if not any(fnmatchcase(name, one) or fnmatchcase(name, f"{one}.*") for one in free)
+        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in ignore)
     ]
 
 
 def changes(before: Section | Mapping[str, Any], after: Section | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted name -> (value before, value after) of the settings that differ, in sections or their plain values."""
-    values = (one.model_dump() if isinstance(one, Section) else one for one in (before, after))
-    old, new = ({".".join(map(str, keys)): value for keys, value in _leaves(one)} for one in values)
+    """Return dotted name -> (value before, value after) of the settings that differ."""
+    values = (source.model_dump() if isinstance(source, Section) else source for source in (before, after))
+    old, new = ({".".join(map(str, keys)): value for keys, value in _leaves(plain)} for plain in values)
     return {
         name: (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)
     }
@@ -171,33 +171,33 @@ class _Document(Generic[S]):
             self.origin, self.folder = str(path), path.parent
             lines, content = parse(read_text(path), self.origin)
         elif not isinstance(config, Mapping | Section):
-            raise InputError(f"config: is {shown(config)}; expected the path of a YAML file, or settings.")
+            raise InputError(f"config: is {format_value(config)}; expected the path of a YAML file, or settings.")
         if not isinstance(content, Mapping | Section):
             raise InputError(f"{self.origin}: no settings in this file; expected lines of `key: value`.")
-        self.values: dict[str, Any] = _plain(content)
+        self.values: dict[str, Any] = _to_plain(content)
         self.origins = {(): self.origin} | {keys: f"{self.origin}:{line}" for keys, line in lines.items()}
         for override in as_overrides(overrides):
             self.override(override)
 
     def override(self, text: str) -> None:
         """Apply the override `key.path=value` to the file's values."""
-        where = f"--set {shortened(printable(text), _MAX_SHOWN)}"
+        where = f"--set {shorten(printable(text), _MAX_SHOWN)}"
         name, equals, value = text.partition("=")
         keys = self._keys_of(name.strip())
         if not equals or "" in keys:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
-        self._put(keys, _plain(parse(value, where)[1] if value.strip() else ""), where)
-        kept = {path: origin for path, origin in self.origins.items() if path[: len(keys)] != keys}
-        self.origins = kept | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in kept}
+        self._set_value(keys, _to_plain(parse(value, where)[1] if value.strip() else ""), where)
+        others = {path: origin for path, origin in self.origins.items() if path[: len(keys)] != keys}
+        self.origins = others | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in others}
 
-    def _put(self, keys: Keys, value: Any, where: str) -> None:
+    def _set_value(self, keys: Keys, value: Any, where: str) -> None:
         """Set the value at `keys`, and create missing sections and lists above it."""
         container: Any = self.values
         for depth, key in enumerate(keys):
             is_list = isinstance(container, list)
             if not (isinstance(key, int) and key <= len(container) if is_list else isinstance(container, dict)):
                 what = f"{key!r} is not one of the indices 0 to {len(container)}" if is_list else "not a section"
-                raise InputError(f"{where}: {'.'.join(map(str, keys[:depth]))} is {shown(container)}; {what}.")
+                raise InputError(f"{where}: {'.'.join(map(str, keys[:depth]))} is {format_value(container)}; {what}.")
             key = key if is_list else str(key)
             if not is_list:
                 container.setdefault(key)
@@ -210,7 +210,7 @@ class _Document(Generic[S]):
             container = container[key]
 
     def _keys_of(self, name: str) -> Keys:
-        """The keys of a setting's dotted name. Names that the user chooses, as for sources, may contain dots."""
+        """Split a setting's dotted name into keys. Names that the user chooses, as for sources, may contain dots."""
         keys, parts = _split_name(name), name.split(".")
         for depth in range(1, len(keys)):
             field = field_at(self.kind, keys[:depth])
@@ -228,20 +228,21 @@ class _Document(Generic[S]):
         except ValidationError as error:
             # pydantic also reports a list as too short if its items are invalid.
             problems = [
-                one for one in error.errors(include_url=False) if one["type"] != "too_short" or not one["input"]
+                item for item in error.errors(include_url=False) if item["type"] != "too_short" or not item["input"]
             ]
             self._check_kind(problems)
-            if recorded and any(one["type"] == "extra_forbidden" for one in problems):
-                raise InputError(of_another_version(self.origin, "Train again.")) from None
+            if recorded and any(item["type"] == "extra_forbidden" for item in problems):
+                raise InputError(version_mismatch(self.origin, "Train again.")) from None
             order = list(self.origins)
-            problems.sort(key=lambda one: order.index(self._known(one["loc"])))
+            problems.sort(key=lambda item: order.index(self._known(item["loc"])))
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
         self._check_secrets()
         return settings
 
     def _check_kind(self, problems: Sequence[ErrorDetails]) -> None:
         """Raise `InputError` if the settings belong to another kind of config."""
-        unknown = [str(one["loc"][0]) for one in problems if one["type"] == "extra_forbidden" and len(one["loc"]) == 1]
+        paths = [item["loc"] for item in problems if item["type"] == "extra_forbidden"]
+        unknown = [str(path[0]) for path in paths if len(path) == 1]
         if len(unknown) >= _MIN_UNKNOWN:
             raise InputError(
                 f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {', '.join(unknown)}."
@@ -251,14 +252,14 @@ class _Document(Generic[S]):
         """Yield a line for each name or string with control characters, which could break out of a line or quotes."""
         for path, value in _leaves(self.values):
             name, field = ".".join(map(str, path)), field_at(self.kind, path)
-            allowed = "\t\n" if field is not None and field.json_schema_extra == SEVERAL_LINES else ""
+            allowed = "\t\n" if field is not None and field.json_schema_extra == MULTILINE else ""
             if controls := _controls(name):
                 yield f"{self.where(path)}: the name {printable(name)} contains {controls}. Remove them."
             elif isinstance(value, str) and (controls := _controls(value, allowed)):
-                yield f"{self.where(path)}: {name} is {shown(value)}, which contains {controls}. Remove them."
+                yield f"{self.where(path)}: {name} is {format_value(value)}, which contains {controls}. Remove them."
 
     def _check_secrets(self) -> None:
-        """Refuse strings in settings for other software whose names suggest secrets; our settings contain none."""
+        """Refuse strings in settings of other software whose names suggest secrets; our settings contain none."""
         for path, value in _leaves(self.values):
             names = [key for key in path if isinstance(key, str)]
             ours = [field for n in range(len(path)) if (field := field_at(self.kind, path[: n + 1]))]
@@ -281,13 +282,13 @@ class _Document(Generic[S]):
             return f"{where}: {name} is missing. {(field and field.description) or ''}".rstrip()
         if error["type"] == "value_error":
             message = str(error.get("ctx", {})["error"])
-            # The message of a check of several settings starts with the name of one of them.
+            # If a check involves several settings, its message starts with the name of one of them.
             setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
             return f"{self.where(setting)}: {f'{name}: ' if name else ''}{message}"
-        return f"{where}: {name} is {shown(error['input'])}; {expected(error)}"
+        return f"{where}: {name} is {format_value(error['input'])}; {expected(error)}"
 
     def where(self, path: Keys) -> str:
-        """The override that set `path`, or else the file and the line of the innermost section that has one."""
+        """Return the override that set `path`, or else the file and line of the innermost section that has one."""
         return self.origins[self._known(path)]
 
     def _known(self, path: Keys) -> Keys:
@@ -295,7 +296,7 @@ class _Document(Generic[S]):
 
 
 def _split_name(name: str) -> Keys:
-    """The keys of a dotted name; whole numbers are list indices."""
+    """Split a dotted name into keys; integers are list indices."""
     return tuple(int(key) if key.isdecimal() and len(key) < 10 else key for key in name.split("."))
 
 

@@ -22,18 +22,18 @@ from pathlib import Path
 from pretrain.common.memory import control_groups
 
 POLL_SECONDS = 0.5
-# Share of the time that a runnable thread waits for a core: above the first the cores are contended, below the second
-# they are free. With Ray's processes running, it is about 0.03 on two cores.
+# Share of the time that a runnable thread waits for a core: above the first, the cores are contended; below the second,
+# they are free. With only Ray's processes running, it is about 0.03 on two cores.
 _CONTENDED, _FREE = 0.10, 0.06
 # Consecutive polls with free cores before threads spin again.
 _FREE_POLLS = 4
 # A pool starts only if the limits allow this many times its threads, since other workers start pools too.
 _SPARE_FACTOR = 16
-_FEW_PROCESSES = 10_000  # of one user, whose threads count: a limit below this may be near
+_FEW_PROCESSES = 10_000  # per user, threads included; a lower limit may be almost reached
 
 
 @contextlib.contextmanager
-def sleeping_when_crowded() -> Iterator[None]:
+def sleep_when_contended() -> Iterator[None]:
     """While entered, waiting threads of CPU kernels spin on free cores and sleep on contended ones.
 
     Does nothing on GPUs, if kernels have one thread, if torch uses another OpenMP than GNU's, if the system does not
@@ -59,7 +59,7 @@ def sleeping_when_crowded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """While entered, CPU kernels of this thread use no other: memory limits a copy, and other threads would spin."""
+    """While entered, CPU kernels use this thread only. For copies, which are memory-bound: other threads would spin."""
     import torch
 
     before = torch.get_num_threads()
@@ -75,26 +75,26 @@ def watch(
     end: threading.Event,
     waited_seconds: Callable[[], Mapping[int, float]] = lambda: waited_seconds(),
 ) -> None:
-    """Poll until `end`, and keep an idle pool while threads wait for cores."""
+    """Poll until `end` is set; keep an idle pool while threads wait for cores."""
     with contextlib.ExitStack() as pool:
-        sleeping, free = False, 0
-        before, at = waited_seconds(), time.monotonic()
+        sleeping, free_polls = False, 0
+        waited_before, time_before = waited_seconds(), time.monotonic()
         while not end.wait(POLL_SECONDS):
-            now, then = waited_seconds(), time.monotonic()
-            waits = [now[thread] - before[thread] for thread in now.keys() & before.keys()]
-            share = max(waits, default=0.0) / (then - at)
-            before, at = now, then
-            free = free + 1 if share < _FREE else 0
+            waited, now = waited_seconds(), time.monotonic()
+            waits = [waited[thread] - waited_before[thread] for thread in waited.keys() & waited_before.keys()]
+            share = max(waits, default=0.0) / (now - time_before)
+            waited_before, time_before = waited, now
+            free_polls = free_polls + 1 if share < _FREE else 0
             if not sleeping and share > _CONTENDED and may_start(_pool_size()):
                 pool.enter_context(idle_pool())
                 sleeping = True
-            elif sleeping and free >= _FREE_POLLS:
+            elif sleeping and free_polls >= _FREE_POLLS:
                 pool.close()
                 sleeping = False
 
 
 def waited_seconds() -> dict[int, float]:
-    """Seconds that each thread of this process was runnable without a core; empty if the system does not record it."""
+    """Return the seconds that each thread of this process waited for a core; {} if the system does not record them."""
     seconds = {}
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # the thread may have ended
@@ -104,7 +104,7 @@ def waited_seconds() -> dict[int, float]:
 
 @contextlib.contextmanager
 def idle_threads(openmp: ctypes.CDLL) -> Iterator[None]:
-    """Keep more OpenMP threads than cores, all asleep, while entered."""
+    """While entered, keep a pool of sleeping OpenMP threads, one more than there are cores."""
     started, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -128,7 +128,7 @@ def _pool_size() -> int:
 
 
 def may_start(threads: int) -> bool:
-    """Return whether `threads` more are far below any limit; libgomp exits the process if it cannot create a thread."""
+    """Return whether `threads` more threads stay far below all limits: libgomp exits if it cannot create a thread."""
     space, processes = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
     if space != resource.RLIM_INFINITY or (processes != resource.RLIM_INFINITY and processes < _FEW_PROCESSES):
         return False
@@ -140,7 +140,7 @@ def may_start(threads: int) -> bool:
 
 
 def loaded_openmp() -> ctypes.CDLL | None:
-    """The libgomp that torch uses; None if it uses another OpenMP."""
+    """Return the libgomp that torch uses; None if it uses another OpenMP."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = sorted({line.rpartition(" ")[2] for line in lines if "libgomp" in line}, key=lambda path: "/torch/" in path)
     if not paths:

@@ -33,7 +33,7 @@ class PendingCopy:
 
 
 def to_host(values: Tensor) -> PendingCopy:
-    """Copy `values` to the host when the work queued on their device is done."""
+    """Copy `values` to the host after the work queued on their device."""
     if values.is_cpu:
         return PendingCopy(values, None)
     copy = values.to("cpu", non_blocking=True)  # into pinned memory
@@ -43,11 +43,11 @@ def to_host(values: Tensor) -> PendingCopy:
 
 
 def arrivals(copies: Iterable[tuple[K, PendingCopy]]) -> Iterator[tuple[K, Tensor]]:
-    """Yield each copy with its key; wait for it after the next one is launched, so that the device always has work."""
+    """Yield each copy with its key. The next copy is launched before waiting, so that the device always has work."""
     previous: tuple[K, PendingCopy] | None = None
-    for one in copies:
+    for current in copies:
         if previous is not None:
             yield previous[0], previous[1].wait()
-        previous = one
+        previous = current
     if previous is not None:
         yield previous[0], previous[1].wait()

@@ -22,9 +22,9 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The question "did you mean X?" with the nearest of `names`; "" if none is similar."""
-    found = nearest(name, names)
-    return f"did you mean {either(found)}?" if found else ""
+    """Return the question "did you mean X?" with the nearest of `names`; "" if none is similar."""
+    similar = nearest(name, names)
+    return f"did you mean {either(similar)}?" if similar else ""
 
 
 def either(names: Sequence[str]) -> str:
@@ -33,15 +33,15 @@ def either(names: Sequence[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The shortest names that start with `name`, three at most, or else the most similar one, with difflib's cutoff."""
+    """Return the shortest names that start with `name`, at most three, else the most similar one (difflib's cutoff)."""
     known = list(names)
-    longer = sorted((one for one in known if one.startswith(name)), key=len) if name.strip("-") else []
-    shortest = [one for number, one in enumerate(longer) if not one.startswith(tuple(longer[:number]))]
+    longer = sorted((other for other in known if other.startswith(name)), key=len) if name.strip("-") else []
+    shortest = [other for number, other in enumerate(longer) if not other.startswith(tuple(longer[:number]))]
     return shortest[:3] or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
 
 
 def score_title(name: str, positive: str) -> str:
-    """The displayed name of a score: for f1 of two classes with the `positive` class, "f1 (fraud)"."""
+    """Return the displayed name of a score; for F1 of two classes with the `positive` class: "f1 (fraud)"."""
     return f"{name} ({positive})" if positive and name in ("f1", "accuracy_and_f1") else name
 
 
@@ -70,7 +70,7 @@ def clock(seconds: float) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Wrap `text` at words to the width of the terminal, indented to the last column; unchanged if not a terminal."""
+    """Wrap `text` at the terminal's width, indented to the last column. Unchanged if stdout is not a terminal."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -84,14 +84,14 @@ def for_terminal(text: str) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal, or 200 characters wide to a file."""
+    """Print a table as wide as the terminal, or 200 characters wide if stdout is a file."""
     from rich.console import Console
 
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def make_console(*, stderr: bool = False, **options: Any) -> Console:
-    """Create the console for progress, without control codes outside a terminal; `options` are rich's."""
+    """Create a rich console for progress, without control codes outside a terminal; `options` are passed to rich."""
     from rich.console import Console
 
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()  # notebooks set FORCE_COLOR, which rich would obey

@@ -17,14 +17,14 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import disk_errors
 from pretrain.common.interrupts import Interrupts
 
-# In the run folder: the run saves a checkpoint and finishes.
+# In the run folder; makes the run save a checkpoint and exit.
 STOP_FILE = "stop"
-# The folder of the scheduler's job that started this process, if any: `started` is as old as the job, and STOP_FILE
-# there requests a stop of everything that the job runs.
+# The folder of the scheduler's job that started this process, if any. Its file `started` is as old as the job, and a
+# STOP_FILE in it stops everything that the job runs.
 JOB_VARIABLE = "BERTRAIN_JOB"
-# Files in the run's logs. hang.json: a hang that a watchdog detected, read by the driver that restarts the workers.
+# In the logs folder: a hang that a watchdog detected, read by the driver that restarts the workers.
 HANG_FILE = "hang.json"
-# waiting.json: exists while the run waits for nodes; {"time", "message"}.
+# In the logs folder, while the run waits for nodes: {"time", "message"}.
 WAITING_FILE = "waiting.json"
 
 _OWNER = "for "
@@ -37,16 +37,16 @@ _SET_AT = 10**18
 
 @dataclass(frozen=True)
 class Flag:
-    """A file that asks the processes of one attempt to save a checkpoint and exit.
+    """A file that tells the processes of one attempt to save a checkpoint and exit.
 
     Shared storage may show a file for a minute after its removal, and a process of an earlier attempt may write one
-    late. So a file counts only if it belongs to this attempt.
+    late. So a file is honored only if it belongs to this attempt.
 
     Attributes:
         path: the file.
-        owner: the attempt that `set` writes into the file. A file of another owner counts only if it was touched.
-        since: a file that was touched, or has no owner, counts if it is not older than this time, in nanoseconds of the
-            file system's clock. None: such a file never counts.
+        owner: the attempt that `set` writes to the file. A file of another owner is ignored unless it was touched.
+        since: a file that was touched, or has no owner, is honored if it is not older than this time, in nanoseconds of
+            the file system's clock. None: such a file is always ignored.
     """
 
     path: Path
@@ -72,17 +72,17 @@ class Flag:
         return self.since is not None and written >= self.since
 
     def set(self) -> None:
-        """Write the file. It is renamed into place, which replaces a link of that name instead of following it."""
+        """Write the file. It is renamed into place, so a link with its name is replaced, not followed."""
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
             temporary.touch()
             try:
                 temporary.write_text(f"{_OWNER}{self.owner}\n", encoding="utf-8")
-            except OSError:  # disk full: the file stays empty, which counts as touched
+            except OSError:  # disk full: the file stays empty, as if it was touched
                 if self.since is None:
                     raise
             else:
-                with contextlib.suppress(OSError):  # storage without modification times: the file counts as touched
+                with contextlib.suppress(OSError):  # storage without modification times: the file looks touched
                     os.utime(temporary, ns=(_SET_AT, _SET_AT))
             temporary.replace(self.path)
         finally:
@@ -91,9 +91,9 @@ class Flag:
 
 
 def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
-    """Create the run folder, remove an earlier stop file, and return the time in ns from which a stop file counts.
+    """Create the run folder, remove an earlier stop file, and return the time in ns from which a stop file is honored.
 
-    That is now, or the start of the scheduler's job: a request may come while the job starts. The clock is the file
+    That is now, or the start of the scheduler's job: a request may arrive while the job starts. The clock is the file
     system's, which differs from this machine's on a network file system.
     """
     with disk_errors(run_dir):
@@ -114,15 +114,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that request a stop, including SIGHUP of a closed terminal unless it is ignored, as under nohup."""
+    """Return the signals that request a stop, including SIGHUP unless it is ignored, as under nohup."""
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
-def torchrun_place() -> tuple[int, int] | None:
-    """Return (rank, world size) if torchrun, or a program that sets RANK as it does, started this process; else None.
+def torchrun_rank() -> tuple[int, int] | None:
+    """Return (rank, world size) if torchrun, or a program that also sets RANK, started this process; else None.
 
-    Raises `InputError` if RANK is set, but the variables do not suffice for the processes to connect.
+    Raises `InputError` if RANK is set, but variables that the processes need to connect are missing.
     """
     values = os.environ
     if "RANK" not in values:
@@ -143,13 +143,13 @@ def torchrun_place() -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """The training job that every worker of a run receives, as JSON.
+    """The request to train that every worker of a run receives, as JSON.
 
     Attributes:
         config: the run's settings, as `model_dump(mode="json")`.
         resume: continue from the latest checkpoint, if there is one.
-        events: events from before this start, which the run records first.
-        callbacks: functions and objects that the run calls; serialized as text.
+        events: earlier events, which the run records first.
+        callbacks: functions and objects that the run calls; serialized as strings.
     """
 
     config: dict[str, Any]
@@ -162,7 +162,7 @@ class TrainingRequest:
 class Worker:
     """One process of a run: its rank, its CPU threads and its stop requests.
 
-    The default is a run of one process. `rank` counts over all machines, `local_rank` on this machine.
+    The defaults are for a run of one process. `rank` is the rank among all processes, `local_rank` on this machine.
     """
 
     rank: int = 0
@@ -184,8 +184,8 @@ class Worker:
         """
         return self._signaled.is_set() or (self.local_rank == 0 and any(flag.is_set() for flag in self.flags))
 
-    def heed_stop_file(self, run_dir: Path) -> None:
-        """Treat the run's stop file as a request if it is touched from now on. Rank 0 removes an earlier one."""
+    def watch_stop_file(self, run_dir: Path) -> None:
+        """Treat the run's stop file as a stop request if it is touched from now on. Rank 0 removes an earlier one."""
         self.flags = (Flag(run_dir / STOP_FILE, since=clear_stop(run_dir, remove=self.rank == 0)),)
 
     def listen(self) -> None:
@@ -205,13 +205,13 @@ class Worker:
 
     @classmethod
     def from_environment(cls) -> Worker:
-        """The worker of a single process, or its rank under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE).
+        """Create the worker of this process, with its rank under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, ...).
 
-        The worker handles signals from then on. Raises as `torchrun_place`.
+        It handles signals from then on. Raises as `torchrun_rank` does.
         """
         worker = cls()
-        if place := torchrun_place():
-            rank, world_size = place
+        if ranks := torchrun_rank():
+            rank, world_size = ranks
             worker = cls(
                 rank=rank,
                 world_size=world_size,

@@ -1,4 +1,4 @@
-"""Parses YAML 1.2 into values with their lines, and writes it."""
+"""Parses YAML 1.2 to values and their line numbers, and writes YAML."""
 
 import re
 import typing
@@ -10,31 +10,31 @@ import yaml
 
 from pretrain.common.errors import InputError, printable
 from pretrain.common.sections import Keys
-from pretrain.common.setting_errors import shown
+from pretrain.common.setting_errors import format_value
 
-_MAX_BYTES = 1 << 20  # of a config, far above the settings of any run
+_MAX_BYTES = 1 << 20  # of a config, far more than the settings of any run need
 
 
 def read_text(path: Path) -> str:
-    """The text of a YAML file. Raises `InputError` if it cannot be read, is too large or is not UTF-8."""
+    """Return the content of a YAML file. Raises `InputError` if it cannot be read, is too large or is not UTF-8."""
     try:
-        if path.stat().st_size > _MAX_BYTES:  # such as a training file, passed by mistake
-            raise InputError(f"{path}: more than {_MAX_BYTES >> 20} MiB. Give a YAML file with settings.")
+        if path.stat().st_size > _MAX_BYTES:  # for example a training file, by mistake
+            raise InputError(f"{path}: more than {_MAX_BYTES >> 20} MiB. Use a YAML file with settings.")
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
     except OSError as error:
         raise InputError(
-            f"{path}: cannot be read ({error.strerror}). Give a YAML file, or a name of `configs`."
+            f"{path}: cannot be read ({error.strerror}). Use a YAML file, or a name in `configs`."
         ) from None
 
 
 def parse(text: str, where: str) -> tuple[dict[Keys, int], Any]:
-    """Parse one YAML document. Returns the 1-based lines of all items, by keys in file order, and the values.
+    """Parse one YAML document. Returns the 1-based line of each item, by keys in file order, and the values.
 
     Args:
         text: the YAML.
-        where: its file, or the override `--set ...`; starts the error message.
+        where: its file, or the override `--set ...`; the error message starts with it.
 
     Raises:
         InputError: the text is not valid YAML; the message has the line.
@@ -69,7 +69,7 @@ def _lines(node: yaml.Node | None, path: Keys = ()) -> Iterator[tuple[Keys, int]
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2; PyYAML itself reads 1e-4 as text and `off` as false."""
+    """PyYAML's safe loader with the scalars of YAML 1.2; PyYAML itself reads 1e-4 as a string and `off` as false."""
 
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}
     # The types of YAML 1.2's core schema; the key None refuses all others, such as timestamps.
@@ -84,26 +84,26 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ValueError, LookupError):  # a tag such as !!int in front of a value of another type
             kind = node.tag.rpartition(":")[2]
-            raise _problem(f"{shown(node.value)} is not of type {kind}", node.start_mark) from None
+            raise _problem(f"{format_value(node.value)} is not of type {kind}", node.start_mark) from None
 
-    def construct_text(self, node: yaml.ScalarNode) -> str:
-        """Return a string. JSON writes a character beyond 16 bits as two escapes; they are joined to one character."""
+    def construct_string(self, node: yaml.ScalarNode) -> str:
+        """Return a string. JSON writes a character beyond 16 bits as two escapes, which are joined here."""
         return node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
-        """Return a whole number, decimal or hexadecimal. PyYAML would read a leading 0 as octal."""
+        """Return an integer, decimal or hexadecimal. PyYAML would read a leading 0 as octal."""
         if len(node.value) <= _MAX_DIGITS:
             number = int(node.value, 16 if "x" in node.value else 10)
             if -(2**63) <= number < 2**63:
                 return number
-        raise _problem(f"{shown(node.value)} does not fit into 64 bits", node.start_mark)
+        raise _problem(f"{format_value(node.value)} does not fit into 64 bits", node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
         for key, _ in node.value:
             name = str(key.value)
             if name in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise _problem(f"{name} is given twice, first on line {seen[name]}", key.start_mark)
+                raise _problem(f"{name} is set twice, first on line {seen[name]}", key.start_mark)
             seen[name] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
@@ -131,6 +131,6 @@ _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
 for _tag, _pattern, _first in _SCALARS:
     for _class in (_Loader, Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
-_MAX_DIGITS = 100  # of a whole number; Python itself refuses to read 5,000
+_MAX_DIGITS = 100  # of an integer; Python refuses to parse 5,000
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
-_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_string)

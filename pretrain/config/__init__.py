@@ -25,10 +25,10 @@ from pretrain.config.model import FLASH_WIDTHS, MAX_WIDTH, ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.resume import (
     FREE_ON_RESUME,
-    began_from,
     changed_for_resume,
     keep_precision,
     run_folder,
+    used_start_from,
     with_precision,
 )
 from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, config_of, load_config
@@ -71,11 +71,11 @@ __all__ = [
     "SpikeConfig",
     "TrackingConfig",
     "VocabularyConfig",
-    "began_from",
     "changed_for_resume",
     "config_of",
     "keep_precision",
     "load_config",
     "run_folder",
+    "used_start_from",
     "with_precision",
 ]

@@ -42,12 +42,12 @@ class SourceConfig(Section):
     split: str = Field(default="train", description="Only huggingface: split to read.")
     revision: str = Field(default="", description="Only huggingface: commit of the dataset; required for hub datasets.")
     text_column: str = Field(
-        default="text", description="Only jsonl, parquet, csv and huggingface: column that holds the text."
+        default="text", description="Only jsonl, parquet, csv and huggingface: column with the text."
     )
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
-        description="Only csv: standard (RFC 4180), none (a quote is a character); auto: standard in .csv; in .tsv "
-        "none, and no cell may start with a quote.",
+        description="Only csv: standard (RFC 4180), none (quotes are ordinary characters) or auto: standard for .csv, "
+        "none for .tsv, where no cell may then start with a quote.",
     )
     weight: float = Field(
         default=1.0,
@@ -104,10 +104,10 @@ class VocabularyConfig(Section):
     )
     strip_accents: bool | None = Field(
         default=None,
-        description="Remove accents, and the vowel signs of Hindi and other Indic scripts. Empty is as lowercase. "
+        description="Remove accents, and the vowel signs of Hindi and other Indic scripts. Empty follows lowercase. "
         "false with lowercase: true keeps them. Only wordpiece; BertTokenizer has the same setting.",
     )
-    min_frequency: int = Field(default=2, ge=1, description="Occurrences that a pair of tokens needs to be merged.")
+    min_frequency: int = Field(default=2, ge=1, description="Minimum occurrences of a pair of tokens to merge.")
     added_words: int = Field(
         default=0,
         ge=0,
@@ -147,13 +147,13 @@ class CorpusConfig(Section):
         "machine.",
     )
     sources: tuple[SourceConfig, ...] = Field(
-        default=(), description="Text to prepare. May be empty if dir already holds a prepared corpus."
+        default=(), description="Text to prepare. May be empty if dir already has a prepared corpus."
     )
-    vocabulary: VocabularyConfig = Field(default=VocabularyConfig(), description="The WordPiece vocabulary.")
+    vocabulary: VocabularyConfig = Field(default=VocabularyConfig(), description="The vocabulary.")
     line_breaks: Literal["auto", "keep"] = Field(
         default="auto",
-        description="keep makes tokens of line breaks and indentation, for code and tables; the vocabulary must have "
-        "them. auto keeps them only with a released tokenizer that has them: a vocabulary trained here sees words.",
+        description="keep preserves line breaks and indentation, for code and tables; the vocabulary must have tokens "
+        "for them. auto does so only with a released tokenizer that has such tokens.",
     )
     min_document_words: int = Field(
         default=20,
@@ -183,7 +183,7 @@ class CorpusConfig(Section):
     def _check_dir(self) -> CorpusConfig:
         if self.cache and not is_remote(self.dir):
             raise ValueError(f"cache has no effect with dir: {self.dir}, which is not an address. Remove it")
-        if shared := [n for n, one in enumerate(self.sources) if one.path and local(one.path) == self.folder]:
+        if shared := [n for n, source in enumerate(self.sources) if source.path and local(source.path) == self.folder]:
             raise ValueError(
                 f"dir: {self.dir} is the folder that sources.{shared[0]} reads. Choose another one, which may be in it"
             )
@@ -202,7 +202,7 @@ class MaskingConfig(Section):
         default=0.15,
         gt=0,
         lt=1,
-        description="Share of each sequence's tokens to predict. Evaluations use it, whatever the phases set.",
+        description="Share of each sequence's tokens to predict. Evaluations always use it, not the phases' values.",
     )
     mask_share: float = Field(
         default=0.8,
@@ -215,8 +215,8 @@ class MaskingConfig(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="Share of the predicted tokens replaced by a random token; the rest stays unchanged. "
-        "mask_share and random_share add up to 1 at most.",
+        description="Share of the predicted tokens replaced by a random token; the others stay unchanged. "
+        "The sum of mask_share and random_share is at most 1.",
     )
     scheme: str = Field(
         default="tokens",
@@ -240,16 +240,16 @@ class MaskingConfig(Section):
 
 
 class PairsConfig(Section):
-    """The cutting of documents into sequences, and the prediction for pairs of segments.
+    """Cutting of documents into sequences, and the prediction task for pairs of segments.
 
     Devlin et al. appendix A.2; Liu et al. 2019, section 4.2; Lan et al. 2020, section 3.1.
     """
 
     objective: Literal["none", "nsp", "sop"] = Field(
         default="nsp",
-        description="Prediction for a pair: nsp, whether the second segment follows the first or comes from another "
-        "document (next-sentence prediction), as in half of the pairs; sop, ALBERT's sentence-order prediction, "
-        "whether two neighboring segments are swapped, as in half; none, no prediction: sequences have one segment.",
+        description="Prediction for pairs of segments. nsp (next-sentence prediction): whether the second segment "
+        "follows the first or, in half of the pairs, comes from another document. sop (ALBERT's sentence-order "
+        "prediction): whether adjacent segments are swapped, as in half. none: sequences have one segment.",
     )
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",

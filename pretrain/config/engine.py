@@ -23,8 +23,8 @@ _DETERMINED_BY = {
     "optimizer": "the section optimizer",
     "scheduler": "the phases' learning rates",
 }
-# With these, DeepSpeed waits for the device in a forward pass.
-_WAITS_IN_PASSES = ("timers", "wall_clock_breakdown", "flops_profiler")
+# DeepSpeed settings that make a forward pass wait for the device.
+_BLOCKING = ("timers", "wall_clock_breakdown", "flops_profiler")
 
 
 class EngineConfig(Section):
@@ -53,16 +53,16 @@ class EngineConfig(Section):
     )
     compile: Literal["auto", True, False] = Field(
         default="auto",
-        description="Compile the layers with torch.compile. auto compiles, except for a fine-tuning on a CPU that is "
-        "so short that it would finish sooner without.",
+        description="Compile the layers with torch.compile. auto compiles, except for a fine-tuning run on a CPU "
+        "that is so short that it finishes sooner without.",
     )
     cuda_graphs: Literal["auto", True, False] = Field(
         default="auto",
         description="Record forward and backward passes as CUDA graphs, one for each shape of micro-batches. For small "
         "models and batches on GPUs, whose kernels take longer to launch than to run. auto records them in pretraining "
-        "if nothing prevents it and the step that --dry-run --on expects is then shorter. Needs bf16, zero_stage 1 and "
-        "flash attention, and masked language modeling of one model. So that there are few shapes, some 2 % of the "
-        "tokens and 4 % of the masked rows are then filler, which no loss sees. On a CPU, passes are not recorded.",
+        "if nothing prevents it and --dry-run --on predicts a shorter step with them. Needs bf16, zero_stage 1, "
+        "flash attention, and masked language modeling of one model. To keep the number of shapes small, about 2 % of "
+        "the tokens and 4 % of the masked rows are then filler, which the loss ignores. No effect on a CPU.",
     )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
@@ -71,18 +71,18 @@ class EngineConfig(Section):
     )
 
     @property
-    def not_recorded(self) -> str:
+    def graph_obstacle(self) -> str:
         """Return the setting that prevents recording passes as CUDA graphs; "" if there is none."""
         obstacles = {
             f"zero_stage is {self.zero_stage}": self.zero_stage != 1,
             "activation_checkpointing is true": self.activation_checkpointing,
-            **{f"deepspeed.{name} is given": name in self.deepspeed for name in _WAITS_IN_PASSES},
+            **{f"deepspeed.{name} is set": name in self.deepspeed for name in _BLOCKING},
         }
         return next((setting for setting, prevents in obstacles.items() if prevents), "")
 
     @model_validator(mode="after")
     def _check_graphs(self) -> EngineConfig:
-        if self.cuda_graphs is True and (obstacle := self.not_recorded):
+        if self.cuda_graphs is True and (obstacle := self.graph_obstacle):
             raise ValueError(
                 "cuda_graphs needs zero_stage 1, no activation_checkpointing and none of DeepSpeed's "
                 f"timers and profilers; {obstacle}. Change that, or set cuda_graphs to false"
@@ -123,7 +123,7 @@ class CheckpointConfig(Section):
     every_minutes: float = Field(
         default=0.0,
         ge=0,
-        description="Minutes after which a checkpoint is also saved, however long steps take. 0 disables it.",
+        description="Minutes after which a checkpoint is also saved, regardless of steps. 0 disables it.",
     )
     keep_last: int = Field(
         default=2,
@@ -134,7 +134,7 @@ class CheckpointConfig(Section):
         default=(), description="Steps after which a checkpoint is saved and kept, such as steps to fork from."
     )
     keep_every_tokens: int = Field(
-        default=0, ge=0, description="Keep the first checkpoint after each multiple of so many tokens. 0: none."
+        default=0, ge=0, description="Keep the first checkpoint after each multiple of this token count. 0: none."
     )
 
 

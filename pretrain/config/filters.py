@@ -15,7 +15,7 @@ class NearDuplicatesConfig(Section):
         default=0.5,
         gt=0,
         le=1,
-        description="Similarity from which a document is dropped: the share of distinct word sequences that both have "
+        description="Minimum similarity of a dropped document: the share of distinct word sequences that both have "
         "(Jaccard), as MinHash estimates it. Sequences have 3 words: a change of an eighth gives 0.5.",
     )
 
@@ -30,7 +30,7 @@ class EvaluationSetConfig(Section):
     name: str = Field(default="", description="Name on the corpus card. Empty uses the file's name.")
     columns: tuple[str, ...] = Field(
         default=(),
-        description="Columns of .csv and .tsv, or keys of .jsonl and .json at any depth, that hold the passages. "
+        description="Columns of .csv and .tsv, or keys of .jsonl and .json at any depth, with the passages. "
         "Empty uses all.",
     )
 

@@ -12,7 +12,7 @@ from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
 # Up to these widths and lengths, dropout seeds are distinct in int32 (model/kernels/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
-# Far beyond any encoder (Wang et al. 2022, DeepNet, has 1,000 layers), to refuse a typing error before it is built.
+# More than any encoder has (Wang et al. 2022, DeepNet: 1,000 layers), to refuse a typo before the model is built.
 MAX_LAYERS = 1024
 MAX_ROWS = 1 << 24
 # Head widths that torch's flash kernel supports without padding (pytorch,
@@ -32,8 +32,8 @@ class ModelConfig(Section):
     size: str = Field(
         default="base",
         description="Published size of the family, which sets layers, hidden, heads and intermediate: mini, small, "
-        "medium, base, large, for modernbert also ettin-17m to ettin-1b, for deberta xsmall. custom needs the first "
-        "three.",
+        "medium, base, large, for modernbert also ettin-17m to ettin-1b, for deberta xsmall. custom needs layers, "
+        "hidden and heads.",
     )
     layers: int = Field(
         default=0, ge=0, le=MAX_LAYERS, description="Number of Transformer layers. 0 takes it from size."
@@ -134,8 +134,8 @@ class ModelConfig(Section):
         default=0,
         ge=0,
         le=MAX_WIDTH,
-        description="Buckets of distances. relative counts both directions together, T5 has 32. disentangled counts "
-        "each: DeBERTa-v3 has 256, LTG-BERT 32; 0 means one for each distance.",
+        description="Buckets of distances: for relative, of both directions together (T5: 32); for disentangled, of "
+        "each (DeBERTa-v3: 256, LTG-BERT: 32), and 0 means one for each distance.",
     )
     relative_max_distance: int = Field(
         default=0,
@@ -162,8 +162,8 @@ class ModelConfig(Section):
     global_every: int = Field(
         default=1,
         ge=1,
-        description="Every n-th layer attends globally, from the first on; the others are local. 1 makes every layer "
-        "global.",
+        description="Every n-th layer attends globally, starting with the first; the others are local. 1 makes every "
+        "layer global.",
     )
     kv_heads: int = Field(
         default=0, ge=0, description="Heads of keys and values, each shared by several query heads. 0 means heads."
@@ -198,7 +198,7 @@ class ModelConfig(Section):
         values = {**PARTS[family], **values}
         if size in SIZES[family]:
             for key, value in SIZES[family][size]._asdict().items():
-                if not values.get(key) and not (key == "intermediate" and _replaces(values, SIZES[family][size])):
+                if not values.get(key) and not (key == "intermediate" and _sets_hidden(values, SIZES[family][size])):
                     values[key] = value
         hidden = values.get("hidden")
         if not values.get("intermediate") and isinstance(hidden, int):
@@ -291,20 +291,20 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_buckets(self) -> ModelConfig:
-        buckets, farthest = self.relative_buckets, self.relative_max_distance
-        if self.positions == "relative" and not (buckets and farthest):
+        buckets, max_distance = self.relative_buckets, self.relative_max_distance
+        if self.positions == "relative" and not (buckets and max_distance):
             raise ValueError("positions: relative needs relative_buckets and relative_max_distance, such as 32 and 128")
-        if self.positions == "relative" and (buckets % 4 or 4 * farthest <= buckets):
+        if self.positions == "relative" and (buckets % 4 or 4 * max_distance <= buckets):
             raise ValueError(
-                f"relative_buckets ({buckets}) must be a multiple of 4, and relative_max_distance ({farthest}) "
+                f"relative_buckets ({buckets}) must be a multiple of 4, and relative_max_distance ({max_distance}) "
                 "more than a quarter of it"
             )
-        if self.disentangled and not farthest:
+        if self.disentangled and not max_distance:
             raise ValueError("positions: disentangled needs relative_max_distance, such as 512")
-        if self.disentangled and buckets and (buckets < 4 or 2 * (farthest - 1) <= buckets):
+        if self.disentangled and buckets and (buckets < 4 or 2 * (max_distance - 1) <= buckets):
             raise ValueError(
-                f"relative_buckets ({buckets}) must be 0 or at least 4, and relative_max_distance ({farthest}) more "
-                "than half of it, plus 1"
+                f"relative_buckets ({buckets}) must be 0 or at least 4, and relative_max_distance ({max_distance}) "
+                "more than half of it, plus 1"
             )
         return self
 
@@ -313,7 +313,7 @@ class ModelConfig(Section):
         if bool(self.local_attention) != (self.global_every > 1):
             raise ValueError(
                 f"local_attention ({self.local_attention}) and global_every ({self.global_every}) go together: "
-                "0 and 1 for global attention only, or such as 128 and 3"
+                "0 and 1 for global attention only, or for example 128 and 3"
             )
         if self.local_rotary_base and not self.local_attention:
             raise ValueError("local_rotary_base has no effect without local_attention. Remove it, or set it to 0")
@@ -356,15 +356,15 @@ class ModelConfig(Section):
         return self.hidden // self.heads
 
     def rows(self, entries: int) -> int:
-        """Return the rows of the word embeddings and of the decoder for a vocabulary of so many entries."""
+        """Return the number of rows of the word embeddings and the decoder for a vocabulary of `entries`."""
         return max(entries, self.vocabulary_rows)
 
     def window(self, layer: int) -> int:
-        """Return how many tokens a token of `layer`, counted from 0, attends to on each side; 0 if to all."""
+        """Return how many tokens on each side a token attends to in a 0-based layer; 0 if it attends to all."""
         return 0 if layer % self.global_every == 0 else self.local_attention // 2
 
     def rotary_base_of(self, layer: int) -> float:
-        """Return the base of the rotary frequencies of a layer, counted from 0; 0 without rotary positions."""
+        """Return the base of the rotary frequencies in a 0-based layer; 0 without rotary positions."""
         return self.local_rotary_base or self.rotary_base if self.window(layer) else self.rotary_base
 
     def with_rotary_bases(self, base: float, local: float) -> ModelConfig:
@@ -382,6 +382,6 @@ class ModelConfig(Section):
         return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 
-def _replaces(values: dict[str, Any], shape: Shape) -> bool:
-    """Return whether a config replaces the hidden size, from which the feed-forward width then follows."""
+def _sets_hidden(values: dict[str, Any], shape: Shape) -> bool:
+    """Return whether a config replaces the hidden size, which then determines the feed-forward width."""
     return values.get("hidden") not in (None, 0, shape.hidden)

@@ -1,4 +1,4 @@
-"""Settings of objectives besides masked language modeling: a teacher to learn from, and ELECTRA."""
+"""Settings of objectives besides masked language modeling: distillation and ELECTRA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pretrain.common.sections import Location, Section
 from pretrain.config.model import ModelConfig
 
 READ_BY_OBJECTIVES = ("distillation.teacher",)
-"""Settings that are paths which an objective reads. A run compares the contents, so a path may change."""
+"""Paths that an objective reads. A resumed run compares the contents, so a path may change."""
 
 
 class DistillationConfig(Section):
@@ -30,7 +30,7 @@ class DistillationConfig(Section):
     layers: tuple[int, ...] = Field(
         default=(),
         description="The teacher's layer, counted from 0, from which each layer of the student starts. Empty spreads "
-        "them evenly from the first to the last: 0, 2, 4, 7, 9, 11 for 6 of 12, as in DistilBERT.",
+        "them evenly from first to last: 0, 2, 4, 7, 9, 11 for 6 of 12, as in DistilBERT.",
     )
 
     @model_validator(mode="after")
@@ -50,7 +50,7 @@ class ElectraConfig(Section):
         ge=0,
         le=1,
         description="Width of the generator as a share of the model's, which becomes the discriminator. ELECTRA has "
-        "0.25, in its base size 1/3. 0 trains no generator, but the model itself on masked tokens.",
+        "0.25, its base size 1/3. 0: no generator, and the model itself predicts masked tokens.",
     )
     generator_depth: float = Field(
         default=1.0,
@@ -73,7 +73,7 @@ class ElectraConfig(Section):
     def generator(self, model: ModelConfig) -> ModelConfig:
         """Return the shape of a discriminator's generator (google-research/electra, get_generator_config).
 
-        Its heads are as wide as the discriminator's, if its width allows it, and its embeddings have the
+        Its heads are as wide as the discriminator's if its width allows that, and its embeddings have the
         discriminator's width. Raises `ValueError` if its parts do not fit, such as rotary positions and an odd head
         width.
         """

@@ -1,4 +1,4 @@
-"""Settings that a resumed run must keep from its earlier starts, and settings that may change."""
+"""Settings that a resumed run must keep, and settings that it may change."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -36,7 +36,7 @@ FREE_ON_RESUME = (
 ALL_FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     "fork_from",
-    # The text that is read of the corpus is compared with the checkpoint's record of it.
+    # The text that the run reads is compared with the checkpoint's record of it.
     "corpus",
     *(f"phases.*.{name}" for name in MIXING),
     "evaluation.every_steps",
@@ -53,16 +53,16 @@ EVALUATED_ONLY = "adaptation.replay_corpus"  # may change unless its text is rep
 
 
 def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
-    """Return dotted names, with both values, of changed settings that a run must keep if it resumes after `done` steps.
+    """Return changed settings, with both values, that a run which resumes after `done` steps must keep.
 
     Phases must be the same up to `done`: the current phase may end there or become longer, and later phases may change.
     """
     replayed = before.adaptation.replay_share or after.adaptation.replay_share
     free = ALL_FREE_ON_RESUME if replayed else (*ALL_FREE_ON_RESUME, EVALUATED_ONLY)
-    # Contents that both read are compared by fingerprint, too.
+    # Paths that both set may differ, since the contents are compared by fingerprint.
     free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
     old, new = (_up_to(config, done) for config in (before, keep_precision(after, before)))
-    return settings.differences(old, new, free=free) or _changed_by_length(before, after, done)
+    return settings.differences(old, new, ignore=free) or _changed_by_length(before, after, done)
 
 
 def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
@@ -72,8 +72,8 @@ def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int)
     """
     if not 0 < done < after.total_steps:
         return []
-    number, within = after.phase_at(done)
-    if not within or before.phases[number].steps == after.phases[number].steps:
+    number, step_in_phase = after.phase_at(done)
+    if not step_in_phase or before.phases[number].steps == after.phases[number].steps:
         return []
     old, new = ((config.weight_decay(number), config.masking_shares(number)) for config in (before, after))
     steps = f"phases.{number}.steps ({before.phases[number].steps} -> {after.phases[number].steps}"
@@ -94,7 +94,7 @@ def _up_to(config: PretrainConfig, done: int) -> PretrainConfig:
 
 
 def keep_precision(config: R, before: RunConfig) -> R:
-    """Return `config`, with precision auto replaced by the precision that an earlier start of the run resolved."""
+    """Replace precision auto in `config` by the precision that the run resolved when it started."""
     if config.engine.precision != "auto" or before.engine.precision == "auto":
         return config
     return with_precision(config, before.engine.precision)
@@ -106,11 +106,11 @@ def with_precision(config: R, precision: Precision) -> R:
 
 
 def run_folder(values: Mapping[str, Any]) -> Path:
-    """Return the run folder of a config's values, before validation; as `RunConfig.folder`."""
+    """Return the run folder for a config's unvalidated values, as `RunConfig.folder` does."""
     return local_run(str(values.get("run_dir") or f"runs/{values.get('name')}"))
 
 
-def began_from(folder: Path) -> bool:
+def used_start_from(folder: Path) -> bool:
     """Return whether the run in `folder` started from a checkpoint (`start_from`) and has written a checkpoint."""
     config = folder / "config.yaml"
     if not config.is_file() or not checkpoint_names(folder):

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import check_name, is_own
+from pretrain.common.extensions import check_name, is_custom
 from pretrain.common.sections import Keys, Location, Section, WritableLocation, check_location
 from pretrain.common.setting_errors import first_problem
 from pretrain.config.adaptation import AdaptationConfig
@@ -52,7 +52,7 @@ class TrackingConfig(Section):
     def check_names(self) -> None:
         """Raise `InputError` if W&B's rules refuse a name, so that the run could not be mirrored.
 
-        Only for runs that start: recorded configs of earlier runs may have such names, and must be readable.
+        Only called for runs that start: recorded configs may have such names, and must remain readable.
         """
         if self.wandb == "off":
             return
@@ -75,7 +75,7 @@ class SchedulingConfig(Section):
         default=0,
         ge=0,
         description="Minimum workers to continue with when nodes are lost, at most workers. The run grows again when "
-        "nodes return. 0 always needs all workers.",
+        "nodes return. 0 always requires all workers.",
     )
     cpus_per_worker: int = Field(
         default=0, ge=0, description="CPU threads per worker. 0 divides the cores of a node among its workers."
@@ -87,7 +87,7 @@ class SchedulingConfig(Section):
     hang_seconds: float = Field(
         default=180.0,
         ge=0,
-        description="Seconds after which a worker without progress, or without a heartbeat, counts as hung and all "
+        description="Seconds after which a worker without progress, or without a heartbeat, is considered hung and all "
         "workers restart. The limit is at least ten times the duration of recent long micro-batches. A restart of "
         "hundreds of GPUs takes minutes; for a few workers a shorter limit such as 30 is fine. A worker that waits for "
         "a batch, or for the storage of the run folder, may take ten times as long. 0 disables the check.",
@@ -120,7 +120,7 @@ class SchedulingConfig(Section):
 
 
 def callback_options(entry: str | Mapping[str, Any]) -> tuple[str, bool, dict[str, Any]]:
-    """Return (name of the function or class, whether its error stops the run, options of the class) of an entry."""
+    """Return (name of the function or class, whether its errors stop the run, options of the class)."""
     options = {"call": entry} if isinstance(entry, str) else dict(entry)
     return str(options.pop("call", "")), options.pop("on_error", "warn") == "stop", options
 
@@ -135,7 +135,7 @@ def _check_callback(entry: Any) -> Any:
 
 
 class RunConfig(Section):
-    """Settings that every run has: pretraining and fine-tuning."""
+    """Settings that pretraining and fine-tuning runs share."""
 
     name: str = Field(description="Name of the run: 1 to 63 of A-Z, a-z, 0-9 and . _ -, first a letter or digit.")
     run_dir: WritableLocation = Field(
@@ -164,7 +164,7 @@ class RunConfig(Section):
             raise ValueError(f"{name!r} must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and start with a letter or digit")
         return name
 
-    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+    def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         for number, entry in enumerate(self.callbacks):
             yield ("callbacks", number), CALLBACKS, callback_options(entry)[0]
 
@@ -175,7 +175,7 @@ class RunConfig(Section):
 
     @property
     def address(self) -> str:
-        """Return the address at which the run is stored besides its folder; "" for a local run."""
+        """Return the address at which the run is also stored; "" for a local run."""
         return self.run_dir if is_remote(self.run_dir) else ""
 
 
@@ -224,12 +224,12 @@ class PretrainConfig(RunConfig):
             check_name(objective)
         return objective
 
-    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+    def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         kinds = [(("corpus", "sources", n, "kind"), SOURCES, one.kind) for n, one in enumerate(self.corpus.sources)]
         kinds += [(("masking", "scheme"), MASKING_SCHEMES, self.masking.scheme)]
         kinds += [(("objective",), OBJECTIVES, self.objective)]
-        yield from (kind for kind in kinds if is_own(kind[2]))
-        yield from super().own_modules()
+        yield from (kind for kind in kinds if is_custom(kind[2]))
+        yield from super().custom_modules()
 
     @field_validator("fork_from")
     @classmethod
@@ -295,17 +295,17 @@ class PretrainConfig(RunConfig):
         return "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
 
     @property
-    def not_recorded(self) -> str:
+    def graph_obstacle(self) -> str:
         """Return why passes cannot be recorded as CUDA graphs; "" if they can."""
         if other := self._objective_section or (self.objective and f"objective ({self.objective})"):
             return f"does not fit {other}: only masked language modeling of one model ignores filler in its loss"
         if not self.model.fits_flash_attention:
             return (
-                "does not fit the model: it needs flash attention. That takes heads of a width that 8 divides, up to "
-                f"256 (here {self.model.hidden // self.model.heads}), and no positions by distance (model.positions is "
+                "does not fit the model: it needs flash attention. That requires a head width that is a multiple of "
+                f"8, up to 256 (here {self.model.head_width}), and no relative positions (model.positions is "
                 f"{self.model.positions})"
             )
-        return (obstacle := self.engine.not_recorded) and f"engine.{obstacle}"
+        return (obstacle := self.engine.graph_obstacle) and f"engine.{obstacle}"
 
     @model_validator(mode="after")
     def _check_shapes(self) -> PretrainConfig:
@@ -313,7 +313,7 @@ class PretrainConfig(RunConfig):
             raise ValueError(
                 f"objective ({self.objective}) and {self._objective_section} both select the objective. Remove one"
             )
-        if self.engine.cuda_graphs is True and (reason := self.not_recorded):
+        if self.engine.cuda_graphs is True and (reason := self.graph_obstacle):
             raise ValueError(f"engine.cuda_graphs {reason}. Set it to false")
         return self
 
@@ -326,34 +326,34 @@ class PretrainConfig(RunConfig):
                     f"model.max_positions ({self.model.max_positions})"
                 )
             for name, local in (("rotary_base", False), ("local_rotary_base", True)):
-                needs = "local_attention" if local else "rotary positions"
+                missing = "local_attention" if local else "rotary positions"
                 if getattr(phase, name) and not (self.model.local_attention if local else self.model.rotary_base):
-                    raise ValueError(f"phases.{number}.{name} has no effect: the model has no {needs}. Set it to 0")
+                    raise ValueError(f"phases.{number}.{name} has no effect: the model has no {missing}. Set it to 0")
             if phase.sequence_length > self.engine.micro_batch_tokens:
                 raise ValueError(
                     f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than "
                     f"phases.{number}.sequence_length ({phase.sequence_length})"
                 )
             # The batch sizes of a ramp are multiples of its first one.
-            if phase.ramp_from and (reason := self.why_no_batch(number, phase.ramp_from)):
+            if phase.ramp_from and (reason := self.batch_problem(number, phase.ramp_from)):
                 raise ValueError(f"phases.{number}.ramp_from ({phase.ramp_from}) {reason}")
-            if reason := self.why_no_batch(number, phase.global_sequences):
+            if reason := self.batch_problem(number, phase.global_sequences):
                 raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {reason}")
         return self
 
-    def why_no_batch(self, phase: int, sequences: int) -> str:
+    def batch_problem(self, phase: int, sequences: int) -> str:
         """Return why a batch of `sequences` cannot be balanced with some allowed number of workers; "" if it can."""
         counts = range(self.scheduling.min_workers or self.scheduling.workers, self.scheduling.workers + 1)
-        return next(filter(None, (self.why_not_balanced(phase, sequences, workers) for workers in counts)), "")
+        return next(filter(None, (self.balance_problem(phase, sequences, workers) for workers in counts)), "")
 
-    def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
+    def balance_problem(self, phase: int, sequences: int, workers: int) -> str:
         """Return why a batch of `sequences` cannot be balanced across `workers` (`balancing.balance`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens
         if sequences % workers and budget < 2 * length:
             return (
-                f"is not a multiple of the workers ({workers}), and engine.micro_batch_tokens ({budget}) holds only "
+                f"is not a multiple of the workers ({workers}), and engine.micro_batch_tokens ({budget}) fits only "
                 f"one sequence of {length}; choose a multiple, or micro_batch_tokens of at least {2 * length}"
             )
         return ""
@@ -374,11 +374,11 @@ class PretrainConfig(RunConfig):
         return self.optimizer.decay_over(self.phases[: phase + 1]) if decay is None else decay
 
     def averaged_steps(self, step: int) -> int:
-        """Return the number of steps, of its phase, in the mean of the weights after the 0-based `step`; 0: no mean."""
-        number, within = self.phase_at(step)
+        """Return the number of steps over which the weights after the 0-based `step` are averaged; 0 if they aren't."""
+        number, step_in_phase = self.phase_at(step)
         phase = self.phases[number]
         averaged = max(1, round(phase.averaged_share * phase.steps)) if phase.averaged_share else 0
-        return max(0, within + 1 - (phase.steps - averaged))
+        return max(0, step_in_phase + 1 - (phase.steps - averaged))
 
     def masking_shares(self, phase: int) -> tuple[float, float]:
         """Return the share of tokens to predict at the start and at the end of a phase; linear in between.
@@ -404,7 +404,7 @@ class PretrainConfig(RunConfig):
 
 
 def _refuse_changes(section: str, settings: Section, requirement: str) -> None:
-    """Raise `ValueError` if a setting differs from its default, which has no effect without the `requirement`."""
+    """Raise `ValueError` if a setting differs from its default, since it has no effect without the `requirement`."""
     for name, value in settings.model_dump(exclude_defaults=True).items():
         raise ValueError(f"{section}.{name} ({value}) needs {requirement}")
 

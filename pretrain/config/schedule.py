@@ -50,7 +50,7 @@ class PretrainOptimizerConfig(OptimizerConfig):
         description="Weight decay given as its timescale, a fraction of the steps up to the end of the phase: after "
         "that many steps at the peak rate, the decay has multiplied the layers' matrices by 1/e (Wang and Aitchison "
         "2024). It suits runs of any length, whereas a longer run needs a smaller weight_decay. A timescale below one "
-        "step counts as one step. More than 0 replaces weight_decay.",
+        "step is treated as one step. A value above 0 replaces weight_decay.",
     )
 
     def decay_over(self, phases: Sequence[PhaseConfig]) -> float:
@@ -76,7 +76,7 @@ class PhaseConfig(Section):
         default=0,
         ge=0,
         description="Sequences per step at the start; a divisor of global_sequences. Batches grow by this number at a "
-        "time, with equally many steps at each size (ModernBERT, Warner et al. 2024). 0 has no ramp.",
+        "time, with equally many steps at each size (ModernBERT, Warner et al. 2024). 0: no ramp.",
     )
     ramp_steps: int = Field(
         default=0, ge=0, description="Steps until batches have global_sequences; at least one per size, at most steps."
@@ -91,7 +91,7 @@ class PhaseConfig(Section):
     )
     decay: Literal["linear", "polynomial", "1-sqrt", "constant"] = Field(
         default="linear",
-        description="Decay of the learning rate after the warm-up. polynomial is NVIDIA's LAMB recipe, with the power "
+        description="Decay of the learning rate after the warm-up. polynomial is NVIDIA's LAMB recipe, with power "
         "0.5; 1-sqrt is ModernBERT's last phase (Hägele et al. 2024).",
     )
     decay_steps: int = Field(
@@ -149,8 +149,8 @@ class PhaseConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of the phase's steps, the last ones, whose weights are averaged, such as 0.2 (Izmailov et "
-        "al. 2018). Their checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
+        description="Share of steps at the end of the phase whose weights are averaged, such as 0.2 (Izmailov et al. "
+        "2018). Their checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
     )
     rotary_base: float = Field(
         default=0.0,
@@ -182,14 +182,14 @@ class PhaseConfig(Section):
 
     def first_sample(self, step: int) -> int:
         """Return the number of sequences of all steps before the 0-based `step`."""
-        ramped = min(step, self.ramp_steps)
+        ramp_done = min(step, self.ramp_steps)
         smaller = self.batch_sizes[:-1]
         starts = [-(-number * self.ramp_steps // len(smaller)) for number in range(len(smaller))] + [self.ramp_steps]
         before = sum(
-            size * (min(ramped, end) - min(ramped, start))
+            size * (min(ramp_done, end) - min(ramp_done, start))
             for size, start, end in zip(smaller, starts, starts[1:], strict=False)
         )
-        return before + (step - ramped) * self.global_sequences
+        return before + (step - ramp_done) * self.global_sequences
 
     @model_validator(mode="after")
     def _check_ramp(self) -> PhaseConfig:
@@ -231,15 +231,15 @@ class ProbesConfig(Section):
         default=(),
         description="Held-out text, files or folders as --texts of evaluate-pretrained: loss per masked token.",
     )
-    common_words: bool = Field(default=False, description="Also score the bits of common English words in texts.")
+    common_words: bool = Field(default=False, description="Also score common English words in texts, in bits.")
     blimp: LocalPath = Field(
-        default="", description="Folder with BLiMP's .jsonl files, of which the first 20 pairs each are scored."
+        default="", description="Folder with BLiMP's .jsonl files; the first 20 pairs of each are scored."
     )
     threads: int = Field(default=1, ge=1, description="CPU cores of the launching machine to use, at lowest priority.")
 
     @property
     def is_on(self) -> bool:
-        """Return whether anything is scored."""
+        """Return whether checkpoints are scored."""
         return bool(self.texts or self.blimp)
 
     @model_validator(mode="after")
@@ -255,5 +255,5 @@ class EvaluationConfig(Section):
     every_steps: int = Field(
         default=1000, ge=1, description="Optimizer steps between evaluations, and between checkpoints that are scored."
     )
-    sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
+    sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, the same each time.")
     probes: ProbesConfig = Field(default=ProbesConfig(), description="Scores of checkpoints during the run.")

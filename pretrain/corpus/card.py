@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.common.addresses import shown
+from pretrain.common.addresses import display_path
 from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
 from pretrain.corpus.card_tables import evaluation_lines, filter_lines, left_out_lines, reading_lines, table_row
@@ -95,7 +95,7 @@ def write_card(
         "language": language,
         "totals": totals,
         "sources": listed,
-        "problems": [{**problem, "path": shown(problem["path"])} for problem in faults],
+        "problems": [{**problem, "path": display_path(problem["path"])} for problem in faults],
     }
     for key, of_readings in zip(("readings", "phases"), readings, strict=True):
         if of_readings:
@@ -119,7 +119,7 @@ def _lost(sources: list[dict[str, Any]]) -> dict[str, int]:
 def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any]:
     """Return a source with the number of its files and the first of their hashes."""
     first = list(hashes.items())[:_MAX_LISTED_FILES]
-    return {**source, "files": len(hashes), "file_hashes": {shown(path): digest for path, digest in first}}
+    return {**source, "files": len(hashes), "file_hashes": {display_path(path): digest for path, digest in first}}
 
 
 _NONE_ADDED = " (no words added: none between blanks or punctuation has several tokens and occurs three times)"
@@ -142,7 +142,7 @@ def summary_line(folder: Path, outcome: str) -> str:
         added, saved = card["vocabulary"]["added"], card["vocabulary"]["saved_share"]
         vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)" if added else _NONE_ADDED
     line = (
-        f"{shown(folder)}: {outcome}: {counted(totals['documents'], 'document')} "
+        f"{display_path(folder)}: {outcome}: {counted(totals['documents'], 'document')} "
         f"({totals['validation_documents']:,} held out, {counted(totals['duplicates'], 'duplicate')} and "
         f"{totals['too_short']:,} too short left out"
         f"{_if_any(', {:,} dropped by filters', totals, 'filtered')}"

@@ -189,7 +189,7 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_w
 
     The units of this encoding are letters with their marks.
     """
-    runs = {word: count for word, count in words.items() if not word.isascii() and scripts.BEGINS_UNIT.search(word)}
+    runs = {word: count for word, count in words.items() if not word.isascii() and scripts.STARTS_UNIT.search(word)}
     sequences = collections.Counter({word: count for word, count in words.items() if word not in runs})
     letters: dict[str, str] = {}
     coded: dict[str, int] = {}

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Any, ClassVar, cast
 
-from pretrain.common.addresses import is_remote, join, shown
+from pretrain.common.addresses import display_path, is_remote, join
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import is_own
+from pretrain.common.extensions import is_custom
 from pretrain.common.wording import counted
 from pretrain.config import SourceConfig
 from pretrain.corpus import listing
@@ -88,7 +88,7 @@ def first_faults(entries: Sequence[dict[str, Any]]) -> str:
     described = []
     for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
-        described.append(f"{shown(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
+        described.append(f"{display_path(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
     more = [f"and {len(entries) - _MAX_SHOWN:,} more"] if len(entries) > _MAX_SHOWN else []
     return "; ".join([*described, *more])
 
@@ -249,7 +249,7 @@ def _other_kind(kind: str, files: Iterable[Path], kinds: Mapping[str, str]) -> s
     """Return the kind of most files, by their suffixes in `kinds`, if it is not `kind`; else ""."""
     counts = Counter(kinds.get(plain_suffix(file), "") for file in files)
     most_common = max(counts, key=counts.__getitem__, default="")
-    return "" if most_common == kind or is_own(kind) else most_common
+    return "" if most_common == kind or is_custom(kind) else most_common
 
 
 def grouped(files: Iterable[Path], where: str) -> list[Input]:

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import hashes, is_own
+from pretrain.common.extensions import hashes, is_custom
 from pretrain.common.files import MANIFEST, read_manifest, sha256_file
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus.byte_level import LINE_JOINER
@@ -143,7 +143,7 @@ def fingerprint_settings(
 def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
     """Return the settings of a source that affect its tokens, and the state of its files."""
     settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
-    if is_own(source.kind):
+    if is_custom(source.kind):
         settings["module"] = hashes().get(source.kind)
     if source.held_out:
         settings["held_out"] = True

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from pretrain.common.errors import InputError, MachineError, of_another_version
+from pretrain.common.errors import InputError, MachineError, version_mismatch
 from pretrain.common.files import (
     MANIFEST,
     allow_open_files,
@@ -204,7 +204,7 @@ def check_version(manifest: dict[str, Any], where: Path | str) -> dict[str, Any]
     """Return the manifest of the corpus at `where`. Raises `InputError` if it is of another version."""
     if manifest.get("format") != FORMAT or FOLDED not in manifest:
         advice = "Prepare the text again, into another corpus.dir or after removing this one."
-        raise InputError(of_another_version(where, advice))
+        raise InputError(version_mismatch(where, advice))
     return manifest
 
 

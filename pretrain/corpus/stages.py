@@ -176,7 +176,7 @@ def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> No
 
 
 def _disable_threads() -> None:
-    hold_freed_memory(at_most=256 << 20)
+    hold_freed_memory(max_bytes=256 << 20)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a process
     os.environ["RAYON_NUM_THREADS"] = "1"
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import read_json
-from pretrain.common.setting_errors import shortened
+from pretrain.common.setting_errors import shorten
 from pretrain.corpus.released import class_stem, kind_of, named_class, refuse_python
 from pretrain.corpus.special_tokens import declared_settings
 from pretrain.corpus.vocabulary import (
@@ -263,4 +263,4 @@ def _number(number: Any, token: Any, path: Path) -> int:
 
 def _shown(value: Any) -> str:
     """Format a wrong value for a message."""
-    return shortened(repr(value), 60)
+    return shorten(repr(value), 60)

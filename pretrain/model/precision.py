@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pretrain.common.measured import remembered
+from pretrain.common.measured import cached_rate
 from pretrain.config import EngineConfig, Precision, R, with_precision
 
 if TYPE_CHECKING:
@@ -94,18 +94,18 @@ def measure_matmul(
 
 @functools.cache
 def matmul_peak(device: str, precision: Precision) -> float:
-    """Return `measure_matmul` for a device and type; on a CPU, once for all processes that share `remembered` rates."""
+    """Return `measure_matmul` for a device and type; on a CPU, once for all processes that share the cache."""
     if device != "cpu":
         return measure_matmul(device, precision)
     import torch
 
-    return remembered(f"{precision}, {torch.get_num_threads()} threads", lambda: measure_matmul(device, precision))
+    return cached_rate(f"{precision}, {torch.get_num_threads()} threads", lambda: measure_matmul(device, precision))
 
 
 @functools.cache
 def of_one_thread(precision: Precision) -> float:
     """Return the FLOP/s of matrix products on one thread of this CPU, measured once."""
-    return remembered(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
+    return cached_rate(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
 
 
 def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
@@ -114,7 +114,7 @@ def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
 
 
 def offer(device: torch.device) -> DeviceCapabilities:
-    """Return the capabilities of this process's device. On CPU both rates are measured, or remembered."""
+    """Return the capabilities of this process's device. On CPU both rates are measured, or read from the cache."""
     import torch
 
     if device.type == "cuda":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.batches.blocks import WINDOW_BLOCKS
-from pretrain.common.addresses import shown
+from pretrain.common.addresses import display_path
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
@@ -95,7 +95,7 @@ def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
     for number, phase in enumerate(config.phases):
         for name in ("ramp_from", "global_sequences"):
             sequences = getattr(phase, name)
-            if sequences and (reason := config.why_not_balanced(number, sequences, workers)):
+            if sequences and (reason := config.balance_problem(number, sequences, workers)):
                 raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {reason}.")
 
 
@@ -371,7 +371,7 @@ def preparation_lines(plan: dict[str, Any]) -> str:
     read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {readers}{where}"
     finished = "finished and up to date" if plan["sources_compared"] else "finished; its sources are not compared"
     lines.append(
-        f"  {shown(plan['dir'])}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {read}")
+        f"  {display_path(plan['dir'])}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {read}")
     )
     return "\n".join(lines)
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.common.children import run_program, unwound_when_terminated
+from pretrain.common.children import run_program, unwind_on_sigterm
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.records import is_training, read_records
 from pretrain.common.run_files import CONFIG_FILE
 from pretrain.common.settings import dump, load_recorded
-from pretrain.common.worker import torchrun_place
+from pretrain.common.worker import torchrun_rank
 from pretrain.config import PretrainConfig
 from pretrain.model.precision import resolve_precision
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
@@ -59,7 +59,7 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     """
     if not 0 < minutes < math.inf:
         raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
-    if config.scheduling.address or torchrun_place():
+    if config.scheduling.address or torchrun_rank():
         raise InputError("--minutes: times steps on this machine alone; leave out scheduling.address and torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config, lengths)
@@ -141,7 +141,7 @@ def _with_schedule(
 
 def time_steps(config: PretrainConfig, steps: int) -> float:
     """Measure the seconds per step, the median of `steps` steps."""
-    with unwound_when_terminated(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
+    with unwind_on_sigterm(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
         run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
         path.write_text(dump(timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
         program = f"import sys, pretrain; pretrain.train(sys.argv[1], no_ray={config.scheduling.workers == 1})"

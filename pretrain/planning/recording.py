@@ -27,7 +27,7 @@ def choose_graphs(
     unknown = [f"the dry run has no figures of {name}" for name in gpus if gpu_of(name) is None]
     precision = "" if config.engine.precision == "bf16" else f"it needs bf16, not {config.engine.precision}"
     section = "engine.deepspeed is given" if config.engine.deepspeed else ""
-    if obstacle := config.not_recorded or precision or section or "".join(unknown[:1]):
+    if obstacle := config.graph_obstacle or precision or section or "".join(unknown[:1]):
         return False, obstacle
     needed = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
     if (total := sum(needed.values())) > memory:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.addresses import is_remote
-from pretrain.common.commands import add_address, add_command, at, checked_address, local_path, local_text
+from pretrain.common.commands import add_address, add_command, checked_address, local_path, local_string, location_help
 from pretrain.common.wording import for_terminal
 from pretrain.run.arguments import add_run, run_path
 
@@ -24,7 +24,7 @@ def add_to(commands: Any, find_job: FindJob) -> None:
 
 
 def _path_or_address(text: str) -> str:
-    return checked_address(text) if is_remote(text) else local_text(text)
+    return checked_address(text) if is_remote(text) else local_string(text)
 
 
 def _report(find_job: FindJob, arguments: argparse.Namespace) -> None:
@@ -66,7 +66,7 @@ def _add_report(commands: Any, find_job: FindJob) -> None:
   ./launch.sh report runs/glue --workspace
   ./launch.sh report --address http://127.0.0.1:8265 my-job""",
     )
-    run_help = f"{at('a run, which may still be training')}; a folder of runs; or a job"
+    run_help = f"{location_help('a run, which may still be training')}; a folder of runs; or a job"
     parser.add_argument("run", nargs="+", type=_path_or_address, metavar="RUN", help=run_help)
     add_address(parser, "dashboard URL of the cluster that runs the jobs")
     parser.add_argument(

@@ -175,7 +175,7 @@ def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any
     from pretrain.checkpoint import hf
     from pretrain.reporting.attention.page import page_values
 
-    export_dir, corpus = hf.fills_masks(run.folder, config), config.corpus.folder
+    export_dir, corpus = hf.fill_mask_export(run.folder, config), config.corpus.folder
     filled, attention, model = _predictions(export_dir, corpus), attention_section(run.folder, corpus), config.model
     return {
         "model": f"{model.layers} layers x {model.hidden}, {model.heads} heads, {config.optimizer.name}",

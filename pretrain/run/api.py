@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.addresses import is_remote, local, shown
+from pretrain.common.addresses import display_path, is_remote, local
 from pretrain.common.commands import target_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
 from pretrain.common.packages import expect
-from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
-from pretrain.config import PretrainConfig, began_from, changed_for_resume, config_of, load_config, run_folder
+from pretrain.common.settings import AnyConfig, Overrides, as_overrides, unvalidated_values, with_start
+from pretrain.config import PretrainConfig, changed_for_resume, config_of, load_config, run_folder, used_start_from
 from pretrain.objectives import objective_of
 from pretrain.run import launch, preflight, probes
 from pretrain.run.arguments import run_path, store_target
@@ -62,10 +62,10 @@ def train(
 
     Args:
         config, overrides, start_from: as for `prepare`. {"scheduling.workers": 2} trains in two processes.
-        fork_from: "RUN@STEP", a checkpoint of another run from which this one starts; overrides the config's.
+        fork_from: "RUN@STEP", a checkpoint of another run to start from; overrides the config's.
         resume: continue the run from its latest checkpoint, if there is one.
         minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
-        ray: use Ray also for one worker on this machine.
+        ray: use Ray even for one worker on this machine.
         no_ray: train in this process.
         callbacks: functions (hook, record), and objects with methods step_end(record), evaluation, checkpoint, run_end,
             called in addition to the callbacks of the config. Other processes get copies.
@@ -73,17 +73,17 @@ def train(
     Raises a `RunError`: `InputError` for errors in the config or the corpus, or if the run was started before and
     `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, from which `resume` continues.
     """
-    from pretrain.run.fork import begin_fork, undone_if_refused
+    from pretrain.run.fork import start_fork, undo_fork_if_refused
 
     read = read_config(config, overrides, start_from=start_from, fork_from=fork_from, resume=resume)
     if minutes is not None:
         read = fit_minutes(read, minutes, resume=resume)
-    forks = bool(read.fork_from) and (launch.is_follower() or begin_fork(read))
+    forks = bool(read.fork_from) and (launch.is_follower() or start_fork(read))
     resume = resume or forks
 
     @contextlib.contextmanager
     def background(config: PretrainConfig) -> Iterator[None]:
-        with undone_if_refused(config) if forks else contextlib.nullcontext(), probes.probing(config):
+        with undo_fork_if_refused(config) if forks else contextlib.nullcontext(), probes.probing(config):
             yield
 
     kind = launch.RunKind(
@@ -121,20 +121,20 @@ def export(
     from pretrain.checkpoint import hf
     from pretrain.storage.runs import StoredRun
 
-    path, place = run_path(run), target_path(str(folder))
-    address, out = shown(path), local(place)
+    path, target = run_path(run), target_path(str(folder))
+    address, out = display_path(path), local(target)
     if checkpoint and is_remote(address):
         stored = StoredRun(address, path)
         stored.download_checkpoints(stored.names())
-    unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(one) for one in average])
-    if is_remote(place):
+    unsupported = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(other) for other in average])
+    if is_remote(target):
         for part in objective_of(config_of(path)).exported:
-            store_target(f"{place}{part.suffix}")
+            store_target(f"{target}{part.suffix}")
     if unsupported:
         usage = f"written for bertrain's own commands. transformers cannot load it ({unsupported})."
     else:
         usage = f"written. transformers loads it with {hf.auto_class(out)}.from_pretrained."
-    return Written(out, place, f"{place}: {usage}")
+    return Written(out, target, f"{target}: {usage}")
 
 
 # ---------------------------------------------------------------- parts that a dry run also needs
@@ -151,13 +151,13 @@ def read_config(
 ) -> PretrainConfig:
     """Read the config, with the model and vocabulary that a checkpoint determines.
 
-    A run at an address that is to `resume` is fetched first, except for a `dry_run`.
+    With `resume`, a run at an address is fetched first, except for a `dry_run`.
     """
     settings = with_start(overrides, start_from) + as_overrides({"fork_from": fork_from} if fork_from else {})
-    values = given_values(config, PretrainConfig, settings)
+    values = unvalidated_values(config, PretrainConfig, settings)
     if resume and not dry_run:
         launch.download(values.get("run_dir"))
-    if values.get("start_from") or (resume and began_from(run_folder(values))):
+    if values.get("start_from") or (resume and used_start_from(run_folder(values))):
         from pretrain.checkpoint.start import start_overrides
 
         settings += start_overrides(config, settings, resume=resume)
@@ -178,18 +178,18 @@ def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
 
 
 def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:
-    """Return the config with as many steps as fit into `minutes` here; a resumed run keeps its number of steps."""
+    """Return the config with the number of steps that fit into `minutes` here; a resumed run keeps its number."""
     from pretrain.planning import pace
     from pretrain.planning.text import mean_lengths
 
     if config.fork_from:
-        raise InputError("--minutes: changes the length of phases that a fork has in common. Leave it out.")
+        raise InputError("--minutes: changes the length of phases that a fork shares with its parent. Leave it out.")
     if resume and checkpoint_names(config.folder):
         return pace.recorded(config)
     preflight.check_corpus(config)
     if not dry_run:
         with preflight.run_folder(config, None, changed_for_resume, resume=resume):
-            pass  # raise before the measurement the errors that would come after it
+            pass  # raise its errors before the measurement, not after it
     return pace.fit(config, minutes, mean_lengths(config))
 
 
@@ -197,7 +197,7 @@ def _lengths(config: PretrainConfig) -> Iterator[str]:
     """Describe the mean sequence length of each phase, which determines the cost of a step."""
     from pretrain.planning.text import measured_phases
 
-    # Text that is too short for the phases is prepared all the same; the run refuses it.
+    # Text that is too short for the phases is prepared anyway; the run refuses it.
     with contextlib.suppress(InputError):
         for number, text in enumerate(measured_phases(config)):
             longest = config.phases[number].sequence_length
@@ -207,19 +207,19 @@ def _lengths(config: PretrainConfig) -> Iterator[str]:
             )
 
 
-def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
-    """Check the inputs of the run, and print which checkpoint it starts from; returns its number of steps."""
+def _check(config: PretrainConfig, in_process: bool, *, resume: bool) -> int:
+    """Check the inputs of the run, and print its initial checkpoint; returns its number of steps."""
     from pretrain.corpus.stored import fetch_corpus, is_streamed
     from pretrain.model.cost import check_names
 
-    launch.check_start(config, alone)
+    launch.check_start(config, in_process)
     check_names(config.model)
     fetch_corpus(config.corpus)
     if is_streamed(config.corpus):
         print(
-            f"{config.corpus.dir}: streamed; at most {config.corpus.cache.human_readable(decimal=True)} are kept here"
+            f"{config.corpus.dir}: streamed; at most {config.corpus.cache.human_readable(decimal=True)} are cached here"
         )
-    starts_from = config.start_from and not (resume and began_from(config.folder))
+    starts_from = config.start_from and not (resume and used_start_from(config.folder))
     if starts_from:
         from pretrain.checkpoint.start import check_start_corpus, start_table
 

@@ -1,20 +1,20 @@
-"""Command-line arguments for runs to read and targets to write, as paths or addresses."""
+"""Command-line arguments for the runs to read and the targets to write: paths or addresses."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 from pretrain.common.addresses import is_remote, local
-from pretrain.common.commands import at, run_argument
+from pretrain.common.commands import location_help, run_argument
 
 
 def add_run(parser: argparse.ArgumentParser, name: str, content: str) -> None:
     """Add the positional `name`, a folder or address of `content`."""
-    parser.add_argument(name, type=run_path, metavar=name.upper(), help=at(content))
+    parser.add_argument(name, type=run_path, metavar=name.upper(), help=location_help(content))
 
 
 def run_path(run: Any) -> Path:
-    """Return the folder of a run or model, in any form that `run_argument` takes; fetch it if it is at an address.
+    """Return the folder of a run or model, in any form that `run_argument` accepts; fetch it if it is at an address.
 
     Raises `InputError` if nothing is stored at the address.
     """

@@ -1,9 +1,9 @@
-"""The user's callbacks: functions and objects that are called during a run, with copies of its records.
+"""The user's callbacks: functions and objects that are called during a run with copies of its records.
 
 A function is called with the name of a hook and a record. On an object, the method with the name of the hook is called
 with the record. The setting `callbacks` names functions, and classes that are instantiated with the options of their
-entries. `train` also takes functions and objects, which are pickled for other processes. Callbacks run on rank 0; with
-a true attribute `every_rank`, on each rank.
+entries. `train` also accepts functions and objects, which are pickled for other processes. Callbacks run on rank 0;
+with a true attribute `every_rank`, on each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import import_modules, own
+from pretrain.common.extensions import import_modules, load_custom
 from pretrain.common.records import event_of
 from pretrain.config.run import callback_options
 
@@ -32,15 +32,15 @@ HOOKS = ("step_end", "evaluation", "checkpoint", "run_end")
 
 
 class KIND:
-    """Check of the objects that the setting `callbacks` names."""
+    """The interface of the objects that the setting `callbacks` names."""
 
     @staticmethod
-    def check(found: Any, name: str) -> None:
-        """Raise `InputError` unless it is a function of a hook and a record, or has a method for a hook."""
-        if _has_hooks(found):
+    def check(callback: Any, name: str) -> None:
+        """Raise `InputError` unless it is a function (hook, record), or has a method for a hook."""
+        if _has_hooks(callback):
             return
         try:
-            inspect.signature(found).bind("step_end", {})
+            inspect.signature(callback).bind("step_end", {})
         except (TypeError, ValueError):
             raise InputError(
                 f"{name}: is not a callback. Pass a function (hook, record), or a class or an object with some of the "
@@ -49,29 +49,29 @@ class KIND:
 
 
 def check_options(entries: Sequence[Any]) -> None:
-    """Raise `InputError` if the class of a callback does not take the options of its entry."""
+    """Raise `InputError` if the class of a callback does not accept the options of its entry."""
     for number, (name, _, options) in enumerate(map(callback_options, entries)):
-        found: Any = own(name)
+        callback: Any = load_custom(name)
         try:
-            if isinstance(found, type):
-                inspect.signature(found).bind(**options)
+            if isinstance(callback, type):
+                inspect.signature(callback).bind(**options)
             elif options:
-                raise TypeError("only a class takes options")
+                raise TypeError("only a class accepts options")
         except TypeError as error:
-            raise InputError(f"callbacks.{number}: {name}: {error}. Give the options that it takes.") from None
+            raise InputError(f"callbacks.{number}: {name}: {error}. Pass the options that it accepts.") from None
 
 
-def transferable(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, ...]:
-    """Return the objects, or strings from which another process restores them, with classes defined in a notebook.
+def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, ...]:
+    """Return the objects or, if `pickled`, strings from which another process restores them.
 
-    Raises `InputError` if one is not a callback, or cannot be pickled.
+    Classes may be defined in a notebook. Raises `InputError` if an object is not a callback, or cannot be pickled.
     """
-    for number, one in enumerate(objects):
-        KIND.check(one, f"callbacks.{number}: {_name(one)}")
-    return tuple(map(_packed, objects)) if pickled else tuple(objects)
+    for number, callback in enumerate(objects):
+        KIND.check(callback, f"callbacks.{number}: {_name(callback)}")
+    return tuple(map(_pickle, objects)) if pickled else tuple(objects)
 
 
-def _packed(callback: Any) -> str:
+def _pickle(callback: Any) -> str:
     import cloudpickle
 
     function = callback
@@ -80,21 +80,21 @@ def _packed(callback: Any) -> str:
     module = function.__module__ or "builtins"
     if module.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
         module = ""
-    else:  # it may be in the program's folder, where workers do not look
+    else:  # it may be in the program's folder, which workers do not search
         import_modules([module], Path(sys.path[0]))
     try:
         return f"{module} {base64.b64encode(cloudpickle.dumps(callback)).decode()}"
     except Exception as error:
         raise InputError(
-            f"callbacks: {_name(callback)} cannot be sent to the workers ({error}). Open them in its first hook."
+            f"callbacks: {_name(callback)} cannot be sent to the workers ({error}). Create them in its first hook."
         ) from None
 
 
-def _unpacked(packed: str) -> Any:
-    """Restore the argument of `_packed`. The string comes from this run's launcher, never from a file."""
+def _unpickle(packed: str) -> Any:
+    """Restore the argument of `_pickle`. The string comes from the launcher of this run, never from a file."""
     module, data = packed.split(" ")
     if module:
-        own(module)
+        load_custom(module)
     return pickle.loads(base64.b64decode(data))
 
 
@@ -102,14 +102,14 @@ class Callbacks:
     """The callbacks of a run on this rank.
 
     Args:
-        entries: the setting.
-        objects: the result of `transferable`.
+        entries: the setting `callbacks`.
+        objects: the result of `serialize_callbacks`.
         rank: of this worker.
         log: records an event.
-        waiting: wraps each call, which may take long.
+        waiting: context manager for each call, which may take long.
 
     Attributes:
-        stop_reason: why the run is to stop after a checkpoint; "" if it continues.
+        stop_reason: the reason to stop the run after a checkpoint; "" if it continues.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class Callbacks:
     ) -> None:
         self._log, self._waiting, self._rank, self.stop_reason = log, waiting, rank, ""
         self._reported: set[int] = set()
-        targets = [(name, stops, own(name), options) for name, stops, options in map(callback_options, entries)]
-        restored = [_unpacked(one) if isinstance(one, str) else one for one in objects]
-        targets += [(_name(one), getattr(one, "on_error", "") == "stop", one, {}) for one in restored]
+        targets = [(name, stops, load_custom(name), options) for name, stops, options in map(callback_options, entries)]
+        restored = [_unpickle(item) if isinstance(item, str) else item for item in objects]
+        targets += [(_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]
         self._callbacks = [
-            (name, stops, _callable(name, target, options))
+            (name, stops, _as_function(name, target, options))
             for name, stops, target, options in targets
             if rank == 0 or getattr(target, "every_rank", False)
         ]
 
-    def tell(self, hook: str, record: Mapping[str, Any]) -> None:
-        """Call all with a copy of the record. A callback's first error is recorded; it may stop the run."""
+    def call(self, hook: str, record: Mapping[str, Any]) -> None:
+        """Call all callbacks with a copy of the record. A callback's first error is recorded, and may stop the run."""
         for number, (name, stops, function) in enumerate(self._callbacks):
             try:
                 with self._waiting():
@@ -150,13 +150,13 @@ class Callbacks:
                     message += f"; {effect}. logs/training-{self._rank}.log has the traceback"
                     self._log(event_of("callback", message, step=record["step"]))
 
-    def tell_all(self, hook: str, records: list[dict[str, Any]]) -> None:
+    def call_for_each(self, hook: str, records: list[dict[str, Any]]) -> None:
         """Call `hook` with each of `records`, such as checkpoints written in the background, and clear the list."""
         while records:
-            self.tell(hook, records.pop(0))
+            self.call(hook, records.pop(0))
 
 
-def _callable(name: str, target: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
+def _as_function(name: str, target: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
     """Return the callable `(hook, record)` of a function, class or instance."""
     try:
         instance = target(**options) if isinstance(target, type) else target

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
-from pretrain.common.addresses import shown
+from pretrain.common.addresses import display_path
 from pretrain.common.commands import (
     add_command,
     add_config,
@@ -82,7 +82,7 @@ def _plan(arguments: argparse.Namespace) -> str:
     if config.fork_from and state == "new":
         step, _ = find_fork(config)
         state = f"new; forks from {config.fork_from}, with {config.total_steps - step:,} steps left"
-    return f"Run\n  {shown(config.folder)}: {state}\n\n{estimates}"
+    return f"Run\n  {display_path(config.folder)}: {state}\n\n{estimates}"
 
 
 # ---------------------------------------------------------------- the parsers

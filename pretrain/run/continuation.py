@@ -1,6 +1,6 @@
 """Continued pretraining from a checkpoint, on one worker: its corpora, initial weights and learning rates.
 
-Without `start_from` nothing here has an effect.
+It has no effect without `start_from`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Corpora:
-    """The token shards of a run: its corpus and, if one is named, the general corpus.
+    """The token shards of a run: its corpus and, if set, the general corpus (`adaptation.replay_corpus`).
 
     Attributes:
         domain: training split of the run's corpus.
-        training: the shards trained on: `domain`, and replayed text of the general corpus.
+        training: the shards to train on: `domain`, and replayed text of the general corpus.
         held_out: validation split of the run's corpus.
         replay_corpus: validation split of the general corpus; None without such a corpus, or if `held_out` is empty.
     """
@@ -75,7 +75,7 @@ class Corpora:
 
 
 class Continuation:
-    """Initial weights and learning rates from the checkpoint in `start_from`, and the record of it in checkpoints.
+    """Initial weights and learning rates from the checkpoint in `start_from`, and its record in the run's checkpoints.
 
     Args:
         config: the run.
@@ -83,8 +83,8 @@ class Continuation:
         state: the model's parameters as a new run initializes them, by name.
 
     Attributes:
-        lr_scales: by parameter, for `scaled_groups`.
-        identity: stored in each checkpoint of the run; filled when the run starts or resumes.
+        lr_scales: learning-rate factor of each parameter, for `scaled_groups`.
+        identity: the data and the start of the run, stored in each of its checkpoints.
     """
 
     def __init__(self, config: PretrainConfig, corpora: Corpora, state: Mapping[str, Tensor]) -> None:
@@ -101,7 +101,7 @@ class Continuation:
             "tokenizer": tokenizer_digest(corpora.domain.folder),
         }
 
-    def begin(self, engine: Engine) -> None:
+    def initialize(self, engine: Engine) -> None:
         """Load the checkpoint's weights into `engine`, and initialize missing ones; every rank reads the files."""
         if not self._config.start_from:
             return
@@ -115,7 +115,7 @@ class Continuation:
             "fingerprint": start.fingerprint,
             "old_entries": start.old_entries,
         }
-        self._slow_old_rows(engine)
+        self._scale_old_rows(engine)
         if engine.rank == 0:
             write_json(
                 self._config.folder / START_FILE,
@@ -135,9 +135,9 @@ class Continuation:
         self._state = {}
         if "start" in state:
             self.identity["start"] = state["start"]
-            self._slow_old_rows(engine)
+            self._scale_old_rows(engine)
 
-    def _slow_old_rows(self, engine: Engine) -> None:
+    def _scale_old_rows(self, engine: Engine) -> None:
         rows, width = engine.shapes[_WORDS]
         if self._old_rows_scale != self.lr_scales[_WORDS]:
             old = min(rows, int(self.identity["start"]["old_entries"]))

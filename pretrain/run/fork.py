@@ -1,6 +1,6 @@
 """Forks a run: the new run starts from a checkpoint of another and continues with its config.
 
-The checkpoint is copied into the new run's folder as if that run had written it; the rest is a resume.
+The checkpoint is copied into the new run's folder as if that run had written it; then the run resumes.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from pretrain.config import PretrainConfig, changed_for_resume
 from pretrain.tracking.mirror import new_id
 
 
-def begin_fork(config: PretrainConfig) -> bool:
-    """Put the checkpoint of `fork_from` into the run's folder, unless the folder has others.
+def start_fork(config: PretrainConfig) -> bool:
+    """Copy the checkpoint of `fork_from` into the run's folder, unless that has others.
 
-    The records of earlier steps are copied, too. On one file system the checkpoint is linked, not copied.
+    The records of earlier steps are copied, too. Within one file system, the checkpoint is linked, not copied.
     Returns whether the run starts from this checkpoint.
 
     Raises:
@@ -44,25 +44,25 @@ def begin_fork(config: PretrainConfig) -> bool:
         names = checkpoint_names(config.folder)
         if names or (config.address and StoredRun(config.address, config.folder).names()):
             fork = read_fork(config.folder)
-            is_same = fork.get("run") == _recorded(run, find_run(local_run(run))) and fork.get("step") == step
+            is_same = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
             return is_same and names == [_name(step)]  # a fork that has not taken a step yet
         _, checkpoint = find_fork(config)
         if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
         _check(config, step, checkpoint)
         with disk_errors(config.folder):
-            _take(config, step, checkpoint)
+            _copy_checkpoint(config, step, checkpoint)
         return True
 
 
 @contextlib.contextmanager
-def undone_if_refused(config: PretrainConfig) -> Iterator[None]:
+def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
     """Wrap the training of a fork: remove its checkpoint and records if it is refused before its first step."""
     try:
         yield
     except InputError:
         folder, step = config.folder, read_fork(config.folder)["step"]
-        latest = max((one.get("step", 0) for one in read_records(folder)), default=0)
+        latest = max((record.get("step", 0) for record in read_records(folder)), default=0)
         if latest <= step and checkpoint_names(folder) == [_name(step)]:
             shutil.rmtree(folder / "checkpoints" / _name(step))
             for name in (FORK_FILE, METRICS, PROBES, START_FILE):
@@ -79,9 +79,9 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
     names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
     name = _name(step)
     if name not in names:
-        steps = sorted((int(one.removeprefix("step-")) for one in names), key=lambda one: abs(one - step))[:2]
+        steps = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
         if not steps:
-            raise InputError(f"fork_from: {run} has no checkpoint: no run is there, or it has not written one yet.")
+            raise InputError(f"fork_from: {run} has no checkpoint: there is no run, or it has not written one yet.")
         nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}"
         raise InputError(
             f"fork_from: {run} has no checkpoint of step {step}; {nearest}. checkpoint.keep_at keeps the checkpoints "
@@ -100,12 +100,12 @@ def _name(step: int) -> str:
 
 
 def _parent(config: PretrainConfig) -> tuple[str, int]:
-    """(run, step) of `fork_from`."""
+    """Return (run, step) of `fork_from`."""
     run, _, step = config.fork_from.rpartition("@")
     return run, int(step)
 
 
-def _recorded(run: str, folder: Path) -> str:
+def _run_location(run: str, folder: Path) -> str:
     return run if is_remote(run) else str(folder.resolve())
 
 
@@ -118,23 +118,23 @@ def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     before = trained_with(PretrainConfig, store.read_state(checkpoint), checkpoint)
     if others := changed_for_resume(before, config, step):
         raise InputError(
-            f"fork_from: {config.fork_from}: other settings before step {step}: {', '.join(others)}. Set them to the "
+            f"fork_from: {config.fork_from}: different settings before step {step}: {', '.join(others)}. Restore the "
             f"old values; to change something, end the phase at step {step} and add another."
         )
 
 
-def _take(config: PretrainConfig, step: int, checkpoint: Path) -> None:
-    """Write the run folder's records, fork.json and, last, the checkpoint."""
+def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> None:
+    """Copy records and write fork.json to the run folder, then copy the checkpoint."""
     parent, folder = checkpoint.parents[1], config.folder
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     earlier, before = read_fork(parent), state["config"]
     for name in (METRICS, PROBES):
-        records = [one for one in read_records(parent, name) if one.get("step", 0) <= step]
+        records = [record for record in read_records(parent, name) if record.get("step", 0) <= step]
         with atomic_open(folder / name, "w") as file:
-            file.writelines(f"{json.dumps(one)}\n" for one in records)
+            file.writelines(f"{json.dumps(record)}\n" for record in records)
     fork = {
-        "id": new_id(config),  # of W&B's run, the same if the first start is repeated
-        "run": _recorded(_parent(config)[0], parent),
+        "id": new_id(config),  # of the W&B run; the same if the first start is repeated
+        "run": _run_location(_parent(config)[0], parent),
         "name": before["name"],
         "step": step,
         "run_id": state.get("run_id"),
@@ -145,17 +145,17 @@ def _take(config: PretrainConfig, step: int, checkpoint: Path) -> None:
         ],
     }
     write_json(folder / FORK_FILE, fork)
-    if (parent / START_FILE).is_file():  # of a parent that began from a checkpoint, for exports
+    if (parent / START_FILE).is_file():  # the parent started from a checkpoint; exports need this file
         shutil.copyfile(parent / START_FILE, folder / START_FILE)
     final = folder / "checkpoints" / checkpoint.name
-    aside = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     for path in sorted(checkpoint.iterdir(), key=lambda path: path.name == MANIFEST):
         try:
-            os.link(path, aside / path.name)
+            os.link(path, temporary / path.name)
         except OSError:  # another file system, or one without links
-            shutil.copyfile(path, aside / path.name)
-    fsync_folder(aside)
-    aside.replace(final)
+            shutil.copyfile(path, temporary / path.name)
+    fsync_folder(temporary)
+    temporary.replace(final)
     fsync_folder(final.parent)

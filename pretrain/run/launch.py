@@ -1,4 +1,4 @@
-"""Start a training run: in this process, as one of torchrun's processes, or in workers that Ray starts and restarts."""
+"""Starts a training run: in this process, as a process under torchrun, or in workers that Ray starts and restarts."""
 
 import contextlib
 import functools
@@ -18,10 +18,10 @@ from pretrain.common.interrupts import Interrupted
 from pretrain.common.packages import expect, install_command, is_installed
 from pretrain.common.records import Metric
 from pretrain.common.wording import counted
-from pretrain.common.worker import TrainingRequest, Worker, torchrun_place
+from pretrain.common.worker import TrainingRequest, Worker, torchrun_rank
 from pretrain.config import R, RunConfig, SchedulingConfig
 from pretrain.run import preflight
-from pretrain.run.callbacks import check_options, transferable
+from pretrain.run.callbacks import check_options, serialize_callbacks
 from pretrain.storage.runs import StoredRun, storing
 from pretrain.tracking import live
 from pretrain.tracking.logs import process_restored
@@ -35,16 +35,16 @@ class RunKind(Generic[R]):
     # Called before anything is written, with the config and whether this process trains. Returns the number of training
     # steps, or None if the run is already finished.
     check: Callable[[R, bool], int | None]
-    is_finished: Callable[[R], bool]  # whether the run folder holds the finished run
+    is_finished: Callable[[R], bool]  # whether the run folder contains a finished run
     changed: Callable[[R, R, int], list[str]]  # as in `preflight.run_folder`
-    metrics: Mapping[str, Metric]  # the fields of its records, for the line on the terminal
+    metrics: Mapping[str, Metric]  # the fields of its records, for the progress line
     # Runs alongside the training; on exit it may wait, if the training has finished.
     background: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     callbacks: tuple[Any, ...] = ()  # functions and objects, in addition to the config's callbacks
 
 
 def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
-    """Check that the run can start, record it in its folder and train it to the end; see `api.train` for the options.
+    """Check that the run can start, record it in its folder and train to the end; see `api.train` for the options.
 
     Under torchrun only the first process checks, records and prints. The others only train.
 
@@ -54,17 +54,17 @@ def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ra
     Returns whether this process started the training, which may be finished already. Raises a `RunError` if the run
     cannot start, diverged, or was stopped.
     """
-    alone = is_alone(config.scheduling.workers, no_ray)
-    where = _where(config.scheduling, ray=ray, alone=alone)
-    kind = replace(kind, callbacks=transferable(kind.callbacks, pickled=not alone))
+    in_process = trains_in_process(config.scheduling.workers, no_ray)
+    location = _location(config.scheduling, ray=ray, in_process=in_process)
+    kind = replace(kind, callbacks=serialize_callbacks(kind.callbacks, pickled=not in_process))
     try:
         if is_follower():
             if not kind.is_finished(config):
-                _train(kind, config, resume, alone=True)
+                _train(kind, config, resume, in_process=True)
             return False
-        steps = kind.check(config, alone)
+        steps = kind.check(config, in_process)
         if steps is not None:
-            _expect_packages(config, in_ray=not alone and _is_in_ray(config.scheduling, ray))
+            _expect_packages(config, in_ray=not in_process and _is_in_ray(config.scheduling, ray))
         with (
             preflight.run_folder(config, before, kind.changed, resume=resume) as config,
             storing(config.address, config.folder, resume=resume),
@@ -73,30 +73,30 @@ def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ra
                 print(f"{config.folder}: already finished; nothing to do")
                 return False
             preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
-            print(where)
+            print(location)
             with (
                 _recording_end(config.folder),
                 live.follow(config.folder, steps, metrics=kind.metrics),
                 kind.background(config),
             ):
-                _train(kind, config, resume, alone=alone, ray=ray)
+                _train(kind, config, resume, in_process=in_process, ray=ray)
         return True
     except (KeyboardInterrupt, Interrupted):  # while no workers run
         raise _stopped(config.folder) from None
 
 
 def config_before(config: R, resume: bool) -> R | None:
-    """Return the config that an earlier start recorded, if this process starts a run that is to `resume`; else None."""
+    """Return the config that an earlier start recorded, if this process starts a run with `resume`; else None."""
     return preflight.recorded_config(config) if resume and not is_follower() else None
 
 
-def check_start(config: RunConfig, alone: bool) -> None:
+def check_start(config: RunConfig, in_process: bool) -> None:
     """Check the options of callbacks, and whether the workers fit on this machine.
 
     Clusters are checked when the run starts. Raises `InputError` for callbacks, `MachineError` for workers.
     """
     check_options(config.callbacks)
-    if alone or config.scheduling.address:
+    if in_process or config.scheduling.address:
         return
     from cluster.workers.nodes import nodes_fit
 
@@ -104,40 +104,40 @@ def check_start(config: RunConfig, alone: bool) -> None:
     nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
 
 
-def is_alone(workers: int, no_ray: bool) -> bool:
-    """Return whether this process trains, alone or as one of torchrun's; `InputError` if it cannot."""
+def trains_in_process(workers: int, no_ray: bool) -> bool:
+    """Return whether this process trains, by itself or under torchrun; `InputError` if it cannot."""
     if no_ray and workers > 1:
         raise InputError(
             f"--no-ray: trains in one process, but scheduling.workers is {workers}. "
             "Add --workers 1, or start several processes with torchrun."
         )
-    return bool(torchrun_place()) or no_ray
+    return bool(torchrun_rank()) or no_ray
 
 
 def is_follower() -> bool:
-    """Return whether this is a process of torchrun, but not the first."""
-    place = torchrun_place()
-    return place is not None and place[0] > 0
+    """Return whether this is a process under torchrun, but not the first."""
+    ranks = torchrun_rank()
+    return ranks is not None and ranks[0] > 0
 
 
 def download(run_dir: Any) -> None:
     """Fetch the files that a resume needs from the run at the address `run_dir`; do nothing for a path.
 
-    Of torchrun's processes, the first verifies the local files, and fetches the best checkpoint, too.
+    Under torchrun, the first process verifies the local files, and also fetches the best checkpoint.
     """
     if is_remote(run_dir):
         StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), follows=is_follower())
 
 
-def _where(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
+def _location(scheduling: SchedulingConfig, *, ray: bool, in_process: bool) -> str:
     """Describe where the run trains, for the terminal."""
-    if torchrun_place():
+    if torchrun_rank():
         return "processes of torchrun, without Ray"
-    if alone:
+    if in_process:
         return "this process, without Ray"
-    where = f"Ray at {scheduling.address}" if scheduling.address else "Ray"
+    location = f"Ray at {scheduling.address}" if scheduling.address else "Ray"
     by_ray = _is_in_ray(scheduling, ray)
-    return f"{counted(scheduling.workers, 'worker')}, {f'through {where}' if by_ray else 'without Ray'}"
+    return f"{counted(scheduling.workers, 'worker')}, {f'through {location}' if by_ray else 'without Ray'}"
 
 
 def _is_in_ray(scheduling: SchedulingConfig, ray: bool) -> bool:
@@ -146,33 +146,33 @@ def _is_in_ray(scheduling: SchedulingConfig, ray: bool) -> bool:
 
 def _expect_packages(config: RunConfig, *, in_ray: bool) -> None:
     """Raise `MachineError` if a package that the run needs is not installed; print a line if W&B is left out."""
-    wanted = config.tracking.wandb in ("online", "offline")
-    expect("training", "deepspeed", *(["ray"] if in_ray else []), *(["wandb"] if wanted else []))
+    needs_wandb = config.tracking.wandb in ("online", "offline")
+    expect("training", "deepspeed", *(["ray"] if in_ray else []), *(["wandb"] if needs_wandb else []))
     if config.tracking.wandb == "auto" and not is_installed("wandb"):
         print(f"W&B is not installed, so the run is not mirrored. To install it: {install_command('wandb')}")
 
 
 @contextlib.contextmanager
 def _recording_end(folder: Path) -> Iterator[None]:
-    """Record in the run `folder` why the training in the block ended early."""
+    """Record in the run `folder` why the training inside the block stopped early."""
     try:
         yield
-    except (Interrupted, StoppedError, DivergedError) as ended:
-        error = ended if isinstance(ended, DivergedError) else _stopped(folder, ended)
+    except (Interrupted, StoppedError, DivergedError) as cause:
+        error = cause if isinstance(cause, DivergedError) else _stopped(folder, cause)
         event = "diverged" if isinstance(error, DivergedError) else "stop"
         try:
-            records.note_end(folder, event, str(error), int(_latest(folder).removeprefix("step-")))
-        except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
+            records.record_end(folder, event, str(error), int(_latest(folder).removeprefix("step-")))
+        except (RunError, OSError) as reason:  # job scripts need the exit code of the original error
             print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise error from None
 
 
-def _stopped(folder: Path, by: BaseException | None = None) -> StoppedError:
-    """Return the error of a run that was stopped: `by`, if it is one, with the name of the latest checkpoint.
+def _stopped(folder: Path, cause: BaseException | None = None) -> StoppedError:
+    """Return the error of a run that was stopped: `cause`, if it is one, with the name of the latest checkpoint.
 
     Returns a `NothingSavedError` if no step is saved.
     """
-    error = by if isinstance(by, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
+    error = cause if isinstance(cause, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
     latest = _latest(folder)
     if isinstance(error, NothingSavedError) or (latest > UNTRAINED and latest in str(error)):
         return error
@@ -185,19 +185,19 @@ def _latest(folder: Path) -> str:
 
 
 def _give_up(folder: Path) -> NoReturn:
-    """Exit this process: a stop is requested, nothing has to be saved, and a library blocks the process."""
+    """Exit this process after a stop request: there is nothing to save, and a library blocks the process."""
     error = _stopped(folder)
     print_error(error)
     os._exit(error.exit_code)
 
 
-def _train(kind: RunKind[R], config: R, resume: bool, *, alone: bool, ray: bool = False) -> None:
+def _train(kind: RunKind[R], config: R, resume: bool, *, in_process: bool, ray: bool = False) -> None:
     training = TrainingRequest(config.model_dump(mode="json"), resume, callbacks=kind.callbacks)
-    if alone:
+    if in_process:
         module, function = kind.target.split(":")
         with process_restored():
             worker = Worker.from_environment()
-            worker.heed_stop_file(config.folder)
+            worker.watch_stop_file(config.folder)
             worker.interrupts.stuck = functools.partial(_give_up, config.folder)
             with worker.interrupts:
                 getattr(importlib.import_module(module), function)(training, worker)

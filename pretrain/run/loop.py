@@ -1,7 +1,7 @@
 """The training loop, the same for every task and any number of workers.
 
-`fit` knows steps, logging, evaluation, checkpoints and stops. A `TrainingTask` knows what a batch is, what its loss is
-and the names of its metrics.
+`fit` handles steps, logging, evaluation, checkpoints and stops. A `TrainingTask` defines the batches, the loss and the
+metrics.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress, Stopwatch, Window, checkpoint_state, restore
 from pretrain.run.session import collective_timeout, latest_checkpoint
-from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
+from pretrain.run.spikes import LOSS_WINDOW, LossScaleSearch, is_spike
 from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
 from pretrain.run.stragglers import RankTimes
 from pretrain.run.task import Recorder, S, TrainingTask
@@ -52,19 +52,19 @@ def fit(
     stop_requested: Callable[[], bool],
     **parts: Any,
 ) -> None:
-    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end; `parts` as for `Fit`.
+    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end; `parts` are passed to `Fit`.
 
     Raises:
         StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. A stop waits for
-            a good step.
-        DivergedError: steps without a finite loss or gradient, or loss spikes, after the maximum of rollbacks.
+            a step with finite loss and gradients.
+        DivergedError: steps without a finite loss or gradient, or loss spikes, after the maximum number of rollbacks.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
     training = Fit(engine, task, plan, progress, **parts)
     try:
         if plan.evaluate_first:
-            # A fine-tuning may return to its first weights, a continued pretraining may not.
-            training.evaluate(judge=plan.keep_best)
+            # Fine-tuning may return to its initial weights, continued pretraining may not.
+            training.evaluate(update_best=plan.keep_best)
             if plan.keep_best and training.validation:
                 training.save()
         while failure := training.train(stop_requested):
@@ -72,7 +72,7 @@ def fit(
     finally:
         with training.saving(), engine.watch.awaiting(_STORAGE):
             training.saver.join()
-        training.callbacks.tell_all("checkpoint", training.saver.written)
+        training.callbacks.call_for_each("checkpoint", training.saver.written)
     training.saver.wait()
     training.log_storage_trouble()
     if engine.averaged:
@@ -80,7 +80,7 @@ def fit(
 
 
 class _PatientRecorder:
-    """A recorder whose storage may be slow; waiting for it does not count as a hang."""
+    """A recorder whose storage may be slow; the watchdog does not treat waiting for it as a hang."""
 
     def __init__(self, recorder: Recorder, engine: Engine) -> None:
         self._recorder, self._engine = recorder, engine
@@ -128,14 +128,14 @@ class Fit(Generic[S]):
         self.scale_search = LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # of the last step
-        self.validation: dict[str, Any] = {}  # the last evaluation, as `rank` reads it
-        self.save_due = False  # a save waits for a good step
+        self.validation: dict[str, Any] = {}  # the last evaluation, in the form that `rank` reads
+        self.save_due = False  # a save waits for a step with finite loss and gradients
         self.saved_at = time.monotonic()
 
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
         """Train to the end of the plan, or to a failure that a rollback may fix.
 
-        Saves and stops wait for the next good step, and a bad last step is a failure.
+        Saves and stops wait for the next step that is not bad, and a bad last step is a failure.
         """
         progress = self.progress
         self.engine.module.train()
@@ -151,22 +151,22 @@ class Fit(Generic[S]):
             self.stop()
 
     def _take_steps(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
-        """`train`; `Interrupted` may be raised between two steps."""
+        """Do the work of `train`; `Interrupted` may be raised between two steps."""
         progress, plan, stopping = self.progress, self.plan, False
-        for stop, failure, timed in self.outcomes(stop_requested):
+        for stop, failure, save in self.outcomes(stop_requested):
             progress.step += 1
             if failure is not None:
                 return failure
             due, best = plan.due(progress.step), False
             last = due.last
-            self.tell_step(self.log() if due.log else None)
+            self.call_step_end(self.log() if due.log else None)
             if due.evaluate:
                 self.evaluate()
                 progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
                 last = last or progress.stopped_early
                 best = plan.keep_best and not progress.evaluations_without_gain
             stopping = stopping or stop
-            self.save_due = self.save_due or due.save or stop or timed
+            self.save_due = self.save_due or due.save or stop or save
             # The weights themselves may be bad; rolling back or resuming would loop forever.
             if last and progress.bad_in_a_row:
                 return self._bad_steps(progress.step)
@@ -189,16 +189,16 @@ class Fit(Generic[S]):
         )
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap code that keeps the state as it was after the last step, so that a stop need not wait for it.
+        """Wrap code that does not change the training state, so that a stop need not wait for it.
 
-        Several ranks would first have to agree on the stop, unless there is nothing to save.
+        Several ranks must first agree on the stop, unless there is nothing to save.
         """
-        alone = self.engine.world_size == 1 or not self.launched
-        waits = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # for a good step to save
-        return self.interrupts.after(STOP_SECONDS if alone and not waits else math.inf)
+        decides = self.engine.world_size == 1 or not self.launched
+        waits = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # for a step that can be saved
+        return self.interrupts.after(STOP_SECONDS if decides and not waits else math.inf)
 
     def steps(self) -> Iterator[S]:
-        """Yield the task's steps from here on. Waiting for one is not a hang: a phase may have to open its data."""
+        """Yield the task's remaining steps. Waiting for one is not a hang: a phase may have to open its data."""
         steps = self.task.batches(self.progress.step, self.progress.skipped)
         part = None
         while True:
@@ -214,7 +214,7 @@ class Fit(Generic[S]):
             yield step
 
     def outcomes(self, stop_requested: Callable[[], bool]) -> Iterator[StepOutcome]:
-        """Take the steps from here on, and yield the outcome of each.
+        """Take the remaining steps, and yield the outcome of each.
 
         On a GPU an outcome is read after the next step is launched, so that the device does not wait for the host. A
         failure is noticed then, and the rollback drops the launched step. If something is due after a step, or a stop
@@ -237,17 +237,17 @@ class Fit(Generic[S]):
                     yield StepOutcome(stop or outcome.stop, outcome.failure, save or outcome.save)
                     save, unread = False, None
         except Interrupted:
-            # The weights of an unread step are already updated. If it failed, the last checkpoint counts.
+            # The weights already include the unread step. If it failed, the last checkpoint is used.
             if unread is not None and self.read_step(unread).failure is None:
                 yield StepOutcome(stop=True, failure=None)
             raise
 
-    def launch_step(self, number: int, step: S, stop_here: bool) -> LaunchedStep[S]:
-        """Launch an optimizer step; `stop_here`: a stop was requested on this rank."""
+    def launch_step(self, number: int, step: S, stop_requested: bool) -> LaunchedStep[S]:
+        """Launch an optimizer step. `stop_requested`: whether a stop was requested on this rank."""
         engine, task = self.engine, self.task
         totals: Tensor | None = None
         flops, weights = 0.0, task.loss_weights(step)
-        with self.interruptible():  # they may be compiled
+        with self.interruptible():  # the passes may be compiled
             for position, micro_batch in enumerate(step.micro_batches):
                 added = self.forward_backward.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
                 totals = added if totals is None else totals + added
@@ -255,9 +255,9 @@ class Fit(Generic[S]):
         assert totals is not None
         rate = self.plan.learning_rate(number)
         stalled = task.stalled_seconds()
-        mine = torch.tensor(
+        local = torch.tensor(
             [
-                float(stop_here),
+                float(stop_requested),
                 float(self.save_is_due()),
                 float(self.saver.failed),
                 flops,
@@ -268,7 +268,7 @@ class Fit(Generic[S]):
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
         # Before the step, since this sum would queue behind the step's gathers.
-        shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
+        shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(local, totals.device)]))
         result = engine.step(rate, self.plan.weight_decay(number))
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
         self.launched = True
@@ -282,17 +282,17 @@ class Fit(Generic[S]):
             self.saver.wait()  # raises the error on every rank
         applied = math.isfinite(norm)
         averaged = self.plan.averages(launched.number)
-        if applied or averaged <= 1:  # a skipped step, too, closes the mean of the phase before
+        if applied or averaged <= 1:  # a skipped step also stops the averaging of the previous phase
             engine.average(averaged if applied else 0)
         self.rate, self.epoch = launched.rate, step.epoch
-        self._enter(launched.part)
-        failure = self._count(step, norm if applied else math.inf, sums)
+        self._enter_part(launched.part)
+        failure = self._add_step(step, norm if applied else math.inf, sums)
         progress.window.flops += all_flops
         progress.window.stalled += all_stalled / engine.world_size
         return StepOutcome(stop > 0, failure, save > 0)
 
-    def _count(self, step: S, norm: float, sums: list[float]) -> TrainingFailure | None:
-        """Add a step to the progress; returns the failure that it causes or completes, if any.
+    def _add_step(self, step: S, norm: float, sums: list[float]) -> TrainingFailure | None:
+        """Add a step to the progress; returns the failure that it causes, if any.
 
         Args:
             step: the step.
@@ -316,7 +316,7 @@ class Fit(Generic[S]):
         counts = self.task.counts(step).tolist()
         self.loss = loss = self.task.metrics(sums, counts)["loss"]
         spike = is_spike(progress.recent, loss, self.plan.config.guard)
-        progress.recent = [*progress.recent, loss][-REMEMBERED:]
+        progress.recent = [*progress.recent, loss][-LOSS_WINDOW:]
         progress.window.add(sums, counts)
         if not spike:
             return None
@@ -327,19 +327,19 @@ class Fit(Generic[S]):
         count = counted(self.progress.bad_in_a_row, "step")
         return TrainingFailure(f"{count} in a row up to step {last} had a loss or gradient that is not finite")
 
-    def _enter(self, part: str) -> None:
+    def _enter_part(self, part: str) -> None:
         """Drop the losses of the previous phase: longer sequences have higher losses at first."""
         progress = self.progress
         if progress.part not in ("", part):
             progress.recent, progress.best, progress.evaluations_without_gain = [], None, 0
         progress.part = part
 
-    def tell_step(self, logged: dict[str, Any] | None) -> None:
-        """Call the callbacks with the last step and the record `logged` after it, and with checkpoints since."""
+    def call_step_end(self, logged: dict[str, Any] | None) -> None:
+        """Call the callbacks with the last step and its record `logged`, then with checkpoints written since."""
         numbers = {"loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "logged": logged}
         counts = {name: getattr(self.progress, name) for name in ("step", "samples", "tokens")}
-        self.callbacks.tell("step_end", {**counts, "epoch": self.epoch, **numbers})
-        self.callbacks.tell_all("checkpoint", self.saver.written)
+        self.callbacks.call("step_end", {**counts, "epoch": self.epoch, **numbers})
+        self.callbacks.call_for_each("checkpoint", self.saver.written)
 
     def log(self) -> dict[str, Any]:
         """Record the window, and start a new one; returns the record."""
@@ -368,23 +368,23 @@ class Fit(Generic[S]):
         progress.window, self.stopwatch.excluded = Window(), dict.fromkeys(self.stopwatch.excluded, 0.0)
         return record
 
-    def evaluate(self, *, judge: bool = True) -> None:
-        """Evaluate and record the means; with `judge`, note whether they are the best so far."""
+    def evaluate(self, *, update_best: bool = True) -> None:
+        """Evaluate and record the means; with `update_best`, compare them with the best evaluation so far."""
         started = time.perf_counter()
         means = self._evaluate()
         seconds = time.perf_counter() - started
         self.stopwatch.exclude("evaluation", seconds)
         if means:
-            if judge:
-                self.judge(means)
-            best = judge and self.progress.evaluations_without_gain == 0
+            if update_best:
+                self.update_best(means)
+            best = update_best and self.progress.evaluations_without_gain == 0
             record = {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
             self.recorder.log(record)
-            self.callbacks.tell("evaluation", record)
+            self.callbacks.call("evaluation", record)
 
     def _evaluate(self) -> dict[str, float]:
         self.engine.module.eval()
-        with torch.no_grad(), self.engine.watch.allow(LONG_SECONDS), self.interruptible():  # it may be compiled
+        with torch.no_grad(), self.engine.watch.allow(LONG_SECONDS), self.interruptible():  # the model may be compiled
             means = self.task.evaluate(self.engine)
         self.engine.module.train()
         return means
@@ -403,8 +403,8 @@ class Fit(Generic[S]):
         message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
         self.recorder.log(event_of("average", f"{message}{other}", step=step, **means))
 
-    def judge(self, means: dict[str, float]) -> None:
-        """Note whether an evaluation is the best so far."""
+    def update_best(self, means: dict[str, float]) -> None:
+        """Compare an evaluation with the best so far."""
         progress, value = self.progress, self.task.to_minimize(means)
         self.validation = {"step": progress.step, "validation_loss": value, "held_out_loss": means["loss"]}
         score = rank(self.validation)
@@ -440,7 +440,7 @@ class Fit(Generic[S]):
         return self.engine.rank == 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_at
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap saves and waits for them: the waits between their retries add up to twice `SAVE_RETRY_SECONDS`."""
+        """Wrap saves and waits for them: the waits between retries sum to at most twice `SAVE_RETRY_SECONDS`."""
         return self.engine.watch.allow(LONG_SECONDS + 2 * SAVE_RETRY_SECONDS)
 
     def wait_for_save(self) -> None:
@@ -455,12 +455,12 @@ class Fit(Generic[S]):
             self.recorder.log(event_of("storage", message, step=self.progress.step))
 
     def roll_back(self, failure: TrainingFailure) -> None:
-        """Restore the last checkpoint and skip the data since.
+        """Restore the last checkpoint and skip the data after it.
 
         Raises `DivergedError` after too many rollbacks without a checkpoint past the failed step.
         """
         progress = self.progress
-        if progress.window.tokens:  # not just logged
+        if progress.window.tokens:  # steps since the last record
             self.log()
         with self.saving():
             self.wait_for_save()
@@ -470,13 +470,13 @@ class Fit(Generic[S]):
         if checkpoint is None or progress.rollbacks >= _MAX_ROLLBACKS:
             raise DivergedError(
                 f"{failure.reason}, after {progress.rollbacks} rollbacks. The last good checkpoint is "
-                f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate{failure.remedy}. A pretraining "
-                "continues from that checkpoint with --resume; a fine-tuning starts again."
+                f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate{failure.remedy}. Pretraining "
+                "continues from that checkpoint with --resume; fine-tuning starts over."
             )
         with self.engine.watch.allow(LONG_SECONDS):
             restored = Progress.from_state(restore(self.engine, checkpoint))
         first, count = restored.step, progress.step - restored.step
-        message = f"{failure.reason}: back to {checkpoint.name}, past the data of {counted(count, 'step')}"
+        message = f"{failure.reason}: rolled back to {checkpoint.name}, skipping the data of {counted(count, 'step')}"
         logger.warning("%s", message)
         event = event_of("rollback", message, step=first, from_step=progress.step, passed_over_steps=count)
         restored.rollbacks, restored.failed_step = progress.rollbacks + 1, progress.step
@@ -491,6 +491,6 @@ class Fit(Generic[S]):
 def reads_late(engine: Engine) -> bool:
     """Return whether the outcome of a step is read after the next one is launched.
 
-    fp16's loss scaler, on the host, waits for the device in each step anyway.
+    fp16's loss scaler, which runs on the host, waits for the device in each step anyway.
     """
     return engine.device.type == "cuda" and engine.loss_scale is None

@@ -19,16 +19,16 @@ class TrainingPlan:
     learning_rate: Callable[[int], float]  # of the 0-based step
     evaluate_every_steps: int
     checkpoint_every_steps: int
-    keep_best: bool = False  # save when an evaluation is the best so far, for a task that returns to it at the end
+    keep_best: bool = False  # save after each best evaluation, for a task that restores the best weights at the end
     patience: int = 0  # consecutive evaluations without a better score before training stops; 0 disables early stopping
-    warmup_step: bool = True  # step the largest batch before the first step, so that too large a batch fails early
+    warmup_step: bool = True  # test the largest batch before the first step, so that too large a batch fails early
     weight_decay: Callable[[int], float | None] = lambda _: None  # of the 0-based step; None keeps the optimizer's
     averages: Callable[[int], int] = lambda _: 0  # number of steps in the mean of the weights after a 0-based step
     evaluate_first: bool = False  # before the first step, for a run that does not start from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
     def due(self, steps: int) -> DueActions:
-        """Return the actions that are due after so many steps."""
+        """Return the actions that are due after `steps` steps."""
         last = steps == self.total_steps
         return DueActions(
             last=last,

@@ -1,4 +1,4 @@
-"""Checks before a run starts, and the record of how it started: config and environment in its folder."""
+"""Checks a run before it starts, and records its config and environment in its folder."""
 
 import contextlib
 import datetime
@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pretrain.common.errors import InputError, of_another_version
+from pretrain.common.errors import InputError, version_mismatch
 from pretrain.common.extensions import hashes
 from pretrain.common.files import (
     MANIFEST,
@@ -47,7 +47,7 @@ def check_corpus(config: PretrainConfig) -> None:
 
     Raises:
         InputError: the corpus is missing or damaged, was prepared with other source weights or another vocabulary, or
-            lacks a source that a phase weights.
+            lacks a source for which a phase sets a weight.
     """
     from pretrain.corpus.manifest import source_name
     from pretrain.corpus.shards import verify_shards
@@ -67,7 +67,7 @@ def check_corpus(config: PretrainConfig) -> None:
         )
     for number, phase in enumerate(config.phases):
         shards.weights(phase.weights, f"phases.{number}.weights")
-    if not is_streamed(config.corpus):  # blocks are verified as they come
+    if not is_streamed(config.corpus):  # blocks are verified when they are read
         verify_shards(folder)
     if config.adaptation.replay_corpus and not open_corpus(config.corpus, "validation").shards:
         print(
@@ -109,7 +109,7 @@ def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R
     try:
         return kind.model_validate(state["config"])
     except ValidationError:
-        raise InputError(of_another_version(checkpoint, "Train again.")) from None
+        raise InputError(version_mismatch(checkpoint, "Train again.")) from None
 
 
 @contextlib.contextmanager
@@ -120,12 +120,12 @@ def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[
         config: the run.
         before: the `recorded_config` of a run that resumes.
         resume: continue from the latest checkpoint, if there is one.
-        changed: names the settings that differ between two configs and must not if a run resumes after so many steps.
+        changed: (old config, new config, steps done) -> the differing settings that a resumed run must not change.
 
     Yields the config; for a resume, with the precision that an earlier start resolved.
 
     Raises:
-        InputError: W&B would refuse a name; another process trains in the folder; it cannot be written, or has a
+        InputError: W&B would refuse a name; another process trains in the folder; it is not writable, or has a
             config.yaml that no run wrote; it has checkpoints and `resume` is off; or a resumed run's config changes
             which samples are used or how they are weighted.
     """
@@ -135,12 +135,12 @@ def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[
         checkpoints = checkpoint_names(folder)
         if checkpoints and not resume:
             raise InputError(
-                f"{folder}: already holds checkpoints (latest {checkpoints[-1]}). Add --resume to "
+                f"{folder}: already has checkpoints (latest {checkpoints[-1]}). Add --resume to "
                 "continue that run, or choose another name or run_dir to start a new one."
             )
         path = folder / CONFIG_FILE
         if path.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
-            raise InputError(f"{path}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
+            raise InputError(f"{path}: no run wrote it, and it would be overwritten. Choose another name or run_dir.")
         if before is not None and checkpoints:
             check_unchanged(path, before, config, int(checkpoints[-1].removeprefix("step-")), changed)
         yield config if before is None else keep_precision(config, before)
@@ -188,14 +188,14 @@ def record_config(config: RunConfig) -> None:
 
 
 def record_run(config: RunConfig, command: Sequence[str]) -> None:
-    """Write the resolved config and the environment into the run folder; warn of modules that have changed."""
+    """Write the resolved config and the environment into the run folder; warn about changed custom modules."""
     record_config(config)
-    path, now = config.folder / ENVIRONMENT_FILE, hashes()
-    known = checkpoint_names(config.folder) and path.is_file()
-    before = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if known else {}
-    if changed := [name for name, digest in now.items() if before.get(name, digest) != digest]:
+    path, current = config.folder / ENVIRONMENT_FILE, hashes()
+    resumes = checkpoint_names(config.folder) and path.is_file()
+    before = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if resumes else {}
+    if changed := [name for name, digest in current.items() if before.get(name, digest) != digest]:
         print(f"warning: {', '.join(changed)}: changed since the run was last started.", file=sys.stderr)
-    write_json(path, {**environment(command), **({"modules": now} if now else {})})
+    write_json(path, {**environment(command), **({"modules": current} if current else {})})
 
 
 def environment(command: Sequence[str]) -> dict[str, Any]:
@@ -209,15 +209,15 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "platform": platform.platform(),
         "host": platform.node(),
-        "cpu": _line_of(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        "cpu": _proc_value(Path("/proc/cpuinfo"), "model name") or platform.processor(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": [_line_of(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
+        "gpus": [_proc_value(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
     }
 
 
 def _check_entries(folder: Path, corpus: CorpusConfig, advice: str) -> None:
-    """The prepared corpus in `folder` must have the entries of the vocabulary that the config names."""
+    """Raise `InputError` if the corpus in `folder` has other entries than the vocabulary that the config names."""
     from pretrain.corpus.description import configured_tokenizer
     from pretrain.corpus.vocabulary import entries_of, read_vocabulary
 
@@ -230,7 +230,7 @@ def _check_entries(folder: Path, corpus: CorpusConfig, advice: str) -> None:
 
 
 def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None:
-    """Raise `InputError` if the corpus's casing differs from the config's; a complete tokenizer.json has its casing."""
+    """Raise `InputError` if the corpus's casing differs from the config's; a tokenizer.json determines its casing."""
     settings = folder / "tokenizer_config.json"
     if vocabulary.path.endswith(".json") or vocabulary.kind == "released" or not settings.exists():
         return
@@ -239,7 +239,7 @@ def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None
     for name, actual in (("lowercase", lowercase), ("strip_accents", lowercase if accents is None else accents)):
         if (expected := getattr(vocabulary, name)) not in (None, actual):
             raise InputError(
-                f"{folder}: its vocabulary was made with {name}: {json.dumps(actual)}; the config has "
+                f"{folder}: its vocabulary was created with {name}: {json.dumps(actual)}; the config has "
                 f"{json.dumps(expected)}. {advice}"
             )
 
@@ -261,7 +261,7 @@ def _git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def _line_of(path: Path, key: str) -> str | None:
+def _proc_value(path: Path, key: str) -> str | None:
     """Return the value of the first `key : value` line of a file under /proc."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

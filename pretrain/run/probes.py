@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.workers.launch import LOGS, environment
-from pretrain.common.children import unwound_when_terminated
+from pretrain.common.children import unwind_on_sigterm
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError
 from pretrain.common.files import append_open, checkpoint_names
-from pretrain.common.records import keep_until
+from pretrain.common.records import drop_records_after
 from pretrain.common.run_files import PROBES
 from pretrain.config import PretrainConfig
 from pretrain.tracking.tracker import send_probes
@@ -27,7 +27,7 @@ from pretrain.tracking.tracker import send_probes
 WAIT_SECONDS = 600.0  # for the last scores of a run that finishes
 
 _SETTING = "evaluation.probes"
-_BLIMP_PAIRS = 20  # of each of BLiMP's 67 paradigms: the mean to 1.4 percentage points
+_BLIMP_PAIRS = 20  # of each of BLiMP's 67 paradigms; the mean is then accurate to 1.4 percentage points
 _LOWEST_PRIORITY = 19
 _GRACE_SECONDS = 5.0  # for the process to exit
 # Variables that make a process part of a submitted job's cluster or of torchrun's workers.
@@ -35,34 +35,34 @@ _CLUSTER_VARIABLES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHE
 
 
 def check(config: PretrainConfig) -> None:
-    """Raise `InputError` if a path to score on does not exist, or the command is not installed."""
+    """Raise `InputError` if the data of a probe does not exist, or the command is not installed."""
     settings = config.evaluation.probes
     if missing := [path for path in settings.texts if not (path and _absolute(path).exists())]:
-        raise InputError(f"{_SETTING}.texts: {missing[0]!r} does not exist. Give held-out text.")
+        raise InputError(f"{_SETTING}.texts: {missing[0]!r} does not exist. Use held-out text.")
     if settings.blimp and not any(_absolute(settings.blimp).glob("*.jsonl")):
-        raise InputError(f"{_SETTING}.blimp: {settings.blimp!r} has no .jsonl file. Give the folder `data` of BLiMP.")
+        raise InputError(f"{_SETTING}.blimp: {settings.blimp!r} has no .jsonl file. Use the folder `data` of BLiMP.")
     if settings.is_on:
         _command(config)
 
 
 @contextlib.contextmanager
 def probing(config: PretrainConfig) -> Iterator[None]:
-    """Score checkpoints of the run during the block, if the config says so.
+    """Score checkpoints of the run during the block, if the config enables it.
 
     After the block, wait for the scores of the last checkpoint, for a limited time. An error in the block terminates
     the process immediately; the next start of the run continues.
     """
     settings, folder = config.evaluation.probes, config.folder
     names = checkpoint_names(folder)
-    keep_until(folder / PROBES, int(names[-1].removeprefix("step-")) if names else -1)
+    drop_records_after(folder / PROBES, int(names[-1].removeprefix("step-")) if names else -1)
     if not settings.is_on:
         yield
         return
     (folder / LOGS).mkdir(exist_ok=True)
     with append_open(folder / LOGS / "probes.log") as log:
         command = [*_command(config), "--pid", str(os.getpid())]
-        kept = {name: value for name, value in environment().items() if not name.startswith(_CLUSTER_VARIABLES)}
-        variables = {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
+        inherited = {name: value for name, value in environment().items() if not name.startswith(_CLUSTER_VARIABLES)}
+        variables = {**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(settings.threads)}
         # In a new session, so that Ctrl-C reaches only the run.
         child = subprocess.Popen(
             command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -70,7 +70,7 @@ def probing(config: PretrainConfig) -> Iterator[None]:
     with contextlib.suppress(OSError):  # it has exited already, or the system does not allow this
         os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
         os.sched_setaffinity(child.pid, sorted(os.sched_getaffinity(0))[-settings.threads :])
-        # A session is a scheduling group, and a nice value counts within its group only (autogroup in sched(7)).
+        # A session is a scheduling group, and a nice value applies only within its group (autogroup in sched(7)).
         Path(f"/proc/{child.pid}/autogroup").write_text(f"{_LOWEST_PRIORITY}", encoding="utf-8")
     stopping = threading.Event()
     watch = threading.Thread(target=_watch, args=(child, stopping, str(log.name)), name="probes", daemon=True)
@@ -90,7 +90,7 @@ def probing(config: PretrainConfig) -> Iterator[None]:
 def _command(config: PretrainConfig) -> list[str]:
     entries = importlib.metadata.entry_points(group="console_scripts", name="bertrain")
     if not (module := next((entry.module for entry in entries), "")):
-        raise InputError(f"{_SETTING}: need the command bertrain, which is not installed. Install the package.")
+        raise InputError(f"{_SETTING}: needs the command bertrain, which is not installed. Install the package.")
     return [sys.executable, "-m", module, *_options(config)]
 
 
@@ -108,12 +108,12 @@ def _options(config: PretrainConfig) -> list[str]:
 
 
 def _absolute(path: str) -> Path:
-    """Return an absolute path, which as an argument cannot be mistaken for an option."""
+    """Return an absolute path, which cannot be mistaken for an option."""
     return Path(path).expanduser().absolute()
 
 
 def _watch(child: subprocess.Popen[bytes], stopping: threading.Event, log: str) -> None:
-    """Print a warning if the process exits before it is done."""
+    """Print a warning if the process fails."""
     if child.wait() and not stopping.is_set():
         problem = f"no more checkpoints are scored; the process exited with code {child.returncode} (see {log})"
         print(f"warning: evaluation.probes: {problem}. The run continues.", file=sys.stderr)
@@ -124,9 +124,9 @@ def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
         print(
             f"  training is done; waiting up to {WAIT_SECONDS:.0f} s for the scores of the last checkpoint", flush=True
         )
-    in_main = threading.current_thread() is threading.main_thread()
+    is_main_thread = threading.current_thread() is threading.main_thread()
     try:
-        with unwound_when_terminated() if in_main else contextlib.nullcontext():
+        with unwind_on_sigterm() if is_main_thread else contextlib.nullcontext():
             child.wait(WAIT_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # the run itself is finished
         command = f"{program()} {shlex.join(_options(config))}"

@@ -1,4 +1,4 @@
-"""The progress of a training, and the state that a checkpoint keeps besides weights and moments."""
+"""The progress of a training run, and the state that a checkpoint stores besides weights and moments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pretrain.training.engine import Engine
 
 @dataclass
 class Window:
-    """Sums of the steps since the last record, over all ranks; a checkpoint carries them to the next record."""
+    """Sums of the steps since the last record, over all ranks; a checkpoint keeps them for the next record."""
 
     totals: list[float] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
@@ -42,14 +42,14 @@ class Stopwatch:
         self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
 
     def lap(self) -> float:
-        """Seconds of training since the last lap."""
+        """Return the seconds of training since the last lap."""
         now = time.perf_counter()
         seconds = now - self._started - self._excluded_lap
         self._started, self._excluded_lap = now, 0.0
         return seconds
 
     def exclude(self, activity: str, seconds: float) -> None:
-        """Count these seconds as `activity` and not as training."""
+        """Count these seconds as `activity`, not as training."""
         self.excluded[activity] += seconds
         self._excluded_lap += seconds
 
@@ -70,19 +70,19 @@ class Progress:
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
     rollbacks: int = 0  # without a checkpoint past `failed_step`
-    failed_step: int = 0  # from which the last rollback went back
+    failed_step: int = 0  # the step that caused the last rollback
     skipped: dict[str, Any] = field(default_factory=dict)  # data skipped by rollbacks, as `TrainingTask.skip` returns
     window: Window = field(default_factory=Window)  # since the last record
     saved_tokens: int = 0  # `tokens` at the last checkpoint
 
     def is_kept(self, settings: CheckpointConfig) -> bool:
-        """Return whether later checkpoints do not replace this step's. Call once for each, before it is saved."""
-        every, before, self.saved_tokens = settings.keep_every_tokens, self.saved_tokens, self.tokens
-        return self.step in settings.keep_at or (every > 0 and self.tokens // every > before // every)
+        """Return whether this step's checkpoint is kept permanently. Call this once per checkpoint, before saving."""
+        every, previous, self.saved_tokens = settings.keep_every_tokens, self.saved_tokens, self.tokens
+        return self.step in settings.keep_at or (every > 0 and self.tokens // every > previous // every)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
-        """The progress in a checkpoint's state.json."""
+        """Create the progress from a checkpoint's state.json."""
         values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
         return cls(**{**values, "window": Window(**values["window"])})
 
@@ -99,12 +99,12 @@ def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, 
 def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     """Read the state.json of a verified checkpoint; `InputError` if its parameters differ from the engine's."""
     state = store.read_state(checkpoint)
-    saved, wanted = state["shapes"], {name: list(shape) for name, shape in engine.shapes.items()}
-    for name in {**wanted, **saved}:
-        if saved.get(name) != wanted.get(name):
+    saved, expected = state["shapes"], {name: list(shape) for name, shape in engine.shapes.items()}
+    for name in {**expected, **saved}:
+        if saved.get(name) != expected.get(name):
             raise InputError(
-                f"{checkpoint}: {name} is {saved.get(name)}, but this config gives {wanted.get(name)}. "
-                "Resume with the config with which it was written."
+                f"{checkpoint}: {name} is {saved.get(name)}, but {expected.get(name)} with this config. "
+                "Resume with the config of the run that wrote it."
             )
     return state
 

@@ -1,4 +1,4 @@
-"""Results of the Python functions. In a notebook, each shows what the command prints."""
+"""Results of the Python API. A notebook displays them as the command prints them."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ class Written:
 
 @dataclass(frozen=True, repr=False)
 class Run(Generic[R]):
-    """A run that has trained to its end; `trained` is False if it had finished before, so that nothing was done."""
+    """A finished run; `trained` is False if it had already finished before, so that nothing was done."""
 
     config: R
     trained: bool
 
     @property
     def folder(self) -> Path:
-        """The run folder on this machine."""
+        """Return the run folder on this machine."""
         return self.config.folder
 
     @property
     def place(self) -> Path | str:
-        """The address at which the run is stored, or its folder."""
+        """Return the address at which the run is stored, or its folder."""
         return self.config.address or self.folder
 
     def metrics(self) -> DataFrame:
-        """The training records of metrics.jsonl, a row each; docs/reference/metrics.md explains the columns."""
+        """Return the training records of metrics.jsonl as rows; docs/reference/metrics.md explains the columns."""
         return _table(filter(is_training, read_records(self.folder)))
 
     def evaluations(self) -> DataFrame:
-        """The evaluations on held-out data, a row each."""
-        return _table(one for one in read_records(self.folder) if "split" in one)
+        """Return the evaluations on held-out data as rows."""
+        return _table(record for record in read_records(self.folder) if "split" in record)
 
     def __repr__(self) -> str:
         return f"{self.place}: finished."

@@ -1,4 +1,4 @@
-"""Training on one worker, from its checkpoint to its end, the same for pretraining and fine-tuning."""
+"""Runs the training on one worker, from its checkpoint to the end, for pretraining and fine-tuning."""
 
 import dataclasses
 import logging
@@ -37,8 +37,8 @@ class Training(Generic[S]):
         plan: the schedule; `run` measures its `peak_flops`.
         job_type: the tracker's name for runs of this kind.
         card: facts about the data for the tracker.
-        identity: facts about the data that each checkpoint keeps, for `check`.
-        begin: called on every rank if there is no checkpoint to resume from, before the first one is written.
+        identity: facts about the data that each checkpoint stores, for `check`.
+        initialize: called on every rank if there is no checkpoint to resume from, before the first one is written.
         check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
             if it belongs to another run.
         finish: called on every rank when all steps are done.
@@ -51,11 +51,11 @@ class Training(Generic[S]):
     identity: dict[str, Any]
     check: Callable[[dict[str, Any], Path], None]
     finish: Callable[[Tracker], None]
-    begin: Callable[[], None] = lambda: None
+    initialize: Callable[[], None] = lambda: None
 
 
 def run(training: Training[S], engine: Engine, worker: Worker, request: TrainingRequest) -> None:
-    """Train to the end of the plan, as `request` asks.
+    """Train to the end of the plan, as specified by `request`.
 
     Raises:
         RunError: an error of `pretrain.common.errors`; see `fit`, `warmup_step` and `Training.check`.
@@ -70,7 +70,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
         logger.info("resumed from %s", checkpoint)
     else:
         with engine.watch.allow(LONG_SECONDS):
-            training.begin()
+            training.initialize()
     fork = _starting_fork(config.folder, state)
     tracker = Tracker(
         config,
@@ -90,7 +90,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
     ended: RunError | None = None
     try:
         if progress.step < plan.total_steps and not progress.stopped_early:
-            plan = _prepared(training, engine, progress, checkpoints, extra_state, checkpoint)
+            plan = _prepare_steps(training, engine, progress, checkpoints, extra_state, checkpoint)
             fit(
                 engine,
                 task,
@@ -111,7 +111,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
         raise
     finally:
         with engine.watch.allow(LONG_SECONDS):  # W&B may wait for its network
-            callbacks.tell("run_end", _end_record(progress.step, config.folder))
+            callbacks.call("run_end", _end_record(progress.step, config.folder))
             task.close()
             _close(tracker, ended)
 
@@ -125,7 +125,7 @@ def _end_record(step: int, folder: Path) -> dict[str, Any]:
 
 
 def _close(tracker: Tracker, ended: RunError | None) -> None:
-    """Close the tracker; only log its error if another `ended` the run, whose exit code job scripts read."""
+    """Close the tracker; only log its error if `ended`, another error, determines the exit code of the run."""
     try:
         tracker.close()
     except (RunError, OSError) as error:
@@ -134,7 +134,7 @@ def _close(tracker: Tracker, ended: RunError | None) -> None:
         logger.warning("%s", error)
 
 
-def _prepared(
+def _prepare_steps(
     training: Training[S],
     engine: Engine,
     progress: Progress,
@@ -142,19 +142,19 @@ def _prepared(
     extra_state: dict[str, Any],
     resumed: Path | None,
 ) -> TrainingPlan:
-    """Take the warm-up step if the plan has one, and measure; returns the plan with its `peak_flops`."""
+    """Take the warm-up step if the plan has one, and measure the matmul peak; returns the plan with it."""
     config = training.plan.config
 
-    def begin(phase: str) -> None:
+    def start_phase(phase: str) -> None:
         if engine.rank == 0:
             live.write_phase(config.folder, phase)
 
     if training.plan.warmup_step:
-        begin(live.COMPILE if config.engine.compiled else live.WARMUP_STEP)
+        start_phase(live.COMPILE if config.engine.compiled else live.WARMUP_STEP)
         warmup_step(engine, training.task, progress, checkpoints, extra_state, resumed)
     elif resumed is not None:
         restore(engine, resumed)
-    begin(live.MEASURE)
+    start_phase(live.MEASURE)
     plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
     if engine.rank == 0:
         live.end_phases(config.folder)
@@ -162,7 +162,7 @@ def _prepared(
 
 
 def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[str, Any]]:
-    """Return the event of a start from a fork or, if it is not one, from a checkpoint; [] for a new run."""
+    """Return the event of a start from a fork or from a checkpoint; [] for a new run."""
     if fork:
         return [event_of("fork", f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}")]
     if checkpoint is None:
@@ -174,7 +174,7 @@ def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[st
 
 
 def _starting_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the fork's record if the run starts from its parent's checkpoint, which has this state; else {}."""
+    """Return the fork's record if this is its first start, from its parent's checkpoint with this `state`; else {}."""
     fork = read_fork(folder)
     return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
 

@@ -1,4 +1,4 @@
-"""The setup of every worker around its training: process group, watchdog, device, latest checkpoint, matmul peak."""
+"""Sets up a worker for training: process group, watchdog, device, latest checkpoint, matmul peak."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.files import allow_open_files, disk_errors
 from pretrain.common.settings import changes, differences
-from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.thread_waits import sleep_when_contended
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
 from pretrain.config.objectives import READ_BY_OBJECTIVES
@@ -32,14 +32,14 @@ from pretrain.training.watchdog import Watchdog
 _OTHER_FILES = 256  # open in a worker: libraries, shards, logs, connections of collectives
 _CONNECT_TIMEOUT = timedelta(minutes=30)
 _TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
-# Either configures torch's allocator of device memory.
+# Each of them configures torch's allocator of device memory.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Paths, which may differ between machines; `check_same_data` compares the contents.
 _PATHS = ("corpus.dir", "start_from", "adaptation.replay_corpus", *READ_BY_OBJECTIVES)
 _WATCHED = ("hang_seconds",)  # the settings of `scheduling` that workers read
 # A restart rarely helps a worker that waits for a batch or for storage, so its limit is this multiple of hang_seconds.
 _STALL_FACTOR = 10
-# run_dir may differ between machines, too, if it leads to the same folder (`check_shared`).
+# run_dir may also differ between machines, if all paths lead to the same folder (`check_shared`).
 _MACHINE_SPECIFIC = (
     "run_dir",
     *_PATHS,
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def started(
+def worker_session(
     config: R, worker: Worker, *, resume: bool, launching: Sequence[str]
 ) -> Iterator[tuple[R, torch.device, Watchdog]]:
     """Set up a worker to train, or to `resume`: logging, process group, watchdog, device and seed.
@@ -95,11 +95,11 @@ def process_group(worker: Worker) -> Iterator[None]:
     Inside, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
-    take_gpu(worker)
+    select_gpu(worker)
     if worker.threads:
         torch.set_num_threads(worker.threads)
     if dist.is_initialized():
-        with sleeping_when_crowded():
+        with sleep_when_contended():
             yield
         return
     needed = 2 * worker.world_size + _OTHER_FILES  # each rank connects to rank 0's store, for training and heartbeats
@@ -112,11 +112,11 @@ def process_group(worker: Worker) -> Iterator[None]:
     if worker.world_size > 1:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
     else:
-        alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+        local_store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=local_store, rank=0, world_size=1)
     agreed = False
     try:
-        with sleeping_when_crowded():
+        with sleep_when_contended():
             yield
         agreed = True
     except (StoppedError, DivergedError):  # every rank raises them after the same step
@@ -130,15 +130,15 @@ def process_group(worker: Worker) -> Iterator[None]:
 
 
 def collective_timeout(config: RunConfig) -> timedelta:
-    """Return the time-out of collectives: above the watchdog's limits, since only the watchdog names the cause."""
+    """Return the time-out of collectives: above the watchdog's limits, since only the watchdog reports the cause."""
     return max(_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
 
 
-def take_gpu(worker: Worker) -> None:
-    """Make this worker's GPU, if any, the current device; call it before anything is allocated or sent."""
+def select_gpu(worker: Worker) -> None:
+    """Make this worker's GPU, if any, the current device; call this before any allocation or communication."""
     if not torch.cuda.is_available():
         return
-    _let_segments_grow()
+    _use_expandable_segments()
     # In a process that sees a single GPU, that GPU has the number 0.
     number = worker.local_rank % torch.cuda.device_count()
     torch.cuda.set_device(number)
@@ -163,11 +163,11 @@ def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     return config, device
 
 
-def _let_segments_grow() -> None:
+def _use_expandable_segments() -> None:
     """Let the segments of device memory grow, unless the user has configured the allocator.
 
-    Batches of changing shapes leave gaps in segments of fixed sizes, which count as used. Call it before the first
-    allocation. A variable in the environment would be too late: torch reads it while it is loaded
+    Batches of changing shapes leave gaps in segments of fixed sizes, which are counted as used. Call this before the
+    first allocation. A variable in the environment would be too late: torch reads it while it is loaded
     (c10/cuda/CUDACachingAllocator.cpp, BackendStaticInitializer).
     """
     if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
@@ -190,7 +190,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
     if reason := precision.unsupported(config.engine, capability):
         advice = advice if reason.startswith("engine.precision") else "Set it to false."
         raise MachineError(f"{reason}; {has}. {advice}")
-    known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
+    known = [int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()]
     if known and 10 * capability[0] + capability[1] < min(known):
         raise MachineError(
             f"This torch ({torch.__version__}) does not support this GPU: it needs compute capability "
@@ -213,21 +213,21 @@ def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
 
 
 def check_same_data(fingerprints: Mapping[str, str]) -> None:
-    """Raise `InputError` on every rank if a rank has other data than rank 0.
+    """Raise `InputError` on every rank if a rank's data differs from rank 0's.
 
     Args:
-        fingerprints: of the data at each setting's path.
+        fingerprints: setting -> fingerprint of the data at its path.
     """
     pairs = changes(first_object(dict(fingerprints)), dict(fingerprints))
-    others = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
-    _refuse(others, "Give every machine the same files.")
+    differing = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
+    _refuse(differing, "Give every machine the same files.")
 
 
 def _check_same_config(config: RunConfig, resume: bool) -> None:
     """Raise `InputError` on every rank if a rank's settings differ from rank 0's, which can happen with torchrun."""
     # Not validated: another version may have other settings.
     resumes, first = first_object((resume, config.model_dump()))
-    if config.engine.precision == "auto":  # rank 0 has what an earlier start of the run resolved
+    if config.engine.precision == "auto":  # rank 0 has the precision that an earlier start resolved
         config = with_precision(config, first["engine"]["precision"])
     mine = config.model_dump()
     # `check_same_data` would not compare data that only one rank reads, and the ranks' collectives would not match.
@@ -238,7 +238,7 @@ def _check_same_config(config: RunConfig, resume: bool) -> None:
     ]
     _refuse(
         [
-            *differences(first, mine, free=_MACHINE_SPECIFIC),
+            *differences(first, mine, ignore=_MACHINE_SPECIFIC),
             *missing,
             *([f"--resume ({resumes} -> {resume})"] if resume != resumes else []),
         ],
@@ -246,9 +246,9 @@ def _check_same_config(config: RunConfig, resume: bool) -> None:
     )
 
 
-def _refuse(others: Sequence[str], advice: str) -> None:
-    """Raise `InputError` on every rank if one has `others`: names, with rank 0's value and the rank's value."""
-    for rank, (host, theirs) in enumerate(gather_objects((socket.gethostname(), list(others)))):
+def _refuse(differing: Sequence[str], advice: str) -> None:
+    """Raise `InputError` on every rank if a rank has `differing` settings or data, listed with both values."""
+    for rank, (host, theirs) in enumerate(gather_objects((socket.gethostname(), list(differing)))):
         if theirs:
             raise InputError(f"worker {rank} on {host} differs from worker 0: {', '.join(theirs)}. {advice}")
 
@@ -257,13 +257,13 @@ def check_shared(config: RunConfig, worker: Worker) -> None:
     """Raise `InputError` on every rank if one does not see rank 0's run folder, which checkpoints and stops need."""
     if worker.world_size == 1:
         return
-    mark = config.folder.absolute() / f".seen-{secrets.token_hex(4)}"
+    marker = config.folder.absolute() / f".seen-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
         if worker.rank == 0:
-            stack.callback(mark.unlink, missing_ok=True)
-            with disk_errors(mark):
-                mark.touch()
-        first: Path = gather_objects(mark)[0]
+            stack.callback(marker.unlink, missing_ok=True)
+            with disk_errors(marker):
+                marker.touch()
+        first: Path = gather_objects(marker)[0]
         blind = [rank for rank, sees in enumerate(gather_objects((config.folder / first.name).exists())) if not sees]
     if blind:
         advice = f"Set {RUNS_VARIABLE} on all machines to one folder that they share, or run_dir to a path."
@@ -274,23 +274,23 @@ def check_shared(config: RunConfig, worker: Worker) -> None:
 
 
 def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:
-    """Find the checkpoint to resume from, the same on all ranks. Each rank verifies a share of its files.
+    """Find the checkpoint to resume from, the same on all ranks. Each rank verifies some of its files.
 
     If a rank finds damage, rank 0 verifies all of it, then earlier checkpoints, until one is intact.
 
     Raises:
-        RunError: there are checkpoints, but the latest cannot be read, or all are damaged; or a rank reads other
-            content than rank 0.
+        RunError: there are checkpoints, but the latest cannot be read, or all are damaged; or a rank reads content
+            that differs from rank 0's.
     """
 
     def find(content: bool) -> str | None:
         store.remove_leftovers(checkpoints)
-        latest = store.newest(checkpoints, set_aside=True, content=content)
+        latest = store.latest(checkpoints, set_aside=True, content=content)
         return latest and latest.name
 
     def damage(checkpoint: Path) -> str | None:
         try:
-            store.verify_share(checkpoint, group.rank, group.world_size)
+            store.verify_rank_files(checkpoint, group.rank, group.world_size)
         except InputError as error:
             return str(error)
         return None
@@ -302,13 +302,13 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
     if error is not None:
         intact = store.agree(group, lambda: find(True) if group.rank == 0 else None)
         if intact == name:
-            raise MachineError(f"{error} Another machine reads the content that was written: check the storage.")
+            raise MachineError(f"{error} Another machine reads the file correctly: check the storage.")
         name = intact
     return name and checkpoints / name
 
 
 def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Watchdog:
-    """Return the watchdog, which terminates this process if a rank hangs, during startup too, so that it restarts."""
+    """Return the watchdog. It terminates this process if a rank hangs, even during startup, so that it restarts."""
     return Watchdog(
         worker.rank,
         worker.world_size,

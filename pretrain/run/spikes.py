@@ -1,4 +1,4 @@
-"""Harmful steps: loss spikes, by comparison with earlier losses, and steps that fp16 keeps skipping."""
+"""Detects harmful steps: loss spikes, and steps that fp16's loss scaler keeps skipping."""
 
 import math
 import statistics
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from pretrain.config import SpikeConfig
 
-REMEMBERED = 64  # steps whose losses define the usual loss
+LOSS_WINDOW = 64  # steps whose losses a new loss is compared with
 _MIN_LOSSES = 32  # needed to detect a spike
-_MIN_SHARE = 0.2  # of the usual loss, by which a spike exceeds it
+_MIN_SHARE = 0.2  # of the median, by which a spike exceeds it
 _MAX_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
 _SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 
@@ -22,9 +22,9 @@ def is_spike(before: Sequence[float], loss: float, settings: SpikeConfig) -> boo
         return False
     if not math.isfinite(loss):
         return True
-    usual = statistics.median(before)
-    sigma = _SIGMA * statistics.median(abs(one - usual) for one in before)
-    return loss > usual + max(settings.spike_sigmas * sigma, _MIN_SHARE * abs(usual))
+    median = statistics.median(before)
+    sigma = _SIGMA * statistics.median(abs(earlier - median) for earlier in before)
+    return loss > median + max(settings.spike_sigmas * sigma, _MIN_SHARE * abs(median))
 
 
 class LossScaleSearch:

@@ -9,7 +9,7 @@ from pretrain.run.task import S
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """The reason why training must go back to a checkpoint: the last steps were harmful."""
+    """The reason for a rollback to a checkpoint: the last steps were harmful."""
 
     reason: str  # one clause, for messages
     remedy: str = ""  # continues "Lower the learning rate"
@@ -25,10 +25,10 @@ class StepOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchedStep(Generic[S]):
-    """A step that is launched on the device, and whose numbers may not be available yet.
+    """A step launched on the device, whose numbers may not be available yet.
 
     Attributes:
-        number: of the step, from 0 on.
+        number: 0-based number of the step.
         step: its batches.
         rate: its learning rate.
         part: the validation set of its phase.

@@ -1,7 +1,7 @@
-"""Times that each rank computes and waits for data, to find a rank that slows down the others.
+"""Measures how long each rank computes and waits for data, to find a rank that slows down the others.
 
 A step takes equally long on all ranks, since they wait for one another. The times of forward passes show which rank is
-slow. They contain waits only for other ranks' weights. On CPUs these waits are subtracted; on GPUs and with ZeRO 3
+slow. The only waits in them are for other ranks' weights. On CPUs these waits are subtracted; on GPUs and with ZeRO 3
 they are not, and can hide a slow rank.
 """
 
@@ -59,7 +59,7 @@ class RankTimes:
         self._seconds += time.perf_counter() - started - (self._engine.usage().waited_seconds - waited)
 
     def add_wait(self, seconds: float) -> None:
-        """Note that this rank waited `seconds` for one batch."""
+        """Record that this rank waited `seconds` for one batch."""
         self._longest_wait = max(self._longest_wait, seconds)
 
     def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
@@ -69,7 +69,7 @@ class RankTimes:
         batch is an event, too, with the rank that waited longest. Call it on every rank.
 
         Args:
-            recorder: takes the events.
+            recorder: records the events.
             step: the step of the record.
         """
         engine = self._engine
@@ -83,13 +83,13 @@ class RankTimes:
         self._events.clear()
         forward, waited, longest = table.tolist()
         self.report_stragglers(forward, recorder, step)
-        rank, seconds = max(enumerate(longest), key=lambda one: one[1])
+        rank, seconds = max(enumerate(longest), key=lambda pair: pair[1])
         if seconds >= STALL_SECONDS:
             message = f"rank {rank} waited {seconds:.0f} s for a batch"
             recorder.log(event_of("data_stall", message, step=step, rank=rank, seconds=seconds))
-        # With many ranks, these are most of a record. More digits would be noise.
+        # With many ranks, these lists are most of a record. More digits would be noise.
         values = {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
-        return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
+        return {name: [float(f"{value:.4g}") for value in seconds] for name, seconds in values.items()}
 
     def report_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
         """Record ranks whose forward passes (seconds, by rank) stay slow."""
@@ -97,9 +97,9 @@ class RankTimes:
         self._slow = {rank: self._slow.get(rank, _Slow(now)) for rank in sorted(times)}
         for rank, slow in self._slow.items():
             slow.records += 1
-            if slow.named or slow.records < _RECORDS or now - slow.since < _SECONDS:
+            if slow.is_reported or slow.records < _RECORDS or now - slow.since < _SECONDS:
                 continue
-            slow.named = True
+            slow.is_reported = True
             message = f"rank {rank} takes {times[rank]:.1f} times as long as the others' median for a forward pass"
             logger.warning("step %d: %s", step, message)
             recorder.log(event_of("straggler", message, step=step, rank=rank))
@@ -111,15 +111,15 @@ class _Slow:
 
     since: float
     records: int = 0
-    named: bool = False
+    is_reported: bool = False
 
 
 def find_stragglers(seconds: list[float], factor: float) -> dict[int, float]:
     """Return the ranks that take over `factor` times the others' median, plus some milliseconds, with their ratio."""
     stragglers = {}
-    for rank, mine in enumerate(seconds):
+    for rank, duration in enumerate(seconds):
         others = [*seconds[:rank], *seconds[rank + 1 :]]
-        usual = statistics.median(others) if others else 0.0
-        if usual > 0 and mine >= factor * usual + _NOISE_SECONDS:
-            stragglers[rank] = mine / usual
+        median = statistics.median(others) if others else 0.0
+        if median > 0 and duration >= factor * median + _NOISE_SECONDS:
+            stragglers[rank] = duration / median
     return stragglers

@@ -1,4 +1,4 @@
-"""The interfaces that the training loop uses: the task that is trained, its steps, and the recorder of metrics."""
+"""The interfaces that the training loop uses: the training task, its steps, and the recorder of metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Step)
 
 
 class TrainingTask(Protocol[S]):
-    """The task that is trained.
+    """A task to train.
 
     Losses are normalized globally: a total is a sum over micro-batches and ranks, and `metrics` divides it by a count
     over micro-batches and ranks.
@@ -38,7 +38,7 @@ class TrainingTask(Protocol[S]):
         ...
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
-        """Return, as JSON, what `batches` needs to restart at `step` with the data that follows the `failed` step.
+        """Return the JSON state with which `batches` restarts at `step` with the data that follows the `failed` step.
 
         `skipped` is the value with which `batches` was last called.
         """
@@ -57,39 +57,39 @@ class TrainingTask(Protocol[S]):
         ...
 
     def totals(self, output: Any) -> Tensor:
-        """fp32 [n] sums of one micro-batch."""
+        """Return the sums of one micro-batch, fp32 [n]."""
         ...
 
     def counts(self, step: S) -> Tensor:
-        """fp64 [m] global counts of one step, which totals are divided by."""
+        """Return the global counts of one step, fp64 [m], by which totals are divided."""
         ...
 
     def flops(self, micro_batch: Any) -> float:
-        """Useful floating-point operations of one micro-batch, forward and backward."""
+        """Return the useful floating-point operations of one micro-batch, forward and backward."""
         ...
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
-        """Named means, `loss` among them."""
+        """Return means by name, including `loss`."""
         ...
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
-        """Named means over the held-out samples, `loss` among them; {} when there are none."""
+        """Return means over the held-out samples by name, including `loss`; {} if there are no samples."""
         ...
 
     def to_minimize(self, means: dict[str, float]) -> float:
-        """The number of an evaluation that ranks checkpoints; lower is better."""
+        """Return the value of an evaluation that ranks checkpoints; lower is better."""
         ...
 
     def validation_set(self) -> str:
-        """Name the held-out samples that `evaluate` uses now. Results on different sets are not comparable."""
+        """Return a name for the held-out samples of `evaluate`. Results on different sets are not comparable."""
         ...
 
     def stalled_seconds(self) -> float:
-        """Seconds spent so far on waiting for batches."""
+        """Return the seconds spent so far on waiting for batches."""
         ...
 
     def close(self) -> None:
-        """Release what the task holds open."""
+        """Close files and stop threads of the task."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Pretraining on one worker: combines corpus, model, engine and training loop.
+"""Pretrains on one worker: combines corpus, model, engine and training loop.
 
 `main` is the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
@@ -24,7 +24,7 @@ from pretrain.batches.sampler import SAMPLER, Rollback, rolled_back
 from pretrain.checkpoint import hf
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
-from pretrain.common.errors import InputError, of_another_version
+from pretrain.common.errors import InputError, version_mismatch
 from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker
@@ -42,13 +42,13 @@ from pretrain.run.continuation import Continuation, Corpora
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import check_settings
 from pretrain.run.run import Training, run
-from pretrain.run.session import check_same_data, collective_timeout, started
+from pretrain.run.session import check_same_data, collective_timeout, worker_session
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine, InitialWeights, first_object, gather_objects
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import scaled_groups
 
-LAUNCHING = (objective_of.__module__,)  # only launches kernels on a GPU
+LAUNCHING = (objective_of.__module__,)  # modules that only launch kernels on a GPU
 _FETCH_SECONDS = 86400.0  # limit for fetching a corpus to this machine
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
     Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
     config = PretrainConfig.model_validate(request.config)
-    with started(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
+    with worker_session(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
         with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
@@ -69,8 +69,8 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         config = with_chosen_graphs(config, rows, device)
         objective = objective_of(config, rows)
         objective.build(read_frozen)
-        for read in objective.identity.values():
-            check_same_data({objective.setting: read["fingerprint"]})
+        for frozen in objective.identity.values():
+            check_same_data({objective.setting: frozen["fingerprint"]})
         continuation = Continuation(config, corpora, objective.model.state_dict())
         continuation.identity.update(objective.identity)
         scales = continuation.lr_scales
@@ -85,8 +85,8 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         task = Pretraining(config, corpora, objective, engine, device, _machines(engine, worker))
         continuation.identity["mixtures"] = task.mixtures
 
-        def begin() -> None:
-            continuation.begin(engine)
+        def initialize() -> None:
+            continuation.initialize(engine)
             if first := objective.first_weights():
                 engine.load(InitialWeights(first))
 
@@ -104,7 +104,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             identity=continuation.identity,
             check=check,
             finish=lambda tracker: _export(config, tracker),
-            begin=begin,
+            initialize=initialize,
         )
         run(training, engine, worker, request)
         engine.close()
@@ -114,24 +114,24 @@ def with_chosen_graphs(config: PretrainConfig, rows: int, device: torch.device) 
     """Return `config` with `engine.cuda_graphs: auto` resolved on GPUs: rank 0 chooses for all ranks."""
     if device.type == "cpu" or config.engine.cuda_graphs != "auto":
         return config
-    own = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    gpus, memory = zip(*gather_objects(own), strict=True)
-    on = False
+    gpu = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    gpus, memory = zip(*gather_objects(gpu), strict=True)
+    enabled = False
     if dist.get_rank() == 0:
         lengths: list[Any] = [None] * len(config.phases)
-        with contextlib.suppress(InputError):  # the loader reports what is wrong with the text
+        with contextlib.suppress(InputError):  # the loader reports problems of the text
             lengths = mean_lengths(config) or lengths
-        on, reason = choose_graphs(config, rows, lengths, gpus, min(memory))
-        logger.info("engine.cuda_graphs: %s; %s", "on" if on else "off", reason)
-    return with_graphs(config, first_object(on))
+        enabled, reason = choose_graphs(config, rows, lengths, gpus, min(memory))
+        logger.info("engine.cuda_graphs: %s; %s", "on" if enabled else "off", reason)
+    return with_graphs(config, first_object(enabled))
 
 
 def _machines(engine: Engine, worker: Worker) -> int:
-    """Return the number of machines, if each has equally many consecutive ranks; otherwise 1."""
+    """Return the number of machines if each has the same number of consecutive ranks; otherwise 1."""
     ranks, size = engine.world_size, worker.local_world_size
-    facts = torch.tensor([size, size**2, worker.rank % size != worker.local_rank], dtype=torch.float64)
-    engine.workers.sum_over_workers(facts)
-    return ranks // size if facts.tolist() == [ranks * size, ranks * size**2, 0] and not ranks % size else 1
+    sums = torch.tensor([size, size**2, worker.rank % size != worker.local_rank], dtype=torch.float64)
+    engine.workers.sum_over_workers(sums)
+    return ranks // size if sums.tolist() == [ranks * size, ranks * size**2, 0] and not ranks % size else 1
 
 
 def _plan(config: PretrainConfig) -> TrainingPlan:
@@ -175,23 +175,23 @@ class Pretraining:
         self._phase = 0
         self._steps = 0  # started so far
         self._history: AttentionHistory | None = None
-        if len(objective.shapes) == 1:  # of two models, one may read the other's tables
+        if len(objective.shapes) == 1:  # with two models, one may use the other's embeddings
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
         self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}
         self._general: dict[int, list[StepBatch]] = {}
         self._grown = corpora.held_out.grown
         self.mixtures: list[list[list[Any]]] = []  # of each phase, as `Sampler.identity`
-        place: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
+        ranks: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
         for number, phase in enumerate(config.phases):  # report errors of later phases now, not after hours of training
-            maker = BatchMaker(self._shards, config, number, seed=config.seed, machines=machines, **place)
+            maker = BatchMaker(self._shards, config, number, seed=config.seed, machines=machines, **ranks)
             maker.check_batch()
             self.mixtures.append(maker.sampler.identity)
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
                 self._exchange = Exchange(engine.workers.aside(collective_timeout(config)))
-            self._validation[number] = validation_batches(corpora.held_out, config, number, **place)
+            self._validation[number] = validation_batches(corpora.held_out, config, number, **ranks)
             if corpora.replay_corpus is not None:
-                self._general[number] = validation_batches(corpora.replay_corpus, config, number, **place)
+                self._general[number] = validation_batches(corpora.replay_corpus, config, number, **ranks)
 
     def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
@@ -258,7 +258,7 @@ class Pretraining:
         counts: list[Tensor] = []
         for source in sources:
             of_source = [step for step in steps if step.text == source]
-            outputs = ((engine.forward(mb.to(self._device)), one) for one in of_source for mb in one.micro_batches)
+            outputs = ((engine.forward(mb.to(self._device)), step) for step in of_source for mb in step.micro_batches)
             sums.append(torch.stack([self.totals(output).double() / one.copies for output, one in outputs]).sum(0))
             counts.append(torch.stack([self.counts(step) / step.copies for step in of_source]).sum(0))
         totals = torch.stack(sums)
@@ -269,7 +269,7 @@ class Pretraining:
         means = self.metrics(totals.sum(0).tolist(), count)
         if len(sources) > 1:
             by_source = zip(sources, totals.tolist(), counts, strict=True)
-            means |= {f"{SOURCE_LOSS}{name}": self.metrics(one, n.tolist())["loss"] for name, one, n in by_source}
+            means |= {f"{SOURCE_LOSS}{name}": self.metrics(total, n.tolist())["loss"] for name, total, n in by_source}
         return means
 
     def to_minimize(self, means: dict[str, float]) -> float:
@@ -289,7 +289,7 @@ class Pretraining:
         self._shards.close()
 
     def _rotate(self) -> None:
-        """Set the model's rotary frequencies to the phase's; recordings of other phases are not replayed."""
+        """Set the model's rotary frequencies to the phase's; CUDA graphs of other phases are not replayed."""
         phase = self._config.phases[self._phase]
         self._engine.variant = phase.rotary_base, phase.local_rotary_base
         model = self._config.model_in(self._phase)
@@ -329,7 +329,7 @@ def check_state(
 ) -> None:
     """Raise `InputError` unless a run with this config can continue from a checkpoint with this state."""
     if state.get("sampler") != SAMPLER:  # the order of the samples
-        raise InputError(of_another_version(checkpoint, "Train again."))
+        raise InputError(version_mismatch(checkpoint, "Train again."))
     _check_mixtures(state, checkpoint, config, shards, mixtures)
     check_settings(state, checkpoint, config, changed_for_resume)
     if state["step"] > config.total_steps:
@@ -345,7 +345,7 @@ def _check_mixtures(
     shards: TokenShards,
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
-    """Raise `InputError` if the phases started so far would have read other text. Sources may have been added."""
+    """Raise `InputError` if the phases started so far would have read different text. Sources may have been added."""
     available = {shards.source_fingerprint(number) for number in range(len(shards.sources))}
     for number, before in zip(_started_phases(config, state["step"]), state["mixtures"], strict=False):
         if difference := _mixture_difference(before, mixtures[number], number, available):
@@ -356,12 +356,12 @@ def _started_phases(config: PretrainConfig, step: int) -> range:
     """Return the numbers of the phases that have started after `step` steps."""
     if step >= config.total_steps:
         return range(len(config.phases))
-    number, within = config.phase_at(step)
-    return range(number + (within > 0))
+    number, step_in_phase = config.phase_at(step)
+    return range(number + (step_in_phase > 0))
 
 
 def _mixture_difference(before: list[list[Any]], now: list[list[Any]], phase: int, available: set[str]) -> str:
-    """Describe how a started phase would now read other data than before; "" if it would not.
+    """Describe how the data of a started phase differs from before; "" if it does not.
 
     `before` and `now` are as `Sampler.identity`; `available` are the fingerprints of the corpus's sources.
     """
@@ -372,13 +372,13 @@ def _mixture_difference(before: list[list[Any]], now: list[list[Any]], phase: in
     added = [name for fingerprint, name in names.items() if fingerprint not in known]
     if lost := [name for fingerprint, name in known.items() if fingerprint not in available]:
         return (
-            f"has read {' and '.join(lost)} in {where}, which the corpus lacks or has with other text. Restore the "
+            f"has read {' and '.join(lost)} in {where}, which is missing or changed in the corpus. Restore the "
             "corpus, or start a new run."
         )
     if gone := [name for fingerprint, name in known.items() if fingerprint not in names]:
         return (
             f"has read {' and '.join(gone)} in {where}, which now has no weight there. Restore it; later phases may "
-            "leave it out."
+            "omit it."
         )
     if added:
         zero = ", ".join(f"{name}: 0" for name in added)
@@ -387,16 +387,16 @@ def _mixture_difference(before: list[list[Any]], now: list[list[Any]], phase: in
             "phases may read it."
         )
     return (
-        f"has read the sources of {where} in other shares than its weights, temperature and max_epochs now make. Set "
-        "them, and the steps if max_epochs binds, to the old values; end the phase here to continue with others."
+        f"has read the sources of {where} in different shares than its weights, temperature and max_epochs now give. "
+        "Restore them (and the steps, if max_epochs limits a source), or end the phase here and change the next."
     )
 
 
 def full_lengths(config: PretrainConfig, workers: int) -> list[int]:
-    """Return the lengths of the largest micro-batch: the longest phase's, and a shorter one that fills the rest."""
+    """Return the sequence lengths of the largest micro-batch: the maximum, and a shorter one for the remainder."""
     longest = max(phase.sequence_length for phase in config.phases)
     count, rest = divmod(micro_batch_tokens(config, workers), longest)
-    return [*([rest] if rest > 2 else []), *[longest] * count]  # two special tokens alone have nothing to mask
+    return [*([rest] if rest > 2 else []), *[longest] * count]  # a sequence of two special tokens has nothing to mask
 
 
 def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""A trial step of the largest batch before training, so that too large a batch fails in the first minute."""
+"""A test step of the largest batch before training, so that too large a batch fails in the first minute."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +22,13 @@ def warmup_step(
     extra_state: dict[str, Any],
     resumed: Path | None,
 ) -> None:
-    """Step the largest micro-batch, then restore the checkpoint of `progress`.
+    """Take a step with the largest micro-batch, then restore the checkpoint of `progress`.
 
-    Leaves the training state bitwise equal to that checkpoint: the one that the run is `resumed` from, which need not
-    have been restored before, or else one that is first written here, as step 0.
+    The training state is then bitwise equal to that checkpoint: the one that the run is `resumed` from, which need not
+    have been restored before, or else one that is written here first, as step 0.
 
     Raises:
-        MachineError: the largest micro-batch does not fit the device.
+        MachineError: the largest micro-batch does not fit on the device.
     """
     checkpoint = resumed
     if checkpoint is None:
@@ -40,13 +40,13 @@ def warmup_step(
     try:
         # A second micro-batch needs memory in addition to the first one's gradients; a resumed run has tested this.
         lasts = (True,) if progress.step else (False, True)
-        if engine.records_passes:  # recordings keep their memory while other shapes are launched
+        if engine.records_passes:  # CUDA graphs keep their memory while other shapes are launched
             for _ in range(LAUNCHED + 1):
                 _take_step(engine, forward_backward.run, step.micro_batches[0], weights, lasts)
         _take_step(engine, forward_backward.launch, step.micro_batches[0], weights, lasts)
     except torch.OutOfMemoryError as error:
         raise MachineError(
-            "engine.micro_batch_tokens: the largest micro-batch does not fit the device. Lower it, or use a higher "
+            "engine.micro_batch_tokens: the largest micro-batch does not fit on the device. Lower it, or use a higher "
             "engine.zero_stage or engine.activation_checkpointing."
         ) from error
     restore(engine, checkpoint)

@@ -26,10 +26,10 @@ from pretrain.common.files import (
     check_manifest,
     disk_errors,
     existing_parent,
-    is_as_listed,
+    is_intact,
     locked,
+    manifest_bytes,
     read_manifest,
-    signed,
 )
 from pretrain.common.wording import make_console
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
@@ -82,7 +82,7 @@ def fetch(
     with alone(folder):
         same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
         trusted = trusted and same
-        missing = [name for name, entry in files.items() if not is_as_listed(folder / name, entry, content=not trusted)]
+        missing = [name for name, entry in files.items() if not is_intact(folder / name, entry, content=not trusted)]
         if same and not missing:
             return folder
         if not same:
@@ -147,7 +147,7 @@ def store(
     def put(name: str) -> None:
         line = _stored_line(join(address, names[name]), entries[name]["sha256"])
         if name in missing or line not in stored:
-            if not is_as_listed(folder / name, entries[name], content=name in before):
+            if not is_intact(folder / name, entries[name], content=name in before):
                 raise MachineError(
                     f"{join(address, name)}: is missing or has another size there, and is not here, or damaged. "
                     "Restore it, or run this command on a machine that has all files."
@@ -160,7 +160,7 @@ def store(
     if stored_content is not None and changed:
         if set(changed) <= set(replaced):
             rest = {**json.loads(stored_content), "files": {n: e for n, e in before.items() if n not in changed}}
-            objects.write(join(address, MANIFEST), signed(rest))
+            objects.write(join(address, MANIFEST), manifest_bytes(rest))
         else:
             objects.delete(join(address, MANIFEST))
     for_all(put, changed)

@@ -31,7 +31,7 @@ from pretrain.common.files import (
     UNTRAINED,
     atomic_open,
     checkpoint_names,
-    is_signed,
+    is_our_manifest,
     locked,
     read_manifest,
     verify_manifest,
@@ -78,7 +78,7 @@ def fetched_model(location: Path | str) -> Path:
 def _is_own(manifest: bytes | None) -> bool:
     """Return whether a manifest.json is ours, damaged or not, rather than another program's."""
     try:
-        return manifest is not None and is_signed(json.loads(manifest))
+        return manifest is not None and is_our_manifest(json.loads(manifest))
     except ValueError:
         return True
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.records import event_of, keep_until, read_records, with_nulls
+from pretrain.common.records import drop_records_after, event_of, read_records, with_nulls
 from pretrain.common.run_files import LAST_SENT, METRICS, PROBES
 from pretrain.config import RunConfig
 from pretrain.tracking.mirror import WandbMirror, new_id, wandb_arguments, wandb_mode
@@ -55,7 +55,7 @@ class Tracker:
         path = run_dir / METRICS
         with disk_errors(path):
             run_dir.mkdir(parents=True, exist_ok=True)
-            keep_until(path, -1 if step is None else step)
+            drop_records_after(path, -1 if step is None else step)
             # Unbuffered: a record survives the process, and `log` itself reports a full disk.
             self.file = append_open(path, buffering=0)
         if mode != "off":
@@ -101,11 +101,11 @@ class Tracker:
             path = Path(self.file.name)
             with disk_errors(path):
                 self.file.close()
-                keep_until(path, step)
+                drop_records_after(path, step)
                 self.file = append_open(path, buffering=0)
 
     def mirror_end(self, event: str, step: int, message: str) -> None:
-        """Send the event of the run's stop to W&B. The launcher writes it to metrics.jsonl (`note_end`)."""
+        """Send the event of the run's stop to W&B. The launcher writes it to metrics.jsonl (`record_end`)."""
         self._mirror({"event": event, "step": step, "message": message})
 
     def _mirror(self, record: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from tiny_checkpoints import make_bert, write_reviews
 from finetune.artifacts.export import export as export_run
 from finetune.training.train import main
 from pretrain.checkpoint.released import read_released, read_shape
-from pretrain.checkpoint.sentence_transformers import longest_text, remarks, sentence_pooling
+from pretrain.checkpoint.sentence_transformers import declared_max_length, length_warnings, sentence_pooling
 from pretrain.common.errors import InputError
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts
@@ -51,14 +51,14 @@ def test_its_own_pooling_wins_over_a_default_of_the_family(tmp_path: Path) -> No
 
 
 def test_what_is_not_read_is_told(tmp_path: Path) -> None:
-    assert (remarks(tmp_path, 512), longest_text(tmp_path)) == ([], None)
+    assert (length_warnings(tmp_path, 512), declared_max_length(tmp_path)) == ([], None)
     say_pooling(tmp_path, pooling_mode_lasttoken=True)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
-    pooling, longest = remarks(tmp_path, 512)
+    pooling, longest = length_warnings(tmp_path, 512)
     assert "lasttoken) is not supported" in pooling
     assert "at most 256 tokens" in longest
-    assert longest_text(tmp_path) == 256
-    assert len(remarks(tmp_path, 256)) == 1
+    assert declared_max_length(tmp_path) == 256
+    assert len(length_warnings(tmp_path, 256)) == 1
 
 
 def test_a_fine_tuned_one_says_how_to_load_it(tmp_path: Path) -> None:

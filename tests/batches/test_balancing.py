@@ -23,7 +23,7 @@ from pretrain.batches.balancing import Assignment, balance
 from pretrain.batches.batch import StepBatch
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader
-from pretrain.checkpoint.writing import packed
+from pretrain.checkpoint.writing import merge_entries
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.heads import PretrainingModel
@@ -299,7 +299,7 @@ def bucket_fragments(ranks: int) -> list[dict[str, Any]]:
 
 
 def test_a_manifest_of_buckets_does_not_grow_with_the_ranks() -> None:
-    few, many = (len(packed(bucket_fragments(ranks))) for ranks in (64, 4096))
+    few, many = (len(merge_entries(bucket_fragments(ranks))) for ranks in (64, 4096))
     assert few <= many < 2 * few
 
 

@@ -1,4 +1,4 @@
-"""`./launch.sh bench NAME`: measurements of bertrain beside other software, run from a clone."""
+"""`./launch.sh bench NAME`: comparisons of bertrain with other software, run from a clone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from pretrain.common.children import unwound_when_terminated
+from pretrain.common.children import unwind_on_sigterm
 from pretrain.common.commands import exit_code, program
 from pretrain.common.errors import InputError
 
@@ -32,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words and words[0] in BENCHMARKS:
-        with unwound_when_terminated():
+        with unwind_on_sigterm():
             return importlib.import_module(BENCHMARKS[words[0]][0]).main(words[1:]) or 0
     if words and not words[0].startswith("-"):
         raise InputError(f"bench: {words[0]!r} is not a benchmark; choose from {', '.join(BENCHMARKS)}.")
     names = "\n".join(f"  {name:10}  {purpose}" for name, (_, purpose) in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog=f"{program()} bench",
-        description="Measure speed and quality beside other software.",
+        description="Compare speed and quality with other software.",
         epilog=f"benchmarks:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

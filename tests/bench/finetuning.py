@@ -27,7 +27,7 @@ from finetune.tasks.registry import make_task
 from finetune.training.config import FinetuneConfig, load_config
 from finetune.training.saved import SCORES
 from pretrain.common.children import run_program
-from pretrain.common.commands import local_path, local_text, positive_int, program
+from pretrain.common.commands import local_path, local_string, positive_int, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the comparison; print one line per run and a summary."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench finetune", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
-    parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="initial checkpoint")
+    parser.add_argument("--from", dest="start_from", type=local_string, metavar="DIR", help="initial checkpoint")
     parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
@@ -96,7 +96,7 @@ def _check(config: FinetuneConfig) -> None:
 
 def _start_folder(config: FinetuneConfig) -> Path:
     """The folder of the initial checkpoint. Raises as `compare` if there can be no baseline of it."""
-    from pretrain.checkpoint.released import why_not_transformers
+    from pretrain.checkpoint.released import unsupported_in_transformers
     from pretrain.checkpoint.tokenizer import is_run, released_folder
 
     if not config.start_from:
@@ -105,7 +105,7 @@ def _start_folder(config: FinetuneConfig) -> Path:
     if is_run(folder):
         why = "is a run: export it"
     else:
-        why = (own := why_not_transformers(folder)) and f"has {own}: give another checkpoint"
+        why = (own := unsupported_in_transformers(folder)) and f"has {own}: give another checkpoint"
     if why:
         raise InputError(f"bench finetune: {folder}: transformers cannot load it. It {why}.")
     for name in ("accelerate", "transformers"):  # the Trainer needs both

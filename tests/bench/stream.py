@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.common.commands import program
-from pretrain.common.files import signed
+from pretrain.common.files import manifest_bytes
 from pretrain.config import PretrainConfig
 from pretrain.corpus.blocks import BLOCK, block_digest
 from tests.bench import environment
@@ -83,7 +83,7 @@ class Corpus:
             "files": files,
         }
         self.bytes = sum(entry["bytes"] for name, entry in files.items() if "blocks" not in name)
-        self.small["manifest.json"] = signed(manifest).decode()
+        self.small["manifest.json"] = manifest_bytes(manifest).decode()
         name, content = _counts(manifest, shards * _PLACES)
         self.counts = {f".samples/{name}": content}
 

@@ -152,9 +152,9 @@ def test_workers_are_compared_round_by_round() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["scale", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
-        (["step", "--corpus", "x", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
-        (["workers", "--corpus", "x", "--rounds", "0"], "--rounds: '0' is not a whole number above 0"),
+        (["scale", "--repeats", "0"], "--repeats: '0' is not a positive integer"),
+        (["step", "--corpus", "x", "--repeats", "0"], "--repeats: '0' is not a positive integer"),
+        (["workers", "--corpus", "x", "--rounds", "0"], "--rounds: '0' is not a positive integer"),
         (["workers", "--corpus", "x", "--steps", "19"], "--steps is 19; give at least 20"),
         (["scale", "--length", "4"], "error: bench: phases.0.sequence_length: "),
         (["prepare", "--file", "nowhere"], "error: --file: nowhere: not found, or not a file."),
@@ -338,7 +338,7 @@ def test_what_cannot_be_compared_is_refused_before_training(tmp_path, monkeypatc
         (tmp_path / "run" / "config.yaml").write_text("name: pretrained\n")
     elif start in ("own", "bert"):
         make_bert(tmp_path / start)
-        monkeypatch.setattr(released, "why_not_transformers", lambda _: "model.norm" if start == "own" else "")
+        monkeypatch.setattr(released, "unsupported_in_transformers", lambda _: "model.norm" if start == "own" else "")
     reviews = {**write_reviews(tmp_path, train=4, dev=4)}
     reviews |= {name: values.pop(name) for name in ("class_weights", "dev") if name in values}
     reviews = {name: value for name, value in reviews.items() if value is not None}

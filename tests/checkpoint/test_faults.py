@@ -32,7 +32,7 @@ def test_kills_right_after_checkpoints_resume_from_the_newest(corpus: Path, tmp_
         started.kill()
         end(started)
         newest, reached = newest_checkpoint(run_dir), last_step(run_dir)
-        found = store.newest(run_dir / "checkpoints")
+        found = store.latest(run_dir / "checkpoints")
         assert found is not None
         assert found.name == f"step-{newest:08d}"
         assert reached - newest <= 20 + 2, "one being written when the kill came is all that may be missing"
@@ -64,7 +64,7 @@ def test_a_full_disk_ends_the_run_and_frees_nothing_but_its_own(corpus: Path, sm
     assert "disk full" in said
     assert "run the same command again (pretrain and finetune: with --resume)" in said
     assert "Traceback" not in said
-    good = store.newest(run_dir / "checkpoints")
+    good = store.latest(run_dir / "checkpoints")
     assert good is not None
     assert not list(run_dir.glob("checkpoints/.step-*"))
     ballast.unlink()
@@ -99,7 +99,7 @@ def test_storage_that_is_away_for_a_while_holds_up_but_ends_nothing(corpus: Path
     assert "was delayed" in event["message"]
     assert losses(run_dir).keys() == set(range(1, 401))
     assert newest_checkpoint(run_dir) == 400
-    assert store.newest(place) is not None
+    assert store.latest(place) is not None
     report("14 storage away for 30 s", waited_at_step=held, ended_after=round(time.monotonic() - began, 1))
 
 

@@ -171,9 +171,9 @@ def test_older_keys_of_nomic_are_todays() -> None:
 )
 def test_parts_that_a_layout_cannot_hold_are_named(family: str, change: dict[str, Any], reason: str) -> None:
     sizes = {"family": family, "size": "custom", "layers": 4, "hidden": 32, "heads": 4}
-    assert layout_of(ModelConfig.model_validate(sizes)).without_counterpart(ModelConfig.model_validate(sizes)) == ""
+    assert layout_of(ModelConfig.model_validate(sizes)).unsupported_parts(ModelConfig.model_validate(sizes)) == ""
     model = ModelConfig.model_validate({**sizes, **change})
-    assert reason in LAYOUTS[family].without_counterpart(model)
+    assert reason in LAYOUTS[family].unsupported_parts(model)
 
 
 # ---- names
@@ -316,6 +316,6 @@ def test_a_pretrained_family_is_exported_in_its_own_layout(family: str, tmp_path
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").pad_token_id == loaded.config.pad_token_id == 0
     read, state, has_pair = hf.load(tmp_path / "out")
     assert not has_pair
-    assert layout_of(read).without_counterpart(shape) == ""
+    assert layout_of(read).unsupported_parts(shape) == ""
     ours = {name: tensor for name, tensor in model.state_dict().items() if "pooler" not in name and "nsp" not in name}
     assert_same(state, ours)

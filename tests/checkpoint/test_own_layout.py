@@ -21,7 +21,7 @@ from finetune.tasks.base import Head, Objective
 from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel
 from pretrain.checkpoint import hf, store
-from pretrain.checkpoint.layouts import LAYOUTS, OWN, layout_of, task_head
+from pretrain.checkpoint.layouts import BERTRAIN, LAYOUTS, layout_of, task_head
 from pretrain.checkpoint.released import read_released, read_shape
 from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError
@@ -71,7 +71,7 @@ def make_tokenizer(folder: Path) -> Path:
 def test_there_and_back_is_exact(entry: dict[str, Any], next_sentence: bool, tmp_path: Path) -> None:
     shape, tokenizer = make_shape(**entry, init_std=0.03), make_tokenizer(tmp_path / "tokenizer")
     state = make_state(shape, next_sentence=next_sentence)
-    assert layout_of(shape) is OWN
+    assert layout_of(shape) is BERTRAIN
     hf.export(state, shape, tokenizer, tmp_path / "out", next_sentence=next_sentence, card="")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "bertrain"
@@ -97,8 +97,8 @@ def test_models_that_their_family_holds_stay_there() -> None:
     for family in ("bert", "roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"):
         assert layout_of(make_shape(family=family, max_positions=128)) is LAYOUTS[family]
     assert layout_of(make_shape(embedding=16), "electra") is LAYOUTS["electra"]
-    assert layout_of(make_shape(embedding=16)) is OWN
-    assert layout_of(make_shape(gated=True), "electra") is OWN
+    assert layout_of(make_shape(embedding=16)) is BERTRAIN
+    assert layout_of(make_shape(gated=True), "electra") is BERTRAIN
 
 
 def test_every_example_loads_in_transformers() -> None:
@@ -106,7 +106,7 @@ def test_every_example_loads_in_transformers() -> None:
     own = []
     for path in examples:
         config = load_config(path)
-        if layout_of(config.model, "electra" if config.electra.is_on else "") is OWN:
+        if layout_of(config.model, "electra" if config.electra.is_on else "") is BERTRAIN:
             own.append(path.name)
     assert examples
     assert own == []
@@ -137,7 +137,7 @@ def test_sinusoidal_positions_are_a_table_in_berts_layout(family: str, tmp_path:
 
 def test_another_family_that_is_asked_for_is_refused(tmp_path: Path) -> None:
     shape, tokenizer = make_shape(**PARTS), make_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(InputError, match=r"layout of bert cannot hold this model: .*model.recursions is 2"):
+    with pytest.raises(InputError, match=r"layout of bert cannot represent this model: .*model.recursions is 2"):
         hf.export(make_state(shape), shape, tokenizer, tmp_path / "x", next_sentence=True, card="", family="bert")
     assert not (tmp_path / "x").exists()
 

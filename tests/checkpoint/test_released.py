@@ -427,7 +427,7 @@ def test_what_is_missing_or_damaged_is_named(theirs: Any, tmp_path: Path) -> Non
     (tmp_path / "bert_model.ckpt.index").unlink()
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(InputError, match=r"has a\.pt, b\.pt, and only one may be there"):
+    with pytest.raises(InputError, match=r"has a\.pt, b\.pt, but only one is allowed"):
         read_released(tmp_path)
     (tmp_path / "b.pt").unlink()
     with pytest.raises(InputError, match=r"a\.pt: cannot be read as plain tensors"):

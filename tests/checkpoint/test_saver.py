@@ -51,7 +51,7 @@ def test_a_checkpoint_is_the_state_at_its_step_while_training_continues(
     values, saver = torch.arange(4.0), make(tmp_path)
     saver.save(1, fragments(values), STATE)
     values.add_(1)  # the next step, while nothing is written yet
-    assert store.newest(tmp_path) is None
+    assert store.latest(tmp_path) is None
     go.set()
     saver.wait()
     assert store.read_weights(tmp_path / "step-00000001")["a"].tolist() == [0, 1, 2, 3]
@@ -95,7 +95,7 @@ def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
     monkeypatch.setattr(store, "prune", slow)
     assert not train_two(tmp_path, steps=2)
     for step in (1, 2):
-        assert store.newest(tmp_path) == tmp_path / "step-00000002"
+        assert store.latest(tmp_path) == tmp_path / "step-00000002"
         assert store.read_weights(tmp_path / store.name_of(step))["a"].tolist() == [step] * 4
 
 
@@ -123,7 +123,7 @@ def test_storage_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypat
     assert not saver.failed
     folder.unlink()
     saver.wait()
-    assert store.newest(folder) == folder / "step-00000001"
+    assert store.latest(folder) == folder / "step-00000001"
     assert re.match(r"step-00000001 was delayed \d+ s by the storage: ", saver.trouble)
     saver.trouble = ""
     save_and_wait(saver, 2)
@@ -187,5 +187,5 @@ def test_a_failure_for_good_is_raised_and_the_checkpoint_before_stays(
         save_and_wait(saver, 2)
     assert len(tries) == 2, "a full disk is tried once more only"
     assert saver.failed
-    assert store.newest(tmp_path) == tmp_path / "step-00000001"
+    assert store.latest(tmp_path) == tmp_path / "step-00000001"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

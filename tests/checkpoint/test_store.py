@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from pretrain.checkpoint import store, writing
 from pretrain.checkpoint.store import FragmentIndex
-from pretrain.checkpoint.writing import packed
+from pretrain.checkpoint.writing import merge_entries
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
 from pretrain.run.loop import Fit
@@ -122,10 +122,10 @@ def test_an_unreadable_checkpoint_is_retried_then_refused(tmp_path: Path, monkey
     bad = save(tmp_path, 20)
     fail(monkeypatch, store, "verify_manifest", bad, errno.EIO, [failures])
     if failures == 1:
-        assert store.newest(tmp_path, set_aside=True) == bad
+        assert store.latest(tmp_path, set_aside=True) == bad
     else:
         with pytest.raises(MachineError, match=r"step-00000020: cannot be read \(Input/output error\)\. Check"):
-            store.newest(tmp_path, set_aside=True)
+            store.latest(tmp_path, set_aside=True)
     assert bad.exists(), "its content may be whole"
 
 
@@ -150,7 +150,7 @@ def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatc
     manifest = save(tmp_path, 10) / "manifest.json"
     fail(monkeypatch, Path, "open", manifest, errno.EACCES, [99])
     with pytest.raises(MachineError, match=r"manifest\.json: cannot be read \(Permission denied\)"):
-        store.newest(tmp_path, set_aside=True)
+        store.latest(tmp_path, set_aside=True)
     assert manifest.is_file()
 
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_saved_while_the_one_before_is_read_is_found(
         return verify(checkpoint, **how)
 
     monkeypatch.setattr(store, "verify_manifest", slow)
-    assert [store.newest(tmp_path)] == later
+    assert [store.latest(tmp_path)] == later
 
 
 @pytest.mark.parametrize("written", [{}, {"format": 1}, {"format": 3}])
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_not_set_aside(tmp_path: 
     manifest = json.loads((other / "manifest.json").read_text())
     put_manifest(other, {key: x for key, x in manifest.items() if key not in ("manifest_sha256", "format")} | written)
     with pytest.raises(MachineError, match=r"step-00000020: made by another version of bertrain\. Train again\.$"):
-        store.newest(tmp_path, set_aside=True)
+        store.latest(tmp_path, set_aside=True)
     assert other.is_dir()
 
 
@@ -186,20 +186,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path
     for step in (10, 20):
         damage_manifest(save(tmp_path, step))
     with pytest.raises(InputError, match=r"all checkpoints are damaged: step-00000010, step-00000020\."):
-        store.newest(tmp_path)
+        store.latest(tmp_path)
     for _ in range(2):
         with pytest.raises(InputError, match=r"all checkpoints are damaged.*start from step 0"):
-            store.newest(tmp_path, set_aside=True)
+            store.latest(tmp_path, set_aside=True)
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:
     """A process killed while saving leaves a folder without a name."""
     good = save(tmp_path, 10)
     shutil.copytree(good, tmp_path / ".step-00000030.tmp")
-    assert store.newest(tmp_path) == good
+    assert store.latest(tmp_path) == good
     store.prune(tmp_path, 5)
     assert not (tmp_path / ".step-00000030.tmp").exists()
-    assert store.newest(tmp_path / "nowhere") is None
+    assert store.latest(tmp_path / "nowhere") is None
 
 
 def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_loop_patience_and_store_agree_on_ties() -> None:
     evaluations = [(0.8, 0.7), (0.8, 0.5), (0.8, 0.5), (0.7, 0.1), (0.8, 0.6), (0.9, math.nan), (0.8, 0.4)]
     for step, (score, loss) in enumerate(evaluations, 1):
         fit.progress = Progress.from_state(json.loads(json.dumps({**asdict(fit.progress), "step": step})))
-        fit.judge({"f1": score, "loss": loss})
+        fit.update_best({"f1": score, "loss": loss})
         gains.append(fit.progress.evaluations_without_gain)
         states[store.name_of(step)] = {**fit.validation, "validation_set": "dev"}
         assert best_of(states) == store.name_of(int((fit.progress.best or [0])[-1]))
@@ -259,7 +259,7 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
     (tmp_path / store.name_of(3) / "state.json").unlink()
     assert store.best(tmp_path) == tmp_path / store.name_of(2)
     store.prune(tmp_path, 5)
-    assert store.newest(tmp_path) == tmp_path / store.name_of(2)
+    assert store.latest(tmp_path) == tmp_path / store.name_of(2)
 
 
 def test_kept_checkpoints_stay_and_a_damaged_old_state_stops_nothing(tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_checkpoint_that_only_one_machine_reads_as_damaged_is_kept(saved: dict
     shutil.copytree(saved[2], tmp_path, dirs_exist_ok=True)
     for error, _ in run_workers(2, find_newest_and_note_reads, tmp_path, "stale"):
         assert "rank-00001-of-00002.safetensors: its SHA-256 differs" in str(error)
-        assert str(error).endswith("Another machine reads the content that was written: check the storage.")
+        assert str(error).endswith("Another machine reads the file correctly: check the storage.")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
@@ -471,9 +471,9 @@ def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, 
     with pytest.raises(MachineError, match="disk full"):
         writing.save(small_disk, 2, held, state, Alone())
     assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", good.name]
-    assert store.newest(small_disk) == good
+    assert store.latest(small_disk) == good
     (small_disk / "ballast").unlink()
-    assert store.newest(small_disk) == good
+    assert store.latest(small_disk) == good
     assert writing.save(small_disk, 2, held, state, Alone()) == tried
 
 
@@ -514,9 +514,9 @@ def test_any_damage_is_noticed_and_the_checkpoint_before_taken(tmp_path: Path, s
     good, bad = save(tmp_path, 10), save(tmp_path, 20)
     what = damage(bad, seed)
     with caplog.at_level("WARNING"):
-        assert store.newest(tmp_path) == good, what
+        assert store.latest(tmp_path) == good, what
         assert bad.exists(), "only the run itself may rename"
-        assert store.newest(tmp_path, set_aside=True) == good, what
+        assert store.latest(tmp_path, set_aside=True) == good, what
     assert not store.list_checkpoints(tmp_path)[1:]
     assert (tmp_path / "damaged-step-00000020").is_dir()
     assert store.damaged_after(good) == ["damaged-step-00000020"]
@@ -549,7 +549,7 @@ def cut_equally(name: str, numel: int, ranks: int) -> list[dict[str, Any]]:
 def test_equal_parts_are_one_entry(ranks: int) -> None:
     names = [f"layers.{number}" for number in range(10)]
     shards = [cut_equally(name, 100_001, ranks) for name in names]
-    listed = packed(itertools.chain(*zip(*shards, strict=True)))
+    listed = merge_entries(itertools.chain(*zip(*shards, strict=True)))
     assert len(listed) <= 2 * len(names), "the parts, and the shorter last one"
 
 
@@ -561,7 +561,7 @@ def test_any_range_is_found_whatever_the_fragments() -> None:
         uneven = [entry("a", a, b, choose.randrange(ranks)) for a, b in itertools.pairwise(cuts)]
         for fragments in (uneven, cut_equally("a", numel, ranks)):
             choose.shuffle(fragments)
-            index = FragmentIndex(packed(fragments), files(ranks))
+            index = FragmentIndex(merge_entries(fragments), files(ranks))
             start = choose.randrange(numel)
             stop = choose.randint(start + 1, numel)
             found = list(index.covering("exp_avg", "a", start, stop))
@@ -574,11 +574,11 @@ def test_any_range_is_found_whatever_the_fragments() -> None:
 
 
 def test_another_name_or_kind_has_no_fragments() -> None:
-    index = FragmentIndex(packed([entry("a", 0, 5, 0)]), files(1))
+    index = FragmentIndex(merge_entries([entry("a", 0, 5, 0)]), files(1))
     assert not list(index.covering("weight", "b", 0, 5))
     assert not list(index.covering("average", "a", 0, 5))
 
 
 def test_parts_on_other_ranks_in_turn_are_not_joined() -> None:
     fragments = [entry("a", 0, 5, 0), entry("a", 5, 10, 2), entry("a", 10, 15, 3), entry("b", 15, 20, 4)]
-    assert [(run["start"], run.get("parts", 1)) for run in packed(fragments)] == [(0, 1), (5, 2), (15, 1)]
+    assert [(run["start"], run.get("parts", 1)) for run in merge_entries(fragments)] == [(0, 1), (5, 2), (15, 1)]

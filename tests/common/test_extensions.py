@@ -26,7 +26,7 @@ from finetune.tasks.questions import Questions, QuestionsSettings
 from finetune.training.config import FinetuneConfig
 from pretrain.common import extensions
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import ASKED
+from pretrain.common.extensions import ENV_VAR
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEME = """
@@ -56,7 +56,7 @@ TASK = Lengths
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing of a test is left in this process."""
-    monkeypatch.setenv(ASKED, "{}")
+    monkeypatch.setenv(ENV_VAR, "{}")
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
     yield
@@ -127,9 +127,9 @@ def test_modules_beside_the_config_are_found_after_installed_ones(place: Path, t
     (place / "configs/yaml.py").write_text("raise SystemExit('not me')")
     assert main(["pretrain", "configs/own.yaml", "--dry-run"]) == 0
     assert sys.modules["yaml"] is yaml
-    assert json.loads(os.environ[ASKED])["carried"] == [str(place / "configs/beside.py"), str(place / "configs/mine")]
+    assert json.loads(os.environ[ENV_VAR])["carried"] == [str(place / "configs/beside.py"), str(place / "configs/mine")]
     (place / "configs/mine/secret.txt").write_text("not a module")
-    sent = Path(extensions.carrying({}, tmp_path / "aside")["working_dir"])
+    sent = Path(extensions.ship_modules({}, tmp_path / "aside")["working_dir"])
     assert {str(file.relative_to(sent)) for file in sent.rglob("*.*")} == set(MODULES)
 
 

@@ -19,9 +19,9 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import (
     append_open,
     atomic_open,
+    check_outputs_differ,
     checkpoint_names,
     disk_errors,
-    expect_other,
     locked,
     put_manifest,
     read_manifest,
@@ -119,10 +119,10 @@ def test_an_output_is_no_input_under_any_name(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text")
     (tmp_path / "link").symlink_to("in.csv")
     os.link(tmp_path / "in.csv", tmp_path / "hard")
-    expect_other([tmp_path / "new", Path(os.devnull)], [tmp_path / "in.csv", os.devnull, "-"])
+    check_outputs_differ([tmp_path / "new", Path(os.devnull)], [tmp_path / "in.csv", os.devnull, "-"])
     for name in ("in.csv", "link", "hard", "../" + tmp_path.name + "/in.csv"):
         with pytest.raises(InputError, match="is also an input"):
-            expect_other([tmp_path / "new", tmp_path / name], [tmp_path / "in.csv"])
+            check_outputs_differ([tmp_path / "new", tmp_path / name], [tmp_path / "in.csv"])
 
 
 def test_a_page_replaces_pages_only(tmp_path: Path) -> None:
@@ -200,5 +200,5 @@ def test_no_manifest_names_files_outside_of_its_folder(tmp_path: Path, name: str
     """Whoever gives a folder away can sign anything."""
     put_manifest(tmp_path, {"files": {name: {"bytes": 0, "sha256": ""}}})
     for read in (verify_manifest, read_manifest):
-        with pytest.raises(InputError, match=r"manifest\.json: damaged \(it names files outside of its folder\)"):
+        with pytest.raises(InputError, match=r"manifest\.json: damaged \(it names files outside its folder\)"):
             read(tmp_path)

@@ -134,7 +134,7 @@ def test_what_the_user_decided_stays(monkeypatch: pytest.MonkeyPatch, name: str)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(thread_waits, "watch", lambda *_: pytest.fail("nobody looks"))
     monkeypatch.setenv(name, "1")
-    with thread_waits.sleeping_when_crowded():
+    with thread_waits.sleep_when_contended():
         assert not any(thread.name == "thread-waits" for thread in threading.enumerate())
 
 
@@ -142,6 +142,6 @@ def test_a_watcher_ends_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
-    with thread_waits.sleeping_when_crowded():
+    with thread_waits.sleep_when_contended():
         pass
     assert not any(thread.name == "thread-waits" for thread in threading.enumerate())

@@ -140,7 +140,7 @@ SIZES = "mini, small, medium, base, large, custom"
         ("steps: 10", "steps: 10\n    warmup_steps: 11", "11: phases.0: warmup_steps (11) must not exceed steps (10)"),
         ("length: 128", "length: 1024", "12: phases.1.sequence_length (1024) exceeds model.max_positions (512)"),
         ("zero_stage: 1", "micro_batch_tokens: 100", "17: engine.micro_batch_tokens (100) is smaller than phases.1"),
-        ("engine:", "engine:\n  zero_stage: 2", "18: not valid YAML: zero_stage is given twice, first on line 17."),
+        ("engine:", "engine:\n  zero_stage: 2", "18: not valid YAML: zero_stage is set twice, first on line 17."),
         ("zero_stage: ", "zero_stage: [", "18: not valid YAML: expected ',' or ']', but got '<stream end>'."),
         ("zero_stage: 1", "zero_stage: *x", "17: not valid YAML: found undefined alias 'x'."),
         ("engine:", f"seed: {ONES}\nengine:", f"16: not valid YAML: '{ONES[:56]}... does not fit into 64 bits."),
@@ -155,7 +155,7 @@ SIZES = "mini, small, medium, base, large, custom"
         (GOOD, "- a\n", " no settings in this file"),
         (GOOD, "name: &a [*a]\n", " not valid YAML: nested too deeply, or an alias (*) refers to itself."),
         (GOOD, f"name: {'[' * 5000}\n", " not valid YAML: nested too deeply"),
-        (GOOD, "words " * 200_000, " more than 1 MiB. Give a YAML file with settings"),
+        (GOOD, "words " * 200_000, " more than 1 MiB. Use a YAML file with settings"),
     ],
     ids=lambda value: value[:40],
 )
@@ -205,7 +205,7 @@ def test_unreadable_files(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xff\n")
     assert problems(tmp_path / "latin.yaml") == ["latin.yaml: byte 6 is not UTF-8. Save the file as UTF-8."]
     [line] = problems(tmp_path / "none.yaml")
-    assert line == "none.yaml: cannot be read (No such file or directory). Give a YAML file, or a name of `configs`."
+    assert line == "none.yaml: cannot be read (No such file or directory). Use a YAML file, or a name in `configs`."
     [line] = problems(tmp_path)
     assert "cannot be read (Is a directory)" in line
 
@@ -465,11 +465,11 @@ def test_addresses_of_object_stores_are_read(write, address: str):
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
-        ("gs://b", "is not an address of something in a bucket"),
-        ("s3://b/../a", "is not an address of something in a bucket"),
-        ("s3://key:secret@host/a", "is not an address of something in a bucket"),
-        ("hdfs:///a", "is an address of an unknown kind"),
-        ("file:///tmp/a", "is an address of an unknown kind"),
+        ("gs://b", "does not name a file or folder in a bucket"),
+        ("s3://b/../a", "does not name a file or folder in a bucket"),
+        ("s3://key:secret@host/a", "does not name a file or folder in a bucket"),
+        ("hdfs:///a", "is an address with an unknown scheme"),
+        ("file:///tmp/a", "is an address with an unknown scheme"),
         ("s3:/bucket", "is a remote address"),
     ],
 )
@@ -483,5 +483,5 @@ def test_addresses_that_name_nothing_are_refused(write, name: str, address: str,
 def test_remote_addresses_are_refused(write, name: str, address: str):
     assert problems(write(GOOD), f"{name}={address}") == [
         f"--set {name}={address}: {name}: {address!r} is a remote address; only local paths are supported. "
-        "Mount or copy it, and give the local path."
+        "Mount or copy it, and use the local path."
     ]

@@ -142,7 +142,7 @@ def test_a_config_is_the_same_in_every_form(place: Path) -> None:
         ("none.yaml", r"^none\.yaml: cannot be read \(No such file"),
         (None, "^config: is empty; expected the path of a YAML file, or settings"),
         ({**TINY, "corpus": {"dir": "nowhere"}}, r"^nowhere: not a prepared corpus .* Run `prepare` with this config"),
-        (TINY, r"^runs/tiny: already holds checkpoints \(latest step-00000003\)\. Add --resume"),
+        (TINY, r"^runs/tiny: already has checkpoints \(latest step-00000003\)\. Add --resume"),
     ],
 )
 def test_a_wrong_config_is_one_line(place: Path, config: Any, message: str) -> None:

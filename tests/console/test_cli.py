@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models
 
 from finetune.cli import main
 from pretrain.common import records
-from pretrain.common.commands import usual_workers
+from pretrain.common.commands import default_workers
 from pretrain.common.errors import DivergedError, MachineError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.config import load_config
@@ -56,7 +56,7 @@ Calls = list  # what reached the stand-ins, in order: (who, arguments)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stand-ins for train.main, cluster.workers.launch.run, live.follow and records.note_end."""
+    """Stand-ins for train.main, cluster.workers.launch.run, live.follow and records.record_end."""
     seen = Calls()
 
     @contextlib.contextmanager
@@ -75,7 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     stand_in("pretrain.run.train", main=lambda request, worker: seen.append(("train", (request, worker))))
     monkeypatch.setattr(live, "follow", follow)
-    monkeypatch.setattr(records, "note_end", lambda *given: seen.append(("end", given)))
+    monkeypatch.setattr(records, "record_end", lambda *given: seen.append(("end", given)))
     monkeypatch.setattr(launch, "run", lambda *given, **named: seen.append(("run", (given, named))))
     return seen
 
@@ -159,7 +159,7 @@ def test_a_run_with_checkpoints_is_not_restarted_without_resume(config_file: Pat
     add_checkpoint(Path("runs/trial"))
     assert cli("pretrain", config_file) == 2
     assert error_of(capsys) == (
-        "error: runs/trial: already holds checkpoints (latest step-00000002). Add --resume to continue that run, "
+        "error: runs/trial: already has checkpoints (latest step-00000002). Add --resume to continue that run, "
         "or choose another name or run_dir to start a new one."
     )
     assert calls == []
@@ -224,11 +224,11 @@ def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, ca
         ("--set corpus.vocabulary.path=bad.json", "bad.json: not a tokenizer.json"),
         (
             "--set corpus.vocabulary.lowercase=false",
-            "corpus: its vocabulary was made with lowercase: true; the config has false.",
+            "corpus: its vocabulary was created with lowercase: true; the config has false.",
         ),
         (
             "--set corpus.vocabulary.strip_accents=false",
-            "corpus: its vocabulary was made with strip_accents: true; the",
+            "corpus: its vocabulary was created with strip_accents: true; the",
         ),
     ],
 )
@@ -299,7 +299,7 @@ def test_a_run_with_settings_of_another_version_is_refused_in_one_line(config_fi
 
 def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(config_file: Path, fails, monkeypatch, capsys):
     fails.side_effect = StoppedError("s.")
-    monkeypatch.setattr(records, "note_end", MagicMock(side_effect=MachineError("disk full")))
+    monkeypatch.setattr(records, "record_end", MagicMock(side_effect=MachineError("disk full")))
     assert cli("pretrain", config_file) == 130
     assert error_of(capsys) == f"warning: the end of the run is not recorded: disk full\nerror: {NOTHING}"
 
@@ -496,4 +496,4 @@ def test_a_stopped_stage_leaves_the_advice_to_its_command() -> None:
 def test_every_gpu_has_a_worker(gpus: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert usual_workers() == expected
+    assert default_workers() == expected

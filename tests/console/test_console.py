@@ -108,7 +108,7 @@ def test_an_unknown_command_names_the_nearest(word: str, advice: str, capsys: py
         (["logs", "a", "b"], "logs: unrecognized arguments: b."),
         (["evaluate", "a", "b", "c"], "evaluate: unrecognized arguments: c."),
         (["evaluate", "--out", "x"], "evaluate: the following arguments are required: MODEL."),
-        (["up", "--nodes", "0"], "up: argument --nodes: '0' is not a whole number above 0."),
+        (["up", "--nodes", "0"], "up: argument --nodes: '0' is not a positive integer."),
         (["attention", "a", "--text"], "attention: argument --text: expected one argument."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

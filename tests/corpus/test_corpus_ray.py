@@ -286,7 +286,7 @@ def test_a_killed_command_takes_its_driver_along(folder: Path) -> None:
 
 def test_missing_files_of_a_node_are_not_faults_of_the_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "_process", None)
-    monkeypatch.setattr(stages, "hold_freed_memory", lambda at_most: None)
+    monkeypatch.setattr(stages, "hold_freed_memory", lambda max_bytes: None)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     settings = stages.PreparationSettings("work", True, "en", 10, False)
     with pytest.raises(MachineError, match=r"work/lock: missing on the machine .* same files"):

@@ -87,7 +87,7 @@ def test_the_callbacks_of_the_page_do_what_it_says(tmp_path: Path, monkeypatch: 
     from pretrain.common import extensions
     from pretrain.run.callbacks import Callbacks
 
-    monkeypatch.setenv(extensions.ASKED, "{}")
+    monkeypatch.setenv(extensions.ENV_VAR, "{}")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     text = (EXTEND / "your-own-modules.md").read_text(encoding="utf-8")
@@ -99,5 +99,5 @@ def test_the_callbacks_of_the_page_do_what_it_says(tmp_path: Path, monkeypatch: 
     callbacks = Callbacks(["hooked.hooks:say", worse])
     for step, loss in ((1, 5.0), (2, 5.9), (3, 6.1)):
         assert not callbacks.stop_reason
-        callbacks.tell("evaluation", {"step": step, "loss": loss})
+        callbacks.call("evaluation", {"step": step, "loss": loss})
     assert "the loss is 6.100, and was 5.000" in callbacks.stop_reason

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.checkpoint.assembly import assemble
-from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, read_config, write_config
+from pretrain.checkpoint.layouts import BERT, BERTRAIN, LAYOUTS, ReleasedFacts, read_config, write_config
 from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
@@ -381,14 +381,14 @@ def test_relu_follows_into_the_released_layout_and_back() -> None:
 def test_what_has_no_counterpart_is_named() -> None:
     for family, layout in LAYOUTS.items():
         shape = make_shape(family=layout.parts, recursions=3, max_positions=128)
-        if layout is not OWN:
+        if layout is not BERTRAIN:
             with pytest.raises(InputError, match=f"model.recursions is 3, and {family} supports only 1"):
                 write_config({}, ReleasedFacts(layout, shape), "", VOCABULARY, 0)
     for family in ("bert", "distilbert", "electra", "roberta"):
         with pytest.raises(InputError) as error:
             write_config({}, ReleasedFacts(LAYOUTS[family], make_shape(**SWAPPED)), "", VOCABULARY, 0)
         message = str(error.value)
-        assert f"the released layout of {family} cannot hold this model: model.norm is rms_norm" in message.lower()
+        assert f"the released layout of {family} cannot represent this model: model.norm is rms_norm" in message.lower()
         for name in ("embeddings.norm_bias", "layers.*.attention_norm_bias", "layers.*.ffn_norm_bias"):
             assert name in message
 
@@ -398,7 +398,7 @@ def test_a_parameter_without_a_place_in_a_layout_is_named(monkeypatch: pytest.Mo
     entry = norms.NORMS["layer_norm"]
     grown = entry._replace(parameters={**entry.parameters, "gate": "ones"})
     monkeypatch.setitem(norms.NORMS, "layer_norm", grown)
-    reason = BERT.without_counterpart(make_shape())
+    reason = BERT.unsupported_parts(make_shape())
     assert "no counterpart of embeddings.norm_gate, layers.*.attention_norm_gate" in reason
     sizes = {"intermediate_size": 48, "max_position_embeddings": 64}
     with pytest.raises(ValueError, match="no counterpart of"):
@@ -408,8 +408,8 @@ def test_a_parameter_without_a_place_in_a_layout_is_named(monkeypatch: pytest.Mo
 def test_an_activation_unknown_to_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     own = activations.Activation(lambda x: x.sigmoid() * x, saves_input=True)
     monkeypatch.setitem(activations.ACTIVATIONS, "own", own)
-    assert "model.activation is own" in BERT.without_counterpart(make_shape(activation="own"))
-    assert LAYOUTS["roberta"].without_counterpart(make_shape(activation="relu")).endswith("head has gelu")
+    assert "model.activation is own" in BERT.unsupported_parts(make_shape(activation="own"))
+    assert LAYOUTS["roberta"].unsupported_parts(make_shape(activation="relu")).endswith("head has gelu")
 
 
 def test_the_settings_of_the_compiler_have_one_place() -> None:

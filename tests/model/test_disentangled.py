@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.checkpoint.layouts import LAYOUTS, OWN, layout_of, read_config
+from pretrain.checkpoint.layouts import BERTRAIN, LAYOUTS, layout_of, read_config
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
@@ -152,11 +152,11 @@ def test_microsofts_config_is_read() -> None:
 def test_the_positions_of_another_family_need_our_own_layout() -> None:
     values = {"family": "modernbert", "positions": "disentangled", "rotary_base": 0, "local_rotary_base": 0}
     shape = ModelConfig.model_validate({**values, "relative_buckets": 32, "relative_max_distance": 512})
-    assert layout_of(shape) is OWN
-    reason = LAYOUTS["modernbert"].without_counterpart(shape)
+    assert layout_of(shape) is BERTRAIN
+    reason = LAYOUTS["modernbert"].unsupported_parts(shape)
     assert "model.positions is disentangled, and modernbert supports only rotary" in reason
-    assert "model.positions is learned" in LAYOUTS["deberta"].without_counterpart(ModelConfig())
-    assert "model.gated is True" in LAYOUTS["deberta"].without_counterpart(make_shape(gated=True))
+    assert "model.positions is learned" in LAYOUTS["deberta"].unsupported_parts(ModelConfig())
+    assert "model.gated is True" in LAYOUTS["deberta"].unsupported_parts(make_shape(gated=True))
 
 
 # ---- checkpoints

@@ -202,7 +202,7 @@ def test_the_loss_is_the_weighted_sum(runs) -> None:
 
 
 def test_a_student_begins_with_layers_of_the_teacher(runs, place: Place) -> None:
-    teacher = store.read_weights(store.newest(place.teacher / "checkpoints") or Path())
+    teacher = store.read_weights(store.latest(place.teacher / "checkpoints") or Path())
     for run in runs.values():
         student = store.read_weights(run / "checkpoints" / "step-00000000")
         for name, tensor in student.items():

@@ -243,7 +243,7 @@ def test_a_run_is_exported_as_two_models_and_read_as_the_discriminator(runs, cor
             assert f"hidden width {width} " in card
             assert f"as the {kind} of ELECTRA" in card
         whole = PretrainConfig.model_validate(values)
-        state = store.read_weights(store.newest(folder / "checkpoints") or Path())
+        state = store.read_weights(store.latest(folder / "checkpoints") or Path())
         PretrainingModel(whole.electra.generator(whole.model), 300, False).load_state_dict(generator_state(state))
         run, exported = read_released(folder), read_released(tmp_path / embeddings)
         assert run.family == exported.family == "electra"

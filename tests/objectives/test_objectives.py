@@ -100,5 +100,5 @@ def test_its_model_is_exported_and_read(run: Path, tmp_path: Path) -> None:
     assert "masked language modeling and positions" in card
     assert "| Places found |" in card
     assert read_released(run).backbone.keys() == read_released(tmp_path / "out").backbone.keys()
-    state = store.read_weights(store.newest(run / "checkpoints") or Path())
+    state = store.read_weights(store.latest(run / "checkpoints") or Path())
     assert "place_weight" in state

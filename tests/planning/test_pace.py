@@ -12,7 +12,7 @@ from corpora import make_corpus
 
 from pretrain.common import measured
 from pretrain.common.errors import MachineError
-from pretrain.common.measured import rates_file, remembered
+from pretrain.common.measured import cached_rate, rates_file
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.model import precision
 from pretrain.planning import pace
@@ -190,10 +190,10 @@ def waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
 
 def test_a_rate_is_measured_once(waits: dict[int, float]) -> None:
-    assert remembered("bf16", lambda: 7e11) == 7e11
-    assert remembered("bf16", lambda: pytest.fail("measured again")) == 7e11
-    assert remembered("fp32", lambda: 2e11) == 2e11
-    assert remembered("bf16", lambda: pytest.fail("measured again")) == 7e11
+    assert cached_rate("bf16", lambda: 7e11) == 7e11
+    assert cached_rate("bf16", lambda: pytest.fail("measured again")) == 7e11
+    assert cached_rate("fp32", lambda: 2e11) == 2e11
+    assert cached_rate("bf16", lambda: pytest.fail("measured again")) == 7e11
 
 
 def test_a_rate_beside_other_programs_is_measured_again(waits: dict[int, float]) -> None:
@@ -201,32 +201,32 @@ def test_a_rate_beside_other_programs_is_measured_again(waits: dict[int, float])
         waits[1] += 1.0
         return 1e11
 
-    assert remembered("bf16", disturbed) == 1e11
-    assert remembered("bf16", lambda: 7e11) == 7e11
+    assert cached_rate("bf16", disturbed) == 1e11
+    assert cached_rate("bf16", lambda: 7e11) == 7e11
 
 
 def test_a_machine_that_records_no_waits_is_measured_each_time(waits: dict[int, float]) -> None:
     waits.clear()
-    assert remembered("bf16", lambda: 1e11) == 1e11
-    assert remembered("bf16", lambda: 7e11) == 7e11
+    assert cached_rate("bf16", lambda: 1e11) == 1e11
+    assert cached_rate("bf16", lambda: 7e11) == 7e11
 
 
 @pytest.mark.parametrize("changed", ["torch", "cores"])
 def test_another_machine_or_version_is_measured(waits: dict[int, float], monkeypatch: Any, changed: str) -> None:
-    assert remembered("bf16", lambda: 1e11) == 1e11
+    assert cached_rate("bf16", lambda: 1e11) == 1e11
     if changed == "torch":
         monkeypatch.setattr(measured.importlib.metadata, "version", lambda _: "another")
     else:
         monkeypatch.setattr(measured.os, "sched_getaffinity", lambda _: {0, 7})
-    assert remembered("bf16", lambda: 7e11) == 7e11
+    assert cached_rate("bf16", lambda: 7e11) == 7e11
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"a": 1}'])
 def test_a_damaged_file_is_replaced(waits: dict[int, float], content: str) -> None:
     rates_file().parent.mkdir()
     rates_file().write_text(content)
-    assert remembered("bf16", lambda: 7e11) == 7e11
-    assert remembered("bf16", lambda: pytest.fail("measured again")) == 7e11
+    assert cached_rate("bf16", lambda: 7e11) == 7e11
+    assert cached_rate("bf16", lambda: pytest.fail("measured again")) == 7e11
 
 
 def test_the_rates_of_a_cpu_are_remembered(waits: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from pretrain.reporting import report
 from pretrain.reporting.attention import progress
 from pretrain.reporting.attention.strips import percent
 from pretrain.run.attention import history
-from pretrain.run.attention.history import AttentionHistory, read_history, unpacked
+from pretrain.run.attention.history import AttentionHistory, read_history, unpack_matrix
 from tests.distributed import run_workers
 from tests.starts import Start, pretraining, records, starts
 
@@ -117,7 +117,7 @@ def test_a_record_has_shares_of_every_head_and_matrices_of_some(model: Any, corp
     special_ids = set(special.values())
     for text in written._sequences:  # the picture ends with a separator of its own
         assert special_ids.isdisjoint(text[1:-1].tolist())
-    for matrix in map(unpacked, record["matrices"]):
+    for matrix in map(unpack_matrix, record["matrices"]):
         assert matrix.shape == (24, 24)
         assert np.allclose(matrix.sum(-1), 1, atol=24 / 510)
 
@@ -132,7 +132,7 @@ def test_matrices_are_those_of_the_model(model: Any, corpus: Path, tmp_path: Pat
     with torch.no_grad():
         PaddedEncoder(shape, state).encode(ids, torch.ones_like(ids), None, attention=collected)
     for (layer, head), matrix in zip(found["heads"], found["records"][0]["matrices"], strict=True):
-        assert np.allclose(unpacked(matrix), collected[layer][0, head].numpy(), atol=0.5 / 255 + 1e-6)
+        assert np.allclose(unpack_matrix(matrix), collected[layer][0, head].numpy(), atol=0.5 / 255 + 1e-6)
 
 
 def test_averaged_weights_do_not_replace_the_record_of_their_step(model: Any, corpus: Path, tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_records_after_a_rollback_are_dropped_and_old_ones_thinned(model: Any, c
     assert [one["step"] for one in read_history(tmp_path)["records"]] == [10, 20]
     assert read_history(tmp_path)["even_shares"]["self"] > 0
     many = [{"step": step} for step in range(10, 1010, 10)]
-    thinned = [one["step"] for one in history.thinned(many)]
-    assert (len(thinned), thinned[0], thinned[-1]) == (32, 10, 1000)
-    assert max(np.diff(thinned)) <= 4 * min(np.diff(thinned))
+    thin_records = [one["step"] for one in history.thin_records(many)]
+    assert (len(thin_records), thin_records[0], thin_records[-1]) == (32, 10, 1000)
+    assert max(np.diff(thin_records)) <= 4 * min(np.diff(thin_records))
 
 
 def test_a_file_that_cannot_be_written_or_read_stops_nothing(model: Any, corpus: Path, tmp_path: Path) -> None:

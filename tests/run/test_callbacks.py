@@ -17,7 +17,7 @@ from starts import Start, pretraining, records, starts
 
 from finetune.cli import main
 from pretrain.common import extensions
-from pretrain.run.callbacks import Callbacks, transferable
+from pretrain.run.callbacks import Callbacks, serialize_callbacks
 from tests.distributed import run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ class Silent: ...
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with `told.hooks`, which is the current one."""
-    monkeypatch.setenv(extensions.ASKED, "{}")
+    monkeypatch.setenv(extensions.ENV_VAR, "{}")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "told").mkdir()
@@ -105,7 +105,7 @@ def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.Lo
     callbacks = Callbacks([{"call": "told.hooks:Fails", "at": 1}], log=events.append)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            callbacks.tell("step_end", {"step": 1})
+            callbacks.call("step_end", {"step": 1})
     assert not callbacks.stop_reason
     assert [event["message"] for event in events] == [
         "the callback told.hooks:Fails raised SystemExit in step_end of step 1: enough; the run continues; its "
@@ -128,7 +128,7 @@ def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.Lo
         ("told.hooks:tell", "callbacks is 'told.hooks:tell'; expected a list"),
         ("[{call: 'told.hooks:Fails', at: 1, on_error: never}]", "callbacks.0: on_error: 'never' is not one of warn"),
         ("[{call: 'told.hooks:Fails', att: 1}]", "callbacks.0: told.hooks:Fails: missing a required argument: 'at'."),
-        ("[{call: 'told.hooks:tell', at: 1}]", "callbacks.0: told.hooks:tell: only a class takes options."),
+        ("[{call: 'told.hooks:tell', at: 1}]", "callbacks.0: told.hooks:tell: only a class accepts options."),
         ("[{call: 'told.hooks:Fails', at: 1, api_key: x}]", "callbacks.0.api_key looks like a secret"),
     ],
 )
@@ -143,7 +143,7 @@ def test_what_is_no_callback_is_one_line(
 
 
 def test_functions_of_any_origin_are_carried() -> None:
-    assert len(transferable([functools.partial(os.path.join, "x"), {}.setdefault], pickled=True)) == 2
+    assert len(serialize_callbacks([functools.partial(os.path.join, "x"), {}.setdefault], pickled=True)) == 2
 
 
 OBJECTS = """

@@ -13,7 +13,7 @@ from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import FORK_FILE, read_fork
 from pretrain.config import PretrainConfig
-from pretrain.run.fork import begin_fork
+from pretrain.run.fork import start_fork
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, pretraining, records, starts
 
@@ -45,7 +45,7 @@ def fork(parent: Path, corpus: Path, run: Path, *, workers: int = 2, at: int = F
 
 def begun(parent: Path, corpus: Path, run: Path, *, at: int = FORKED, **changes: Any) -> Start:
     values = {**settings(corpus, run), "name": "child", "fork_from": f"{parent}@{at}", **changes}
-    assert begin_fork(PretrainConfig.model_validate(values))
+    assert start_fork(PretrainConfig.model_validate(values))
     return Start(values, resume=True)
 
 
@@ -130,7 +130,7 @@ def test_the_mean_of_forks_is_exported(parent: Path, corpus: Path, tmp_path: Pat
     each = [store.read_weights(run / "checkpoints" / store.name_of(7))["embeddings.word"] for run in runs]
     torch.testing.assert_close(written, torch.stack(each).mean(0))
     assert not torch.equal(written, each[0])
-    with pytest.raises(InputError, match=r"has another shape than .*, so their weights cannot be averaged"):
+    with pytest.raises(InputError, match=r"has a different shape than .*, so their weights cannot be averaged"):
         hf.export_run(runs[0], tmp_path / "none", others=[tmp_path / "other"])
 
 
@@ -148,11 +148,11 @@ def test_what_a_phase_has_of_its_own_has_an_effect(parent: Path, corpus: Path, t
 
 def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Path) -> None:
     values = {**settings(corpus, tmp_path / "a"), "name": "a", "fork_from": f"{parent}@{FORKED}"}
-    assert begin_fork(PretrainConfig.model_validate(values))
-    assert begin_fork(PretrainConfig.model_validate(values))  # not begun yet: once more is no error
-    assert not begin_fork(PretrainConfig.model_validate({**values, "fork_from": f"{parent}@2"})), "which is another"
+    assert start_fork(PretrainConfig.model_validate(values))
+    assert start_fork(PretrainConfig.model_validate(values))  # not begun yet: once more is no error
+    assert not start_fork(PretrainConfig.model_validate({**values, "fork_from": f"{parent}@2"})), "which is another"
     second = {**settings(corpus, tmp_path / "b"), "name": "b", "fork_from": f"{tmp_path / 'a'}@{FORKED}"}
-    assert begin_fork(PretrainConfig.model_validate(second))
+    assert start_fork(PretrainConfig.model_validate(second))
     first, found = read_fork(tmp_path / "a"), read_fork(tmp_path / "b")
     expected = {"run": str(tmp_path / "a"), "name": "trial", "step": FORKED, "run_id": first["run_id"]}
     assert found == {**expected, "id": found["id"], "group": "trial", "earlier": [{"name": "trial", "step": FORKED}]}
@@ -161,7 +161,7 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
     assert run_workers(1, starts, [Start(trained, resume=True)]) == [[""]]
     state = store.read_state(store.list_checkpoints(tmp_path / "b/checkpoints")[-1])
     assert state["run_id"] == read_fork(tmp_path / "b")["id"] != read_fork(tmp_path / "b")["run_id"]
-    assert not begin_fork(PretrainConfig.model_validate(trained))
+    assert not start_fork(PretrainConfig.model_validate(trained))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
     [
         (3, {}, "has no checkpoint of step 3; the nearest are 2 and 4. checkpoint.keep_at keeps"),
         (9, {}, "step 9 is not before the end of the phases, which have 9 steps"),
-        (4, {"model": {"layers": 3}}, r"other settings before step 4: model.layers \(2 -> 3\)"),
-        (4, {"seed": 5}, r"other settings before step 4: seed \(0 -> 5\)"),
+        (4, {"model": {"layers": 3}}, r"different settings before step 4: model.layers \(2 -> 3\)"),
+        (4, {"seed": 5}, r"different settings before step 4: seed \(0 -> 5\)"),
         (4, {"phases": [{"global_sequences": 16}, {}]}, r"phases.0.global_sequences \(8 -> 16\)"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_fork_that_cannot_be_is_refused(
         else:
             values[name] = values[name] | change if isinstance(change, dict) else change
     with pytest.raises(InputError, match=message):
-        begin_fork(PretrainConfig.model_validate(values))
+        start_fork(PretrainConfig.model_validate(values))
     assert not (tmp_path / "run/checkpoints").exists()
 
 
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_is_no_start(parent: Path, corpus: Path, tmp_path: 
     file.write_bytes(b"x" * file.stat().st_size)
     values = settings(corpus, tmp_path / "run") | {"fork_from": f"{tmp_path / 'parent'}@{FORKED}"}
     with pytest.raises(InputError, match=f"{file}: "):
-        begin_fork(PretrainConfig.model_validate(values))
+        start_fork(PretrainConfig.model_validate(values))
 
 
 def test_what_is_no_run_and_step_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pretrain.common.run_files import read_fork
 from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.run.fork import begin_fork
+from pretrain.run.fork import start_fork
 from pretrain.run.train import _check_mixtures
 from tests.corpus.test_growth import config, source, write_lines
 from tests.corpus.test_prepare import text
@@ -69,13 +69,13 @@ def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources
     fork = tmp_path / "fork"
     values = {**settings(corpus, fork, {"weights": ZERO}, {"weights": ZERO}), "name": "child"}
     values["fork_from"] = f"{whole}@2"
-    assert begin_fork(PretrainConfig.model_validate(values))
+    assert start_fork(PretrainConfig.model_validate(values))
     assert train(values, resume=True) == ""
     assert losses(fork) == losses(whole), "bit for bit, in the phase that has begun and in the next"
     other = tmp_path / "other"
     mixed = {"weights": {"one": 0, "two": 0, "three": 0.5, "four": 0.5}, "temperature": 0}
     values = {**settings(corpus, other, {"weights": ZERO}, mixed), "name": "other", "fork_from": f"{whole}@5"}
-    assert begin_fork(PretrainConfig.model_validate(values))
+    assert start_fork(PretrainConfig.model_validate(values))
     error = train(values, resume=True)
     assert "has read one and two in phases.1, which now has no weight there" in error
     with pytest.raises(InputError, match=r"has read one and two in phases\.1"):
@@ -83,10 +83,10 @@ def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources
     assert not checkpoint_names(other)
     assert not read_fork(other)
     state = store.read_state(whole / "checkpoints" / store.name_of(5))
-    with pytest.raises(InputError, match=r"has read one and two in phases\.0, which the corpus lacks or has"):
+    with pytest.raises(InputError, match=r"has read one and two in phases\.0, which is missing or changed in"):
         _check_mixtures(state, whole, PretrainConfig.model_validate(values), shards_of_others(sources), [[], []])
     values["fork_from"], values["run_dir"] = f"{whole}@4", str(tmp_path / "third")
-    assert begin_fork(PretrainConfig.model_validate(values))
+    assert start_fork(PretrainConfig.model_validate(values))
     assert train(values, resume=True) == ""
     assert losses(tmp_path / "third")[:4] == losses(whole)[:4]
     assert losses(tmp_path / "third")[4] != losses(whole)[4]
@@ -97,9 +97,9 @@ def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources
 
 CHANGED: list[tuple[list[dict[str, Any]], str]] = [
     ([{}, {}], "has not read three and four in phases.0, which has started. Set phases.0.weights: {three: 0, fo"),
-    ([{"weights": {**ZERO, "two": 3}}, {}], "has read the sources of phases.0 in other shares than its weights"),
+    ([{"weights": {**ZERO, "two": 3}}, {}], "has read the sources of phases.0 in different shares than its weights"),
     ([{"weights": {**ZERO, "two": 0}}, {}], "has read two in phases.0, which now has no weight there"),
-    ([{"weights": ZERO, "temperature": 0.5}, {}], "in other shares than its weights, temperature and max_epochs"),
+    ([{"weights": ZERO, "temperature": 0.5}, {}], "in different shares than its weights, temperature and max_epochs"),
 ]
 
 

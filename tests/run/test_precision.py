@@ -248,7 +248,7 @@ def test_segments_of_device_memory_grow_unless_the_user_chose(monkeypatch: pytes
     order: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: order.append("device"))
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
-    session.take_gpu(Worker())
+    session.select_gpu(Worker())
     assert order == (["device"] if variable else ["expandable_segments:True", "device"])
 
 
@@ -288,7 +288,7 @@ def test_an_error_of_one_rank_does_not_wait_for_the_end_of_nccl(
 ) -> None:
     """Its group ends when all ranks end it, and the others wait for this one elsewhere."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(session, "take_gpu", lambda _: None)
+    monkeypatch.setattr(session, "select_gpu", lambda _: None)
     monkeypatch.setattr(session.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(session.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -303,7 +303,7 @@ def test_an_error_of_one_rank_does_not_wait_for_the_end_of_nccl(
 
 def grown() -> None:
     torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = lambda: True, lambda: 1, lambda _: None
-    session.take_gpu(Worker())
+    session.select_gpu(Worker())
     print(torch._C._accelerator_getAllocatorSettings())
 
 

@@ -174,7 +174,7 @@ def test_the_average_is_evaluated_and_exported(runs, tmp_path: Path) -> None:
 def test_a_checkpoint_without_an_average_is_refused(runs, tmp_path: Path) -> None:
     run = runs[1, "through"]
     assert not any("average" in key for file in checkpoint(run, 2).glob("*.safetensors") for key in load_file(file))
-    with pytest.raises(InputError, match=r"step-00000002: has no averaged weights. Give a checkpoint of the end"):
+    with pytest.raises(InputError, match=r"step-00000002: has no averaged weights. Use a checkpoint from the end"):
         hf.export_run(run, tmp_path / "out", "step-00000002", averaged=True)
 
 

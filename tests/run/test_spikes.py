@@ -14,7 +14,7 @@ from pretrain.checkpoint.store import read_weights
 from pretrain.config import PretrainConfig, SpikeConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.run import loop, stragglers
-from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
+from pretrain.run.spikes import LOSS_WINDOW, LossScaleSearch, is_spike
 from pretrain.run.stragglers import RankTimes, find_stragglers
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, make_starts, pretraining, records
@@ -22,7 +22,7 @@ from tests.starts import Start, all_records, make_starts, pretraining, records
 
 def usual(seed: int, level: float = 3.0, noise: float = 0.05) -> list[float]:
     generator = random.Random(seed)
-    return [level + generator.gauss(0, noise) for _ in range(REMEMBERED)]
+    return [level + generator.gauss(0, noise) for _ in range(LOSS_WINDOW)]
 
 
 @pytest.mark.parametrize("seed", range(20))

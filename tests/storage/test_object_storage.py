@@ -573,7 +573,7 @@ def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(pr
     monkeypatch.setattr(folders, "AT_ONCE", 1)
     folder = fetched_model(RUN)
     assert store.list_checkpoints(folder / "checkpoints") == [folder / "checkpoints" / "step-00000004"]
-    assert store.newest(folder / "checkpoints") is not None
+    assert store.latest(folder / "checkpoints") is not None
 
 
 def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(proxy, tmp_path, monkeypatch) -> None:
@@ -828,7 +828,7 @@ def read_value(address: str) -> tuple[str, float, str]:
     """What a reader sees of a run: the newest checkpoint, its value and the config's text."""
     fetched_model.cache_clear()
     folder = fetched_model(address)
-    newest = store.newest(folder / "checkpoints")
+    newest = store.latest(folder / "checkpoints")
     assert newest is not None
     return newest.name, store.read_weights(newest)["a"][0].item(), (folder / "config.yaml").read_text()
 

@@ -389,9 +389,9 @@ def test_without_an_address_no_client_is_imported() -> None:
         (["corpus.dir=s3://bucket/nothing"], r"s3://bucket/nothing/manifest\.json: not found.* Run `prepare`"),
         (["corpus.dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
         (["run_dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
-        (["run_dir=hf://me/run"], "run_dir: 'hf://me/run' can be read, but not written to. Give a local path"),
-        (["run_dir=s3://bucket"], "run_dir: 's3://bucket' is not an address of something in a bucket. Give"),
-        (["run_dir=ftp://host/run"], "run_dir: 'ftp://host/run' is an address of an unknown kind. Give"),
+        (["run_dir=hf://me/run"], "run_dir: 'hf://me/run' is read-only. Use a local path"),
+        (["run_dir=s3://bucket"], "run_dir: 's3://bucket' does not name a file or folder in a bucket. Use"),
+        (["run_dir=ftp://host/run"], "run_dir: 'ftp://host/run' is an address with an unknown scheme. Use"),
         (
             ["start_from=s3://bucket/nothing"],
             "s3://bucket/nothing: no config.json, tokenizer or weights are stored there. Check the address.",

@@ -666,7 +666,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{train: x, test: gs://b/x.csv}", "test: 'gs://b/x.csv' is a remote address"),
         ("{glue: rte, glue_dir: s3://b}", "glue_dir: 's3://b' is a remote address"),
         ("{dataset: hf://datasets/x}", "dataset: 'hf://datasets/x' is a remote address"),
-        ("{train: ~nosuchuser/x.csv}", "train: '~nosuchuser/x.csv' starts with a user who does not exist on this"),
+        ("{train: ~nosuchuser/x.csv}", "train: '~nosuchuser/x.csv' names a user who does not exist on this"),
         ("{train: x, header: false}", "text_column: 'text', but without a header"),
         ("{train: x, labels: [a, a]}", "labels: an entry occurs twice"),
         ("{train: x, labels: [a]}", "labels: only one class"),

@@ -65,7 +65,7 @@ def test_what_deepspeed_refuses_of_its_own_section_is_an_input_error() -> None:
 
 
 def own_bug() -> str:
-    import_deepspeed().initialize = lambda **_: store.newest(None)  # type: ignore[arg-type]
+    import_deepspeed().initialize = lambda **_: store.latest(None)  # type: ignore[arg-type]
     try:
         return refusal({"prescale_gradients": False})
     except (AttributeError, TypeError) as error:

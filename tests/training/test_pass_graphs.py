@@ -124,7 +124,7 @@ def test_what_one_recording_serves() -> None:
     ("section", "found"),
     [
         ({"zero_stage": 2}, "zero_stage is 2"),
-        ({"deepspeed": {"timers": {}}}, "deepspeed.timers is given"),
+        ({"deepspeed": {"timers": {}}}, "deepspeed.timers is set"),
         ({"activation_checkpointing": True}, "activation_checkpointing is true"),
     ],
 )

@@ -418,7 +418,7 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
         said = started.communicate()[0]
         newest = newest_checkpoint(run_dir)
         assert newest > first, said
-        found = store.newest(run_dir / "checkpoints")
+        found = store.latest(run_dir / "checkpoints")
         assert found is not None
         assert found.name == f"step-{newest:08d}", "what has its name is whole"
     assert losses(run_dir).keys() >= set(range(1, newest))

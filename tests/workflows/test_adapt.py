@@ -212,7 +212,7 @@ def test_a_short_text_has_smaller_batches(
     write_text(tmp_path / "other", WORDS, seed=7)
     rows = [{"text": f"{number} " + " ".join(WORDS[number % 9 :][:10] * 4)} for number in range(documents)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(settings, "usual_workers", lambda: 8)
+    monkeypatch.setattr(settings, "default_workers", lambda: 8)
     started: list[Any] = []
 
     def stop(path: Path, **given: Any) -> None:

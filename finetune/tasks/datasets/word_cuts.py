@@ -175,7 +175,7 @@ def _pieces(word: str) -> list[str]:
 
 
 def _class_of(piece: str) -> str:
-    if scripts.BEGINS_UNIT.match(piece):
+    if scripts.STARTS_UNIT.match(piece):
         kind = scripts.kind_of(piece[0])
         kana = _KATAKANA if "\u30a0" <= piece[0] <= "\u30ff" else _HIRAGANA
         return {scripts.KANA: kana, scripts.COMPLEX: _COMPLEX}.get(kind, _IDEOGRAPH)

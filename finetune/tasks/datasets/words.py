@@ -45,6 +45,6 @@ def _kind(character: str) -> int:
     if character.isspace() and not "\x1c" <= character <= "\x1f":
         return _SPACE
     category = unicodedata.category(character)
-    if category[0] in "PS" or scripts.BEGINS_UNIT.match(character):
+    if category[0] in "PS" or scripts.STARTS_UNIT.match(character):
         return _ALONE
     return _MARK if category in ("Cc", "Cf") or scripts.FOLLOWING.match(character) else _RUN

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pretrain.common.commands import (
-    USUAL_WORKERS,
+    WORKERS_DEFAULT,
     add_command,
     add_set,
     add_start,
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="add up to N words of the text to the vocabulary (default: 0)",
     )
-    add_workers(parser, USUAL_WORKERS)
+    add_workers(parser, WORKERS_DEFAULT)
     add_set(parser, "override a setting of the pretraining; may be repeated")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common import settings
-from pretrain.common.commands import usual_workers
+from pretrain.common.commands import default_workers
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, read_manifest
 from pretrain.config import ModelConfig, PretrainConfig, load_config
@@ -55,7 +55,7 @@ def run_values(
 ) -> dict[str, Any]:
     """Return the config of the run; `corpus` is the section of the prepared corpus, `sequences` the number per step."""
     out: Path = arguments.out
-    workers = min(usual_workers(), sequences) if arguments.workers is None else arguments.workers
+    workers = min(default_workers(), sequences) if arguments.workers is None else arguments.workers
     adaptation: dict[str, Any] = {}
     if arguments.general:
         adaptation = {"replay_corpus": str(out / "general"), "replay_share": arguments.replay}
@@ -79,7 +79,7 @@ def write_config(path: Path, config: PretrainConfig, *, started: bool) -> None:
     """Write the config of a stage; `InputError` if the stage was `started` with a different one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if started and path.is_file():
-        others = settings.differences(load_config(path), config, free=())
+        others = settings.differences(load_config(path), config, ignore=())
         if others:
             raise InputError(
                 f"{path}: was started with other options: {', '.join(others)}. Give the same ones, or another --out."

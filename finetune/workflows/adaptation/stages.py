@@ -27,7 +27,7 @@ from pretrain.common import settings
 from pretrain.common.addresses import hub_hint
 from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
-from pretrain.common.files import checkpoint_names, expect_other
+from pretrain.common.files import check_outputs_differ, checkpoint_names
 from pretrain.config import load_config
 from pretrain.corpus.sources import find_inputs
 from pretrain.reporting.gains import gain_lines
@@ -65,7 +65,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         hint = hub_hint(arguments.start_from)
         raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.{hint}")
     written = [arguments.out / f"{name}.{suffix}" for name in ("corpus", "general") for suffix in ("jsonl", "yaml")]
-    expect_other([*written, arguments.out / CONFIG_FILE], [*arguments.texts, *(arguments.general or ())])
+    check_outputs_differ([*written, arguments.out / CONFIG_FILE], [*arguments.texts, *(arguments.general or ())])
 
 
 class Stages:

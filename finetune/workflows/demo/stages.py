@@ -18,7 +18,7 @@ from typing import Any
 from finetune.training import api as finetuning
 from finetune.training.saved import MODEL
 from finetune.workflows.demo.data import write_sets
-from pretrain.common.commands import usual_workers
+from pretrain.common.commands import default_workers
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.common.packages import expect
@@ -54,7 +54,7 @@ TASKS = (
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the demo with its options and write its report; raises the error of the first stage that fails."""
-    arguments.workers = arguments.workers or usual_workers()
+    arguments.workers = arguments.workers or default_workers()
     expect("demo", "deepspeed", "pyarrow", *(["ray"] if arguments.workers > 1 else []))
     started = time.monotonic()
     try:

@@ -2,20 +2,20 @@
 
 A model that no family's layout can represent is written in ours, `families/bertrain.py`.
 
-A family is one module of `families` with a `LAYOUT`: a new family is a new file.
+Each module of `families` defines the `LAYOUT` of one family; to support another family, add a module.
 """
 
 from pretrain.checkpoint.layouts.facts import (
     BERT,
+    BERTRAIN,
     LAYOUTS,
-    OWN,
     ReleasedFacts,
-    brings_code,
+    check_supported,
     layout_of,
+    needs_custom_code,
     read_config,
-    refuse_foreign,
     task_head,
-    why_own,
+    unsupported_parts,
     write_config,
 )
 from pretrain.checkpoint.layouts.layout import KeyMapping, StackedName, encoder_shapes
@@ -23,19 +23,19 @@ from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
 
 __all__ = [
     "BERT",
+    "BERTRAIN",
     "LAYOUTS",
-    "OWN",
     "HeadDropout",
     "KeyMapping",
     "ReleasedFacts",
     "StackedName",
     "TaskHead",
-    "brings_code",
+    "check_supported",
     "encoder_shapes",
     "layout_of",
+    "needs_custom_code",
     "read_config",
-    "refuse_foreign",
     "task_head",
-    "why_own",
+    "unsupported_parts",
     "write_config",
 ]

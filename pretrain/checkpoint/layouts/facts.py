@@ -15,20 +15,20 @@ LAYOUTS: dict[str, KeyMapping] = {
     name: load_kind(families.__name__, name).LAYOUT for name in kind_names(families.__name__)
 }
 BERT = LAYOUTS["bert"]
-OWN = LAYOUTS["bertrain"]
+BERTRAIN = LAYOUTS["bertrain"]
 
 
 class ReleasedFacts(NamedTuple):
-    """The facts about a model in a config.json, besides the names of its tensors."""
+    """A model's shape and layout, as described by its config.json."""
 
     layout: KeyMapping
     model: ModelConfig
-    token_types: int = 2  # rows of the table in the file; 0 if it has none
+    token_types: int = 2  # rows of the segment table in the file; 0 if it has none
     first_position: int = 0  # row of the first token in the position table
 
 
 def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
-    """Read the facts in a config.json or a bert_config.json.
+    """Read a config.json or a bert_config.json.
 
     Raises:
         KeyError: a size is missing.
@@ -36,7 +36,7 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
-        known = [name for layout in LAYOUTS.values() for name in (layout.released_name, *layout.alike, *layout.older)]
+        known = [name for item in LAYOUTS.values() for name in (item.released_name, *item.variants, *item.older)]
         raise ValueError(f"model_type is {config['model_type']!r}; {', '.join(known)} are supported")
     for key in _HEAD_DROPOUTS:
         share = config.get(key)
@@ -63,14 +63,14 @@ def write_config(
     Args:
         head: suffix of the class's name, such as ForPreTraining.
         pad: id of the padding token, if `config` has none.
-        special: role -> id of the other special tokens, for the keys in `KeyMapping.special_ids` that `config` lacks.
+        special: role -> id of the other special tokens, for keys in `KeyMapping.special_ids` missing in `config`.
 
     Raises:
         InputError: the family's layout cannot represent the model.
     """
     layout, model, token_types, first = facts
-    refuse_foreign(layout, model)
-    model_type = config["model_type"] if config.get("model_type") in layout.alike else layout.released_name
+    check_supported(layout, model)
+    model_type = config["model_type"] if config.get("model_type") in layout.variants else layout.released_name
     values = layout.values_of(model, config, token_types)
     if first:
         values["max_position_embeddings"] += first
@@ -79,28 +79,28 @@ def write_config(
         "pad_token_id": pad,
         **ids,
         **{key: value for key, value in config.items() if key not in _NOT_COPIED},
-        "architectures": [layout.alike.get(model_type, layout.classes) + head],
+        "architectures": [layout.variants.get(model_type, layout.classes) + head],
         "model_type": model_type,
         "dtype": "float32",
         "vocab_size": vocabulary_size,
         **values,
     }
-    if head == "ForSequenceClassification" and brings_code(layout.family, model, config):
+    if head == "ForSequenceClassification" and needs_custom_code(layout.family, model, config):
         return wrap(content, layout.names("head.out_weight", "sequence")[0].removesuffix(".weight"))
     return content
 
 
-def brings_code(family: str, model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Return whether a sequence classifier of this config.json pools unlike any class of transformers, see `pooled`."""
+def needs_custom_code(family: str, model: ModelConfig, config: Mapping[str, Any]) -> bool:
+    """Return whether a sequence classifier needs `trust_remote_code`: no class of transformers pools so (`pooled`)."""
     return config.get(POOLING, "cls") != "cls" and POOLING not in LAYOUTS[family].values_of(model, config)
 
 
-def refuse_foreign(layout: KeyMapping, model: ModelConfig) -> None:
+def check_supported(layout: KeyMapping, model: ModelConfig) -> None:
     """Raise `InputError` if the layout cannot represent the model."""
-    if reason := layout.without_counterpart(model):
+    if reason := layout.unsupported_parts(model):
         raise InputError(
-            f"The released layout of {layout.family} cannot hold this model: {reason}. "
-            "Export it without naming a family, or train with the family's own architecture."
+            f"The released layout of {layout.family} cannot represent this model: {reason}. "
+            "Export it without naming a family, or train with the family's standard architecture."
         )
 
 
@@ -111,13 +111,13 @@ def layout_of(model: ModelConfig, family: str = "") -> KeyMapping:
         family: a key of `LAYOUTS`, if it is not `model.family`.
     """
     layout = LAYOUTS[family or model.family]
-    return OWN if layout.without_counterpart(model) else layout
+    return BERTRAIN if layout.unsupported_parts(model) else layout
 
 
-def why_own(model: ModelConfig) -> str:
-    """Return the settings because of which a model is written in our layout: its family's cannot represent them."""
+def unsupported_parts(model: ModelConfig) -> str:
+    """Return the model's settings that its family's layout cannot represent, so that ours is used."""
     # A discriminator of ELECTRA uses the architecture of another family.
-    reasons = filter(None, (LAYOUTS[family].without_counterpart(model) for family in (model.family, "electra")))
+    reasons = filter(None, (LAYOUTS[family].unsupported_parts(model) for family in (model.family, "electra")))
     reason = next(reasons, "")
     settings = [part for part in reason.split("; ") if part.startswith("model.")]
     return "; ".join(settings) or reason
@@ -154,7 +154,7 @@ def _family(config: Mapping[str, Any]) -> str:
         names: dict[str, str] = {
             name: layout.family
             for layout in LAYOUTS.values()
-            for name in (layout.released_name, *layout.alike, *layout.older)
+            for name in (layout.released_name, *layout.variants, *layout.older)
         }
         return names.get(model_type, "")
     architecture = (config.get("architectures") or [""])[0]

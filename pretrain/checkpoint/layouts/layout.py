@@ -30,7 +30,7 @@ from pretrain.model.parameters import (
     position_parameters,
 )
 
-# Our parameters without a suffix _weight or _bias; in the files each is the weight of a module.
+# Our parameters without a suffix _weight or _bias. In the files, each is the weight of a module.
 TABLES = ("embeddings.word", "embeddings.position", "embeddings.token_type", "relative.table", "heads.decoder")
 _SIZES = ("layers", "hidden", "heads", "intermediate", "max_positions", "embedding")
 
@@ -54,40 +54,40 @@ class KeyMapping:
         family: a key of `LAYOUTS`.
         classes: prefix of transformers' class names.
         layer: the part of a name before the number of a layer, without the prefix.
-        in_layer: our module of a layer -> their modules, to be stacked in this order.
-        elsewhere: our module -> theirs, with the prefix if they have it.
+        layer_modules: our module of a layer -> the family's modules, to be stacked in this order.
+        other_modules: our module outside the layers -> the family's, including the prefix if it has one.
         decoder: the module of the masked-language-modeling decoder; "" if files only have it under our names.
-        out: the module of head.out by purpose, as it is written; any of them is read.
+        out: purpose -> the module of head.out to write; on reading, any of them is accepted.
         config: field of `ModelConfig` -> key of config.json.
         task_head: (config.json, shape, purpose) -> the layers between the encoder and head.out.
         model_type: transformers' name of the family, if it is not `family`.
         parts: `ModelConfig.family`, which determines the parts of the block.
         prefix: of the encoder's names in a model with a head; "" stands for the family and a period.
-        bare: prefixes of the names of an encoder that is saved without a head, and so without `prefix`.
-        spellings: patterns in older names, after the prefix, and their current replacement.
+        bare: first parts of the names if an encoder is saved without a head, and so without `prefix`.
+        spellings: regular expressions of older names, without the prefix, and their current replacement.
         fused: module of older files -> the current modules that it stacks, in this order.
         unused: prefixes of names that fill none of our parameters, and their description.
         defaults: values of `ModelConfig` if config.json has none, where they differ from the defaults of `parts`.
         supported: key of config.json -> the values that our encoder supports; the first one if the key is absent.
-        today: config.json -> the same with the current keys, for families whose keys changed.
-        read: current config.json -> fields of `ModelConfig` that need more than a renamed key.
+        modernize: converts a config.json to the current keys, for families whose keys changed.
+        read: current config.json -> fields of `ModelConfig` that need more than renaming a key.
         write: (shape, config.json) -> the fields that `read` reads.
         activation_key: the key of config.json for `ModelConfig.activation`.
         mlm_activation: activation of the masked-language-modeling head if it is fixed; otherwise as in the layers.
         token_types: rows of the segment table if config.json names none; None if the family never has one.
         padded_positions: whether the position table starts with unused rows up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
-        special_ids: keys of config.json for ids of special tokens, besides pad_token_id, and the token's role.
-        tokenizer_class: transformers' class of its tokenizers; "" is `classes` and Tokenizer.
-        alike: model_type of families with the same layout -> the prefix of their classes.
+        special_ids: key of config.json for the id of a special token, besides pad_token_id -> the token's role.
+        tokenizer_class: transformers' class of its tokenizers; "" stands for `classes` + "Tokenizer".
+        variants: model_type of other families with the same layout -> the prefix of their classes.
         older: earlier values of model_type for this family; such a model is written with the current one.
     """
 
     family: str
     classes: str
     layer: str
-    in_layer: Mapping[str, tuple[str, ...]]
-    elsewhere: Mapping[str, str]
+    layer_modules: Mapping[str, tuple[str, ...]]
+    other_modules: Mapping[str, str]
     decoder: str
     out: Mapping[str, str]
     config: Mapping[str, str]
@@ -101,7 +101,7 @@ class KeyMapping:
     unused: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
+    modernize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]] = _nothing
     activation_key: str = "hidden_act"
@@ -111,7 +111,7 @@ class KeyMapping:
     next_sentence: bool = False
     special_ids: Mapping[str, str] = field(default_factory=dict)
     tokenizer_class: str = ""
-    alike: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, str] = field(default_factory=dict)
     older: tuple[str, ...] = ()
 
     # ---- names
@@ -127,13 +127,13 @@ class KeyMapping:
         match = re.fullmatch(r"layers\.(\d+)\.(\w+)", module)
         if match is not None:
             layer = f"{self._prefix}{self.layer}.{match[1]}"
-            return [f"{layer}.{theirs}.{kind}" for theirs in self.in_layer.get(match[2], ())]
-        theirs = self.out[purpose] if module == "head.out" else self.elsewhere.get(module)
+            return [f"{layer}.{theirs}.{kind}" for theirs in self.layer_modules.get(match[2], ())]
+        theirs = self.out[purpose] if module == "head.out" else self.other_modules.get(module)
         return [] if theirs is None else [f"{theirs}.{kind}"]
 
     def current_names(self, name: str) -> tuple[str, ...]:
         """Return transformers' current names for a tensor of a file: more than one if the tensor is stacked."""
-        name = self.plain(name)
+        name = self.normalize(name)
         module, _, kind = name.rpartition(".")
         for fused, parts in self.fused.items():
             if module == fused or module.endswith(f".{fused}"):
@@ -141,34 +141,34 @@ class KeyMapping:
                 return tuple(f"{before}{part}.{kind}" for part in parts)
         return (name,)
 
-    def plain(self, name: str) -> str:
+    def normalize(self, name: str) -> str:
         """Convert one of the family's names to the current spelling."""
         # DataParallel, torch.compile and Lightning each add a prefix.
         while name.startswith(("module.", "_orig_mod.", "model.")):
             name = name.partition(".")[2]
-        # TensorFlow's names of a LayerNorm, which torch checkpoints had until 2019.
+        # TensorFlow's names of LayerNorm parameters, which torch checkpoints used until 2019.
         name = re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", name)
         name = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", name)
-        for pattern, today in self.spellings:
-            name = re.sub(pattern, today, name)
+        for pattern, current in self.spellings:
+            name = re.sub(pattern, current, name)
         return self._prefix + name if name.startswith(self.bare) else name
 
-    def tied(self, theirs: str, model: ModelConfig) -> str | None:
+    def tied_parameter(self, theirs: str, model: ModelConfig) -> str | None:
         """Return our parameter that a tensor of the decoder duplicates; None for all other tensors."""
-        repeated = {f"{self.decoder}.bias": "heads.mlm_bias"}
+        duplicated = {f"{self.decoder}.bias": "heads.mlm_bias"}
         if model.tied_decoder:
-            repeated[f"{self.decoder}.weight"] = "embeddings.word"
-        name = self.plain(theirs)
-        return repeated.get(name) if name not in self.names("heads.mlm_bias") else None
+            duplicated[f"{self.decoder}.weight"] = "embeddings.word"
+        name = self.normalize(theirs)
+        return duplicated.get(name) if name not in self.names("heads.mlm_bias") else None
 
     def layer_number(self, theirs: str) -> int | None:
-        """Return the number of the layer that a tensor of a file belongs to; None outside of the layers."""
-        match = re.match(rf"{re.escape(self._prefix + self.layer)}\.(\d+)\.", self.plain(theirs))
+        """Return the index of the layer that a tensor of a file belongs to; None outside the layers."""
+        match = re.match(rf"{re.escape(self._prefix + self.layer)}\.(\d+)\.", self.normalize(theirs))
         return None if match is None else int(match[1])
 
-    def why_left_out(self, theirs: str) -> str:
+    def skip_reason(self, theirs: str) -> str:
         """Return the reason why a tensor that fills no parameter is not read."""
-        name = self.plain(theirs)
+        name = self.normalize(theirs)
         if name.endswith("embeddings.position_ids"):
             return "a constant: 0, 1, 2, ..."
         if name.endswith("embeddings.token_type_ids"):
@@ -190,13 +190,13 @@ class KeyMapping:
             ValueError: our encoder does not support a value, or values are inconsistent.
         """
         model = self._shape_of(config)
-        if reason := self._unlike(model, model):
+        if reason := self._differences(model, model):
             raise ValueError(reason)
         return model
 
     def _shape_of(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the shape as `model_of` does, without checking that the layout has names for all parameters."""
-        config = self.today(config)
+        config = self.modernize(config)
         for key, supported in self.supported.items():
             if config.get(key, supported[0]) not in supported:
                 raise ValueError(f"{key} is {config[key]!r}; only {supported[0]!r} is supported")
@@ -223,10 +223,10 @@ class KeyMapping:
             values["type_vocab_size"] = token_types if model.token_types else 0
         return values | self.write(model, config)
 
-    def without_counterpart(self, model: ModelConfig) -> str:
+    def unsupported_parts(self, model: ModelConfig) -> str:
         """Describe the parts of a model that this layout cannot represent; "" if it can represent all of it.
 
-        They are detected by writing the shape to a config.json and reading it again.
+        Detects them by writing the shape to a config.json and reading it again.
         """
         if not get_activation(model.activation).released_names:
             return f"model.activation is {model.activation}, which transformers does not have"
@@ -234,19 +234,19 @@ class KeyMapping:
             values = self.values_of(model, {})
             if self.padded_positions:
                 values["max_position_embeddings"] += first_position(values)
-            back = self._shape_of(values)
+            reread = self._shape_of(values)
         except (KeyError, ValueError) as error:
             positions = PARTS[self.parts].get("positions", "learned")
-            if model.positions != positions:  # its config.json lacks the numbers that reading needs
+            if model.positions != positions:  # then config.json lacks fields that reading needs
                 return f"model.positions is {model.positions}, and {self.family} supports only {positions}"
             return " ".join(str(error).split())
-        return self._unlike(model, back)
+        return self._differences(model, reread)
 
-    def _unlike(self, model: ModelConfig, back: ModelConfig) -> str:
-        """Describe the differences between the model and `back`, the shape read from this family's config.json."""
+    def _differences(self, model: ModelConfig, reread: ModelConfig) -> str:
+        """Describe the differences between the model and `reread`, the shape in this family's config.json."""
         reasons = [
             f"model.{name} is {value}, and {self.family} supports only {other}"
-            for (name, value), other in zip(_traits(model).items(), _traits(back).values(), strict=True)
+            for (name, value), other in zip(_traits(model).items(), _traits(reread).values(), strict=True)
             if value != other
         ]
         if self.mlm_activation not in ("", model.activation):
@@ -254,9 +254,9 @@ class KeyMapping:
                 f"model.activation is {model.activation}, and {self.family}'s head has {self.mlm_activation}"
             )
         ours = {_any_layer(name) for name in encoder_shapes(model, 0)}
-        theirs = {_any_layer(name) for name in encoder_shapes(back, 0) if self.names(name)}
+        theirs = {_any_layer(name) for name in encoder_shapes(reread, 0) if self.names(name)}
         if self.token_types is None and model.token_types:
-            theirs.add("embeddings.token_type")  # DistilBERT's positions include it
+            theirs.add("embeddings.token_type")  # DistilBERT adds it to the positions
         if ours - theirs:
             reasons.append(f"it has no counterpart of {', '.join(sorted(ours - theirs))}")
         if theirs - ours:
@@ -319,8 +319,8 @@ def _any_layer(name: str) -> str:
 
 
 def _traits(model: ModelConfig) -> dict[str, Any]:
-    """Return the properties besides sizes in which equivalent shapes must agree; values that mean defaults resolved."""
-    same = (
+    """Return the properties besides sizes that must be equal in equivalent shapes, with defaults resolved."""
+    names = (
         "norm",
         "norm_placement",
         "layer_norm_eps",
@@ -347,7 +347,7 @@ def _traits(model: ModelConfig) -> dict[str, Any]:
     )
     numbers = range(model.layers)
     return {
-        **{name: getattr(model, name) for name in same},
+        **{name: getattr(model, name) for name in names},
         "local_attention": [model.window(number) * 2 for number in numbers],
         "local_rotary_base": [model.rotary_base_of(number) for number in numbers],
         "kv_heads": model.kv_heads or model.heads,

@@ -1,7 +1,7 @@
-"""Sequence heads that read the mean or maximum of all tokens, in families whose transformers class reads [CLS].
+"""Sequence heads that pool all tokens (mean or maximum), for families whose transformers class reads [CLS].
 
 Models trained by sentence-transformers need this: their first token was never trained to represent the input. A
-fine-tuned one is written under a custom model type with a modeling file, so that transformers asks for
+fine-tuned one is written under a custom model type with a modeling file, so that transformers requires
 `trust_remote_code` and does not load it as a classifier of [CLS]. Its encoder is saved as well, in the family's layout.
 """
 
@@ -14,14 +14,14 @@ MODELING_FILE = "modeling_pooled.py"
 ENCODER = "encoder"  # the folder of the encoder without the head
 _CLASS = "PooledForSequenceClassification"
 _ENCODER, _OUTPUT = "encoder_model_type", "output_layer"
-_OWN = (_ENCODER, _OUTPUT, "auto_map")
+_ADDED_KEYS = (_ENCODER, _OUTPUT, "auto_map")
 
 
 def wrap(values: Mapping[str, Any], output_layer: str) -> dict[str, Any]:
     """Return config.json of a pooled classifier, made from the family's config.json.
 
     Args:
-        output_layer: the module of the output layer in the family's names, such as classifier.
+        output_layer: the family's name of the output layer, such as classifier.
     """
     module = MODELING_FILE.removesuffix(".py")
     return {
@@ -41,4 +41,4 @@ def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's config.json from a pooled classifier's; other configs are returned unchanged."""
     if config.get("model_type") != MODEL_TYPE or _ENCODER not in config:
         return dict(config)
-    return {**{key: value for key, value in config.items() if key not in _OWN}, "model_type": config[_ENCODER]}
+    return {**{key: value for key, value in config.items() if key not in _ADDED_KEYS}, "model_type": config[_ENCODER]}

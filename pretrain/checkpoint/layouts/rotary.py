@@ -10,14 +10,14 @@ def read_base(parameters: Mapping[str, Any], where: str, default: float) -> floa
     Args:
         parameters: transformers 5's rope_parameters: rope_theta, rope_type and the type's parameters.
         where: the name of `parameters`, for errors.
-        default: the base if none is named.
+        default: the base if `parameters` has none.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         raise ValueError(f"{where}.rope_type is {kind!r}; only 'default' is supported")
-    share = parameters.get("partial_rotary_factor", 1.0)
-    if share != 1:
-        raise ValueError(f"{where}.partial_rotary_factor is {share!r}; only 1.0 is supported")
+    factor = parameters.get("partial_rotary_factor", 1.0)
+    if factor != 1:
+        raise ValueError(f"{where}.partial_rotary_factor is {factor!r}; only 1.0 is supported")
     base = parameters.get("rope_theta")
     return float(default if base is None else base)
 

@@ -8,7 +8,7 @@ from pretrain.config import ModelConfig
 
 
 class HeadDropout(NamedTuple):
-    """Dropout rates of a task's head in training; a head without head.dense has only the second."""
+    """Dropout rates of a task's head in training; a head without head.dense uses only `before_out`."""
 
     before_dense: float = 0.0
     before_out: float = 0.0
@@ -19,11 +19,11 @@ class TaskHead(NamedTuple):
 
     Attributes:
         activation: of the dense layer, a name in `pretrain.model.activations.ACTIVATIONS`; "" if there is none.
-        bias: whether the dense layer has one.
+        bias: whether the dense layer has a bias.
         norm: after the activation, a name in `pretrain.model.norms.NORMS`; "" if there is none.
         pooling: the input of a sequence head: the first token, the mean or maximum of all tokens, or late: the head is
             applied to every token, and the results are averaged.
-        dropout: in training.
+        dropout: rates in training.
     """
 
     activation: str = ""
@@ -33,34 +33,34 @@ class TaskHead(NamedTuple):
     dropout: HeadDropout = HeadDropout()
 
 
-def sequence_head(activation: str, *, twice: bool = False) -> Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]:
-    """Return the heads of BERT and similar families: a dense layer for sequences, none for tokens and spans.
+def sequence_head(activation: str, *, input_dropout: bool = False) -> Callable[..., TaskHead]:
+    """Return the `KeyMapping.task_head` of BERT-like families: a dense layer for sequences, none for tokens and spans.
 
     Args:
         activation: of the dense layer.
-        twice: whether dropout also applies to the input of the dense layer, as in RobertaClassificationHead and
+        input_dropout: whether dropout also applies to the input of the dense layer, as in RobertaClassificationHead and
             ElectraClassificationHead.
     """
 
     def head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
         if purpose == "spans":  # no dropout, as in google-research/bert run_squad.py, create_model
             return TaskHead()
-        share = config.get("classifier_dropout")
-        share = model.hidden_dropout if share is None else share
+        rate = config.get("classifier_dropout")
+        rate = model.hidden_dropout if rate is None else rate
         if purpose == "tokens":
-            return TaskHead(dropout=HeadDropout(0.0, share))
-        if pooled := pooled_head(config, share):
+            return TaskHead(dropout=HeadDropout(0.0, rate))
+        if pooled := pooled_head(config, rate):
             return pooled
-        return TaskHead(activation, dropout=HeadDropout(share if twice else 0.0, share))
+        return TaskHead(activation, dropout=HeadDropout(rate if input_dropout else 0.0, rate))
 
     return head
 
 
-def pooled_head(config: Mapping[str, Any], share: float) -> TaskHead | None:
+def pooled_head(config: Mapping[str, Any], rate: float) -> TaskHead | None:
     """Return the sequence head if config.json requests the mean or maximum of all tokens; otherwise None.
 
     Args:
-        share: dropout rate of the pooled values.
+        rate: dropout rate of the pooled values.
     """
     pooling = config.get(POOLING, "cls")
-    return TaskHead(pooling=pooling, dropout=HeadDropout(0.0, share)) if pooling in ("mean", "max") else None
+    return TaskHead(pooling=pooling, dropout=HeadDropout(0.0, rate)) if pooling in ("mean", "max") else None

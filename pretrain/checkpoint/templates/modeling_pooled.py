@@ -23,7 +23,7 @@ class PooledConfig(PretrainedConfig):
 
     @property
     def encoder(self) -> Any:
-        """The encoder's own config."""
+        """The config of the encoder."""
         values = {key: value for key, value in self.to_dict().items() if key not in ("model_type", "auto_map")}
         return AutoConfig.for_model(self.encoder_model_type, **values)
 
@@ -37,14 +37,15 @@ class PooledForSequenceClassification(PreTrainedModel):
 
     def __init__(self, config: PooledConfig) -> None:
         super().__init__(config)
-        own = config.encoder
-        kind: Any = MODEL_MAPPING[type(own)]
-        without = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind).parameters else {}
-        self.base_model_prefix = kind.base_model_prefix
-        setattr(self, self.base_model_prefix, kind(own, **without))
-        share = getattr(config, "classifier_dropout", None)
-        self.dropout = nn.Dropout(getattr(own, "hidden_dropout_prob", 0.1) if share is None else share)
-        output = nn.Linear(own.hidden_size, int(config.num_labels or 2))
+        encoder = config.encoder
+        model_class: Any = MODEL_MAPPING[type(encoder)]
+        parameters = inspect.signature(model_class).parameters
+        options = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
+        self.base_model_prefix = model_class.base_model_prefix
+        setattr(self, self.base_model_prefix, model_class(encoder, **options))
+        rate = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(getattr(encoder, "hidden_dropout_prob", 0.1) if rate is None else rate)
+        output = nn.Linear(encoder.hidden_size, int(config.num_labels or 2))
         self._output, _, inner = config.output_layer.partition(".")
         setattr(self, self._output, nn.Sequential(OrderedDict({inner: output})) if inner else output)
         self.post_init()
@@ -59,15 +60,15 @@ class PooledForSequenceClassification(PreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
-        """Logits of int64 [B, L] each, and the loss if there are labels ([B], or fp32 [B, C]).
+        """Return the logits, and the loss if there are labels ([B], or fp32 [B, C]); other inputs are int64 [B, L].
 
-        `kwargs` and `inputs_embeds` [B, L, E], which may stand for `input_ids`, go to the encoder.
+        `kwargs` and `inputs_embeds` [B, L, E], an alternative to `input_ids`, are passed to the encoder.
         """
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is None:
-            raise ValueError("give input_ids or inputs_embeds")
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is None:
+            raise ValueError("pass input_ids or inputs_embeds")
         if attention_mask is None:
-            attention_mask = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
+            attention_mask = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
         if token_type_ids is not None:  # some encoders have none
             kwargs["token_type_ids"] = token_type_ids
         outputs = self.base_model(
@@ -79,13 +80,13 @@ class PooledForSequenceClassification(PreTrainedModel):
         else:
             pooled_BH = (hidden_BLH * real_BL1).sum(1) / real_BL1.sum(1)
         logits_BC = getattr(self, self._output)(self.dropout(pooled_BH))
-        made = SequenceClassifierOutput(
+        output = SequenceClassifierOutput(
             loss=self._loss(logits_BC, labels),
             logits=logits_BC,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-        return made.to_tuple() if return_dict is False else made
+        return output.to_tuple() if return_dict is False else output
 
     def _loss(self, logits_BC: Tensor, labels: Tensor | None) -> Tensor | None:
         if labels is None:

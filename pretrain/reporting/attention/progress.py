@@ -8,7 +8,7 @@ import numpy as np
 
 from pretrain.reporting.attention.strips import percent
 from pretrain.reporting.charts import Series, line_chart
-from pretrain.run.attention.history import RECORDED, read_history, unpacked
+from pretrain.run.attention.history import RECORDED, read_history, unpack_matrix
 from pretrain.run.attention.kinds import KINDS
 
 _HEADS, _STEPS = 3, 6  # to draw
@@ -92,7 +92,7 @@ def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictu
         matrices = [
             (
                 one["step"],
-                matrix_svg(unpacked(one["matrices"][number]), f"attention of head {name}, step {one['step']}"),
+                matrix_svg(unpack_matrix(one["matrices"][number]), f"attention of head {name}, step {one['step']}"),
             )
             for one in chosen
         ]

@@ -1,7 +1,7 @@
-"""Attention of the heads of a model in training, recorded at its evaluations in `attention.json` of the run folder.
+"""Records the attention of a model's heads at each evaluation, in `attention.json` of the run folder.
 
-A few held-out sequences are used, the same at every evaluation and for every number of workers. Recording reads only
-the weights: it draws no random number and changes no state of the training.
+A few held-out sequences are used, the same at every evaluation and for every number of workers. Recording only reads
+the weights: it draws no random numbers and does not change the training state.
 """
 
 import base64
@@ -26,12 +26,12 @@ from pretrain.run.attention.kinds import HeadStatistics, MarkedTokens
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-# The kinds that need only token ids and positions; the words that tokens belong to are not known here.
+# The kinds that need only token ids and positions; the words of the tokens are unknown here.
 RECORDED = ("self", "previous", "next", "first", "separator", "same_token")
 _NUM_SEQUENCES, _LENGTH = 8, 64
 _PICTURE_LENGTH = 24  # tokens of the sequence whose attention matrices are kept
 _PICTURES = 24  # heads whose matrices are kept, spread over the model
-_MAX_RECORDS = 32  # per file, which stays below about 1 MB; more than these are thinned evenly
+_MAX_RECORDS = 32  # per file, which stays below about 1 MB; more are thinned evenly
 
 
 class AttentionHistory:
@@ -54,7 +54,7 @@ class AttentionHistory:
     def rewind(self, step: int) -> None:
         """Drop the records after `step`, from which training continues."""
         if content := read_history(self._path.parent):
-            self._write({**content, "records": [one for one in content["records"] if one["step"] <= step]})
+            self._write({**content, "records": [record for record in content["records"] if record["step"] <= step]})
 
     def record(self, step: int, parameters: Mapping[str, Tensor], model: ModelConfig | None = None) -> None:
         """Record the attention of the weights after `step` steps, unless there is a record of that step.
@@ -64,21 +64,21 @@ class AttentionHistory:
 
         Args:
             step: optimizer steps taken.
-            parameters: whole tensors of the encoder by name, in any precision and on any device; heads are ignored.
+            parameters: full tensors of the encoder by name, in any precision and on any device; heads are ignored.
         """
         earlier = read_history(self._path.parent).get("records", [])
-        if not self._sequences or any(one["step"] == step for one in earlier):
+        if not self._sequences or any(record["step"] == step for record in earlier):
             return
         encoder = PaddedEncoder(model or self._model, {name: tensor.detach() for name, tensor in parameters.items()})
         statistics = HeadStatistics()
         for ids in self._sequences:
-            statistics.add(self._weights(encoder, ids), _marked(ids, self._special))
+            statistics.add(self._weights(encoder, ids), _mark_tokens(ids, self._special))
         pictures = self._weights(encoder, self._picture)
         record = {
             "step": step,
             "shares": {kind: statistics.shares[kind].round(4).tolist() for kind in RECORDED},
             "entropy": statistics.entropy.round(4).tolist(),
-            "matrices": [_packed(pictures[layer][head]) for layer, head in self._heads()],
+            "matrices": [_pack_matrix(pictures[layer][head]) for layer, head in self._heads()],
         }
         self._write(
             {
@@ -87,7 +87,7 @@ class AttentionHistory:
                 "heads": self._heads(),
                 "even_shares": {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED},
                 "even_entropy": round(statistics.even_entropy, 4),
-                "records": thinned([*earlier, record]),
+                "records": thin_records([*earlier, record]),
             }
         )
 
@@ -114,7 +114,7 @@ class AttentionHistory:
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
-    """Read a run's attention.json; {} if there is none that this version reads."""
+    """Read a run's attention.json; {} if there is none that this version supports."""
     try:
         content = json.loads((run_dir / HISTORY).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -122,14 +122,14 @@ def read_history(run_dir: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) and content.get("format") == FORMAT else {}
 
 
-def unpacked(matrix: str) -> np.ndarray:
-    """Return float32 [L, L], the attention weights in a record's `matrices`, exact to 1/255."""
+def unpack_matrix(matrix: str) -> np.ndarray:
+    """Return the attention weights in a record's `matrices`, float32 [L, L], exact to 1/255."""
     packed = np.frombuffer(base64.b64decode(matrix), np.uint8)
-    side = round(len(packed) ** 0.5)
-    return packed.reshape(side, side).astype(np.float32) / 255
+    length = round(len(packed) ** 0.5)
+    return packed.reshape(length, length).astype(np.float32) / 255
 
 
-def _packed(weights_LL: np.ndarray) -> str:
+def _pack_matrix(weights_LL: np.ndarray) -> str:
     return base64.b64encode(np.rint(weights_LL * 255).astype(np.uint8).tobytes()).decode()
 
 
@@ -140,21 +140,21 @@ def _sequences(shards: TokenShards, length: int) -> list[np.ndarray]:
     count = min(_NUM_SEQUENCES, len(documents))
     for number in range(count):
         shard, document = documents[number * len(documents) // count]
-        begin, end = (int(shard.documents[at, 1]) for at in (document, document + 1))
-        tokens = shard.tokens[begin : min(end, begin + length - 2)].astype(np.int64)
+        start, end = (int(shard.documents[row, 1]) for row in (document, document + 1))
+        tokens = shard.tokens[start : min(end, start + length - 2)].astype(np.int64)
         sequences.append(np.array([special["cls"], *tokens, special["sep"]], np.int64))
     return sequences
 
 
-def _marked(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
+def _mark_tokens(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
     none = np.full(len(ids), -1)
     first, separator = ids == special["cls"], ids == special["sep"]
     return MarkedTokens(ids, first, separator, np.zeros(len(ids), bool), word=none, place=none)
 
 
-def thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def thin_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Drop records until `_MAX_RECORDS` are left: closest neighbors first, never the first or the last record."""
     while len(records) > _MAX_RECORDS:
-        gaps = [records[at + 1]["step"] - records[at - 1]["step"] for at in range(1, len(records) - 1)]
+        gaps = [records[i + 1]["step"] - records[i - 1]["step"] for i in range(1, len(records) - 1)]
         del records[1 + gaps.index(min(gaps))]
     return records

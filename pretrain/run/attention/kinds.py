@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The kinds of token that attention can go to, seen from the token that attends. They overlap: the next token may be a
+# The kinds of tokens that a token may attend to, relative to that token. They overlap: the next token may be a
 # separator. Section 3.1 of the paper has relative positions, 3.2 separators and punctuation.
 KINDS = {
     "self": "itself",
@@ -29,7 +29,7 @@ class MarkedTokens:
 
     Attributes:
         ids: int64, token ids.
-        first: bool, the special token at the beginning.
+        first: bool, the special token at the start.
         separator: bool, the other special tokens.
         punctuation: bool, full stops and commas.
         word: int64, a number for each distinct word; -1 where there is none.
@@ -44,7 +44,7 @@ class MarkedTokens:
     place: np.ndarray
 
     def selectors(self) -> np.ndarray:
-        """Float32 [K, L, L] in the order of `KINDS`: 1 where a column's token is of that kind for a row's."""
+        """Return float32 [K, L, L] in the order of `KINDS`: 1 where a column's token is of that kind for a row's."""
         length = len(self.ids)
         ordinary = ~(self.first | self.separator)
         itself = np.eye(length, dtype=bool)
@@ -64,7 +64,7 @@ class MarkedTokens:
 
 
 class HeadStatistics:
-    """Shares of attention by kind, and entropies, averaged over all tokens of the sequences that are added."""
+    """Shares of attention by kind, and entropies, averaged over all tokens of the added sequences."""
 
     def __init__(self) -> None:
         self.texts, self.tokens = 0, 0
@@ -77,7 +77,7 @@ class HeadStatistics:
         """Add a sequence.
 
         Args:
-            weights: the attention weights of each layer, float32 [N, L, L]; a row is what one token attends to.
+            weights: the attention weights of each layer, float32 [N, L, L]; a row has the weights of one token.
             tokens: of the sequence.
         """
         length, selectors = len(tokens.ids), tokens.selectors()
@@ -90,26 +90,26 @@ class HeadStatistics:
 
     @property
     def shares(self) -> dict[str, np.ndarray]:
-        """Kind -> [Y, N], the share of a head's attention to that kind, averaged over the attending tokens."""
+        """Return kind -> [Y, N], the share of a head's attention to that kind, averaged over attending tokens."""
         return dict(zip(KINDS, self._mass / self.tokens, strict=True))
 
     @property
     def entropy(self) -> np.ndarray:
-        """[Y, N], the mean entropy of a token's attention weights in nats: low if a head attends to few tokens."""
+        """Return [Y, N], the mean entropy of attention weights in nats: low if a head attends to few tokens."""
         return self._entropy / self.tokens
 
     @property
     def even_shares(self) -> dict[str, float]:
-        """The shares of a head that attends to all tokens evenly."""
+        """Return the shares of a head that attends to all tokens evenly."""
         return dict(zip(KINDS, (self._even / self.tokens).tolist(), strict=True))
 
     @property
     def even_entropy(self) -> float:
-        """The entropy in nats of such a head, the maximum."""
+        """Return the entropy in nats of a head that attends to all tokens evenly, which is the maximum."""
         return self._even_entropy / self.tokens
 
 
 def _entropy(weights_NLL: np.ndarray) -> np.ndarray:
-    """[N, L] entropies of the rows, in nats."""
+    """Return the entropies of the rows in nats, [N, L]."""
     logarithms = np.log(weights_NLL, out=np.zeros_like(weights_NLL), where=weights_NLL > 0)
     return -(weights_NLL * logarithms).sum(-1)

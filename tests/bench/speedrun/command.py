@@ -18,7 +18,7 @@ from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import atomic_open, locked
 from pretrain.common.records import is_training, read_records
 from pretrain.common.run_files import ENVIRONMENT_FILE
-from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.thread_waits import sleep_when_contended
 from pretrain.config import CorpusConfig, PretrainConfig, SourceConfig, load_config
 from pretrain.run.preflight import with_resolved_precision
 from tests.bench.speedrun import results
@@ -144,7 +144,7 @@ def begin(config: PretrainConfig, out: Path) -> Path:
     Raises `InputError` if a run of its name was begun with other settings.
     """
     path = out / "configs" / f"{config.folder.name}.yaml"
-    if path.is_file() and (others := settings.differences(load_config(path), config, free=_FREE)):
+    if path.is_file() and (others := settings.differences(load_config(path), config, ignore=_FREE)):
         raise InputError(
             f"{path}: a trial of this name was begun with other settings: {', '.join(others)}. Give this one "
             "another name, such as --set name=second."
@@ -165,7 +165,7 @@ def finished(config: PretrainConfig, budget: float, plan: Plan, texts: Sequence[
     rollbacks = [record["passed_over_steps"] for record in records if record.get("event") == "rollback"]
     if rollbacks:
         remarks.append(f"{sum(rollbacks):,} steps were rolled back and are not counted")
-    with sleeping_when_crowded():
+    with sleep_when_contended():
         scores = measure(config, texts)
     return {
         "budget": budget,

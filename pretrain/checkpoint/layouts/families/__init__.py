@@ -1,1 +1,1 @@
-"""The families: every module of this package is one, with a `LAYOUT`."""
+"""The supported families: each module defines the `LAYOUT` of one."""

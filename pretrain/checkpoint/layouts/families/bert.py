@@ -10,7 +10,7 @@ from pretrain.checkpoint.layouts.layout import KeyMapping
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 from pretrain.config import ModelConfig
 
-IN_LAYER = {
+LAYER_MODULES = {
     "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
     "attention_out": ("attention.output.dense",),
     "attention_norm": ("attention.output.LayerNorm",),
@@ -67,8 +67,8 @@ LAYOUT = KeyMapping(
     family="bert",
     classes="Bert",
     layer="encoder.layer",
-    in_layer=IN_LAYER,
-    elsewhere={
+    layer_modules=LAYER_MODULES,
+    other_modules={
         **tables("bert"),
         "heads.mlm_transform": "cls.predictions.transform.dense",
         "heads.mlm_norm": "cls.predictions.transform.LayerNorm",

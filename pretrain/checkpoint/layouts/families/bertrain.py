@@ -37,7 +37,7 @@ class OwnLayout(KeyMapping):
         """Return the fields of config.json that a shape determines."""
         return {"type_vocab_size": token_types if model.token_types else 0, "model": model.model_dump(mode="json")}
 
-    def without_counterpart(self, model: ModelConfig) -> str:
+    def unsupported_parts(self, model: ModelConfig) -> str:
         """Return "": the layout can represent every model."""
         return ""
 
@@ -56,8 +56,8 @@ LAYOUT = OwnLayout(
     family="bertrain",
     classes="Bertrain",
     layer="layers",
-    in_layer={},
-    elsewhere={},
+    layer_modules={},
+    other_modules={},
     decoder="",
     out={"sequence": "head.out"},
     config={},

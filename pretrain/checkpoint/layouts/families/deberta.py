@@ -1,8 +1,8 @@
 """DeBERTa-v2 and -v3: transformers models/deberta_v2/modeling_deberta_v2.py and configuration_deberta_v2.py, 5.23.
 
 The masked-language-modeling head has two sets of names: `cls.predictions`, and `lm_predictions.lm_head`, which the
-released files have and transformers reads where config.json says `legacy: false`. Both are read; the first is written,
-which can be untied as well.
+released files have and transformers reads where config.json has `legacy: false`. Both are read. The first is written,
+because only it can be untied.
 """
 
 from collections.abc import Mapping
@@ -29,18 +29,18 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} is {config.get(key, default)!r}; only {only!r} is supported")
     _pooler_activation(config)
     hidden = config["hidden_size"]
-    own = {
-        "attention_head_size": hidden // max(1, config["num_attention_heads"]),  # the shape's own check refuses 0
+    derived = {
+        "attention_head_size": hidden // max(1, config["num_attention_heads"]),  # `ModelConfig` refuses 0
         "embedding_size": hidden,
         "pooler_hidden_size": hidden,
     }
-    for key, only in own.items():
+    for key, only in derived.items():
         if config.get(key, only) != only:
             raise ValueError(f"{key} is {config[key]!r}; only {only} is supported with hidden_size {hidden}")
-    farthest = config.get("max_relative_positions", -1)
+    max_distance = config.get("max_relative_positions", -1)
     return {
         "relative_buckets": max(0, config.get("position_buckets", -1)),
-        "relative_max_distance": farthest if farthest > 0 else config["max_position_embeddings"],
+        "relative_max_distance": max_distance if max_distance > 0 else config["max_position_embeddings"],
         "relative_terms": _read_terms(config),
         "relative_norm": _read_norm(config),
         "relative_projections": not config.get("share_att_key", False),
@@ -50,19 +50,19 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_terms(config: Mapping[str, Any]) -> str:
-    given = config.get("pos_att_type")
-    terms = {term.strip() for term in (given.lower().split("|") if isinstance(given, str) else given or [])}
-    found = next((name for name, known in _TERMS.items() if set(known) == terms), None)
-    if found is None:
-        raise ValueError(f"pos_att_type is {given!r}; only 'c2p', 'p2c' and both are supported")
-    return found
+    value = config.get("pos_att_type")
+    terms = {term.strip() for term in (value.lower().split("|") if isinstance(value, str) else value or [])}
+    name = next((name for name, known in _TERMS.items() if set(known) == terms), None)
+    if name is None:
+        raise ValueError(f"pos_att_type is {value!r}; only 'c2p', 'p2c' and both are supported")
+    return name
 
 
 def _read_norm(config: Mapping[str, Any]) -> bool:
-    given = str(config.get("norm_rel_ebd", "none"))
-    kinds = {kind.strip() for kind in given.lower().split("|")}
+    value = str(config.get("norm_rel_ebd", "none"))
+    kinds = {kind.strip() for kind in value.lower().split("|")}
     if not kinds <= {"none", "layer_norm"}:
-        raise ValueError(f"norm_rel_ebd is {given!r}; only 'none' and 'layer_norm' are supported")
+        raise ValueError(f"norm_rel_ebd is {value!r}; only 'none' and 'layer_norm' are supported")
     return "layer_norm" in kinds
 
 
@@ -85,11 +85,11 @@ def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHe
         return TaskHead()
     if purpose == "tokens":
         return TaskHead(dropout=HeadDropout(0.0, model.hidden_dropout))
-    share = config.get("cls_dropout")
-    share = model.hidden_dropout if share is None else share
-    if pooled := pooled_head(config, share):
+    rate = config.get("cls_dropout")
+    rate = model.hidden_dropout if rate is None else rate
+    if pooled := pooled_head(config, rate):
         return pooled
-    dropout = HeadDropout(config.get("pooler_dropout") or 0.0, share)
+    dropout = HeadDropout(config.get("pooler_dropout") or 0.0, rate)
     return TaskHead(_pooler_activation(config), dropout=dropout)
 
 
@@ -104,13 +104,13 @@ LAYOUT = KeyMapping(
     model_type="deberta-v2",
     classes="DebertaV2",
     layer="encoder.layer",
-    in_layer={
-        **bert.IN_LAYER,
+    layer_modules={
+        **bert.LAYER_MODULES,
         "qkv": ("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
         "position_key": ("attention.self.pos_key_proj",),
         "position_query": ("attention.self.pos_query_proj",),
     },
-    elsewhere={
+    other_modules={
         **{ours: _TABLES[ours] for ours in ("embeddings.word", "embeddings.norm")},
         "relative.table": "deberta.encoder.rel_embeddings",
         "relative.norm": "deberta.encoder.LayerNorm",

@@ -1,6 +1,6 @@
 """DistilBERT: transformers models/distilbert/modeling_distilbert.py and configuration_distilbert.py, 5.23.
 
-It has no segments. Our models train a table anyway, which is added to the positions when the model is written.
+It has no segments. Our models train a segment table anyway, which is added to the positions on writing.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from pretrain.config import ModelConfig
 
 
 def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
-    own = {"sequence": ("seq_classif_dropout", 0.2), "spans": ("qa_dropout", 0.1)}
-    share = config.get(*own[purpose]) if purpose in own else model.hidden_dropout
-    if purpose == "sequence" and (pooled := pooled_head(config, share)):
+    dropouts = {"sequence": ("seq_classif_dropout", 0.2), "spans": ("qa_dropout", 0.1)}
+    rate = config.get(*dropouts[purpose]) if purpose in dropouts else model.hidden_dropout
+    if purpose == "sequence" and (pooled := pooled_head(config, rate)):
         return pooled
-    return TaskHead("relu" if purpose == "sequence" else "", dropout=HeadDropout(before_out=share))
+    return TaskHead("relu" if purpose == "sequence" else "", dropout=HeadDropout(before_out=rate))
 
 
 def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ LAYOUT = KeyMapping(
     family="distilbert",
     classes="DistilBert",
     layer="transformer.layer",
-    in_layer={
+    layer_modules={
         "qkv": ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         "attention_out": ("attention.out_lin",),
         "attention_norm": ("sa_layer_norm",),
@@ -36,7 +36,7 @@ LAYOUT = KeyMapping(
         "ffn_out": ("ffn.lin2",),
         "ffn_norm": ("output_layer_norm",),
     },
-    elsewhere={
+    other_modules={
         "embeddings.word": "distilbert.embeddings.word_embeddings",
         "embeddings.position": "distilbert.embeddings.position_embeddings",
         "embeddings.norm": "distilbert.embeddings.LayerNorm",

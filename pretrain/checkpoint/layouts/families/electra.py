@@ -1,7 +1,7 @@
 """ELECTRA: transformers models/electra/modeling_electra.py and configuration_electra.py, 5.23.
 
-The generator's masked-language-modeling head is read and written as `heads.mlm_*`. The discriminator's is written as
-`heads.rtd_*`; on reading it is listed in the mapping, but left out.
+The generator's masked-language-modeling head is read and written as `heads.mlm_*`. The discriminator's
+(`heads.rtd_*`) is written; on reading, the mapping lists it as left out.
 """
 
 from pretrain.checkpoint.layouts.families import bert
@@ -12,8 +12,8 @@ LAYOUT = KeyMapping(
     family="electra",
     classes="Electra",
     layer="encoder.layer",
-    in_layer=bert.IN_LAYER,
-    elsewhere={
+    layer_modules=bert.LAYER_MODULES,
+    other_modules={
         **bert.tables("electra"),
         "embeddings.project": "electra.embeddings_project",
         "heads.mlm_transform": "generator_predictions.dense",
@@ -27,7 +27,7 @@ LAYOUT = KeyMapping(
     decoder="generator_lm_head",
     out={**bert.OUT, "sequence": "classifier.out_proj"},
     config={**bert.CONFIG, "embedding": "embedding_size"},
-    task_head=sequence_head("gelu", twice=True),
+    task_head=sequence_head("gelu", input_dropout=True),
     bare=bert.BARE,
     spellings=bert.SPELLINGS,
     unused={"discriminator_predictions.": "the head that detects replaced tokens"},

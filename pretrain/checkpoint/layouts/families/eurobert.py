@@ -14,7 +14,7 @@ from pretrain.config import ModelConfig
 _POOLINGS = {"bos": "cls", "cls": "cls", "mean": "mean", "late": "mean"}  # cls: from sentence-transformers
 
 
-def _today(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _modernize(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rename clf_pooling, the key in EuroBERT's original code."""
     return {"classifier_pooling": config.get("clf_pooling", "late"), **config}
 
@@ -24,25 +24,24 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     width = config.get("head_dim")
     if width is not None and width * heads != config["hidden_size"]:
         raise ValueError(f"head_dim is {width}; only hidden_size / num_attention_heads is supported")
-    keys = config.get("num_key_value_heads") or heads
+    kv_heads = config.get("num_key_value_heads") or heads
     pooling = config["classifier_pooling"]
     if pooling not in _POOLINGS:
         raise ValueError(f"classifier_pooling is {pooling!r}; only {', '.join(map(repr, _POOLINGS))} are supported")
-    in_ffn = bool(config.get("mlp_bias", False))
+    ffn_bias = bool(config.get("mlp_bias", False))
     return {
         "rotary_base": read_single(config, 10_000.0),
-        "kv_heads": 0 if keys == heads else keys,
+        "kv_heads": 0 if kv_heads == heads else kv_heads,
         "attention_bias": bool(config.get("attention_bias", False)),
-        "ffn_in_bias": in_ffn,
-        "ffn_out_bias": in_ffn,
-        "decoder_bias": in_ffn,  # EuroBertForMaskedLM
+        "ffn_in_bias": ffn_bias,
+        "ffn_out_bias": ffn_bias,
+        "decoder_bias": ffn_bias,  # EuroBertForMaskedLM
         "tied_decoder": bool(config.get("tie_word_embeddings", False)),
         "pooling": _POOLINGS[pooling],
     }
 
 
 def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    named = _pooling(config, model)
     return {
         **write_single(model.rotary_base),
         "num_key_value_heads": model.kv_heads or model.heads,
@@ -50,13 +49,13 @@ def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": model.attention_bias,
         "mlp_bias": model.ffn_in_bias,
         "tie_word_embeddings": model.tied_decoder,
-        "classifier_pooling": named,
+        "classifier_pooling": _pooling(config, model),
     }
 
 
 def _pooling(config: Mapping[str, Any], model: ModelConfig) -> str:
-    """Return EuroBERT's name of the pooling: late if a file requests it, or has no such key."""
-    if config and model.pooling == "mean" and _today(config)["classifier_pooling"] == "late":
+    """Return EuroBERT's name of the pooling: late if config.json sets it, or has no such key."""
+    if config and model.pooling == "mean" and _modernize(config)["classifier_pooling"] == "late":
         return "late"
     return {"cls": "bos"}.get(model.pooling, model.pooling)
 
@@ -72,7 +71,7 @@ LAYOUT = KeyMapping(
     family="eurobert",
     classes="EuroBert",
     layer="layers",
-    in_layer={
+    layer_modules={
         "attention_norm": ("input_layernorm",),
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "q": ("self_attn.q_proj",),
@@ -82,7 +81,7 @@ LAYOUT = KeyMapping(
         "gated_in": ("mlp.gate_proj", "mlp.up_proj"),
         "ffn_out": ("mlp.down_proj",),
     },
-    elsewhere={
+    other_modules={
         "embeddings.word": "model.embed_tokens",
         "final.norm": "model.norm",
         "heads.mlm": "lm_head",
@@ -105,7 +104,7 @@ LAYOUT = KeyMapping(
     parts="eurobert",
     prefix="model.",
     bare=("embed_tokens.", "layers.", "norm."),
-    today=_today,
+    modernize=_modernize,
     read=_read,
     write=_write,
     special_ids={"bos_token_id": "cls", "eos_token_id": "sep", "mask_token_id": "mask"},

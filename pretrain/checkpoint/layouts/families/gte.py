@@ -1,6 +1,6 @@
 """GTE, the encoder of Alibaba's embedding models: transformers models/gte/modeling_gte.py, 5.23.
 
-Older files on the Hub (model_type "new") have other names, which conversion_mapping.py, "gte", converts.
+Older files on the Hub (model_type "new") have other names, converted as in transformers' conversion_mapping.py.
 transformers has no class for question answering; we write one with BERT's names.
 """
 
@@ -13,8 +13,8 @@ from pretrain.checkpoint.layouts.rotary import read_single, write_single
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 from pretrain.config import ModelConfig
 
-# Names that Nomic BERT has as well.
-IN_LAYER = {
+# Names that Nomic BERT uses, too.
+LAYER_MODULES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention_out": ("self_attn.o_proj",),
     "attention_norm": ("post_attention_layernorm",),
@@ -25,8 +25,8 @@ IN_LAYER = {
 BARE = ("embeddings.", "layers.", "pooler.")
 
 
-def elsewhere(prefix: str) -> dict[str, str]:
-    """Return the names outside of the layers that GTE and Nomic BERT share."""
+def other_modules(prefix: str) -> dict[str, str]:
+    """Return the names outside the layers that GTE and Nomic BERT share."""
     tables = bert.tables(prefix)
     del tables["embeddings.position"]
     return {**tables, "heads.pooler": f"{prefix}.pooler.dense", "head.dense": f"{prefix}.pooler.dense"}
@@ -50,9 +50,9 @@ LAYOUT = KeyMapping(
     family="gte",
     classes="Gte",
     layer="layers",
-    in_layer=IN_LAYER,
-    elsewhere={
-        **elsewhere("gte"),
+    layer_modules=LAYER_MODULES,
+    other_modules={
+        **other_modules("gte"),
         "heads.mlm_transform": "lm_head.dense",
         "heads.mlm_norm": "lm_head.layer_norm",
         "heads.mlm": "lm_head.decoder",
@@ -73,7 +73,7 @@ LAYOUT = KeyMapping(
         (r"^lm_head\.norm\.", "lm_head.layer_norm."),
     ),
     fused={
-        "attention.qkv_proj": IN_LAYER["qkv"],
+        "attention.qkv_proj": LAYER_MODULES["qkv"],
         "mlp.up_gate_proj": ("mlp.up_proj", "mlp.gate_proj"),
     },
     supported={

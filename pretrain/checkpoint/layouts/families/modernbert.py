@@ -25,13 +25,13 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     in_head = activation_name("classifier_activation", config.get("classifier_activation", "gelu"))
     if in_head != activation:
         raise ValueError(f"classifier_activation is {in_head!r}; only hidden_activation's {activation!r} is supported")
-    in_ffn = bool(config.get("mlp_bias", False))
+    ffn_bias = bool(config.get("mlp_bias", False))
     return {
         **_read_layers(config),
         "norm": "layer_norm" if config.get("norm_bias", False) else "layer_norm_no_bias",
         "attention_bias": bool(config.get("attention_bias", False)),
-        "ffn_in_bias": in_ffn,
-        "ffn_out_bias": in_ffn,
+        "ffn_in_bias": ffn_bias,
+        "ffn_out_bias": ffn_bias,
         "hidden_dropout": max(config.get("embedding_dropout", 0.0), config.get("mlp_dropout", 0.0)),
         "mlm_transform_bias": bool(config.get("classifier_bias", False)),
         "decoder_bias": bool(config.get("decoder_bias", True)),
@@ -43,29 +43,29 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read which layers are local, their window, and the rotary bases."""
     every = _read_every(config)
-    whole = config.get("local_attention", 128)
+    window = config.get("local_attention", 128)
     bases = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
-    named = {kind: config.get(key, default) for kind, (key, default) in _BASES.items()}
+    named = {kind: config.get(key, base) for kind, (key, base) in _BASES.items()}
     # In transformers 4, null means the base of the global layers.
-    first = _BASES[_GLOBAL][1] if named[_GLOBAL] is None else named[_GLOBAL]
+    default = _BASES[_GLOBAL][1] if named[_GLOBAL] is None else named[_GLOBAL]
     base = {
         kind: read_base(
-            {**scaling, **(bases.get(kind) or {})}, f"rope_parameters.{kind}", first if own is None else own
+            {**scaling, **(bases.get(kind) or {})}, f"rope_parameters.{kind}", default if value is None else value
         )
-        for kind, own in named.items()
+        for kind, value in named.items()
     }
-    windows = every > 1
+    has_local = every > 1
     return {
         "global_every": every,
-        "local_attention": whole - whole % 2 if windows else 0,
+        "local_attention": window - window % 2 if has_local else 0,
         "rotary_base": base[_GLOBAL],
-        "local_rotary_base": base[_LOCAL] if windows else 0.0,
+        "local_rotary_base": base[_LOCAL] if has_local else 0.0,
     }
 
 
 def _read_every(config: Mapping[str, Any]) -> int:
-    """Read `ModelConfig.global_every`; raises ValueError if the global layers are not every n-th, from the first on."""
+    """Read `ModelConfig.global_every`; raises ValueError unless every n-th layer is global, starting with the first."""
     layers = config["num_hidden_layers"]
     every = config.get(_EVERY, 3)
     kinds = config.get("layer_types")
@@ -79,12 +79,12 @@ def _read_every(config: Mapping[str, Any]) -> int:
     every = later[0] if later else max(2, len(kinds))
     if kinds != _layer_types(layers, every):
         raise ValueError(
-            f"layer_types is {_shortened(kinds)}; only a {_GLOBAL} at every n-th layer from the first on is supported"
+            f"layer_types is {_shorten(kinds)}; only {_GLOBAL} in every n-th layer, from the first, is supported"
         )
     return every
 
 
-def _shortened(kinds: Sequence[str]) -> str:
+def _shorten(kinds: Sequence[str]) -> str:
     shown = ", ".join(kinds[:6])
     return f"[{shown}, ...]" if len(kinds) > 6 else f"[{shown}]"
 
@@ -101,12 +101,12 @@ def _pooling(config: Mapping[str, Any]) -> str:
 
 
 def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    windows, local_base = model.local_attention, model.local_rotary_base or model.rotary_base
+    window, local_base = model.local_attention, model.local_rotary_base or model.rotary_base
     return {
         "classifier_activation": get_activation(model.activation).released_names[0],
         "layer_types": _layer_types(model.layers, model.global_every),
         _EVERY: model.global_every,
-        "local_attention": windows or config.get("local_attention", 128),
+        "local_attention": window or config.get("local_attention", 128),
         "rope_parameters": {_GLOBAL: write_base(model.rotary_base), _LOCAL: write_base(local_base)},
         "global_rope_theta": model.rotary_base,
         "local_rope_theta": local_base,
@@ -132,7 +132,7 @@ LAYOUT = KeyMapping(
     family="modernbert",
     classes="ModernBert",
     layer="layers",
-    in_layer={
+    layer_modules={
         "attention_norm": ("attn_norm",),
         "qkv": ("attn.Wqkv",),
         "attention_out": ("attn.Wo",),
@@ -140,7 +140,7 @@ LAYOUT = KeyMapping(
         "gated_in": ("mlp.Wi",),
         "ffn_out": ("mlp.Wo",),
     },
-    elsewhere={
+    other_modules={
         "embeddings.word": "model.embeddings.tok_embeddings",
         "embeddings.norm": "model.embeddings.norm",
         "final.norm": "model.final_norm",

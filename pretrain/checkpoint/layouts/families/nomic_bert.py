@@ -1,7 +1,7 @@
 """Nomic BERT: transformers models/nomic_bert/modeling_nomic_bert.py and configuration_nomic_bert.py, 5.23.
 
-Older files on the Hub (n_embd, Wqkv) have the names and config keys of contrastors; conversion_mapping.py,
-"nomic_bert", converts the names. transformers has no class for question answering.
+Older files on the Hub (n_embd, Wqkv) have the names and config keys of contrastors; transformers
+converts the names in conversion_mapping.py ("nomic_bert"). It has no class for question answering.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ _OLDER = {
 }
 
 
-def _today(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _modernize(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if "n_embd" not in config or "hidden_size" in config:
         return config
-    values = {**config, **{today: config[older] for older, today in _OLDER.items() if older in config}}
+    values = {**config, **{key: config[older] for older, key in _OLDER.items() if older in config}}
     activation = config.get("activation_function", "swiglu")
     if activation not in ("swiglu", "geglu"):
         raise ValueError(f"activation_function is {activation!r}; only 'swiglu' and 'geglu' are supported")
@@ -52,9 +52,9 @@ LAYOUT = KeyMapping(
     family="nomic_bert",
     classes="NomicBert",
     layer="layers",
-    in_layer=gte.IN_LAYER,
-    elsewhere={
-        **gte.elsewhere("nomic_bert"),
+    layer_modules=gte.LAYER_MODULES,
+    other_modules={
+        **gte.other_modules("nomic_bert"),
         "heads.mlm_transform": "cls.predictions.transform.dense",
         "heads.mlm_norm": "cls.predictions.transform.layer_norm",
         "heads.mlm": "cls.predictions",
@@ -78,7 +78,7 @@ LAYOUT = KeyMapping(
         (r"\.norm1\.", ".post_attention_layernorm."),
         (r"\.norm2\.", ".post_mlp_layernorm."),
     ),
-    fused={"attn.Wqkv": gte.IN_LAYER["qkv"]},
+    fused={"attn.Wqkv": gte.LAYER_MODULES["qkv"]},
     supported={
         "prenorm": (False, None),
         "use_rms_norm": (False, None),
@@ -92,7 +92,7 @@ LAYOUT = KeyMapping(
         "rotary_emb_scale_base": (None,),
         "scale_attn_by_inverse_layer_idx": (False, None),
     },
-    today=_today,
+    modernize=_modernize,
     read=_read,
     write=gte.write,
     token_types=2,

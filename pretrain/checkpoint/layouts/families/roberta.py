@@ -8,8 +8,8 @@ LAYOUT = KeyMapping(
     family="roberta",
     classes="Roberta",
     layer="encoder.layer",
-    in_layer=bert.IN_LAYER,
-    elsewhere={
+    layer_modules=bert.LAYER_MODULES,
+    other_modules={
         **bert.tables("roberta"),
         "heads.mlm_transform": "lm_head.dense",
         "heads.mlm_norm": "lm_head.layer_norm",
@@ -20,7 +20,7 @@ LAYOUT = KeyMapping(
     decoder="lm_head.decoder",
     out={**bert.OUT, "sequence": "classifier.out_proj"},
     config=bert.CONFIG,
-    task_head=sequence_head("tanh", twice=True),
+    task_head=sequence_head("tanh", input_dropout=True),
     bare=bert.BARE,
     spellings=bert.SPELLINGS,
     unused={"roberta.pooler.": "a pooler, which RoBERTa's heads do not use"},
@@ -33,5 +33,5 @@ LAYOUT = KeyMapping(
     padded_positions=True,
     special_ids={"bos_token_id": "cls", "eos_token_id": "sep"},
     # models/xlm_roberta/modular_xlm_roberta.py, models/camembert/modular_camembert.py
-    alike={"xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
+    variants={"xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
 )
