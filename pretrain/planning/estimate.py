@@ -22,7 +22,7 @@ from pretrain.config import ModelConfig, Precision, PretrainConfig
 from pretrain.corpus.blocks import ARRAYS, BLOCK_TOKENS
 from pretrain.corpus.stored import is_streamed, prepared_manifest
 from pretrain.model import cost
-from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
+from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported_feature
 from pretrain.objectives import objective_of
 from pretrain.planning.memory import Device, memory_bytes
 from pretrain.planning.recording import choose_graphs, with_graphs
@@ -135,7 +135,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     if config.engine.precision == "fp32":
         raise InputError(f"{where}: the known peaks are for bf16 and fp16; engine.precision is fp32.")
     gpu = GPUS[name]
-    if reason := unsupported(config.engine, gpu.capability):
+    if reason := unsupported_feature(config.engine, gpu.capability):
         raise InputError(f"{where}: {reason}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
     return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu)
 

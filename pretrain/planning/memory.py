@@ -73,7 +73,7 @@ def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
         return 0
     itemsize = 4 if config.engine.precision == "fp32" else 2
     tokens = micro_batch_tokens(config, workers)
-    scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_PIECE)
+    scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_CHUNK)
     weights = cost.parameter_count(frozen, vocabulary, next_sentence=False).total
     return itemsize * (weights + scores) + cost.working_bytes(frozen, tokens, itemsize)
 

@@ -187,7 +187,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     has = f"{name} has {capability[0]}.{capability[1]}"
-    if reason := precision.unsupported(config.engine, capability):
+    if reason := precision.unsupported_feature(config.engine, capability):
         advice = advice if reason.startswith("engine.precision") else "Set it to false."
         raise MachineError(f"{reason}; {has}. {advice}")
     known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
@@ -204,7 +204,7 @@ def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
     resolved = gather_objects(earlier.engine.precision)[0]
     if resolved != "auto":
         return with_precision(config, resolved)
-    choice = precision.choose(gather_objects(precision.offer(device)))
+    choice = precision.choose_precision(gather_objects(precision.capabilities(device)))
     config = with_precision(config, choice.precision)
     if worker.rank == 0:
         logger.info("engine.precision: %s; %s", choice.precision, choice.reason)

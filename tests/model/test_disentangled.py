@@ -54,7 +54,7 @@ def test_pieces_of_any_size_give_the_same(scores: int, monkeypatch: pytest.Monke
     model, batch = PretrainingModel(make_shape(hidden_dropout=0.0), 101), make_batch((38, 40, 40, 7))
     results: list[list[Tensor]] = []
     for size in (1 << 30, scores):
-        monkeypatch.setattr(grouped_op, "SCORES_PER_PIECE", size)
+        monkeypatch.setattr(grouped_op, "SCORES_PER_MATMUL", size)
         model.zero_grad()
         loss = model(batch).mlm_loss
         loss.backward()

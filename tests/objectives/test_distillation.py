@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs/pretrain"
 @pytest.mark.parametrize("piece", [1 << 26, 150])
 def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """As transformers' research project distillation, distiller.py, computes them: values and gradients."""
-    monkeypatch.setattr(fused_cross_entropy, "LOGITS_PER_PIECE", piece)
+    monkeypatch.setattr(fused_cross_entropy, "LOGITS_PER_CHUNK", piece)
     torch.manual_seed(0)
     shape = ModelConfig(size="custom", layers=2, hidden=16, heads=2, hidden_dropout=0.0)
     teacher = PretrainingModel(shape.model_copy(update={"layers": 3}), 50, False)

@@ -233,10 +233,10 @@ def test_the_rates_of_a_cpu_are_remembered(waits: dict[int, float], monkeypatch:
     made: list[int] = []
     monkeypatch.setattr(precision, "measure_matmul", lambda *_, threads=0: made.append(threads) or 1e11)
     for _ in range(2):
-        for function in (precision.of_one_thread, precision.matmul_peak):
+        for function in (precision.single_thread_peak, precision.matmul_peak):
             function.cache_clear()
-        precision.offer(torch.device("cpu"))
+        precision.capabilities(torch.device("cpu"))
         precision.matmul_peak("cpu", "bf16")
     assert made == [1, 1, 0]
-    for function in (precision.of_one_thread, precision.matmul_peak):
+    for function in (precision.single_thread_peak, precision.matmul_peak):
         function.cache_clear()

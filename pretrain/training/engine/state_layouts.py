@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config import EngineConfig
-from pretrain.model.kernels.native import runs_natively, step_table
+from pretrain.model.kernels.native import step_table, supports_native
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
 from pretrain.training.engine.gradient_sums import GradientSums, global_norm
@@ -374,7 +374,7 @@ class Stage1Layout(OwnStepLayout):
             return stepped
         for number, (weights, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
             table = self.sums.table(number)
-            if table is None or not runs_natively(weights):
+            if table is None or not supports_native(weights):
                 continue
             stepped.add(number)
             if norm.isfinite():
