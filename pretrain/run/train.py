@@ -87,7 +87,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
 
         def begin() -> None:
             continuation.begin(engine)
-            if first := objective.first_weights():
+            if first := objective.initial_weights():
                 engine.load(InitialWeights(first))
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
