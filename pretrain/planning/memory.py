@@ -14,7 +14,7 @@ Device = Literal["cpu", "cuda"]
 # (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). The buckets of ZeRO 1 to 3 are in training/engine/buckets.py, and the
 # number that are sent simultaneously in gradient_sums.py.
 _WHOLE_BUCKET = 500_000_000
-BUCKET, IN_FLIGHT = 10_000_000, 8
+BUCKET, MAX_IN_FLIGHT = 10_000_000, 8
 # ZeRO 3 keeps gathered weights until so many are live (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
@@ -106,7 +106,7 @@ def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int]
     bucket = b * entries
     if stage < 3:
         # Pieces that are being sent, and this worker's part of each as it is received.
-        sent = b * min(p, IN_FLIGHT * BUCKET)
+        sent = b * min(p, MAX_IN_FLIGHT * BUCKET)
         in_flight = sent + sent // w if w > 1 else 0
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         if stage == 1 or w == 1:

@@ -26,7 +26,7 @@ from pretrain.model import precision
 from pretrain.run import preflight
 from pretrain.tracking import live
 from pretrain.tracking.logs import quiet_logging
-from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
+from pretrain.training.engine import Engine, broadcast_object, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # open in a worker: libraries, shards, logs, connections of collectives
@@ -218,7 +218,7 @@ def check_same_data(fingerprints: Mapping[str, str]) -> None:
     Args:
         fingerprints: of the data at each setting's path.
     """
-    pairs = changes(first_object(dict(fingerprints)), dict(fingerprints))
+    pairs = changes(broadcast_object(dict(fingerprints)), dict(fingerprints))
     others = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
     _refuse(others, "Give every machine the same files.")
 
@@ -226,7 +226,7 @@ def check_same_data(fingerprints: Mapping[str, str]) -> None:
 def _check_same_config(config: RunConfig, resume: bool) -> None:
     """Raise `InputError` on every rank if a rank's settings differ from rank 0's, which can happen with torchrun."""
     # Not validated: another version may have other settings.
-    resumes, first = first_object((resume, config.model_dump()))
+    resumes, first = broadcast_object((resume, config.model_dump()))
     if config.engine.precision == "auto":  # rank 0 has what an earlier start of the run resolved
         config = with_precision(config, first["engine"]["precision"])
     mine = config.model_dump()
