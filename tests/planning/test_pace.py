@@ -170,11 +170,11 @@ def test_a_timed_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_resumed_run_keeps_its_schedule(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"warmup_steps": 10})
-    assert pace.recorded(config) == config
+    assert pace.with_recorded_schedule(config) == config
     fitted = pace.scale(config, 3.3)
     fitted.folder.mkdir(parents=True)
     preflight.record_config(fitted)
-    assert pace.recorded(config) == fitted
+    assert pace.with_recorded_schedule(config) == fitted
 
 
 # ---- rates of the machine: measured once, and kept unless other programs disturbed the measurement
