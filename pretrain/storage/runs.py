@@ -315,7 +315,7 @@ class StoredRun:
         return self._states[name]
 
     def keep(self, names: Iterable[str]) -> None:
-        """Delete all stored checkpoints but `names`, and leftovers of interrupted or repeated saves up to the latest."""
+        """Delete all stored checkpoints except `names`, and leftovers of interrupted saves, up to the latest step."""
         self._check_claim()  # another start may be storing one of these steps
         kept, latest = set(names), max(self.names(), default="")
         listed = [path.partition("/") for path in self._objects.listing(self._at("checkpoints"))]
