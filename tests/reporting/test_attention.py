@@ -270,7 +270,7 @@ def test_the_command_writes_the_page(folders: dict[str, Path], tmp_path: Path, c
 
 
 def test_a_strip_has_a_dot_for_each_head_at_its_value() -> None:
-    svg = strip_chart("a <b>", np.array([[0.0, 0.5], [1.0, 0.25]]), 0.25, form=lambda value: f"{value:g}")
+    svg = strip_chart("a <b>", np.array([[0.0, 0.5], [1.0, 0.25]]), 0.25, format_y=lambda value: f"{value:g}")
     assert "a &lt;b&gt;" in svg
     assert svg.count("<circle") == 4
     heights = [float(part.split('"')[1]) for part in svg.split("cy=")[1:]]
