@@ -49,7 +49,7 @@ def line_chart(
         series: the curves, each in ascending order of x.
         format_y: formats a y value.
         format_x: formats an x value.
-        marks: vertical lines (x, left label, right label); those of events have no labels.
+        marks: vertical lines (x, left label, right label); lines of events have empty labels.
         from_zero: start the y axis at 0.
     """
     shown = [curve for curve in series if curve.points]

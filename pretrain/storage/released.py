@@ -56,7 +56,7 @@ def is_offline(address: str) -> bool:
 
 
 def _files(address: str, names: Collection[str], objects: ObjectStore) -> set[str]:
-    """Return those of the files `names` at `address` that are needed to load the model, with one set of weights."""
+    """Return the subset of `names` at `address` that is needed to load the model, with one set of weights."""
     inner = f"{INNER_FOLDER}/" if "config.json" not in names and f"{INNER_FOLDER}/config.json" in names else ""
     local_names = {name.removeprefix(inner) for name in names if name.startswith(inner)}
     weights = [name for name in WEIGHT_FILES if name in local_names][:1]

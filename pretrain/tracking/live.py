@@ -44,7 +44,7 @@ _PHASE_FILE = "logs/starting.txt"  # exists during startup
 
 
 def write_phase(run_dir: Path, phase: str) -> None:
-    """Record that a startup phase begins. A full or read-only disk is ignored: other writes report it."""
+    """Record the current startup phase. A full or read-only disk is ignored: other writes report it."""
     path = run_dir / _PHASE_FILE
     temporary = path.with_name(f".{path.name}.tmp")
     with contextlib.suppress(OSError):

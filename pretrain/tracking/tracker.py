@@ -105,7 +105,7 @@ class Tracker:
                 self.file = append_open(path, buffering=0)
 
     def mirror_end(self, event: str, step: int, message: str) -> None:
-        """Send the event that ends the run to W&B. The launcher writes it to metrics.jsonl (`note_end`)."""
+        """Send the run's final event to W&B. The launcher writes it to metrics.jsonl (`note_end`)."""
         self._mirror({"event": event, "step": step, "message": message})
 
     def _mirror(self, record: dict[str, Any]) -> None:

@@ -40,9 +40,9 @@ def write_attention_page(
 
     Args:
         folder: a run, an export, a released or a fine-tuned model.
-        text: the input whose matrices are drawn; by default the first line of `texts`.
+        text: the input whose matrices are drawn; by default the first line of the file.
         pair: the second segment of a pair.
-        texts: a UTF-8 file with one input per line, over which heads are averaged; by default only over `text`.
+        texts: UTF-8 file with one input per line, over which heads are averaged; by default only over `text`.
 
     Raises:
         InputError: there is no input, it is too long to draw, or the model or the file cannot be read.
