@@ -314,10 +314,10 @@ def _resolved(model: ModelConfig, name: str) -> Any:
 def _check_same_model(config: PretrainConfig, teacher: FrozenModel) -> None:
     """Raise `InputError` for the first model setting that must equal the teacher's and does not."""
     for name in ModelConfig.model_fields:
-        ours, theirs = (_resolved(model, name) for model in (config.model, teacher.model))
-        if name not in _MAY_DIFFER and ours != theirs:
+        student, value = (_resolved(model, name) for model in (config.model, teacher.model))
+        if name not in _MAY_DIFFER and student != value:
             raise InputError(
-                f"model.{name}: {ours!r}, but the teacher ({teacher.folder}) has {theirs!r}, and the student starts "
+                f"model.{name}: {student!r}, but the teacher ({teacher.folder}) has {value!r}, and the student starts "
                 "from its layers. Set the teacher's value, or distillation.initialize: false."
             )
     if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":

@@ -264,9 +264,9 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
     return "\n".join(lines)
 
 
-def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *more: str) -> Iterator[str]:
-    """Yield the lines of a table with a column for each phase and each of `more`; rows may lack their last cells."""
-    table = {title: [*(f"phase {number}" for number in range(phases)), *more], **rows}
+def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *columns: str) -> Iterator[str]:
+    """Yield the lines of a table with a column per phase and additional `columns`; rows may lack their last cells."""
+    table = {title: [*(f"phase {number}" for number in range(phases)), *columns], **rows}
     first, width = max(map(len, table)), max(len(cell) for cells in table.values() for cell in cells)
     for name, cells in table.items():
         yield f"  {name:<{first}}" + "".join(f"  {cell:>{width}}" for cell in cells)

@@ -113,7 +113,7 @@ def _zero_states(stage: int, half: bool, params: int, workers: int) -> tuple[dic
         states = {"weights": weights, "optimizer": 12 * params // workers, "gradients": 4 * params}
         if stage == 1 or workers == 1:
             return states, in_flight, 0
-        # Unsharded gradients exist only in incomplete buckets: a layer's bucket, and the bucket of all biases and norms.
+        # Unsharded gradients exist only in incomplete buckets: a layer's, and the bucket of all biases and norms.
         return {**states, "gradients": 4 * params // workers}, in_flight + 2 * bucket, 0
     # The bucket stays allocated, and scattering it in the backward pass takes two copies. The step reads its gradients
     # from one flat copy.

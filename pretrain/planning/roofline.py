@@ -64,7 +64,7 @@ _MEMORY_SHARE = 0.9  # a copy on an H100 reaches 3.0 of 3.35 TB/s
 _ATTENTION_LENGTH = 128
 # Numbers that kernels between the products read and write, per number that a compiled layer keeps for its backward
 # pass. Counted for BERT's layer: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H, bias gradients
-# 9 H; together 43 H, and 11 H are kept.
+# 9 H; together 43 H, and 11 H are saved_bytes.
 _TRAFFIC = 4
 _LOGITS_TRAFFIC = 3  # the loss reads the logits, and writes and reads their gradient
 _OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes per parameter and writes 12, and 2 of the bf16 weight
@@ -134,8 +134,8 @@ class StepTimes:
 
 def gpu_of(name: str) -> Gpu | None:
     """Return the entry of `GPUS` for the name that the driver reports; None for an unknown GPU."""
-    for known, gpu in GPUS.items():
-        words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", known))
+    for key, gpu in GPUS.items():
+        words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", key))
         if re.search(rf"\b{words}\b", name.upper()):
             return gpu
     return None
@@ -260,11 +260,11 @@ def _attention_seconds(config: PretrainConfig, batch: CountedBatch, gpu: Gpu) ->
 def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, itemsize: int) -> float:
     """Return the bytes that kernels between the products of a micro-batch read and write."""
     tokens, rows = round(batch.tokens), round(batch.last_rows)
-    kept = cost.activation_bytes(
+    saved_bytes = cost.activation_bytes(
         config.model, tokens, rows, itemsize=itemsize, compiled=True, checkpointing=False, native=False
     )
-    kept -= cost.working_bytes(config.model, tokens, itemsize)
-    return _TRAFFIC * kept + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
+    saved_bytes -= cost.working_bytes(config.model, tokens, itemsize)
+    return _TRAFFIC * saved_bytes + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
 
 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:

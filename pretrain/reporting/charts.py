@@ -125,26 +125,26 @@ class _Frame:
 
 
 def _horizontal(frame: _Frame, y: float, label: str) -> str:
-    at = frame.y(y)
+    y_position = frame.y(y)
     return (
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>'
-        f'<text x="{_LEFT - 6}" y="{at + 4}" text-anchor="end">{escape(label)}</text>'
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_position}" y2="{y_position}"/>'
+        f'<text x="{_LEFT - 6}" y="{y_position + 4}" text-anchor="end">{escape(label)}</text>'
     )
 
 
 def _tick_x(frame: _Frame, x: float, label: str) -> str:
-    at, anchor = frame.x(x), "middle"
-    if at + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # the label would be cut off
-        at, anchor = _WIDTH, "end"
-    return f'<text x="{at}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{escape(label)}</text>'
+    position, anchor = frame.x(x), "middle"
+    if position + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # the label would be cut off
+        position, anchor = _WIDTH, "end"
+    return f'<text x="{position}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{escape(label)}</text>'
 
 
 def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
-    at = frame.x(x)
+    at_x = frame.x(x)
     return (
-        f'<line class="{"mark" if left else "event"}" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" />'
-        f'<text x="{at - 5}" y="{_TOP + 10}" text-anchor="end">{escape(left)}</text>'
-        f'<text x="{at + 5}" y="{_TOP + 10}">{escape(right)}</text>'
+        f'<line class="{"mark" if left else "event"}" x1="{at_x}" x2="{at_x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" />'
+        f'<text x="{at_x - 5}" y="{_TOP + 10}" text-anchor="end">{escape(left)}</text>'
+        f'<text x="{at_x + 5}" y="{_TOP + 10}">{escape(right)}</text>'
     )
 
 

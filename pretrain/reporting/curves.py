@@ -87,8 +87,8 @@ def _multi_run_series(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tupl
             points = {run.label: [p for name in sets for p in _points(getattr(run, name), metric)] for run in members}
             smooth = kind == "training"
             drawn.append((kind, [Series(label, ps, colors[label], smooth) for label, ps in points.items() if ps]))
-        both = all(series for _, series in drawn)
-        yield from ((f"{title}, {kind}" if both else title, series) for kind, series in drawn)
+        has_both = all(series for _, series in drawn)
+        yield from ((f"{title}, {kind}" if has_both else title, series) for kind, series in drawn)
 
 
 def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], list[RunRecords]]:

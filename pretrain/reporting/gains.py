@@ -34,15 +34,15 @@ def gains(run_dir: Path) -> list[Gain]:
     Raises `InputError` if its records are damaged.
     """
     evaluations = [record for record in read_records(run_dir) if record.get("split") == "validation"]
-    found = []
+    changes = []
     if len(evaluations) > 1 and evaluations[0].get("step") == 0:
         first, last = evaluations[0], evaluations[-1]
         for text, prefix in (("new text", ""), ("general text", "general_")):
             for name, label, unit in (("mlm_loss", "held-out MLM loss", "nats"), ("mlm_accuracy", "MLM", "accuracy")):
                 before, after = first.get(prefix + name), last.get(prefix + name)
                 if before is not None and after is not None:
-                    found.append(Gain(f"{text}: {label}", before, after, unit))
-    return found
+                    changes.append(Gain(f"{text}: {label}", before, after, unit))
+    return changes
 
 
 def gain_lines(run_dir: Path) -> list[str]:

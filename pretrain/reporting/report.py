@@ -135,11 +135,11 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     last, probe = dict(*run.evaluations[-1:]), dict(*run.probes[-1:])
     title = score_title(run.score, next((score.positive for score in run.scores), "")).replace("_", " ")
     scores = {run.score: Metric("", "", title, "score")} if run.score else {}
-    for record, kind, known in (
+    for record, kind, metrics in (
         (last, "held-out", {**scores, **objective_metrics()}),
         (probe, "probe", PROBE_SCORES),
     ):
-        for name, metric in known.items():
+        for name, metric in metrics.items():
             if metric.short and record.get(name) is not None:
                 yield metric.title, metric.text(record[name]), f"{kind}, step {record['step']:,}"
     if "error" in probe:

@@ -136,7 +136,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
 
     Raises `InputError` if a folder has no run, none of its runs has a record, or a file is damaged.
     """
-    found: dict[str, RunRecords] = {}
+    by_path: dict[str, RunRecords] = {}
     for folder in folders:
         paths = [folder] if (folder / METRICS).is_file() else _run_folders_below(folder)
         if not paths:
@@ -144,21 +144,21 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
         runs = [_read_run(path) for path in paths]
         if not any(run.training or run.evaluations for run in runs):
             raise InputError(f"{folder}: no record yet. Wait for the first one, or start the training.")
-        found |= {str(run.folder.resolve()): run for run in runs if run.records or run.scores}
-    if len(found) == 1:
-        return list(found.values())
-    top = os.path.commonpath(found)
-    return [dataclasses.replace(run, label=os.path.relpath(path, top)) for path, run in found.items()]
+        by_path |= {str(run.folder.resolve()): run for run in runs if run.records or run.scores}
+    if len(by_path) == 1:
+        return list(by_path.values())
+    top = os.path.commonpath(by_path)
+    return [dataclasses.replace(run, label=os.path.relpath(path, top)) for path, run in by_path.items()]
 
 
 def _run_folders_below(folder: Path) -> list[Path]:
-    found = {
+    folders = {
         path.parent
         for depth in range(_MAX_DEPTH)
         for name in (METRICS, SCORES, FAILED)
         for path in folder.glob("*/" * depth + name)
     }
-    return sorted(found)
+    return sorted(folders)
 
 
 def _read_run(folder: Path) -> RunRecords:
@@ -177,14 +177,14 @@ def _read_run(folder: Path) -> RunRecords:
 
 def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Drop records undone by a rollback, whose steps occur again later."""
-    kept: list[dict[str, Any]] = []
+    remaining: list[dict[str, Any]] = []
     for record in records:
         if not isinstance(record.get("step"), int):
             continue
-        while kept and kept[-1]["step"] >= record["step"]:
-            kept.pop()
-        kept.append(record)
-    return kept
+        while remaining and remaining[-1]["step"] >= record["step"]:
+            remaining.pop()
+        remaining.append(record)
+    return remaining
 
 
 def _read_config(path: Path) -> dict[str, Any]:

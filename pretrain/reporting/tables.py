@@ -37,10 +37,10 @@ def run_table(runs: Sequence[RunRecords]) -> Table:
 
 def _score(score: Score) -> str:
     """Format a held-out set, its main metric and a few others, or the reason why the run failed."""
-    known = shown_scores(score.values, score.metric)
-    names = [score.metric, *(name for name in known if name not in (score.metric, "loss"))][: _MAX_SCORES + 1]
-    values = [f"{_plain(name, score)} {known[name]:.4f}" for name in names if known.get(name) is not None]
-    return score.remark or f"{score.part}: {', '.join(values)}"
+    values = shown_scores(score.values, score.metric)
+    names = [score.metric, *(name for name in values if name not in (score.metric, "loss"))][: _MAX_SCORES + 1]
+    formatted = [f"{_plain(name, score)} {values[name]:.4f}" for name in names if values.get(name) is not None]
+    return score.remark or f"{score.part}: {', '.join(formatted)}"
 
 
 def state(run: RunRecords) -> str:

@@ -191,17 +191,17 @@ def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
 
 
 def fetch_found(
-    address: str, found: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
+    address: str, listed: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
 ) -> list[Path]:
     """Fetch the objects that `find` returned, as `fetch_files` does; with a progress bar if `shown`."""
     root = local(root_of(address))
     with folder_lock(root):
-        missing = [name for name, info in found.items() if not _is_current(local(name), info)]
-        needed = sum(bytes_to_fetch(local(name), found[name]) for name in missing)
+        missing = [name for name, info in listed.items() if not _is_current(local(name), info)]
+        needed = sum(bytes_to_fetch(local(name), listed[name]) for name in missing)
         _check_space(root, needed)
         with _bar(f"fetching {address}", needed if shown else 0) as advance:
-            run_concurrently(lambda name: objects.download(name, local(name), found[name], advance=advance), missing)
-    return sorted(local(name) for name in found)
+            run_concurrently(lambda name: objects.download(name, local(name), listed[name], advance=advance), missing)
+    return sorted(local(name) for name in listed)
 
 
 @contextlib.contextmanager
@@ -224,9 +224,9 @@ def find(address: str, objects: ObjectStore | None = None) -> dict[str, ListedOb
     if not _WILDCARDS & set(address) and (info := objects.info(address)) is not None:
         return {address: info}
     root = root_of(address)
-    found = {join(root, name): info for name, info in sorted(objects.listing(root).items())}
+    listed = {join(root, name): info for name, info in sorted(objects.listing(root).items())}
     is_pattern = root != address.rstrip("/")
-    return {name: info for name, info in found.items() if not is_pattern or matches(name, address)}
+    return {name: info for name, info in listed.items() if not is_pattern or matches(name, address)}
 
 
 def root_of(address: str) -> str:

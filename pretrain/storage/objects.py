@@ -101,13 +101,13 @@ class ObjectStore:
         """Read a small object; None if it does not exist."""
         return self._or_default(address, "read", lambda: _filesystem(address).cat_file(_key(address)), None)
 
-    def read_range(self, address: str, begin: int, end: int) -> bytes:
-        """Read the bytes [`begin`, `end`) of an object."""
+    def read_range(self, address: str, start: int, end: int) -> bytes:
+        """Read the bytes [`start`, `end`) of an object."""
 
         def work() -> bytes:
-            chunk = _filesystem(address).cat_file(_key(address), start=begin, end=end)
-            if len(chunk) != end - begin:
-                raise OSError(f"{len(chunk)} bytes received instead of {end - begin}")
+            chunk = _filesystem(address).cat_file(_key(address), start=start, end=end)
+            if len(chunk) != end - start:
+                raise OSError(f"{len(chunk)} bytes received instead of {end - start}")
             return chunk
 
         return self._retry(address, "read", work)
@@ -188,13 +188,13 @@ class ObjectStore:
         def work() -> dict[str, ListedObject]:
             system, prefix = _filesystem(address), _key(address)
             system.invalidate_cache()
-            found = system.find(prefix, detail=True)
-            if not found or not isinstance(found, dict):  # adlfs returns the name of a single object
+            entries = system.find(prefix, detail=True)
+            if not entries or not isinstance(entries, dict):  # adlfs returns the name of a single object
                 raise FileNotFoundError(address)
             folder = f"{prefix}/"
             return {
                 name[len(folder) :]: _listed(info)
-                for name, info in found.items()
+                for name, info in entries.items()
                 if name.startswith(folder) and not name.endswith("/")
             }
 
@@ -324,9 +324,9 @@ def _listed(info: dict[str, Any]) -> ListedObject:
 def _raise_if_bucket_missing(address: str, error: BaseException) -> None:
     """Raise `AccessError` if the error means that the bucket, or the repository on the Hub, does not exist."""
     names = {type(cause).__name__ for cause in _chain(error)}
-    if found := next((text for name, text in _HUB_ERRORS.items() if name in names), ""):
+    if message := next((text for name, text in _HUB_ERRORS.items() if name in names), ""):
         name = re.sub(r"hf://((datasets/|spaces/)?[^/]+/[^/@]+).*", r"\1", address)
-        raise AccessError(f"hf://{name}: {found.format(page=f'{_filesystem(address).endpoint}/{name}')}") from None
+        raise AccessError(f"hf://{name}: {message.format(page=f'{_filesystem(address).endpoint}/{name}')}") from None
     if _NO_BUCKET.search(str(error)):
         raise AccessError(f"{address}: {_one_line(error)}. Create the bucket, or correct its name.") from None
     if isinstance(error, FileNotFoundError) and _is_bucket_missing(address):
@@ -375,8 +375,8 @@ def is_storage_error(error: BaseException) -> bool:
 
     True if the error is an `OSError`, or if its class or the raising code belongs to an installed library.
     """
-    known = {*sys.stdlib_module_names, *_OUR_PACKAGES}
-    if isinstance(error, (OSError, EOFError)) or {_package(base.__module__) for base in type(error).__mro__} - known:
+    packages = {_package(base.__module__) for base in type(error).__mro__}
+    if isinstance(error, (OSError, EOFError)) or packages - {*sys.stdlib_module_names, *_OUR_PACKAGES}:
         return True
     frames = [(_package(frame.f_globals["__name__"]), frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_by = [(package, frame) for package, frame in frames if package not in sys.stdlib_module_names][-1:]

@@ -317,13 +317,13 @@ class StoredRun:
     def keep(self, names: Iterable[str]) -> None:
         """Delete all stored checkpoints except `names`, and leftovers of interrupted saves, up to the latest step."""
         self._check_claim()  # another start may be storing one of these steps
-        kept, latest = set(names), max(self.names(), default="")
+        keep, latest = set(names), max(self.names(), default="")
         listed = [path.partition("/") for path in self._objects.listing(self._at("checkpoints"))]
         deleted = {
-            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= latest and name not in kept
+            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= latest and name not in keep
         }
         files = [
-            (name, file) for name, _, file in listed if name in deleted or (name in kept and self._is_stale(name, file))
+            (name, file) for name, _, file in listed if name in deleted or (name in keep and self._is_stale(name, file))
         ]
         # Manifests first: a checkpoint without one does not exist.
         for are_manifests in (True, False):
@@ -383,9 +383,10 @@ class StoredRun:
             listed = self._objects.listing(self._at("checkpoints"))
             names = (name for name, _, file in (path.partition("/") for path in listed) if file == MANIFEST)
             names = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
-            found = {name: folders.read_stored_manifest(self._at("checkpoints", name), self._objects) for name in names}
+            read = folders.read_stored_manifest
+            manifests = {name: read(self._at("checkpoints", name), self._objects) for name in names}
             # None: the checkpoint was deleted in the meantime.
-            self._manifests = {name: manifest for name, manifest in found.items() if manifest is not None}
+            self._manifests = {name: manifest for name, manifest in manifests.items() if manifest is not None}
         return self._manifests
 
     def _read_state(self, *, refresh: bool = False) -> _StoredState:

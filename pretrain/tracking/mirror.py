@@ -67,11 +67,11 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summarize_ranks(values: list[float | None]) -> dict[int | str, float | None]:
-    known = sorted(value for value in values if value is not None)
-    if len(values) <= _MAX_RANKS or not known:
+    present = sorted(value for value in values if value is not None)
+    if len(values) <= _MAX_RANKS or not present:
         return dict(enumerate(values))
-    largest = known[-1]
-    return {"min": known[0], "median": statistics.median(known), "max": largest, LARGEST_RANK: values.index(largest)}
+    low, high = present[0], present[-1]
+    return {"min": low, "median": statistics.median(present), "max": high, LARGEST_RANK: values.index(high)}
 
 
 def wandb_mode(mode: str) -> str:

@@ -76,15 +76,15 @@ class HeartbeatExchange:
         """Stop using the store."""
         self._store = None
 
-    def gather(self, mine: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
+    def gather(self, heartbeat: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
         """Publish the summary (rank 0), and return each rank's latest heartbeat, None before its first."""
-        self._store.set(self._summary, json.dumps([mine, finding]))
+        self._store.set(self._summary, json.dumps([heartbeat, finding]))
         others = self._store.multi_get(self._keys[1:])
-        return [mine, *(Heartbeat(*values) if values else None for values in map(json.loads, others))]
+        return [heartbeat, *(Heartbeat(*values) if values else None for values in map(json.loads, others))]
 
-    def report(self, mine: Heartbeat) -> HeartbeatSummary | None:
+    def report(self, heartbeat: Heartbeat) -> HeartbeatSummary | None:
         """Publish a heartbeat (other ranks), and return the latest summary, None before the first."""
-        self._store.set(self._keys[self._rank], json.dumps(mine))
+        self._store.set(self._keys[self._rank], json.dumps(heartbeat))
         self._has_summary = self._has_summary or self._store.check([self._summary])
         if not self._has_summary:
             return None

@@ -344,14 +344,14 @@ class ExchangeThread:
                     return
                 self._changed.wait_for(lambda done=requested: self._end or self._requested > done, self._seconds)
 
-    def _run_round(self, mine: Heartbeat) -> None:
+    def _run_round(self, heartbeat: Heartbeat) -> None:
         try:
             if not self._exchange.attached:  # slow if hundreds of ranks connect simultaneously
                 self._exchange.attach(self._connect())
             if self._rank == 0:
-                self.heartbeats = self._exchange.gather(mine, self._finding)
+                self.heartbeats = self._exchange.gather(heartbeat, self._finding)
             else:
-                self.summary = self._exchange.report(mine)
+                self.summary = self._exchange.report(heartbeat)
             self.error = None
         # No error may stop this thread: the next round may succeed. Errors are not logged here: hanging storage would
         # stop the heartbeats. If rounds keep failing, the ranks report a hang and write the error with the stacks.

@@ -137,9 +137,9 @@ class _VocabularyLosses(torch.autograd.Function):
         if grad_decoder is not None:
             saved_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
             ctx.save_for_backward(grad_hidden, grad_decoder.to(decoder.dtype), saved_bias)
-        loss, *rest = totals.unbind()
-        ctx.mark_non_differentiable(*rest)
-        return loss, *rest
+        loss, *metrics = totals.unbind()
+        ctx.mark_non_differentiable(*metrics)
+        return loss, *metrics
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -47,9 +47,9 @@ class Padded(NamedTuple):
 class AttentionUnits(NamedTuple):
     """Ranges of the token axis, int64 [units]: each unit's queries, and the keys that they attend to."""
 
-    begin: np.ndarray
+    start: np.ndarray
     end: np.ndarray
-    key_begin: np.ndarray
+    key_start: np.ndarray
     key_end: np.ndarray
 
 
@@ -66,12 +66,12 @@ def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[AttentionU
     sequence = np.repeat(np.arange(len(lengths)), counts)
     chunk = np.arange(first[-1]) - first[sequence]
     starts, ends = offsets[sequence], offsets[sequence + 1]
-    begin, end = (starts + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
+    start, end = (starts + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
     if not window:
-        return AttentionUnits(begin, end, begin, end), first
+        return AttentionUnits(start, end, start, end), first
     is_whole = counts[sequence] == 1
-    key_begin = np.where(is_whole, starts, np.maximum(starts, begin - window))
-    return AttentionUnits(begin, end, key_begin, np.where(is_whole, ends, np.minimum(ends, end + window))), first
+    key_start = np.where(is_whole, starts, np.maximum(starts, start - window))
+    return AttentionUnits(start, end, key_start, np.where(is_whole, ends, np.minimum(ends, end + window))), first
 
 
 @functools.lru_cache(maxsize=8)  # a micro-batch has few groupings, used by every layer, forward and backward
@@ -98,16 +98,16 @@ def group_sequences(
         multiple: L and Q are rounded up to a multiple of it.
     """
     units, first = cut_into_units(boundaries, window)
-    starts = np.append(units.begin, boundaries[-1]) if queries is None else np.asarray(queries)
+    starts = np.append(units.start, boundaries[-1]) if queries is None else np.asarray(queries)
     groups = []
     per_group = SCORES_PER_GROUP if device.type == "cpu" else SCORES_PER_GROUP_ON_GPU
-    for begin, end in _cheapest_cuts(units, first, heads, per_group):
-        members = slice(int(first[begin]), int(first[end]))
+    for start, end in _cheapest_cuts(units, first, heads, per_group):
+        members = slice(int(first[start]), int(first[end]))
         query_offsets = starts[members.start : members.stop + 1]
         if query_offsets[0] < query_offsets[-1]:
             part = AttentionUnits(*(x[members] for x in units))
-            keys = _pad(part.key_begin, part.key_end, device, multiple)
-            chunked = len(part.begin) > end - begin
+            keys = _pad(part.key_start, part.key_end, device, multiple)
+            chunked = len(part.start) > end - start
             if chunked:
                 keys = keys._replace(**_slots_of_shared_keys(part, keys.index_GL.shape[1], device))
             same = queries is None and not chunked
@@ -123,7 +123,7 @@ def _cheapest_cuts(units: AttentionUnits, first: np.ndarray, heads: int, per_gro
     G * Q tokens, and 128 for copying a token of a head of width 64 in and out. Exact, by dynamic programming.
     """
     count = len(first) - 1
-    widths = units.end - units.begin, units.key_end - units.key_begin
+    widths = units.end - units.start, units.key_end - units.key_start
     longest = [np.maximum.reduceat(width, first[:-1]).astype(np.float64) for width in widths]
     best, cut = np.zeros(count + 1), np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
@@ -139,29 +139,29 @@ def _cheapest_cuts(units: AttentionUnits, first: np.ndarray, heads: int, per_gro
     return cuts[::-1]
 
 
-def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> Padded:
-    """Pad the ranges from `begin` to `end` [G], which are in ascending order."""
-    begin_G1, end_G1 = torch.from_numpy(begin.copy())[:, None], torch.from_numpy(end.copy())[:, None]
-    position_L = torch.arange(-(-int((end - begin).max()) // multiple) * multiple)
-    valid_GL = position_L < end_G1 - begin_G1
+def _pad(start: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> Padded:
+    """Pad the ranges from `start` to `end` [G], which are in ascending order."""
+    start_G1, end_G1 = torch.from_numpy(start.copy())[:, None], torch.from_numpy(end.copy())[:, None]
+    position_L = torch.arange(-(-int((end - start).max()) // multiple) * multiple)
+    valid_GL = position_L < end_G1 - start_G1
     # An empty range repeats a neighbor's index: its result is not used.
-    last_G1 = (end_G1 - 1).clamp_min(int(begin[0]))
-    index_GL = torch.minimum(begin_G1 + position_L, last_G1)
+    last_G1 = (end_G1 - 1).clamp_min(int(start[0]))
+    index_GL = torch.minimum(start_G1 + position_L, last_G1)
     slot_T = torch.arange(valid_GL.numel()).view_as(valid_GL)[valid_GL]
     tensors = (to_device(x, device) for x in (index_GL, valid_GL, slot_T))
-    return Padded(slice(int(begin[0]), int(end[-1])), *tensors)
+    return Padded(slice(int(start[0]), int(end[-1])), *tensors)
 
 
 def _slots_of_shared_keys(units: AttentionUnits, length: int, device: torch.device) -> dict[str, Tensor]:
     """Return `slot_T` and `shared_slot_T` for the tokens of chunks, whose keys are laid out as [G, length]."""
-    token_T = np.arange(units.begin[0], units.end[-1])
+    token_T = np.arange(units.start[0], units.end[-1])
     unit_T = np.searchsorted(units.end, token_T, side="right")
 
     def slot_in(chunk_T: np.ndarray) -> np.ndarray:
         """Return each token's slot in a unit, or -1 if it is not among the unit's keys."""
-        unit = chunk_T.clip(0, len(units.begin) - 1)
-        is_key = (units.key_begin[unit] <= token_T) & (token_T < units.key_end[unit]) & (unit == chunk_T)
-        return np.where(is_key, unit * length + token_T - units.key_begin[unit], -1)
+        unit = chunk_T.clip(0, len(units.start) - 1)
+        is_key = (units.key_start[unit] <= token_T) & (token_T < units.key_end[unit]) & (unit == chunk_T)
+        return np.where(is_key, unit * length + token_T - units.key_start[unit], -1)
 
     shared_slot_T = np.maximum(slot_in(unit_T - 1), slot_in(unit_T + 1))
     return {

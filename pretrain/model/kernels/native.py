@@ -205,11 +205,11 @@ class _AfterAttention(torch.autograd.Function):
         moments, last_moments, out_weight, in_weight, last_weight, *vectors = parameters
         out_bias, gain, _, in_bias, last_bias, last_gain, _ = vectors
 
-        def norm_backward(x: Tensor, bias: Tensor, residual: Tensor, site: int, *rest: Any) -> tuple[Tensor, ...]:
+        def norm_backward(x: Tensor, bias: Tensor, residual: Tensor, site: int, *operands: Any) -> tuple[Tensor, ...]:
             grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x)
             sums = torch.empty(3, x.shape[1])
             results = grad_x, grad_residual, sums
-            _call("norm_backward", x, *x.shape, x, bias, residual, keys_R, site, ctx.dropout, *rest, *results)
+            _call("norm_backward", x, *x.shape, x, bias, residual, keys_R, site, ctx.dropout, *operands, *results)
             return results
 
         grad_output, grad_normed, last_sums = norm_backward(

@@ -68,7 +68,7 @@ def _rectangles(chosen_LL: np.ndarray) -> str:
     parts = []
     for row, chosen_L in enumerate(chosen_LL):
         edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen_L.astype(np.int8), [0]])))
-        parts += [f"M{begin} {row}h{end - begin}v1H{begin}z" for begin, end in edges.reshape(-1, 2)]
+        parts += [f"M{start} {row}h{end - start}v1H{start}z" for start, end in edges.reshape(-1, 2)]
     return "".join(parts)
 
 

@@ -96,13 +96,13 @@ def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens
             joined.append(False)
             words.append(None)
             continue
-        whole, (begin, end) = (text, pair or "")[source], encoding.offsets[number]
+        whole, (start, end) = (text, pair or "")[source], encoding.offsets[number]
         # Byte-level tokenizers include the space before a word in its first token.
-        starts_with_space = _SPACE.match(whole[begin:end]) is not None
-        spellings.append(whole[begin:end].strip() or name)
+        starts_with_space = _SPACE.match(whole[start:end]) is not None
+        spellings.append(whole[start:end].strip() or name)
         # Without word boundaries, each token is a word.
         word = (source, -1 - number if encoding.word_ids[number] is None else encoding.word_ids[number])
-        joined.append(last_end == (source, begin) and not starts_with_space and word == words[-1])
+        joined.append(last_end == (source, start) and not starts_with_space and word == words[-1])
         words.append(word)
         last_end = (source, end)
     return DisplayTokens(

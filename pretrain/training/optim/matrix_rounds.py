@@ -83,9 +83,7 @@ def plan_rounds(
         received = [
             _by_owner(owner, (p for p in rank_pieces if p.tensor_id in owner), len(pieces)) for rank_pieces in pieces
         ]
-        sent = [
-            [mine if o == r or not shared else [] for o, mine in enumerate(received[r])] for r in range(len(pieces))
-        ]
+        sent = [[ps if o == r or not shared else [] for o, ps in enumerate(received[r])] for r in range(len(pieces))]
         rounds.append(
             Round(
                 owned={i: shapes[i] for i in members if owner[i] == rank},

@@ -106,13 +106,13 @@ class Muon(SkippingOptimizer):
         """
         self._dtype = dtype
         self._numbers = {flat: number for number, flat in enumerate(segments)}
-        mine = [
+        local_pieces = [
             MatrixPiece(piece.tensor_id, piece.first, piece.stop - piece.start, self._numbers[flat], piece.start)
             for flat, pieces in segments.items()
             for piece in pieces
             if piece.tensor_id in shapes
         ]
-        gathered = workers.gather_objects([tuple(piece) for piece in mine])
+        gathered = workers.gather_objects([tuple(piece) for piece in local_pieces])
         self._pieces = [[MatrixPiece(*values) for values in rank_pieces] for rank_pieces in gathered]
         self._shapes, self._shared, self._workers, self._rounds = dict(shapes), shared, workers, {}
 
