@@ -21,7 +21,7 @@ from pretrain.common import commands
 # does not. Inductor reads the variable when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
-# Whether torch supports unbacked sizes, on which compiled code does not rely; older versions were not tested.
+# Whether torch supports sizes on whose values compiled code does not rely; older versions were not tested.
 SUPPORTS_UNBACKED_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 # Sizes that the compiler assumes for the axes of a batch, by letter: its vectorization, parallelization and
 # splitting of sums depend on them. Otherwise it assumes the sizes of the first call, and its cache on disk would give
@@ -132,7 +132,7 @@ _configured = threading.local()
 
 
 def _configure() -> None:
-    """Apply the settings, once per thread: torch's settings are per thread, and CUDA's backward pass has its thread."""
+    """Apply the settings once per thread, as torch's settings are per thread; CUDA's backward pass runs in another."""
     if hasattr(_configured, "done"):
         return
     _configured.done = True

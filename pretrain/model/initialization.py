@@ -40,7 +40,7 @@ def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: f
 
 
 def normal(std: float, *size: int) -> nn.Parameter:
-    """Sample a normal truncated at two deviations `std` (google-research/bert modeling.py, create_initializer)."""
+    """Sample a normal with deviation `std`, truncated at two deviations (google-research/bert, create_initializer)."""
     weight = torch.empty(*size)
     if weight.is_meta:  # for which torch's generators would import sympy, for a second
         return nn.Parameter(weight)
@@ -95,7 +95,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     waves_PH = torch.stack([angle_PK.cos(), angle_PK.sin()], dim=-1).flatten(1)
     position_PH.copy_(waves_PH * (math.sqrt(2) * POSITION_SCALE * std))
 
-    # The norm scales the sum to variance 1: POSITION_SCALE**2 parts are the positions', words and token types have 1.
+    # The norm scales the sum's variance to 1; this is the positions' share. Words and token types contribute 1 each.
     share = POSITION_SCALE**2 / (POSITION_SCALE**2 + 2)
     # A head's score at its offset is gain^2 * width * share / sqrt(width).
     gain = math.sqrt(PEAK / (math.sqrt(width) * share))

@@ -104,7 +104,7 @@ static void product(const float *a, long am, long ak, const float *b, long bk, f
 
 struct Sequences {
     const int32_t *offsets;       // [S + 1] on the token axis
-    const int64_t *tokens;        // [R] of the queries; null if all are
+    const int64_t *tokens;        // [R], the queries; null if all tokens are
     const int32_t *query_offsets; // [S + 1] on the axis of queries
     const int32_t *keys;          // [T], dropout seeds
     long count, heads, width;

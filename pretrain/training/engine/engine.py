@@ -176,7 +176,10 @@ class Engine:
         return self._deepspeed(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of `loss`, this rank's share of the global loss; `last` in the step or not."""
+        """Add the gradients of `loss`, this rank's share of the global loss.
+
+        `last`: whether the micro-batch is the last of the step.
+        """
         self._deepspeed.set_gradient_accumulation_boundary(last)
         if self.sums is None:  # DeepSpeed's reduction divides by the number of workers
             # The fp16 loss scale, unless DeepSpeed applies it.
