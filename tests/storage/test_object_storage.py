@@ -249,10 +249,10 @@ def test_what_takes_longer_than_the_time_for_retries_is_tried_again(monkeypatch:
 
     monkeypatch.setattr(objects, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     patient = ObjectStore(retry_seconds=60.0)
-    assert patient._retried(f"s3://{BUCKET}/a", "stored", lambda: upload(1)) == 2
+    assert patient._retry(f"s3://{BUCKET}/a", "stored", lambda: upload(1)) == 2
     attempts.clear()
     with pytest.raises(MachineError, match=r"cannot be stored; 2 attempts in 100\d s \(cut\)"):
-        patient._retried(f"s3://{BUCKET}/a", "stored", lambda: upload(2))
+        patient._retry(f"s3://{BUCKET}/a", "stored", lambda: upload(2))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,7 +570,7 @@ def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(pr
         download(self, *given)
 
     monkeypatch.setattr(ObjectStore, "download", slow)
-    monkeypatch.setattr(folders, "AT_ONCE", 1)
+    monkeypatch.setattr(folders, "MAX_CONCURRENT", 1)
     folder = fetched_model(RUN)
     assert store.list_checkpoints(folder / "checkpoints") == [folder / "checkpoints" / "step-00000004"]
     assert store.newest(folder / "checkpoints") is not None
