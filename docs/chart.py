@@ -43,7 +43,7 @@ def published(page: str) -> tuple[list[str], list[list[float]]]:
 
 def svg(page: str) -> str:
     """The chart of the page's numbers: a chart of the reports, with its own style and the names beside the curves."""
-    figure = line_chart(_TITLE, _series(page), form="{:.3g}".format, form_x="{:g} min".format)
+    figure = line_chart(_TITLE, _series(page), format_y="{:.3g}".format, format_x="{:g} min".format)
     drawing = figure.partition("<svg ")[2].partition("</svg>")[0]
     curves = json.loads(html.unescape(figure.partition('data-chart="')[2].partition('"')[0]))
     ends = {curve["name"]: (curve["kind"], *curve["points"][-1]) for curve in curves}
@@ -130,7 +130,7 @@ def report_svg(record: dict[str, Any]) -> str:
     curves = [
         Series(name, record["accuracy"][name], kind) for name, kind in (("training", "own"), ("held-out", "other-1"))
     ]
-    figure = line_chart("", curves, form="{:.0%}".format, form_x="{:g}".format, from_zero=True)
+    figure = line_chart("", curves, format_y="{:.0%}".format, format_x="{:g}".format, from_zero=True)
     drawing = figure.partition("<svg ")[2].partition("</svg>")[0]
     parts.append('<text x="380" y="142" class="t">MLM accuracy</text>')
     parts.append(

@@ -34,7 +34,7 @@ class Alone:
     def collect_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def first_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -66,7 +66,7 @@ class Rank:
         values = self._ranks.gather(self.rank, value)
         return [] if self.rank else values
 
-    def first_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return self._ranks.gather(self.rank, value)[0]
 
 

@@ -224,7 +224,7 @@ def real_store(scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 def forget_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the calls of a test read the credentials again."""
-    monkeypatch.setattr(objects, "_systems", functools.cache(objects._systems.__wrapped__))
+    monkeypatch.setattr(objects, "_open_filesystem", functools.cache(objects._open_filesystem.__wrapped__))
 
 
 def point_to(proxy: FaultyProxy, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:

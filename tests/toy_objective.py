@@ -29,8 +29,8 @@ class PlaceModel(PretrainingModel):
 
     place_weight: nn.Parameter  # [positions, H]
 
-    def __init__(self, *arguments: Any, positions: int, **how: bool) -> None:
-        super().__init__(*arguments, **how)
+    def __init__(self, *arguments: Any, positions: int, **options: bool) -> None:
+        super().__init__(*arguments, **options)
         self.place_weight = nn.Parameter(0.02 * torch.randn(positions, self.shape.hidden))
 
     def forward(self, batch: PretrainingBatch) -> PlaceLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -52,7 +52,7 @@ class Places(MaskedTokens):
 
     def build(self, read: ReadFrozen) -> None:
         shape = self.config.model
-        self.model = PlaceModel(shape, self.vocabulary, False, positions=shape.max_positions, **self.how)
+        self.model = PlaceModel(shape, self.vocabulary, False, positions=shape.max_positions, **self.forward_options)
 
     @property
     def terms(self) -> tuple[Term, ...]:

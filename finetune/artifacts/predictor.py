@@ -21,7 +21,7 @@ from finetune.training.saved import SetResult, load_saved
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
-from pretrain.model.precision import PrecisionChoice, allow_tf32, choose, offer, run_precision
+from pretrain.model.precision import PrecisionChoice, allow_tf32, capabilities, choose_precision, inference_precision
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +158,9 @@ def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, de
     if requested != "auto":
         choice = PrecisionChoice(requested, "as requested")
     elif trained.engine.precision == "auto":  # a config whose precision no run has resolved
-        choice = choose([offer(device)])
+        choice = choose_precision([capabilities(device)])
     else:
-        choice = run_precision(trained.engine.resolved_precision, device)
+        choice = inference_precision(trained.engine.resolved_precision, device)
     if allow_tf32(choice.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return choice

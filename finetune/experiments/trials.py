@@ -27,7 +27,7 @@ from pretrain.common.run_files import FAILED, SCORES
 from pretrain.common.wording import counted, score_title
 from pretrain.common.worker import STOP_FILE, TrainingRequest
 from pretrain.config import Precision, with_precision
-from pretrain.model.precision import choose_here
+from pretrain.model.precision import choose_local_precision
 from pretrain.run import preflight
 
 
@@ -136,7 +136,7 @@ def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[
     if chosen is None:
         if config.scheduling.address:  # other machines train
             return started
-        chosen = choose_here().precision
+        chosen = choose_local_precision().precision
     return [
         replace(trial, config=with_precision(trial.config, chosen))
         if trial.config.engine.precision == "auto"

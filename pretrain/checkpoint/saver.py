@@ -100,7 +100,7 @@ class Saver:
                     with contextlib.suppress(OSError, MachineError):  # the next save prunes again
                         store.prune(self._folder, self._keep_last, self._folder / store.name_of(step))
             finally:  # no rank starts the next save while rank 0 still removes old checkpoints
-                self._group.first_object(None)
+                self._group.broadcast_object(None)
         except BaseException as error:
             self._error = error
 

@@ -53,7 +53,7 @@ class SavingGroup(Protocol):
     def world_size(self) -> int: ...
 
     def collect_objects(self, value: Any) -> list[Any]: ...  # values of all ranks on rank 0; [] on others
-    def first_object(self, value: Any) -> Any: ...  # the value of rank 0, on every rank
+    def broadcast_object(self, value: Any) -> Any: ...  # the value of rank 0, on every rank
 
 
 def name_of(step: int) -> str:
@@ -273,7 +273,7 @@ def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[
     """
     outcomes = group.collect_objects(_outcome(group, work))
     concluded = _outcome(group, lambda: conclude([_result(item) for item in outcomes])) if group.rank == 0 else None
-    return _result(group.first_object(concluded))
+    return _result(group.broadcast_object(concluded))
 
 
 def _outcome(group: SavingGroup, work: Callable[[], Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
     except RunError:
         if group.rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
-        group.first_object(None)  # no rank may retry before the incomplete folder is removed
+        group.broadcast_object(None)  # no rank may retry before the incomplete folder is removed
         raise
     return final
 

@@ -10,7 +10,7 @@ from pretrain.common.kinds import did_you_mean
 from pretrain.common.sections import Section
 from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
-# Up to these widths and lengths, dropout seeds are distinct in int32 (model/kernels/hash_rng.py, ALONG).
+# Up to these widths and lengths, dropout seeds are distinct in int32 (model/kernels/hash_rng.py, COLUMN_STEP).
 MAX_WIDTH = 8192
 # More than any encoder has (Wang et al. 2022, DeepNet: 1,000 layers), to refuse a typo before the model is built.
 MAX_LAYERS = 1024

@@ -73,7 +73,7 @@ from pretrain.corpus.special_tokens import check_special_tokens, declared_settin
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
 from pretrain.corpus.vocabulary import Fold, fold_of, forget_rarest, save_tokenizer, train
-from pretrain.storage.folders import note_stored
+from pretrain.storage.folders import record_stored
 
 
 def prepare(
@@ -492,7 +492,7 @@ class _Preparation:
                 results.append(result)
                 advance(shard.totals["tokens"] * token_bytes)
         if stored := {name: digest for one in results if one.get("stored") for name, digest in one["hashes"].items()}:
-            note_stored(self._folder, self._corpus.dir, stored)
+            record_stored(self._folder, self._corpus.dir, stored)
         return results
 
 

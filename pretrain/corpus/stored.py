@@ -55,7 +55,7 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     if is_streamed(corpus):
         objects = ObjectStore()
         skipped = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES)
-        folders.fetch(corpus.dir, objects, exclude=skipped, at_once=_SMALL_FETCHES, advice=advice)
+        folders.fetch(corpus.dir, objects, exclude=skipped, concurrency=_SMALL_FETCHES, advice=advice)
         folders.fetch_files(join(corpus.dir, COUNTS), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
         with folders.alone(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:

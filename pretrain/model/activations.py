@@ -1,6 +1,6 @@
-"""The activations that `model.activation` and the heads can name. BERT's function is in `block.py`.
+"""The activations that `model.activation` and the heads can select. BERT's function is in `block.py`.
 
-The estimates read this table without torch, so an activation imports torch itself.
+Cost estimates read this table without torch, so an activation imports torch itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Activation(NamedTuple):
     """An elementwise activation.
 
     Attributes:
-        function: any shape and dtype -> the same. None is BERT's, GELU by the error function.
+        function: maps a tensor to one of the same shape and dtype. None is BERT's GELU, with the error function.
         saves_input: true if torch keeps the input for the backward pass, false if it keeps the output.
         released_names: its names in config.json of released models; the first one is written.
     """
@@ -56,7 +56,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def get_activation(name: str) -> Activation:
-    """Return the activation of a `model.activation`. Raises `InputError` for an unknown name."""
+    """Return the activation that `model.activation` names. Raises `InputError` for an unknown name."""
     if name not in ACTIVATIONS:
         raise InputError(f"model.activation: {not_one_of(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -1,8 +1,8 @@
 """A Transformer layer, and the arithmetic of the embeddings, as pure functions.
 
 The encoder calls them over unpadded batches, its padded twin (`padded.py`) over padded ones; nothing else defines a
-layer. A layer keeps its parameters flat, and what follows the attention is one pure function (`after_attention`). So
-torch.compile makes one program for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
+layer. A layer's parameters are flat, and everything after the attention is one pure function (`after_attention`). So
+torch.compile compiles it once for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
 
 Shape letters: T tokens (the padded twin has sequences times tokens), R query positions, E width of the embeddings,
 H hidden width, F feed-forward width.
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
 from pretrain.model.attention import ProjectionWeights, self_attention
-from pretrain.model.compile import program
+from pretrain.model.compile import maybe_compile
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
-from pretrain.model.kernels.native import or_natively
+from pretrain.model.kernels.native import prefer_native
 from pretrain.model.kernels.products import linear_product
-from pretrain.model.kernels.rounding import add_rows, missing_rows
+from pretrain.model.kernels.rounding import pad_rows, rows_to_pad
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import layer_parameters
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
     """One Transformer layer.
 
     Args:
-        shape: the model.
+        shape: the model's config.
         number: from 0; determines whether the layer is local, and whether it has a norm before its attention.
         compile: fuse the operations between the matmuls.
     """
@@ -50,12 +50,12 @@ class Layer(nn.Module):
         self.window, self.rotary_base = shape.window(number), shape.rotary_base_of(number)
         self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
         self.functions = BlockFunctions.of(shape)
-        self.apply_norm = program(apply_norm, compile, ("M",))
-        self.after_attention = or_natively(program(after_attention, compile, ("M",) * 3), shape, compile)
+        self.apply_norm = maybe_compile(apply_norm, compile, ("M",))
+        self.after_attention = prefer_native(maybe_compile(after_attention, compile, ("M",) * 3), shape, compile)
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
     def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:
-        """[T, H] -> [T, H], or [R, H] at `layout.rows`, plus rows that round R up."""
+        """Map [T, H] to [T, H], or to [R, H] at `layout.rows`, plus padding rows."""
         shape, training, functions = self.shape, self.training, self.functions
         normed_TH = hidden_TH
         if self.norm_first:
@@ -64,23 +64,23 @@ class Layer(nn.Module):
         context_TH = self_attention(normed_TH, ProjectionWeights.of(self, shape), layout, options)
         keys_T = layout.keys
         if layout.rows is not None:  # the context is [R, H] already
-            rows_R = add_rows(layout.rows, more := missing_rows(len(layout.rows), hidden_TH))
+            rows_R = pad_rows(layout.rows, padding := rows_to_pad(len(layout.rows), hidden_TH))
             hidden_TH, keys_T, context_TH = (
                 hidden_TH.index_select(0, rows_R),
                 keys_T[rows_R],
-                add_rows(context_TH, more),
+                pad_rows(context_TH, padding),
             )
         dropout = shape.hidden_dropout if training else 0.0
         return self.after_attention(context_TH, hidden_TH, keys_T, LayerWeights.of(self, functions), functions, dropout)
 
 
 class BlockFunctions(NamedTuple):
-    """The functions that a model computes between its matrix products."""
+    """The functions that a layer applies between its matmuls."""
 
     norm: Callable[..., Tensor]  # as `norms.Norm.function`
     activation: Callable[[Tensor], Tensor]
     eps: float  # of the norm
-    norm_kinds: tuple[str, ...]  # of the norm's parameters, in the order in which it takes them
+    norm_kinds: tuple[str, ...]  # of the norm's parameters, in the order of its arguments
     pre_norm: bool = False  # whether norms come before attention and feed-forward network, not after the residual sums
     gated: bool = False  # whether the activation is multiplied by a second projection
 
@@ -98,12 +98,12 @@ class BlockFunctions(NamedTuple):
 
 
 def norm_function(name: str) -> Callable[..., Tensor]:
-    """Return the function of a `model.norm`, as `norms.Norm.function`. Raises `InputError` for an unknown name."""
+    """Return the `norms.Norm.function` that `model.norm` names. Raises `InputError` for an unknown name."""
     return get_norm(name).function or layer_norm
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the function of a `model.activation`. Raises `InputError` for an unknown name."""
+    """Return the function that `model.activation` names. Raises `InputError` for an unknown name."""
     # BERT's GELU uses the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), not the tanh approximation.
     return get_activation(name).function or F.gelu
 
@@ -168,12 +168,12 @@ def embed(
     functions: BlockFunctions,
     dropout: float,
 ) -> Tensor:
-    """[T, E] normalized sum of the embeddings; without `token_types_T` every token has type 0."""
+    """Return the normalized sum of the embeddings [T, E]; without `token_types_T` every token has type 0."""
     summed_TE = words_TE.float()
     if positions_TE is not None:
         summed_TE = summed_TE + positions_TE.float()
     if weights.token_type is not None:
-        # To fp32 before the broadcast, so that their gradient is summed in fp32.
+        # Cast to fp32 before the broadcast, so that the gradient is summed in fp32.
         first_E, second_E = weights.token_type.float()
         types_TE = first_E if token_types_T is None else torch.where(token_types_T[..., None] == 0, first_E, second_E)
         summed_TE = summed_TE + types_TE
@@ -183,7 +183,7 @@ def embed(
 
 
 def apply_norm(hidden_TH: Tensor, weights: tuple[Tensor, ...], functions: BlockFunctions) -> Tensor:
-    """[T, H] normalized, as before the attention of a pre-norm model and after its last layer."""
+    """Normalize [T, H], as before the attention in a pre-norm model and after its last layer."""
     return functions.norm(hidden_TH.float(), *weights, eps=functions.eps).to(hidden_TH.dtype)
 
 
@@ -195,7 +195,7 @@ def after_attention(
     functions: BlockFunctions,
     dropout: float,
 ) -> Tensor:
-    """Output projection, residual sum, feed-forward network and its residual sum, with a norm of each: [T, H]."""
+    """Return [T, H]: output projection and feed-forward network, each with its residual sum and norm."""
     w, dtype = weights, hidden_TH.dtype
     attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias)
     attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)

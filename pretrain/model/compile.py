@@ -17,13 +17,13 @@ from torch import Tensor
 
 from pretrain.common import commands
 
-# Inductor's launcher of kernels holds Python's lock while a GPU's queue is full, which blocks the heartbeat threads;
-# Triton's does not. Inductor reads the variable when it is imported.
+# Inductor's kernel launcher holds the GIL while a GPU's queue is full, which blocks the heartbeat threads; Triton's
+# does not. Inductor reads the variable when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
-# Whether this torch supports axes whose size the compiler must not rely on; older versions were not tested.
-MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-# Sizes that the compiler assumes for the axes of a batch, by their letters: its vectorization, parallelization and
+# Whether torch supports sizes on whose values compiled code does not rely; older versions were not tested.
+SUPPORTS_UNBACKED_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+# Sizes that the compiler assumes for the axes of a batch, by letter: its vectorization, parallelization and
 # splitting of sums depend on them. Otherwise it assumes the sizes of the first call, and its cache on disk would give
 # the single-threaded code of a short batch to later runs with large batches.
 _ASSUMED_SIZES = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
@@ -32,7 +32,7 @@ _LINKING_SECONDS = 10.0  # longer than a linker runs, and shorter than a restart
 
 
 @functools.cache
-def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) -> Callable[..., Any]:
+def maybe_compile(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) -> Callable[..., Any]:
     """Return `function`, compiled if `fused`, once for all sizes of batches.
 
     Args:
@@ -42,7 +42,7 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
     """
     if not fused:
         return function
-    known = set()  # variants compiled so far: marks matter only at compilation, and cost as much as a small kernel
+    marked = set()  # variants compiled so far: marking again has no effect, and costs as much as a small kernel
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
@@ -50,8 +50,8 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
         # The compiler treats the number of threads as a constant, too, and recompiles if it changes.
         kinds = (_kind(x, letters) for x, letters in itertools.zip_longest(arguments, axes, fillvalue=""))
         variant = (torch.get_num_threads(), torch.is_grad_enabled(), *kinds)
-        if variant not in known:
-            known.add(variant)
+        if variant not in marked:
+            marked.add(variant)
             for argument, letters in zip(arguments, axes, strict=False):
                 for x in argument if isinstance(argument, tuple) else (argument,):
                     if isinstance(x, Tensor):
@@ -61,21 +61,21 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
         try:
             return compiled(*arguments)
         except RuntimeError as error:
-            if not _forget_killed(error):
+            if not _clear_if_killed(error):
                 raise
         return compiled(*arguments)
 
     return call
 
 
-def _forget_killed(error: RuntimeError) -> bool:
-    """Return whether a signal killed g++, such as torchrun's to the process group, whose stop first saves this step."""
+def _clear_if_killed(error: RuntimeError) -> bool:
+    """Clear the caches and return True if a signal killed g++: torchrun signals it, too, but the step must finish."""
     cause = getattr(error, "inner_exception", None)
     if getattr(cause and cause.__cause__, "returncode", 0) >= 0:
         return False
     from torch._inductor.utils import clear_caches
 
-    clear_caches()  # they contain the failure
+    clear_caches()  # they contain the failed compilation
     return True
 
 
@@ -99,7 +99,7 @@ def compiled_function(function: Callable[..., Any], integers: tuple[int | None, 
 
 
 def _kind(argument: Any, letters: str) -> Any:
-    """Return the properties for which the compiler recompiles: a tensor's dtype and the sizes of the model's axes."""
+    """Return the properties whose change recompiles: a tensor's dtype and the sizes of the model's axes."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.requires_grad, argument.is_inference(), argument.shape[len(letters) :]
     return tuple(_kind(x, letters) for x in argument) if isinstance(argument, tuple) else argument
@@ -109,7 +109,7 @@ def _kind(argument: Any, letters: str) -> Any:
 def remove_unfinished(folder: Path) -> None:
     """Delete libraries in Inductor's cache that a killed linker left unfinished: every later run would fail on them.
 
-    Inductor's compiler writes them directly to the cache. A file of the last seconds may be another process's.
+    Inductor's linker writes directly to the cache. Another process may still be writing a file of the last seconds.
     """
     for path in folder.glob("*/*.so"):
         with contextlib.suppress(OSError):
@@ -124,15 +124,15 @@ def _is_whole(library: Path, size: int) -> bool:
         header = file.read(64)
     if len(header) < 64:
         return False
-    (offset,), (each, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
-    return 0 < offset <= size - each * count
+    (offset,), (entry_size, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
+    return 0 < offset <= size - entry_size * count
 
 
 _configured = threading.local()
 
 
 def _configure() -> None:
-    """Apply the settings, once in each thread: torch's settings are per thread, and CUDA's backward runs in another."""
+    """Apply the settings once per thread, as torch's settings are per thread; CUDA's backward pass runs in another."""
     if hasattr(_configured, "done"):
         return
     _configured.done = True
@@ -151,7 +151,7 @@ def _configure() -> None:
 def _mark_axes(x: Tensor, letters: str) -> None:
     for axis in range(len(letters), x.dim()):
         torch._dynamo.mark_static(x, axis)
-    if not MARKS_UNKNOWN_SIZES:
+    if not SUPPORTS_UNBACKED_SIZES:
         return
     mark = torch._dynamo.decorators.mark_unbacked
     for axis, letter in enumerate(letters):

@@ -1,4 +1,4 @@
-"""The cost of a model, from its shape alone: parameters, FLOPs, and memory. Does not need torch.
+"""The cost of a model, from its config alone: parameters, FLOPs, and memory. Does not need torch.
 
 Letters: H hidden width, F feed-forward width, V vocabulary, L layers, T tokens and K masked tokens of a micro-batch.
 """
@@ -24,9 +24,9 @@ from pretrain.model.parameters import (
     total,
 )
 
-# Scores of the vocabulary that the model computes in one piece: 2^26 bf16 entries are 128 MiB. Smaller pieces would
-# accumulate the decoder's gradient more often.
-LOGITS_PER_PIECE = 1 << 26
+# Vocabulary logits that are computed at a time: 2^26 bf16 entries are 128 MiB. Smaller chunks would accumulate
+# the decoder's gradient more often.
+LOGITS_PER_CHUNK = 1 << 26
 # 2 FLOPs per multiply-add; the backward pass has twice the products of the forward pass.
 FLOPS_PER_ENTRY = 6
 _PROJECTIONS = ("qkv_weight", "q_weight", "kv_weight")
@@ -68,9 +68,9 @@ def flops(
 
     Counts matrix products only, without padding and recomputation, and the MLM head at `masked` rows: 6 FLOPs per
     weight and row, and in the attention 12 H per pair of a query and a visible key, in a local layer within the window.
-    A term of disentangled positions has 6 H per token and row that the distances reach; the projection of the table,
-    once per micro-batch, is not counted. The last layer counts whole, as in other systems' figures, though ours skips
-    rows that no loss reads.
+    A term of disentangled positions has 6 H per token and reachable distance; the projection of the table, once per
+    micro-batch, is not counted. The last layer is counted in full, as in other systems' figures, though ours skips
+    rows that no loss uses.
     """
     pairs = len(lengths) if next_sentence else 0
     return layers_flops(model, lengths) + head_flops(model, vocabulary_size, masked, pairs)
@@ -100,19 +100,19 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, 
     """Return the FLOPs that the encoder's backward pass recomputes; `lengths` and `rows` as for `encoder_flops`.
 
     All our attention kernels recompute scores, as flash attention does (Dao et al. 2022, algorithm 4): 2 H per pair of
-    a query and a key. Compiled code recomputes only operations between matrix products, which do not count.
+    a query and a key. Compiled code recomputes only operations between matrix products, which are not counted.
 
     Args:
         checkpointing: whether the layers run forward again (`engine.activation_checkpointing`).
     """
     tokens, last = sum(lengths), model.layers - 1
-    stack = sum(
+    all_pairs = sum(
         layers * (_pairs(length, window) + 2 * _distance_pairs(model, length, window))
         for window, layers in _products(model).windows.items()
         for length in lengths
     )
     skipped = sum(_pairs(length, model.window(last)) for length in lengths) * (1 - rows / tokens)
-    pairs = model.recursions * stack - skipped
+    pairs = model.recursions * all_pairs - skipped
     layers = encoder_flops(model, lengths, rows) - _projection(model) * tokens if checkpointing else 0.0
     return 2 * model.hidden * pairs + layers / 3
 
@@ -140,9 +140,10 @@ def activation_bytes(
     pre = model.norm_placement == "pre"
     embedding = tokens * _embedding_saves(model, b, compiled) + _distance_saves(model, b)
     saves = _compiled_saves if compiled else _native_saves if native and has_native_loops(model) else _plain_saves
-    past_attention = saves(model, b) + 4 * model.heads
-    before = 3 * b * model.hidden + (_norm_saves(model, b, compiled) if pre else 0)
-    layer, last = tokens * (before + past_attention), tokens * before + rows * past_attention
+    after_attention = saves(model, b) + 4 * model.heads
+    before_attention = 3 * b * model.hidden + (_norm_saves(model, b, compiled) if pre else 0)
+    layer = tokens * (before_attention + after_attention)
+    last = tokens * before_attention + rows * after_attention
     final = rows * _norm_saves(model, b, compiled) if pre else 0
     working = working_bytes(model, tokens, itemsize)
     if checkpointing:
@@ -164,11 +165,11 @@ def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
-    """Return the bytes of one piece of the masked tokens' scores or gradient, and of the decoder's pending gradient."""
-    piece = min(masked * vocabulary_size, LOGITS_PER_PIECE)
+    """Return the bytes of one chunk of logits or their gradient, and of the decoder's pending gradient."""
+    chunk = min(masked * vocabulary_size, LOGITS_PER_CHUNK)
     width = model.embedding or model.hidden
-    # Two tables in fp32, and one of a byte.
-    return piece * (itemsize if compiled else 9 + itemsize) + itemsize * vocabulary_size * width
+    # Without compilation: also two fp32 copies, and a mask of one byte per entry.
+    return chunk * (itemsize if compiled else 9 + itemsize) + itemsize * vocabulary_size * width
 
 
 def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
@@ -187,19 +188,19 @@ class _Products(NamedTuple):
     """Counts for the FLOPs of a model's layers; cached, since the loop needs them for each micro-batch."""
 
     all_layers: int  # FLOPs per token of their matrices
-    after_attention: int  # of these, in the last layer, past query, key and value
-    windows: Counter[int]  # how many layers have each window
+    after_attention: int  # the same in the last layer, without query, key and value
+    windows: Counter[int]  # number of layers with each window
 
 
 def _products(model: ModelConfig) -> _Products:
     frozen: Any = model  # and therefore hashable
-    return counted_products(frozen)
+    return count_products(frozen)
 
 
 @functools.lru_cache(maxsize=16)
-def counted_products(model: ModelConfig) -> _Products:
+def count_products(model: ModelConfig) -> _Products:
     """Count the FLOPs of the layers' matrix products for tokens, and the windows for pairs of tokens."""
-    # Products of positions multiply embeddings of distances, not tokens.
+    # The matrices of positions multiply distance embeddings, not tokens.
     layers = [
         [p for p in layer_parameters(model, number) if not p.name.startswith("position_")]
         for number in range(model.layers)
@@ -225,7 +226,7 @@ def _pairs(length: float, window: int) -> float:
 
 
 def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
-    """Return the products of tokens with embeddings of distances, in units of query-key pairs, which have two products.
+    """Return the products of tokens with distance embeddings, in units of query-key pairs, which have two products.
 
     Rounding may select the neighbor of the last bucket (`positions.distance_rows`).
     """
@@ -252,7 +253,7 @@ def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
 
 
 def _distance_saves(model: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of the embeddings of distances: normalized once, projected for each layer; reachable rows."""
+    """Return the bytes of the reachable distance embeddings: normalized once, projected for each layer."""
     rows = min(2 * model.relative_span, 2 * model.max_positions)
     norm = rows * _norm_saves(model, itemsize, False) if model.relative_norm else 0
     return norm + model.depth * (model.score_terms - 1) * itemsize * rows * model.hidden

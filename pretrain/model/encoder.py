@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, EmbeddingWeights, Layer, embed
-from pretrain.model.compile import program
+from pretrain.model.compile import maybe_compile
 from pretrain.model.final_norm import FinalNorm
 from pretrain.model.initialization import create_parameters, initialize_neighbors
-from pretrain.model.kernels.hash_rng import BETWEEN
+from pretrain.model.kernels.hash_rng import LAYER_STEP
 from pretrain.model.kernels.layout import TokenLayout, UnpaddedBatch
-from pretrain.model.kernels.rounding import with_round_tokens
+from pretrain.model.kernels.rounding import pad_tokens
 from pretrain.model.parameters import embedding_parameters
 from pretrain.model.positions import rotations, sinusoids
 from pretrain.model.relative_positions import RelativeEmbeddings, RelativePositions
@@ -32,10 +32,10 @@ class Encoder(nn.Module):
     """The backbone: embeddings, layers, and a last norm in pre-norm. `parameters.py` lists the parameters.
 
     Args:
-        shape: sizes, dropout, and the parts of the block.
+        shape: the model's config: sizes, dropout, and the parts of the block.
         vocabulary_size: V.
         compile: fuse the layers with torch.compile.
-        activation_checkpointing: keep only the layers' inputs and recompute the rest in the backward pass.
+        activation_checkpointing: keep only the layers' inputs and recompute their activations in the backward pass.
 
     Raises:
         InputError: `shape` names an unknown norm or activation.
@@ -76,19 +76,19 @@ class Encoder(nn.Module):
         In the last layer, all other tokens are only keys and values.
         """
         rows = len(batch.input_ids if rows_R is None else rows_R)
-        batch = with_round_tokens(batch, self.embeddings.word)
+        batch = pad_tokens(batch, self.embeddings.word)
         # Invariant 1: dropout depends on the sample and the position in the model, never on a generator's state.
         keys_T = batch.token_keys
         layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, keys_T)
         if self.relative is not None:
             layout = self.relative(layout)
-        turns = rotations(self.shape, batch.positions) if self.rotary else {}
+        rotation_of = rotations(self.shape, batch.positions) if self.rotary else {}
         hidden_TH = self.embeddings(batch.input_ids, batch.token_types, batch.positions, keys_T)
         applied: list[Any] = [*self.layers] * self.shape.recursions  # BERT applies each layer once
         for number, layer in enumerate(applied, start=1):
-            keys_T = keys_T + BETWEEN
+            keys_T = keys_T + LAYER_STEP
             queries = rows_R if number == len(applied) else None
-            layout = layout._replace(keys=keys_T, rows=queries, rotation=turns.get(layer.rotary_base))
+            layout = layout._replace(keys=keys_T, rows=queries, rotation=rotation_of.get(layer.rotary_base))
             if self.activation_checkpointing and self.training:
                 # Only CUDA's attention kernel uses the generator; all other dropout is a hash.
                 hidden_TH = checkpoint(
@@ -119,15 +119,15 @@ class Embeddings(nn.Module):
         super().__init__()
         self.shape = shape
         self.tied = True  # the word embeddings are also the decoder
-        # Return gradients of tables without other uses as torch.sparse_coo, for an engine that sums rows.
+        # Return gradients of tables that are only looked up as torch.sparse_coo, for an engine that sums rows.
         self.sparse_gradients = False
         self.functions = BlockFunctions.of(shape)
-        self.embed = program(embed, compile, ("M",) * 4)
+        self.embed = maybe_compile(embed, compile, ("M",) * 4)
         self.projected = shape.embedding not in (0, shape.hidden)
         create_parameters(self, embedding_parameters(shape, vocabulary_size), shape.init_std)
 
     def forward(self, input_ids: Tensor, token_types: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-        """int64 [T] three times and int32 [T], the seeds of dropout -> [T, H]."""
+        """Embed int64 [T] ids, token types and positions, with int32 [T] dropout seeds: [T, H]."""
         # The look-ups are not compiled: torch's gradient of them is faster than the compiled one.
         positions_TE = None
         if self.shape.positions == "learned":
@@ -181,7 +181,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (ids_T,), (grad_TE,) = ctx.saved_tensors, grads
         # Only rows that were read are summed: an fp32 copy of the table would take three times as long.
-        read_R, place_T = ids_T.unique(return_inverse=True)
-        sums_RE = torch.ops.aten.embedding_dense_backward(grad_TE.float(), place_T, len(read_R), -1, False)
-        whole_VE = grad_TE.new_zeros(ctx.rows, grad_TE.shape[1])
-        return whole_VE.index_copy_(0, read_R, sums_RE.to(grad_TE.dtype)), None
+        read_R, row_T = ids_T.unique(return_inverse=True)
+        sums_RE = torch.ops.aten.embedding_dense_backward(grad_TE.float(), row_T, len(read_R), -1, False)
+        table_grad_VE = grad_TE.new_zeros(ctx.rows, grad_TE.shape[1])
+        return table_grad_VE.index_copy_(0, read_R, sums_RE.to(grad_TE.dtype)), None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, apply_norm, norm_weights
-from pretrain.model.compile import program
+from pretrain.model.compile import maybe_compile
 from pretrain.model.initialization import create_parameters
 from pretrain.model.parameters import final_parameters
 
@@ -17,7 +17,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, shape: ModelConfig, compile: bool) -> None:
         super().__init__()
-        self.functions, self.apply_norm = BlockFunctions.of(shape), program(apply_norm, compile, ("M",))
+        self.functions, self.apply_norm = BlockFunctions.of(shape), maybe_compile(apply_norm, compile, ("M",))
         create_parameters(self, final_parameters(shape), shape.init_std)
 
     def forward(self, hidden_RH: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The heads of pretraining on top of the encoder: masked tokens, and the relation of two segments.
+"""The pretraining heads: masked language modeling, and next-sentence prediction.
 
 Shape letters: T tokens, S sequences, K masked tokens, H hidden width, V vocabulary.
 """
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, linear, norm_weights
-from pretrain.model.compile import program
+from pretrain.model.compile import maybe_compile
 from pretrain.model.encoder import Encoder
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.model.kernels.layout import UnpaddedBatch
-from pretrain.model.kernels.rounding import add_rows, missing_rows
+from pretrain.model.kernels.rounding import pad_rows, rows_to_pad
 from pretrain.model.parameters import head_parameters
 
-_IGNORED = -100  # a label that no loss reads
+_IGNORED = -100  # a label that the loss ignores
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
@@ -38,12 +38,12 @@ class Losses(NamedTuple):
 
     mlm_loss: Tensor  # cross-entropy in nats
     nsp_loss: Tensor
-    mlm_correct: Tensor  # masked tokens whose label has the highest score; a tie counts as its share
+    mlm_correct: Tensor  # masked tokens whose label has the highest score; a tie of n labels counts as 1/n
     nsp_correct: Tensor
 
 
 class PretrainingModel(Encoder):
-    """The encoder with its pretraining heads; arguments as for `Encoder`, and whether there is an NSP head."""
+    """The encoder with its pretraining heads; arguments as for `Encoder`, and whether it has an NSP head."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PretrainingModel(Encoder):
         self.embeddings.tied = shape.tied_decoder
 
     def forward(self, batch: PretrainingBatch) -> Losses:
-        """Return losses and correct predictions of one micro-batch; the heads compute only rows that a loss reads."""
+        """Return losses and correct predictions of one micro-batch; the heads compute only rows that a loss uses."""
         if self.heads.next_sentence and self.shape.pooling != "cls":
             hidden_TH = self.encode(batch)
             pooled_SH = pool(hidden_TH, batch.cu_seqlens, self.shape.pooling)
@@ -72,8 +72,8 @@ class PretrainingModel(Encoder):
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
         """Return [K, V], the scores of the vocabulary at the masked rows."""
         hidden_KH = self.encode(batch, batch.masked_rows)
-        round_KH = add_rows(hidden_KH, missing_rows(len(hidden_KH), hidden_KH))
-        transformed_KH = self.heads.transform(round_KH, self.heads.fused)
+        padded_KH = pad_rows(hidden_KH, rows_to_pad(len(hidden_KH), hidden_KH))
+        transformed_KH = self.heads.transform(padded_KH, self.heads.fused)
         return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)[: len(hidden_KH)]
 
     def _decoder(self) -> Tensor:
@@ -109,15 +109,15 @@ class Heads(nn.Module):
         self.fused = compile
         self.next_sentence = next_sentence
         self.functions = BlockFunctions.of(shape)
-        self.fused_transform = program(mlm_transform, True, ("K",))
+        self.fused_transform = maybe_compile(mlm_transform, True, ("K",))
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
         """Return the losses; `hidden_RH`: the sequences' pooled rows, then the masked tokens' rows."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
-        more = missing_rows(len(masked_labels_K), hidden_RH)
-        transformed_KH = self.transform(add_rows(hidden_RH[sequences:], more), self.fused)
-        masked_labels_K = add_rows(masked_labels_K, more, _IGNORED)
+        padding = rows_to_pad(len(masked_labels_K), hidden_RH)
+        transformed_KH = self.transform(pad_rows(hidden_RH[sequences:], padding), self.fused)
+        masked_labels_K = pad_rows(masked_labels_K, padding, _IGNORED)
         mlm_loss, mlm_correct = vocabulary_losses(
             transformed_KH, decoder_VH, self.decoder_bias, masked_labels_K, self.fused
         )
@@ -130,7 +130,7 @@ class Heads(nn.Module):
         return Losses(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
 
     def transform(self, hidden_KH: Tensor, fused: bool) -> Tensor:
-        """[K, H] -> [K, H], the decoder's input."""
+        """Map [K, H] to [K, H], the decoder's input."""
         if not self.shape.mlm_transform:
             return hidden_KH
         norm = norm_weights(self, "mlm_norm", self.functions)
@@ -139,7 +139,7 @@ class Heads(nn.Module):
 
     @property
     def decoder_bias(self) -> Tensor | None:
-        """[V], or None if the decoder has none."""
+        """The decoder's bias [V], or None if it has none."""
         return self.mlm_bias if self.shape.decoder_bias else None
 
     def nsp_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -154,13 +154,13 @@ def mlm_transform(hidden_KH: Tensor, weights: MlmWeights, functions: BlockFuncti
 
 
 def nsp_logits(hidden_SH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """google-research/bert modeling.py, pooler; run_pretraining.py, get_next_sentence_output."""
+    """Return [S, 2] (google-research/bert modeling.py, pooler; run_pretraining.py, get_next_sentence_output)."""
     pooler_weight, pooler_bias, weight, bias = weights
     return F.linear(torch.tanh(F.linear(hidden_SH, pooler_weight, pooler_bias)), weight, bias)
 
 
 def pool(hidden_TH: Tensor, cu_seqlens: Tensor, pooling: str) -> Tensor:
-    """[S, H]: the first token of each sequence ("cls"), or mean or maximum of all of its tokens ("mean", "max").
+    """Pool each sequence to [S, H]: its first token ("cls"), or the mean or maximum of its tokens ("mean", "max").
 
     Args:
         hidden_TH: hidden states; mean and maximum are taken in fp32 and returned in their dtype.

@@ -19,30 +19,30 @@ from pretrain.config import ModelConfig
 from pretrain.model.parameters import Parameter
 from pretrain.model.positions import join_pairs
 
-# Position embeddings start larger than words and token types, which are noise relative to them: they have two thirds of
-# an embedding's squared norm.
+# Position embeddings start larger than words and token types, which act as noise: positions have two thirds of an
+# embedding's squared norm.
 POSITION_SCALE = 2.0
-# The score at a head's offset, above a mean of zero: about half of the attention among 128 tokens.
+# The attention score at a head's offset, where the mean is zero: about half of the attention among 128 tokens.
 PEAK = 5.0
 # With rotary positions: the score above 0; and the slowest rotation that separates adjacent tokens, radians per token.
 ROTARY_PEAK, SLOWEST = 8.0, 0.2
 
 
 def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: float) -> None:
-    """Give `module` these parameters, in this order, fp32; matrices are normal with deviation `std` times `scale`."""
+    """Register `parameters` in `module`, fp32; matrices are normal with standard deviation `std` times `scale`."""
     for parameter in parameters:
         if parameter.initial == "normal":
             values = normal(std * parameter.scale, *parameter.shape)
         else:
-            make = torch.zeros if parameter.initial == "zeros" else torch.ones
-            values = nn.Parameter(make(parameter.shape))
+            fill = torch.zeros if parameter.initial == "zeros" else torch.ones
+            values = nn.Parameter(fill(parameter.shape))
         module.register_parameter(parameter.name, values)
 
 
 def normal(std: float, *size: int) -> nn.Parameter:
-    """Normal with deviation `std`, truncated at two (google-research/bert modeling.py, create_initializer)."""
+    """Sample a normal with deviation `std`, truncated at two deviations (google-research/bert, create_initializer)."""
     weight = torch.empty(*size)
-    if weight.is_meta:  # which torch's generators load sympy for, a second
+    if weight.is_meta:  # for which torch's generators would import sympy, for a second
         return nn.Parameter(weight)
     flat = weight.normal_().view(-1)
     # Values outside are sampled again: four times as fast as torch's trunc_normal_, which inverts a distribution
@@ -58,8 +58,8 @@ def initialize_neighbors(shape: ModelConfig, embeddings: Any, layers: Iterable[A
     """Initialize heads of a model with `attention_init: neighbors`, in place.
 
     Args:
-        shape: of the model.
-        embeddings, layers: modules with the parameters of `parameters.py`; the layers are its lowest.
+        shape: the model's config.
+        embeddings, layers: modules with the parameters of `parameters.py`; of the layers, only the lowest.
     """
     if shape.positions == "learned":
         weights = [layer.qkv_weight for layer in layers]
@@ -85,7 +85,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
         qkv_weights: of each layer to initialize, the rows of queries, keys and values stacked: fp32 [3H, H]. The lower
             half of the encoder is enough; in the layers above, [CLS] must attend to the whole sequence.
         heads: attention heads, of an even width.
-        std: deviation of the words' initial values.
+        std: standard deviation of the initial word embeddings.
     """
     positions, hidden = position_PH.shape
     width = hidden // heads
@@ -95,7 +95,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     waves_PH = torch.stack([angle_PK.cos(), angle_PK.sin()], dim=-1).flatten(1)
     position_PH.copy_(waves_PH * (math.sqrt(2) * POSITION_SCALE * std))
 
-    # The norm makes the sum's variance 1. This is the positions' share; words and token types have 1 each.
+    # The norm scales the sum's variance to 1; this is the positions' share. Words and token types contribute 1 each.
     share = POSITION_SCALE**2 / (POSITION_SCALE**2 + 2)
     # A head's score at its offset is gain^2 * width * share / sqrt(width).
     gain = math.sqrt(PEAK / (math.sqrt(width) * share))
@@ -139,6 +139,6 @@ def attend_to_adjacent_tokens_by_rotation(qkv_bias: Tensor, heads: int, base: fl
 
 
 def _offset(head: int) -> int:
-    """-1, 1, -2, 2, ..."""
+    """Return -1, 1, -2, 2, ... for heads 0, 1, 2, 3, ..."""
     distance = head // 2 + 1
     return distance if head % 2 else -distance

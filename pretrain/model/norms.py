@@ -1,6 +1,6 @@
-"""The norms that `model.norm` can name: function and parameters of each. BERT's function is in `block.py`.
+"""The norms that `model.norm` can select: function and parameters of each. BERT's function is in `block.py`.
 
-The estimates read this table without torch, so a norm imports torch itself.
+Cost estimates read this table without torch, so a norm imports torch itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Norm(NamedTuple):
     """A norm over the last axis.
 
     Attributes:
-        function: `function(x, *parameters, eps)` with x [..., width], fp32 in every precision of the model -> the same.
-            None is BERT's, `block.layer_norm`.
-        parameters: kind -> initial values, in the order in which `function` takes them. Each is a vector [width], named
+        function: `function(x, *parameters, eps)` with x [..., width], fp32 in every precision; returns the same shape
+            and dtype. None is BERT's, `block.layer_norm`.
+        parameters: kind -> initial values, in the order of the arguments. Each is a vector [width], named
             after its norm and its kind: `ffn_norm_weight`.
         saved: tensors of the size of x that torch keeps for the backward pass when the layer is not compiled.
     """
@@ -34,7 +34,7 @@ class Norm(NamedTuple):
 
 
 def layer_norm_no_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`block.layer_norm` without the shift."""
+    """`block.layer_norm` without bias."""
     import torch.nn.functional as F
 
     return F.layer_norm(x, weight.shape, weight.to(x.dtype), None, eps)
@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_bias(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """RMSNorm, then shifted."""
+    """RMSNorm with a bias."""
     return rms_norm(x, weight, eps) + bias.to(x.dtype)
 
 
@@ -59,7 +59,7 @@ NORMS: dict[str, Norm] = {
 
 
 def get_norm(name: str) -> Norm:
-    """Return the norm of a `model.norm`. Raises `InputError` for an unknown name."""
+    """Return the norm that `model.norm` names. Raises `InputError` for an unknown name."""
     if name not in NORMS:
         raise InputError(f"model.norm: {not_one_of(name, NORMS)}")
     return NORMS[name]

@@ -56,20 +56,20 @@ class PaddedEncoder(nn.Module):
             input_ids: int64 [B, L].
             attention_mask: int64 [B, L], 0 at padding, which follows a sequence's tokens.
             token_type_ids: int64 [B, L]; without them every token has type 0.
-            attention: gets the attention weights of each application of a layer appended, [B, N, L, L].
+            attention: a list to which each applied layer appends its attention weights, [B, N, L, L].
         """
         shape = self.shape
         hidden_BLH = self._embed(input_ids, token_type_ids)
         positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
-        masks, turns = self._masks(attention_mask, positions_L, hidden_BLH.dtype), rotations(shape, positions_L)
+        masks, rotation_of = self._masks(attention_mask, positions_L, hidden_BLH.dtype), rotations(shape, positions_L)
         for number in [*range(shape.layers)] * shape.recursions:
             layer, normed_BLH = self.layers[number], hidden_BLH
             if shape.norm_placement == "pre" and shape.has_attention_norm(number):
                 normed_BLH = apply_norm(
                     hidden_BLH, norm_weights(layer, "attention_norm", self.functions), self.functions
                 )
-            by = turns.get(shape.rotary_base_of(number))
-            context_BLH = self._attend(layer, normed_BLH, by, masks[shape.window(number)], attention)
+            rotation = rotation_of.get(shape.rotary_base_of(number))
+            context_BLH = self._attend(layer, normed_BLH, rotation, masks[shape.window(number)], attention)
             weights = LayerWeights.of(layer, self.functions)
             hidden_BLH = after_attention(context_BLH, hidden_BLH, None, weights, self.functions, 0.0)
         if shape.norm_placement == "post":
@@ -91,7 +91,7 @@ class PaddedEncoder(nn.Module):
         return F.linear(embedded_BLE, embeddings.project_weight, embeddings.project_bias)
 
     def _masks(self, attention_mask: Tensor, positions_L: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Return the tensors to add to scores, by the layer's window; they broadcast to [B, N, L, L]."""
+        """Return the tensors to add to scores, keyed by window; they broadcast to [B, N, L, L]."""
         # Not -inf: a sequence of only padding would become NaN.
         lowest, shape = torch.finfo(dtype).min, self.shape
         mask = (1 - attention_mask[:, None, None].to(dtype)) * lowest
@@ -106,12 +106,12 @@ class PaddedEncoder(nn.Module):
         return masks
 
     def _attend(
-        self, layer: Any, hidden_BLH: Tensor, by: Rotation | None, mask: Tensor, attention: list[Tensor] | None
+        self, layer: Any, hidden_BLH: Tensor, rotation: Rotation | None, mask: Tensor, attention: list[Tensor] | None
     ) -> Tensor:
         """Return [B, L, H], the context of every token."""
         heads, projection = self.shape.heads, ProjectionWeights.of(layer, self.shape)
         products = tuple(F.linear(hidden_BLH, weight) for weight in projection.weights)
-        qkv_BLX = form_qkv(products, projection.biases, by, heads)
+        qkv_BLX = form_qkv(products, projection.biases, rotation, heads)
         q_BNLD, k_BNLD, v_BNLD = qkv_BLX.unflatten(-1, (3, heads, -1)).transpose(1, 3).unbind(2)
         products_BNLL = q_BNLD @ k_BNLD.mT
         if projection.relative is not None:
@@ -126,7 +126,7 @@ class PaddedEncoder(nn.Module):
         return (weights_BNLL @ v_BNLD).transpose(1, 2).flatten(2)
 
     def _distance_embeddings(self) -> Tensor:
-        """Return [P, H]: the table of embeddings of distances, normalized if the model does that."""
+        """Return [P, H]: the distance embeddings, normalized if the model does that."""
         if not self.shape.relative_norm:
             return self.relative.table
         return apply_norm(self.relative.table, norm_weights(self.relative, "norm", self.functions), self.functions)

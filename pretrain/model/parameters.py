@@ -1,9 +1,9 @@
 """Every parameter of the model: name, shape and initial values. Modules, estimates and file layouts read this list.
 
-Modules create their parameters from it, so a parameter that is added here exists, is counted, and must be mapped in the
+Modules create their parameters from it, so a parameter added here is created and counted, and must be mapped in the
 released layouts (`pretrain/checkpoint/layouts/`). Does not need torch.
 
-A name is MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. Modules that end with `norm` are norms.
+Names are MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. Modules named `*norm` are norms.
 """
 
 import math
@@ -65,27 +65,27 @@ def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
-    """The parameters of the `block.Layer` with a number from 0, in the order of the computation."""
+    """The parameters of `block.Layer` `number` (from 0), in the order of the computation."""
     hidden, ffn = model.hidden, model.intermediate
-    before = model.norm_placement == "pre"
+    pre_norm = model.norm_placement == "pre"
     attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(number) else ()
     ffn_norm = _norm("ffn_norm", hidden, model)
     scale = _output_scale(model)
     ffn_in, inner = ("gated_in", STACKED["gated_in"] * ffn) if model.gated else ("ffn_in", ffn)
     return (
-        *(attention_norm if before else ()),
+        *(attention_norm if pre_norm else ()),
         *_projections(model),
         *relative_projections(model),
         *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
-        *(ffn_norm if before else attention_norm),
+        *(ffn_norm if pre_norm else attention_norm),
         *linear_parameters(ffn_in, inner, hidden, bias=model.ffn_in_bias),
         *linear_parameters("ffn_out", hidden, ffn, bias=model.ffn_out_bias, scale=scale),
-        *(() if before else ffn_norm),
+        *(() if pre_norm else ffn_norm),
     )
 
 
 def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The per-layer projections of the embeddings of disentangled positions, to keys (c2p) and to queries (p2c)."""
+    """The per-layer projections of distance embeddings to keys (c2p) and queries (p2c), unless the tokens' are used."""
     terms = {"position_key": "c2p", "position_query": "p2c"} if model.relative_projections else {}
     names = [name for name, term in terms.items() if model.relative_terms in (term, "both")]
     hidden, bias = model.hidden, model.attention_bias
@@ -133,21 +133,21 @@ def has_weight_decay(name: str) -> bool:
 
 
 def is_hidden_matrix(name: str) -> bool:
-    """Return whether Muon steps a parameter: the layers' weight matrices, not embeddings, heads, norms or biases."""
+    """Return whether Muon updates a parameter: the layers' weight matrices, not embeddings, heads, norms or biases."""
     return ".layers." in f".{name}" and has_weight_decay(name)
 
 
 def stacked_parts(name: str) -> int:
-    """Return the number of projections that a parameter stacks; 1 for most."""
+    """Return the number of projections stacked in a parameter; 1 for most."""
     return STACKED.get(name.rpartition(".")[2].rpartition("_")[0], 1)
 
 
 def layer_of(name: str, layers: int) -> int:
-    """Return the depth of a parameter: 0 for embeddings, 1 to `layers` for the layers, `layers` + 1 for the rest."""
-    part, _, rest = name.partition(".")
-    if part in ("embeddings", "relative"):
+    """Return the depth of a parameter: 0 for embeddings, 1 to `layers` for the layers, `layers` + 1 for all others."""
+    module, _, child = name.partition(".")
+    if module in ("embeddings", "relative"):
         return 0
-    return int(rest.partition(".")[0]) + 1 if part == "layers" else layers + 1
+    return int(child.partition(".")[0]) + 1 if module == "layers" else layers + 1
 
 
 def total(parameters: Iterable[Parameter]) -> int:
@@ -170,7 +170,7 @@ def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def _output_scale(model: ModelConfig) -> float:
-    """Factor of the initial deviation of outputs (transformers modeling_modernbert.py, _init_weights, "out")."""
+    """Return the scale of output layers' initial values (transformers modeling_modernbert.py, _init_weights, "out")."""
     return (2 * model.depth) ** -0.5 if model.family == "modernbert" else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Computed position encodings, which are not learned: sinusoids, rotations, and the buckets of relative positions.
+"""Fixed position encodings: sinusoids, rotations, and the buckets of relative positions.
 
 Shape letters: T tokens (L positions in the padded twin), E width of the embeddings, N heads of width D, K = D / 2
 frequencies.
@@ -32,7 +32,7 @@ def sinusoids(positions_T: Tensor, width: int) -> Tensor:
 
 
 def rotations(model: ModelConfig, positions_T: Tensor) -> dict[float, Rotation]:
-    """Return the rotation of each base of the model's layers, at int64 `positions_T`; {} without rotary positions."""
+    """Return the rotation for each rotary base of the layers, at int64 `positions_T`; {} without rotary positions."""
     bases = {model.rotary_base_of(number) for number in range(model.layers)} - {0.0}
     interleaved = model.positions == "rotary_interleaved"
     return {base: rotation(positions_T, model.head_width, base, interleaved=interleaved) for base in sorted(bases)}
@@ -52,19 +52,19 @@ def rotation(positions_T: Tensor, width: int, base: float, *, interleaved: bool 
     return Rotation(angle_TK.cos(), angle_TK.sin(), interleaved)
 
 
-def rotate(x_TND: Tensor, by: Rotation) -> Tensor:
-    """[..., T, N, D] fp32 -> the same with each pair of columns rotated."""
-    # One expression for both columns of a pair: joined halves compile to a kernel with a branch for each of them.
-    sizes, axis = _pairs(by.interleaved)
+def rotate(x_TND: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate each pair of columns of fp32 [..., T, N, D]."""
+    # One expression for both columns of a pair: concatenated halves would compile to a kernel with branches.
+    sizes, axis = _pairs(rotation.interleaved)
     x_TN2K = x_TND.unflatten(-1, sizes)
-    cos_T12K, sin_T12K = by.cos[:, None].unsqueeze(axis), by.sin[:, None].unsqueeze(axis)
+    cos_T12K, sin_T12K = rotation.cos[:, None].unsqueeze(axis), rotation.sin[:, None].unsqueeze(axis)
     sign_2 = torch.arange(-1, 2, 2, device=x_TND.device)
-    sign_21 = sign_2 if by.interleaved else sign_2[:, None]
+    sign_21 = sign_2 if rotation.interleaved else sign_2[:, None]
     return (x_TN2K * cos_T12K + x_TN2K.flip(axis) * (sin_T12K * sign_21)).flatten(-2)
 
 
 def split_pairs(x_D: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """[..., D] -> the first and the second column of each pair, views [..., K]."""
+    """Return the first and the second columns of the pairs in [..., D], as views [..., K]."""
     sizes, axis = _pairs(interleaved)
     first, second = x_D.unflatten(-1, sizes).unbind(axis)
     return first, second
@@ -76,7 +76,7 @@ def _pairs(interleaved: bool) -> tuple[tuple[int, int], int]:
 
 
 def rotate_pairs(first_K: Tensor, second_K: Tensor, cos_K: Tensor, sin_K: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns of each pair after its rotation, in fp32."""
+    """Return both columns of each pair after its rotation, in fp32."""
     return first_K * cos_K - second_K * sin_K, second_K * cos_K + first_K * sin_K
 
 
@@ -88,7 +88,7 @@ def join_pairs(first_K: Tensor, second_K: Tensor, *, interleaved: bool) -> Tenso
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance, key minus query, int64 of any shape (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets are for keys that follow. Of each half, the first half are single distances; the others are
+    Half of the buckets are for keys after the query. The first half of each half are single distances; the others are
     ranges that grow by a constant factor up to `max_distance` (transformers modeling_t5.py, _relative_position_bucket).
     """
     half = buckets // 2
@@ -109,7 +109,7 @@ def distance_rows(distances: Tensor, model: ModelConfig) -> Tensor:
     span, middle = model.relative_span, model.relative_span // 2
     buckets = distances
     if model.relative_buckets:
-        # In fp32 and in the same order as there: rounding at the border of two buckets would select another row.
+        # In fp32 and in the order of transformers: rounding at the border of two buckets would select another row.
         size = distances.abs().clamp_min(middle)
         farthest = torch.tensor((model.relative_max_distance - 1) / middle)
         far = torch.ceil((size / middle).log() / farthest.log() * (middle - 1)) + middle

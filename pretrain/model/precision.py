@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 SECONDS = 0.25  # of one measurement
 _FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}
-_MIN_PRODUCT_SECONDS = 5e-3  # the launch of a longer product is negligible
+_MIN_PRODUCT_SECONDS = 5e-3  # of a product whose launch is negligible
 _TRIES = 4  # products of a size, before a larger size is tried
-_NOISE_RATIO = 0.9  # rates with a higher ratio differ by no more than the noise of the measurement
-_MIN_BF16_SHARE = 0.5  # of the rate in fp32, from which on a model that was trained in bf16 also runs in bf16
+_NOISE_RATIO = 0.9  # rates whose ratio is higher differ only by measurement noise
+_MIN_BF16_SHARE = 0.5  # of the fp32 rate, at which a model that was trained in bf16 also runs in bf16
 
 
 class DeviceCapabilities(NamedTuple):
@@ -65,7 +65,7 @@ def measure_matmul(
     """
     import torch
 
-    dtype, before = torch_dtype(precision), torch.get_num_threads()
+    dtype, previous_threads = torch_dtype(precision), torch.get_num_threads()
 
     def product(a: torch.Tensor) -> float:
         started = time.perf_counter()
@@ -83,12 +83,12 @@ def measure_matmul(
             if min(durations) >= _MIN_PRODUCT_SECONDS or size == largest:
                 break
             size *= 2
-        torch.set_num_threads(threads or before)
+        torch.set_num_threads(threads or previous_threads)
         deadline = time.perf_counter() + seconds
         while time.perf_counter() < deadline:
             durations.append(product(a))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_threads)
     return 2 * size**3 / (statistics.median(durations) if concurrent else min(durations))
 
 
@@ -103,7 +103,7 @@ def matmul_peak(device: str, precision: Precision) -> float:
 
 
 @functools.cache
-def of_one_thread(precision: Precision) -> float:
+def single_thread_peak(precision: Precision) -> float:
     """Return the FLOP/s of matrix products on one thread of this CPU, measured once."""
     return cached_rate(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
 
@@ -113,21 +113,21 @@ def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
     return bf16 < _NOISE_RATIO * fp32
 
 
-def offer(device: torch.device) -> DeviceCapabilities:
+def capabilities(device: torch.device) -> DeviceCapabilities:
     """Return the capabilities of this process's device. On CPU both rates are measured, or read from the cache."""
     import torch
 
     if device.type == "cuda":
         return DeviceCapabilities(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-    return DeviceCapabilities("this CPU", None, of_one_thread("bf16"), of_one_thread("fp32"))
+    return DeviceCapabilities("this CPU", None, single_thread_peak("bf16"), single_thread_peak("fp32"))
 
 
-def choose(offers: Sequence[DeviceCapabilities]) -> PrecisionChoice:
+def choose_precision(devices: Sequence[DeviceCapabilities]) -> PrecisionChoice:
     """Choose the precision for workers with these devices; if they differ, one that all support."""
-    weakest = min((one for one in offers if one.capability), key=lambda one: one.capability or (), default=None)
+    weakest = min((x for x in devices if x.capability), key=lambda x: x.capability or (), default=None)
     if weakest is not None and weakest.capability is not None:
         return _for_gpu(weakest.name, weakest.capability)
-    bf16, fp32 = (sum(getattr(one, name) for one in offers) for name in ("bf16", "fp32"))
+    bf16, fp32 = (sum(getattr(x, name) for x in devices) for name in ("bf16", "fp32"))
     rates = f"{bf16 / 1e9:,.3g} GFLOP/s of matrix products in bf16, {fp32 / 1e9:,.3g} in fp32"
     return PrecisionChoice(
         "fp32" if is_faster_in_fp32(bf16, fp32) else "bf16",
@@ -145,7 +145,7 @@ def _for_gpu(name: str, capability: tuple[int, int]) -> PrecisionChoice:
 
 
 def allow_tf32(precision: str, device: torch.device) -> bool:
-    """Let a run in fp32 use TF32 tensor cores for its matrix products if the GPU has them (Ampere and newer).
+    """Let an fp32 run use TF32 tensor cores for its matrix products if the GPU has them (Ampere and newer).
 
     Returns whether it does. In other precisions, products that remain in fp32, such as the heads', stay exact.
     """
@@ -158,8 +158,8 @@ def allow_tf32(precision: str, device: torch.device) -> bool:
     return tf32
 
 
-def unsupported(engine: EngineConfig, capability: tuple[int, int]) -> str:
-    """Describe the feature that the settings need and a GPU of this compute capability lacks; "" if none."""
+def unsupported_feature(engine: EngineConfig, capability: tuple[int, int]) -> str:
+    """Describe a feature that the settings need and a GPU of this compute capability lacks; "" if none."""
     if engine.precision == "bf16" and capability < (8, 0):
         return "engine.precision: bf16 needs compute capability 8.0"
     if engine.cuda_graphs is True and engine.precision != "bf16":
@@ -167,47 +167,47 @@ def unsupported(engine: EngineConfig, capability: tuple[int, int]) -> str:
     return ""
 
 
-def choose_here() -> PrecisionChoice:
+def choose_local_precision() -> PrecisionChoice:
     """Choose the precision for this machine, as its workers would."""
     import torch
 
     if not torch.cuda.is_available():
-        return choose([offer(torch.device("cpu"))])
-    return choose([offer(torch.device("cuda", number)) for number in range(torch.cuda.device_count())])
+        return choose_precision([capabilities(torch.device("cpu"))])
+    return choose_precision([capabilities(torch.device("cuda", number)) for number in range(torch.cuda.device_count())])
 
 
-def resolve_here(config: R) -> tuple[R, str]:
+def resolve_local_precision(config: R) -> tuple[R, str]:
     """Return (config with its precision chosen for this machine, the reason)."""
     if config.engine.precision != "auto":
         return config, "as configured"
-    choice = choose_here()
+    choice = choose_local_precision()
     return with_precision(config, choice.precision), choice.reason
 
 
 def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
-    """Return (config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
+    """Return (config with its precision chosen for the hardware `on`, or for this machine; the reason)."""
     address = config.scheduling.address
     if config.engine.precision != "auto" or not (address or on) or on == "here":
-        return resolve_here(config)
+        return resolve_local_precision(config)
     if not on:
         return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
     choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"
     return with_precision(config, choice), f"supported by {on}"
 
 
-def run_precision(trained: Precision, device: torch.device) -> PrecisionChoice:
+def inference_precision(trained: Precision, device: torch.device) -> PrecisionChoice:
     """Choose the precision to run a model that was trained in `trained`: the same, unless the device is slow in it.
 
     A CPU counts as slow in bf16 below half its rate in fp32: a measurement that varies must not change scores.
     """
     if trained == "fp32":
         return PrecisionChoice("fp32", "as trained")
-    here = offer(device)
-    best = choose([here])
+    measured = capabilities(device)
+    best = choose_precision([measured])
     if device.type == "cuda":
         supported = trained == best.precision or (trained == "fp16" and best.precision == "bf16")
     else:
-        supported = trained == "bf16" and here.bf16 > _MIN_BF16_SHARE * here.fp32
+        supported = trained == "bf16" and measured.bf16 > _MIN_BF16_SHARE * measured.fp32
     if supported:
         return PrecisionChoice(trained, "as trained")
     return PrecisionChoice(best.precision, f"trained in {trained}, but {best.reason}")

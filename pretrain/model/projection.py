@@ -17,7 +17,7 @@ from pretrain.model.positions import Rotation, rotate
 
 
 class RelativeProjection(NamedTuple):
-    """The projection of embeddings of distances: the terms, and separate weights if the model has them."""
+    """The projection of the distance embeddings: the terms, and separate weights if the model has them."""
 
     terms: str  # as `ModelConfig.relative_terms`
     key: tuple[Tensor, Tensor | None] | None = None  # weight [H, H] and bias
@@ -35,7 +35,7 @@ class RelativeProjection(NamedTuple):
         return cls(model.relative_terms, *separate)
 
 
-FORM_AXES = "M", "", "M"  # of `form_qkv`, as `compile.program` takes them: products, biases, rotation
+QKV_AXES = "M", "", "M"  # of `form_qkv` for `compile.maybe_compile`: products, biases, rotation
 
 
 def form_qkv(
@@ -44,7 +44,7 @@ def form_qkv(
     rotation: Rotation | None,
     heads: int,
 ) -> Tensor:
-    """[T, 3H]: query, key and value of every head, in the dtype of the products.
+    """Return [T, 3H]: query, key and value of every head, in the dtype of the products.
 
     Args:
         products: hidden states times the weights of `attention.ProjectionWeights`: [T, 3H], or [T, H] and [T, 2GD].
@@ -65,7 +65,7 @@ def form_qkv(
     k_TND, v_TND = sums[1].unflatten(-1, (2, -1, q_TND.shape[-1])).unbind(-3)
     if rotation is not None:
         q_TND, k_TND = rotate(q_TND, rotation), rotate(k_TND, rotation)
-    parts = (q_TND, *(_for_each_head(x, heads) for x in (k_TND, v_TND)))
+    parts = (q_TND, *(_repeat_heads(x, heads) for x in (k_TND, v_TND)))
     return torch.cat([part.to(products[0].dtype).flatten(-2) for part in parts], dim=-1)
 
 
@@ -76,13 +76,13 @@ def project_distances(
     relative: RelativeProjection,
     heads: int,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Project P embeddings of distances to (keys, queries) [N, P, D], each None if no term has it.
+    """Project P distance embeddings to (keys, queries) [N, P, D]; each is None if no term uses it.
 
     Uses the weights and biases of the tokens, or separate ones (transformers modeling_deberta_v2.py,
     disentangled_attention_bias, share_att_key).
     """
     hidden, last = embeddings_PH.shape[1], len(weights) - 1
-    start = hidden * (1 - last)  # of the keys, in the last of the weights
+    start = hidden * (1 - last)  # of the keys, in the last weight
     keys = slice(start, start + (weights[last].shape[0] - start) // 2)
     projected: list[Tensor | None] = []
     for term, number, rows, separate in (("c2p", last, keys, relative.key), ("p2c", 0, slice(hidden), relative.query)):
@@ -92,12 +92,12 @@ def project_distances(
         bias = biases[number]
         weight, bias = separate or (weights[number][rows], None if bias is None else bias[rows])
         x_PND = F.linear(embeddings_PH, weight, bias).unflatten(-1, (-1, hidden // heads))
-        projected.append(_for_each_head(x_PND, heads).transpose(0, 1).contiguous())
+        projected.append(_repeat_heads(x_PND, heads).transpose(0, 1).contiguous())
     return projected[0], projected[1]
 
 
-def _for_each_head(x_TGD: Tensor, heads: int) -> Tensor:
-    """[T, G, D] -> [T, N, D]: repeat each shared head for the query heads that read it, which are consecutive."""
+def _repeat_heads(x_TGD: Tensor, heads: int) -> Tensor:
+    """[T, G, D] -> [T, N, D]: repeat each shared head for its consecutive query heads."""
     shared = x_TGD.shape[-2]
     if shared == heads:
         return x_TGD

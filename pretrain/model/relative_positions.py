@@ -1,4 +1,4 @@
-"""Positions by the distance of two tokens: biases of the scores (T5), or embeddings (DeBERTa).
+"""Relative positions: biases of the attention scores (T5), or embeddings (DeBERTa).
 
 Shape letters: H hidden width, N heads, M tokens of the longest sequence.
 """
@@ -26,16 +26,16 @@ class RelativePositions(nn.Module):
         create_parameters(self, position_parameters(shape), shape.init_std)
 
     def forward(self, layout: TokenLayout) -> TokenLayout:
-        """Return `layout` with fp32 [N, 2M - 1], biases of the distances 1 - M to M - 1, key minus query."""
+        """Add fp32 [N, 2M - 1] to `layout`: biases of the distances 1 - M to M - 1, key minus query."""
         distances = torch.arange(1 - layout.max_seqlen, layout.max_seqlen, device=self.table.device)
         buckets = relative_buckets(distances, self.shape.relative_buckets, self.shape.relative_max_distance)
         return layout._replace(distance_bias=F.embedding(buckets, self.table.float()).T.contiguous())
 
 
 class RelativeEmbeddings(nn.Module):
-    """Embeddings of distances, one table for all layers (He et al. 2021, DeBERTa, section 3.1).
+    """Distance embeddings, one table for all layers (He et al. 2021, DeBERTa, section 3.1).
 
-    transformers applies dropout to them. Ours does not: the table does not belong to a sample (invariant 1).
+    transformers applies dropout to them. This module does not: the table does not belong to a sample (invariant 1).
     """
 
     table: nn.Parameter  # [2 * span, H]
@@ -46,9 +46,9 @@ class RelativeEmbeddings(nn.Module):
         create_parameters(self, position_parameters(shape), shape.init_std)
 
     def forward(self, layout: TokenLayout) -> TokenLayout:
-        """Return `layout` with the rows of the distances between the tokens of the longest sequence."""
-        row_of = distance_rows(torch.arange(1 - layout.max_seqlen, layout.max_seqlen), self.shape)
-        rows_PH = self.table[int(row_of[0]) : int(row_of[-1]) + 1]
+        """Add the rows of the distances between the tokens of the longest sequence to `layout`."""
+        row_by_distance = distance_rows(torch.arange(1 - layout.max_seqlen, layout.max_seqlen), self.shape)
+        rows_PH = self.table[int(row_by_distance[0]) : int(row_by_distance[-1]) + 1]
         if self.shape.relative_norm:
             rows_PH = apply_norm(rows_PH, norm_weights(self, "norm", self.functions), self.functions)
-        return layout._replace(relative=RelativeRows(rows_PH, row_of - row_of[0]))
+        return layout._replace(relative=RelativeRows(rows_PH, row_by_distance - row_by_distance[0]))

@@ -21,10 +21,10 @@ REGISTRY: dict[str, Callable[[PretrainConfig], object]] = {
     f"{__name__}.distillation": lambda config: config.distillation.teacher,
     f"{__name__}.replaced_tokens": lambda config: config.electra.is_on,
 }
-"""Module -> whether a config selects it. A module is imported when it is needed, since its model needs torch."""
+"""Module -> function that returns whether a config selects it. Modules are imported on use, since they need torch."""
 
 KIND = Contract("OBJECTIVE", Objective)
-_custom: dict[str, type[Objective]] = {}  # objectives of other packages used so far, for the metrics of pages
+_custom: dict[str, type[Objective]] = {}  # custom objectives used so far, for `objective_metrics`
 
 
 def objective_of(config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> Objective:
@@ -43,7 +43,7 @@ def objective_metrics() -> Mapping[str, Metric]:
     """Return the metrics of all objectives, by name."""
     imported = {name: module.OBJECTIVE for name, module in imported_modules().items() if hasattr(module, "OBJECTIVE")}
     classes = (MaskedTokens, *map(_load, REGISTRY), *{**imported, **_custom}.values())
-    return {name: metric for one in classes for name, metric in one.metrics.items()}
+    return {name: metric for kind in classes for name, metric in kind.metrics.items()}
 
 
 def _load(module: str) -> type[Objective]:

@@ -24,8 +24,8 @@ from pretrain.model.kernels.fused_cross_entropy import SoftTargets, soft_target_
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.objectives.objective import FrozenModel, ReadFrozen
 
-# Settings of the model that may differ between a teacher and a student that starts from its layers.
-_FREE = (
+# Model settings that may differ between a teacher and a student that starts from its layers.
+_MAY_DIFFER = (
     "family",
     "size",
     "layers",
@@ -37,12 +37,12 @@ _FREE = (
 )
 # DistilBERT's (transformers, research project distillation, README.md).
 TEMPERATURE, SOFT_WEIGHT, MLM_WEIGHT, COSINE_WEIGHT = 2.0, 5.0, 2.0, 1.0
-# 0 in these fields stands for another field's value.
+# In these fields, 0 means the value of another field.
 _DEFAULTS = {"embedding": "hidden", "kv_heads": "heads"}
 
 
 class Distillation(MaskedTokens):
-    """Learning from a teacher; `build` and `check` raise `InputError` if it does not fit the student."""
+    """Distillation from a teacher; `build` and `check` raise `InputError` if it does not fit the student."""
 
     setting = "distillation.teacher"
     frozen_role = "teacher"
@@ -64,7 +64,7 @@ class Distillation(MaskedTokens):
     }
     model: DistillingModel
 
-    _first: Mapping[str, Tensor] = MappingProxyType({})
+    _initial_weights: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
     def settings(self) -> DistillationConfig:
@@ -83,24 +83,24 @@ class Distillation(MaskedTokens):
             self.config.model,
             self.vocabulary,
             self.config.pairs.has_classifier,
-            teacher=_build(teacher, compile=self.how["compile"]),
-            **self.how,
+            teacher=_build(teacher, compile=self.forward_options["compile"]),
+            **self.forward_options,
         )
         if self.settings.initialize:
             state = self.model.state_dict()
             shapes = {name: tensor.shape for name, tensor in state.items()}
-            self._first = {**state, **student_weights(self.config, teacher, shapes)}
+            self._initial_weights = {**state, **student_weights(self.config, teacher, shapes)}
 
     @property
-    def _compares_states(self) -> bool:
-        """Return whether there is a cosine loss: if the widths are equal, or the teacher cannot be read yet."""
+    def _has_cosine_loss(self) -> bool:
+        """Return whether there is a cosine loss: the widths are equal, or the teacher cannot be read yet."""
         return self.frozen is None or self.frozen.hidden == self.config.model.hidden
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         self.model.teacher.to(device=device, dtype=dtype)
 
-    def first_weights(self) -> Mapping[str, Tensor]:
-        first, self._first = self._first, {}
+    def initial_weights(self) -> Mapping[str, Tensor]:
+        first, self._initial_weights = self._initial_weights, {}
         return first
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
@@ -118,10 +118,10 @@ class Distillation(MaskedTokens):
 
     def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals
-        masked, labeled, tokens = (max(one, 1) for one in counts)
+        masked, labeled, tokens = (max(count, 1) for count in counts)
         means = super().means([mlm_loss, nsp_loss, mlm_correct, nsp_correct], [masked, labeled])
         means["distil_loss"] = soft_loss / masked
-        if self._compares_states:
+        if self._has_cosine_loss:
             means["cosine_loss"] = cosine_loss / tokens
         loss = SOFT_WEIGHT * soft_loss / masked + MLM_WEIGHT * mlm_loss / masked
         return {**means, "loss": loss + (COSINE_WEIGHT * cosine_loss / tokens + nsp_loss / labeled)}
@@ -137,12 +137,12 @@ class Distillation(MaskedTokens):
         teacher = self.frozen
         if teacher is None:
             return 0.0
-        rows = sum(lengths) if self._compares_states else masked
+        rows = sum(lengths) if self._has_cosine_loss else masked
         return (cost.encoder_flops(teacher, lengths, rows) + cost.head_flops(teacher, self.vocabulary, masked)) / 3
 
     def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
-        every_row = self._compares_states or self.config.pairs.has_classifier
-        return [tokens if every_row else masked]
+        needs_all = self._has_cosine_loss or self.config.pairs.has_classifier
+        return [tokens if needs_all else masked]
 
 
 OBJECTIVE = Distillation
@@ -171,12 +171,12 @@ class DistillingModel(PretrainingModel):
 
     Args:
         arguments, options: of the base class, for the student.
-        teacher: a model over the same vocabulary. It is not trained, and runs without dropout.
+        teacher: a model with the same vocabulary. It is not trained, and runs without dropout.
     """
 
     def __init__(self, *arguments: Any, teacher: PretrainingModel, **options: bool) -> None:
         super().__init__(*arguments, **options)
-        # A tuple hides it from torch: otherwise DeepSpeed would partition it, and `parameters` list it.
+        # A tuple hides it from torch: otherwise DeepSpeed would partition it, and `parameters` would list it.
         self._teachers = (teacher.eval().requires_grad_(False),)
 
     @property
@@ -184,13 +184,13 @@ class DistillingModel(PretrainingModel):
         return self._teachers[0]
 
     def forward(self, batch: PretrainingBatch) -> DistillationLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return losses and correct predictions of one micro-batch. Only the cosine loss reads all tokens."""
-        rows_K, compares = batch.masked_rows, self.teacher.shape.hidden == self.shape.hidden
-        needs_all = compares or self.heads.next_sentence
+        """Return losses and correct predictions of one micro-batch. Only the cosine loss uses all tokens."""
+        rows_K, has_cosine = batch.masked_rows, self.teacher.shape.hidden == self.shape.hidden
+        needs_all = has_cosine or self.heads.next_sentence
         hidden = self.encode(batch) if needs_all else self.encode(batch, rows_K)
         with torch.no_grad():
-            teacher = self.teacher.encode(batch) if compares else self.teacher.encode(batch, rows_K)
-        soft = self._soft_targets(teacher.index_select(0, rows_K) if compares else teacher)
+            teacher = self.teacher.encode(batch) if has_cosine else self.teacher.encode(batch, rows_K)
+        soft = self._soft_targets(teacher.index_select(0, rows_K) if has_cosine else teacher)
         predictions, mlm_loss, soft_loss, mlm_correct = soft_target_losses(
             self.heads.transform(hidden.index_select(0, rows_K) if needs_all else hidden, self.fused),
             self._decoder(),
@@ -200,7 +200,7 @@ class DistillingModel(PretrainingModel):
             self.fused,
         )
         zero = mlm_loss.new_zeros(())
-        cosine_loss = (1 - F.cosine_similarity(hidden.float(), teacher.float(), dim=-1)).sum() if compares else zero
+        cosine_loss = (1 - F.cosine_similarity(hidden.float(), teacher.float(), dim=-1)).sum() if has_cosine else zero
         nsp_loss, nsp_correct = self._pairs(hidden, batch) if self.heads.next_sentence else (zero, zero)
         return DistillationLosses(predictions, mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss)
 
@@ -217,15 +217,15 @@ class DistillingModel(PretrainingModel):
         )
 
     def _pairs(self, hidden_TH: Tensor, batch: PretrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss and correct predictions of the classifier of sentence pairs."""
+        """Return the loss and the number of correct predictions of the sentence-pair classifier."""
         pooled_SH = pool(hidden_TH, batch.cu_seqlens, self.shape.pooling)
         logits_S2 = nsp_logits(pooled_SH, self.heads.nsp_weights()).float()
         loss = F.cross_entropy(logits_S2, batch.nsp_labels, reduction="sum")
         return loss, (logits_S2.argmax(-1) == batch.nsp_labels).sum().float()
 
 
-def evenly_spread(student: int, teacher: int) -> tuple[int, ...]:
-    """Return the teacher's layer from which each layer of the student starts, from the first to the last.
+def evenly_spaced_layers(student: int, teacher: int) -> tuple[int, ...]:
+    """Return the teacher's layer for each layer of the student, evenly spaced from the first to the last.
 
     For 6 of 12 layers, these are DistilBERT's 0, 2, 4, 7, 9, 11 (transformers, research project distillation,
     scripts/extract_distilbert.py).
@@ -249,10 +249,10 @@ def _build(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
 
 def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, torch.Size]:
     """Return the shapes of the student's parameters, by name, with the teacher's heads."""
-    # `neighbors` needs the values of its biases, which meta tensors do not have.
-    shape = config.model.model_copy(update={"attention_init": "normal"})
+    # `neighbors` reads bias values, which meta tensors lack.
+    model = config.model.model_copy(update={"attention_init": "normal"})
     with torch.device("meta"):
-        student = PretrainingModel(shape, len(teacher.state["embeddings.word"]), teacher.next_sentence)
+        student = PretrainingModel(model, len(teacher.state["embeddings.word"]), teacher.next_sentence)
     return {name: tensor.shape for name, tensor in student.state_dict().items()}
 
 
@@ -264,13 +264,13 @@ def student_weights(
     Args:
         config: the run.
         teacher: the model to start from.
-        shapes: of the student's parameters, by name. The result omits a head that the teacher lacks.
+        shapes: the shapes of the student's parameters, by name. The result omits heads that the teacher lacks.
 
     Raises:
-        InputError: the student has other parts or widths, or the teacher lacks a layer.
+        InputError: the student's architecture or widths differ, or the teacher lacks a layer.
     """
-    _refuse_other_shape(config, teacher)
-    layers = config.distillation.layers or evenly_spread(config.model.layers, teacher.model.layers)
+    _check_same_model(config, teacher)
+    layers = config.distillation.layers or evenly_spaced_layers(config.model.layers, teacher.model.layers)
     if max(layers) >= teacher.model.layers or len(set(layers)) < len(layers):
         raise InputError(
             f"distillation.layers: {list(layers)}, but {teacher.folder} has {teacher.model.layers} layers, numbered "
@@ -278,7 +278,7 @@ def student_weights(
         )
     state: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        weight = teacher.state.get(_source(name, layers))
+        weight = teacher.state.get(_teacher_name(name, layers))
         if weight is None:
             if name.startswith("heads."):
                 continue
@@ -297,27 +297,27 @@ def student_weights(
     return state
 
 
-def _source(name: str, layers: Sequence[int]) -> str:
+def _teacher_name(name: str, layers: Sequence[int]) -> str:
     """Return the name of the teacher's parameter from which the student's parameter `name` starts."""
-    part, _, rest = name.partition(".")
-    if part != "layers":
+    module, _, child = name.partition(".")
+    if module != "layers":
         return name
-    number, _, parameter = rest.partition(".")
+    number, _, parameter = child.partition(".")
     return f"layers.{layers[int(number)]}.{parameter}" if int(number) < len(layers) else ""
 
 
 def _resolved(model: ModelConfig, name: str) -> Any:
-    """Return the value of a field, or of the field that replaces a value of 0."""
+    """Return the value of a field; 0 is resolved through `_DEFAULTS`."""
     return getattr(model, name) or getattr(model, _DEFAULTS.get(name, name))
 
 
-def _refuse_other_shape(config: PretrainConfig, teacher: FrozenModel) -> None:
-    """Raise `InputError` for the first setting of the model that must equal the teacher's and does not."""
+def _check_same_model(config: PretrainConfig, teacher: FrozenModel) -> None:
+    """Raise `InputError` for the first model setting that must equal the teacher's and does not."""
     for name in ModelConfig.model_fields:
-        ours, theirs = (_resolved(model, name) for model in (config.model, teacher.model))
-        if name not in _FREE and ours != theirs:
+        student, value = (_resolved(model, name) for model in (config.model, teacher.model))
+        if name not in _MAY_DIFFER and student != value:
             raise InputError(
-                f"model.{name}: {ours!r}, but the teacher ({teacher.folder}) has {theirs!r}, and the student starts "
+                f"model.{name}: {student!r}, but the teacher ({teacher.folder}) has {value!r}, and the student starts "
                 "from its layers. Set the teacher's value, or distillation.initialize: false."
             )
     if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":

@@ -1,4 +1,4 @@
-"""Masked language modeling, and the prediction of next sentences or of their order (Devlin et al. 2019)."""
+"""Masked language modeling, with next-sentence or sentence-order prediction (Devlin et al. 2019)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAIRS = {
         "nats", "Cross-entropy per pair of segments in order or swapped; mean since the last record.", "SOP loss"
     ),
     "sop_accuracy": Metric(
-        "fraction", "Pairs correctly found in order or swapped since the last record.", "SOP accuracy", "sop", live=True
+        "fraction", "Pairs classified correctly since the last record.", "SOP accuracy", "sop", live=True
     ),
 }
 _LEARNED = {"nsp": " and next-sentence prediction", "sop": " and sentence-order prediction", "none": ""}
@@ -41,17 +41,17 @@ class MaskedTokens(Objective):
     def build(self, read: ReadFrozen) -> None:
         from pretrain.model.heads import PretrainingModel
 
-        shape, pairs = self.config.model, self.config.pairs.has_classifier
-        self.model = PretrainingModel(shape, self.vocabulary, pairs, **self.how)
+        model, pairs = self.config.model, self.config.pairs.has_classifier
+        self.model = PretrainingModel(model, self.vocabulary, pairs, **self.forward_options)
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        # As in Devlin et al., the loss is the sum of the two means.
+        # As in Devlin et al., the total loss is the sum of the two mean losses.
         return Term("mlm", "masked", shown="mlm"), self.pairs
 
     @property
     def pairs(self) -> Term:
-        """The loss of the classifier of pairs; 0 without a classifier."""
+        """The loss of the sentence-pair classifier; 0 without a classifier."""
         return Term("nsp", "labeled", shown=self.config.pairs.objective if self.config.pairs.has_classifier else "")
 
     def parameters(self) -> list[tuple[str, int, str]]:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class FrozenModel(NamedTuple):
     """A model that a run reads and does not train, such as a teacher."""
 
-    folder: str  # from which it was read
+    folder: str  # where it was read
     model: ModelConfig
-    next_sentence: bool  # whether it has a classifier of sentence pairs
-    state: dict[str, Tensor]  # of `PretrainingModel`, whole, fp32, with as many rows as its tokenizer has entries
+    next_sentence: bool  # whether it has a sentence-pair classifier
+    state: dict[str, Tensor]  # of `PretrainingModel`, fp32, with one embedding row per tokenizer entry
     fingerprint: str  # SHA-256 of `state`, as hexadecimal digits
 
 
@@ -45,16 +45,16 @@ class Exported(NamedTuple):
     learned: str  # continues "pretrained with"
     weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # selects its parameters from a checkpoint's
     suffix: str = ""  # of its folder's name
-    layout: str = ""  # family of its released layout, if not its family
-    head: str = ""  # suffix of its class in transformers, if the classifier of pairs does not determine it
-    usage: str = ""  # if it does not fill masks
+    layout: str = ""  # family of its released layout, if it differs from the model's
+    head: str = ""  # suffix of its class in transformers, if the sentence-pair classifier does not determine it
+    usage: str = ""  # text for the card, if the model does not fill masks
 
 
 class Term(NamedTuple):
-    """A loss: the mean over a count of the sum `NAME_loss` of the model's output, which also has `NAME_correct`."""
+    """A loss: the model's output `NAME_loss`, a sum, divided by a count. The output also has `NAME_correct`."""
 
     name: str
-    count: str  # of a `StepBatch`: masked, labeled or tokens; over all ranks and micro-batches
+    count: str  # field of `StepBatch`: masked, labeled or tokens; over all ranks and micro-batches
     weight: float = 1.0  # in the total loss
     shown: str = ""  # SHOWN_loss and SHOWN_accuracy are recorded; "" records neither
 
@@ -62,24 +62,24 @@ class Term(NamedTuple):
 class Objective(ABC):
     """A model that computes sums of losses, and their means (invariant 3).
 
-    `model` exists after `build`. Its forward pass takes a `MicroBatch` and returns the `output` argument of the methods
-    of training. In the methods of planning, `lengths` are the tokens of each sequence, and `masked` the number of
+    `model` exists after `build`. Its forward pass takes a `MicroBatch` and returns the `output` that the training
+    methods take. In the methods of planning, `lengths` are the tokens of each sequence, and `masked` the number of
     tokens to predict. All FLOPs are of matrix products, forward and backward.
 
     Args:
-        config: of the run.
-        vocabulary: V, which training and planning need.
-        frozen: the shape of the frozen model, if the run has one; `build` also sets it.
+        config: the run's config.
+        vocabulary: V; required for training and planning.
+        frozen: the frozen model's config, if the run has one; `build` also sets it.
     """
 
-    setting: ClassVar[str] = ""  # of the config that selects the objective
-    metrics: ClassVar[Mapping[str, Metric]] = {}  # that it records and shows; all objectives have `loss`
-    frozen_role: ClassVar[str] = ""  # role of the frozen model, if there is one; `setting` is then its path
+    setting: ClassVar[str] = ""  # config setting that selects the objective
+    metrics: ClassVar[Mapping[str, Metric]] = {}  # recorded metrics, in addition to `loss`
+    frozen_role: ClassVar[str] = ""  # role of the frozen model, if there is one; its path is then in `setting`
     model: nn.Module
 
     def __init__(self, config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> None:
         self.config, self.vocabulary, self.frozen = config, vocabulary, frozen
-        self.shapes = [config.model]  # of the trained models; the first is the run's
+        self.shapes = [config.model]  # configs of the trained models; the first is the run's
         self.identity: dict[str, Any] = {}  # stored in each checkpoint: folder and fingerprint, by role
 
     # ---- the start of a run
@@ -93,27 +93,27 @@ class Objective(ABC):
         """Create `model`. Raises `InputError` as `check`."""
 
     @property
-    def how(self) -> dict[str, bool]:
-        """Arguments of a model's constructor from the config's engine."""
+    def forward_options(self) -> dict[str, bool]:
+        """Arguments for a model's constructor, from the `engine` section."""
         engine = self.config.engine
         return {"compile": engine.compiled, "activation_checkpointing": engine.activation_checkpointing}
 
     def check_resumed(self, state: Mapping[str, Any], checkpoint: Path) -> None:
-        """Raise `InputError` if the checkpoint with this state is of a run with other inputs."""
-        for role, now in self.identity.items():
-            before = state.get(role)
-            if before is None or before["fingerprint"] != now["fingerprint"]:
-                was = f"{before['folder']} ({before['fingerprint'][:12]})" if before else "none"
+        """Raise `InputError` if the checkpoint with this state belongs to a run with other inputs."""
+        for role, current in self.identity.items():
+            saved = state.get(role)
+            if saved is None or saved["fingerprint"] != current["fingerprint"]:
+                was = f"{saved['folder']} ({saved['fingerprint'][:12]})" if saved else "none"
                 raise InputError(
-                    f"{checkpoint}: its {role} was {was}, and {self.setting} is {now['folder']} "
-                    f"({now['fingerprint'][:12]}). Use the same one, or start a new run."
+                    f"{checkpoint}: its {role} was {was}, and {self.setting} is {current['folder']} "
+                    f"({current['fingerprint'][:12]}). Use the same one, or start a new run."
                 )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move tensors that are not parameters of the model to the engine's device and precision."""
+        """Move tensors that are not parameters of `model` to the engine's device and dtype."""
         return None
 
-    def first_weights(self) -> Mapping[str, Tensor]:
+    def initial_weights(self) -> Mapping[str, Tensor]:
         """Return the initial weights of a new run by name, fp32; {} keeps the model's initialization."""
         return {}
 
@@ -129,7 +129,7 @@ class Objective(ABC):
         return tuple(term.weight / max(getattr(step, term.count), 1) for term in self.terms)
 
     def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
-        """Return this micro-batch's part of the global mean loss; `weights` as returned by `loss_weights`."""
+        """Return this micro-batch's contribution to the global mean loss; `weights` come from `loss_weights`."""
         parts = (getattr(output, f"{term.name}_loss") * weights[number] for number, term in enumerate(self.terms))
         return functools.reduce(operator.add, parts)
 
@@ -138,7 +138,7 @@ class Objective(ABC):
         import torch
 
         return torch.stack(
-            [getattr(output, f"{one.name}_{kind}") for kind in ("loss", "correct") for one in self.terms]
+            [getattr(output, f"{term.name}_{kind}") for kind in ("loss", "correct") for term in self.terms]
         )
 
     def counts(self, step: StepBatch) -> tuple[float, ...]:
@@ -151,16 +151,16 @@ class Objective(ABC):
         losses, correct = totals[: len(terms)], totals[len(terms) :]
         total = sum(term.weight * loss / count for term, loss, count in zip(terms, losses, counts, strict=True))
         means = {"loss": total}
-        for term, loss, right, count in zip(terms, losses, correct, counts, strict=True):
+        for term, loss, hits, count in zip(terms, losses, correct, counts, strict=True):
             if term.shown:
-                means |= {f"{term.shown}_loss": loss / count, f"{term.shown}_accuracy": right / count}
+                means |= {f"{term.shown}_loss": loss / count, f"{term.shown}_accuracy": hits / count}
         return means
 
     # ---- planning
 
     @abstractmethod
     def parameters(self) -> list[tuple[str, int, str]]:
-        """Return (name, trained parameters, note) of each of `shapes`; shared parameters count once, in the first."""
+        """Return (name, trained parameters, note) for each of `shapes`; shared parameters count only in the first."""
 
     @property
     def trained(self) -> int:
@@ -169,7 +169,7 @@ class Objective(ABC):
 
     @abstractmethod
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """Return FLOPs as `cost.flops`: no padding, no recomputation, and the whole last layer."""
+        """Return FLOPs as `cost.flops`: without padding and recomputation, with the whole last layer."""
 
     @abstractmethod
     def model_flops(self, lengths: Sequence[float], masked: float) -> float:
@@ -183,8 +183,8 @@ class Objective(ABC):
         """Return the executed FLOPs: `model_flops` and the backward pass's recomputation; without the optimizer."""
         rows = self.last_rows(sum(lengths), len(lengths), masked)
         recomputed = sum(
-            cost.recomputed_flops(shape, lengths, of_last, checkpointing=self.config.engine.activation_checkpointing)
-            for shape, of_last in zip(self.shapes, rows, strict=True)
+            cost.recomputed_flops(model, lengths, last, checkpointing=self.config.engine.activation_checkpointing)
+            for model, last in zip(self.shapes, rows, strict=True)
         )
         return self.model_flops(lengths, masked) + recomputed
 

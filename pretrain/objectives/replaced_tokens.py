@@ -1,8 +1,8 @@
-"""Replaced-token detection: a discriminator that finds the tokens that a small generator has replaced.
+"""Replaced-token detection: a discriminator detects which tokens a small generator has replaced.
 
-Clark et al. 2020, "ELECTRA", section 2. The discriminator is the encoder of the run; the generator, a masked language
-model, is a second model. Both share one table of embeddings, or the discriminator adds differences to the generator's
-(He et al. 2021, DeBERTaV3, section 3.2).
+Clark et al. 2020, "ELECTRA", section 2. The discriminator is the run's encoder; the generator, a masked language model,
+is a second model. Both share the embeddings, or the discriminator adds differences to the generator's (He et al. 2021,
+DeBERTaV3, section 3.2).
 
 Shape letters: T tokens, K masked tokens, C a chunk of them, H hidden width, E width of the embeddings, V vocabulary.
 """
@@ -30,9 +30,10 @@ from pretrain.model.parameters import Parameter, embedding_parameters, linear_pa
 from pretrain.objectives.masked import MLM
 from pretrain.objectives.objective import Exported, Objective, ReadFrozen, Term
 
-# Scores of a chunk, which are summed to sample from them: 32 MiB of fp64.
-CHUNK_SCORES = 1 << 22
-# Keys that separate a token's random numbers: the generator's dropout and the sample, from the discriminator's dropout.
+# Logits of a chunk, whose cumulative sums for sampling take 32 MiB in fp64.
+CHUNK_LOGITS = 1 << 22
+# Keys that make a token's random numbers for the generator's dropout and for sampling independent of the
+# discriminator's dropout.
 _GENERATOR, _SAMPLE = 0x1B873593, 0x52DCE729
 
 _GENERATOR_PREFIX = "generator."  # of parameters in a checkpoint
@@ -49,7 +50,7 @@ class ReplacedTokens(Objective):
             "nats", "Binary cross-entropy of the discriminator per token; mean since the last record.", "RTD loss"
         ),
         "rtd_accuracy": Metric(
-            "fraction", "Tokens found original or replaced since the last record.", "RTD accuracy", "rtd", live=True
+            "fraction", "Tokens classified correctly since the last record.", "RTD accuracy", "rtd", live=True
         ),
     }
 
@@ -60,7 +61,7 @@ class ReplacedTokens(Objective):
         self.shapes = [config.model, self.generator]
 
     def build(self, read: ReadFrozen) -> None:
-        self.model = ElectraModel(self.config.model, self.vocabulary, settings=self.settings, **self.how)
+        self.model = ElectraModel(self.config.model, self.vocabulary, settings=self.settings, **self.forward_options)
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -83,7 +84,7 @@ class ReplacedTokens(Objective):
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
         """Count every row for the discriminator, and only the masked rows for the generator.
 
-        The scores from which samples are drawn count a second time, without a backward pass.
+        The logits for sampling are counted a second time, without a backward pass.
         """
         model, generator = self.shapes
         discriminator = cost.FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
@@ -113,8 +114,8 @@ class ReplacedTokens(Objective):
                 discriminator_state,
                 layout="electra",
                 head="ForPreTraining",
-                usage="`ElectraForPreTraining` of `transformers` loads it: its head detects replaced tokens and fills "
-                "no mask. The generator,\nwhich does, is in the folder beside this one.",
+                usage="`ElectraForPreTraining` of `transformers` loads it: its head detects replaced tokens and does "
+                "not fill masks. The generator,\nwhich does, is in the folder next to this one.",
             ),
         )
 
@@ -131,7 +132,7 @@ class ElectraLosses(NamedTuple):
     mlm_loss: Tensor  # the generator's cross-entropy at the masked tokens, in nats
     rtd_loss: Tensor  # the discriminator's binary cross-entropy over all tokens, in nats
     mlm_correct: Tensor
-    rtd_correct: Tensor  # tokens that are recognized as original or replaced
+    rtd_correct: Tensor  # tokens classified correctly as original or replaced
 
 
 class ElectraModel(Encoder):
@@ -184,7 +185,7 @@ class DiscriminatorHeads(nn.Module):
         create_parameters(self, discriminator_parameters(shape), shape.init_std)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """[T, H] -> fp32 [T]"""
+        """Return fp32 [T], the logits."""
         inner_TH = self.functions.activation(F.linear(hidden_TH, self.rtd_dense_weight, self.rtd_dense_bias))
         return F.linear(inner_TH, self.rtd_out_weight, self.rtd_out_bias)[:, 0].float()
 
@@ -197,8 +198,8 @@ def discriminator_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 class DisentangledEmbeddings(Embeddings):
     """Embeddings whose tables of words and positions are differences from another model's (DeBERTaV3, section 3.2).
 
-    They start as 0. The other model's tables get no gradient from here, so the two objectives do not conflict in them.
-    Segments and the norm are not shared.
+    They start at 0. The other model's tables get no gradient from this model, so the two objectives do not conflict.
+    Segment embeddings and the norm are not shared.
 
     Args:
         shape, vocabulary_size, compile: as for `Embeddings`.
@@ -227,12 +228,12 @@ def share_embeddings(owner: Embeddings, other: Embeddings) -> None:
 
 
 @torch.no_grad()
-def sample_tokens(hidden_KE: Tensor, word_VE: Tensor, bias_V: Tensor | None, keys_K: Tensor) -> Tensor:
-    """Draw tokens from the softmax of the scores, as a function of the scores and the keys alone (invariant 1).
+def sample_tokens(hidden_KE: Tensor, decoder_VE: Tensor, bias_V: Tensor | None, keys_K: Tensor) -> Tensor:
+    """Sample tokens from the softmax of the logits, as a function of logits and keys only (invariant 1).
 
     Args:
         hidden_KE: the decoder's input.
-        word_VE, bias_V: the decoder.
+        decoder_VE, bias_V: the decoder.
         keys_K: int32; each token's random number is a hash of its key.
 
     Returns:
@@ -240,16 +241,16 @@ def sample_tokens(hidden_KE: Tensor, word_VE: Tensor, bias_V: Tensor | None, key
     """
     bits_K = hash_bits(keys_K ^ _SAMPLE).long() & 0xFFFFFFFF
     uniform_K = (bits_K.double() + 0.5) / (1 << 32)
-    rows = max(1, CHUNK_SCORES // len(word_VE))
+    rows = max(1, CHUNK_LOGITS // len(decoder_VE))
     samples = [keys_K.new_empty(0, dtype=torch.int64)]
     for hidden_CE, uniform_C in zip(hidden_KE.split(rows), uniform_K.split(rows), strict=True):
-        scores_CV = torch.mm(hidden_CE, word_VE.T, out=empty_scores(len(hidden_CE), word_VE)).float()
+        scores_CV = torch.mm(hidden_CE, decoder_VE.T, out=empty_scores(len(hidden_CE), decoder_VE)).float()
         if bias_V is not None:
             scores_CV = scores_CV + bias_V.float()
-        # Inverse transform sampling needs one random number, where Gumbel noise would need V.
+        # Inverse transform sampling needs one random number per token; Gumbel noise would need V.
         sums_CV = scores_CV.softmax(-1).cumsum(-1, dtype=torch.float64)
         sampled_C1 = torch.searchsorted(sums_CV, uniform_C[:, None] * sums_CV[:, -1:], right=True)
-        samples.append(sampled_C1[:, 0].clamp_(max=len(word_VE) - 1))
+        samples.append(sampled_C1[:, 0].clamp_(max=len(decoder_VE) - 1))
     return torch.cat(samples)
 
 
@@ -261,7 +262,7 @@ def discriminator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weights = {name: tensor for name, tensor in state.items() if not name.startswith(_GENERATOR_PREFIX)}
     for name in _TABLES:
         base = state.get(_GENERATOR_PREFIX + name)
-        if base is not None:  # disentangled: the discriminator has the difference
+        if base is not None:  # disentangled: the discriminator stores differences
             weights[name] = weights[name] + base
     return weights
 

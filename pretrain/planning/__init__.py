@@ -1,1 +1,1 @@
-"""The cost of a run, by arithmetic or measured here, and the run that fits a budget."""
+"""The cost of a run, estimated or measured on this machine, and the schedule that fits a time budget."""

@@ -1,7 +1,7 @@
 """The cost of a run, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
 
-`pretrain/model/cost.py` has the costs of an architecture; here they are added up for a run. Needs torch only to measure
-this machine.
+`pretrain/model/cost.py` has the costs of an architecture; this module adds them up for a run. It needs torch only to
+measure this machine.
 """
 
 import math
@@ -22,7 +22,7 @@ from pretrain.config import ModelConfig, Precision, PretrainConfig
 from pretrain.corpus.blocks import ARRAYS, BLOCK_TOKENS
 from pretrain.corpus.stored import is_streamed, prepared_manifest
 from pretrain.model import cost
-from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
+from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported_feature
 from pretrain.objectives import objective_of
 from pretrain.planning.memory import Device, memory_bytes
 from pretrain.planning.recording import choose_graphs, with_graphs
@@ -51,11 +51,11 @@ def dry_run(
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; by default `measured`.
         measured: the mean of each phase on the prepared corpus; if empty, `ASSUMED_FILL` of the length is assumed.
-        readings: lines about how often an epoch reads a token.
+        readings: lines that describe how often an epoch reads a token.
         show_config: add the resolved config.
 
     Raises:
-        InputError: `on` is not a known cluster or has too many workers for a batch, `mean_length` is not above 0, the
+        InputError: `on` is not a known cluster or has too many workers for a batch, `mean_length` is not positive, the
             model's norm or activation is unknown, or the prepared corpus is damaged.
     """
     if mean_length is not None and not 0 < mean_length < math.inf:
@@ -91,7 +91,7 @@ def dry_run(
 
 
 def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
-    """Raise `InputError`, prefixed with `where`, if a batch cannot be balanced across so many workers."""
+    """Raise `InputError`, prefixed with `where`, if a batch cannot be balanced across `workers`."""
     for number, phase in enumerate(config.phases):
         for name in ("ramp_from", "global_sequences"):
             sequences = getattr(phase, name)
@@ -135,7 +135,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     if config.engine.precision == "fp32":
         raise InputError(f"{where}: the known peaks are for bf16 and fp16; engine.precision is fp32.")
     gpu = GPUS[name]
-    if reason := unsupported(config.engine, gpu.capability):
+    if reason := unsupported_feature(config.engine, gpu.capability):
         raise InputError(f"{where}: {reason}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
     return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu)
 
@@ -151,7 +151,7 @@ def measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _used_devices(config: PretrainConfig) -> int:
-    """Return how many GPUs of this machine the run uses, one per worker; 1 for CPUs, whose cores the workers share."""
+    """Return the number of this machine's GPUs that the run uses, one per worker; 1 for CPUs, shared by all workers."""
     import torch
 
     return max(1, min(torch.cuda.device_count(), config.scheduling.workers))
@@ -215,7 +215,7 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
 
 
 def _mean_note(config: PretrainConfig, mean_length: float | None, measured: Sequence[float]) -> str:
-    """Describe the origin of the mean lengths."""
+    """Describe where the mean lengths come from."""
     if mean_length:
         return "as given"
     if measured:
@@ -226,20 +226,20 @@ def _mean_note(config: PretrainConfig, mean_length: float | None, measured: Sequ
 
 
 def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str:
-    def summed(name: str, form: str) -> list[str]:
+    def with_total(name: str, spec: str) -> list[str]:
         values = [getattr(w, name) for w in work]
-        return [format(value, form) for value in (*values, sum(values))]
+        return [format(value, spec) for value in (*values, sum(values))]
 
     rows = {
         "length": [str(phase.sequence_length) for phase in config.phases],
         "mean": [f"{w.mean_length:.1f}" for w in work],
-        "steps": summed("steps", ","),
-        "sequences": summed("sequences", ","),
-        "tokens": summed("tokens", ".4g"),
+        "steps": with_total("steps", ","),
+        "sequences": with_total("sequences", ","),
+        "tokens": with_total("tokens", ".4g"),
         "FLOP/token": [f"{w.flops / w.tokens:.4g}" for w in work],
         "FLOP/step": [f"{w.flops / w.steps:.3g}" for w in work],
-        "FLOP": summed("flops", ".3g"),
-        "executed": summed("executed", ".3g"),
+        "FLOP": with_total("flops", ".3g"),
+        "executed": with_total("executed", ".3g"),
     }
     lines = [*_by_phase("", rows, len(work), "total")]
     lines.append("  FLOP: useful; no padding, MLM head only at masked tokens")
@@ -264,9 +264,9 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
     return "\n".join(lines)
 
 
-def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *more: str) -> Iterator[str]:
-    """Yield the lines of a table with a column for each phase and each of `more`; rows may lack their last cells."""
-    table = {title: [*(f"phase {number}" for number in range(phases)), *more], **rows}
+def _by_phase(title: str, rows: Mapping[str, Sequence[str]], phases: int, *columns: str) -> Iterator[str]:
+    """Yield the lines of a table with a column per phase and additional `columns`; rows may lack their last cells."""
+    table = {title: [*(f"phase {number}" for number in range(phases)), *columns], **rows}
     first, width = max(map(len, table)), max(len(cell) for cells in table.values() for cell in cells)
     for name, cells in table.items():
         yield f"  {name:<{first}}" + "".join(f"  {cell:>{width}}" for cell in cells)
@@ -344,8 +344,8 @@ def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
     shards = [shard for shard in manifest["shards"] if shard["split"] == "train"]
     files = (f"{shard['name']}.{part}.npy" for shard in shards for part in ARRAYS)
     size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_blocks, shards))
-    held = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
-    minimum, requests = min(blocks, 2 * held) * size / max(1, blocks), len(ARRAYS) * blocks
+    open_blocks = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
+    minimum, requests = min(blocks, 2 * open_blocks) * size / max(1, blocks), len(ARRAYS) * blocks
     return (
         f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}, a machine keeps {cache / 1e9:,.3g} GB and "
         f"needs {minimum / 1e9:,.3g} GB at least, less if machines divide the text"

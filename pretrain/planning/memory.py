@@ -14,8 +14,8 @@ Device = Literal["cpu", "cuda"]
 # (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). The buckets of ZeRO 1 to 3 are in training/engine/buckets.py, and the
 # number that are sent simultaneously in gradient_sums.py.
 _WHOLE_BUCKET = 500_000_000
-BUCKET, IN_FLIGHT = 10_000_000, 8
-# ZeRO 3 keeps gathered weights until so many are live (stage3_max_live_parameters, by default 1e9).
+BUCKET, MAX_IN_FLIGHT = 10_000_000, 8
+# ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
 _PROCESS_BYTES = 450 << 20
@@ -27,7 +27,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
 
     On CUDA this is the memory that torch allocates. Tensors that are not needed simultaneously share memory:
     activations are freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed
-    memory and cannot always reuse it, so there both count.
+    memory and cannot always reuse it, so there both are added.
 
     weights       compute copy: whole, or a shard and the gathered weights (ZeRO 3)
     optimizer     fp32 master weights, the optimizer's moments, and the mean of the weights if they are averaged
@@ -36,101 +36,103 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     logits        scores of the masked tokens and their gradient; both twice with CUDA graphs
     (its role)    a frozen model: its weights, and the working space of its forward pass, if it can be read
     copies        gradients in communication, and DeepSpeed's copies in a step
-    checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
+    checkpoint    the copy that is written in the background (CPU; with CUDA it is in host memory)
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = objective_of(config, size).trained
+    parameters = objective_of(config, size).trained
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers, device)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The latter is
     # computed at the end of the backward pass, when activations are freed.
     embedding = (6 if half else 12) * size * (config.model.embedding or config.model.hidden)
-    states, during, after = _zero_states(stage, half, p, workers)
-    extra = _extra_state_bytes(config, p)
+    states, during_backward, after_backward = _zero_states(stage, half, parameters, workers)
+    extra = _extra_state_bytes(config, parameters)
     states["optimizer"] += extra // (workers if stage else 1)
     if device == "cuda":
-        copies = during + max(0, max(after - during, embedding) - activations - logits)
-        if config.engine.cuda_graphs is True:  # recordings keep their memory; launched passes use other memory
+        later = max(after_backward - during_backward, embedding)
+        copies = during_backward + max(0, later - activations - logits)
+        if config.engine.cuda_graphs is True:  # recordings keep their memory; other passes do not use it
             activations, logits = 2 * activations, 2 * logits
     else:
-        copies = max(during + embedding, after)
+        copies = max(during_backward + embedding, after_backward)
     return {
         **states,
         "activations": activations,
         "logits": logits,
         **({role: _frozen_bytes(config, size, workers)} if (role := objective_of(config).frozen_role) else {}),
         "copies": copies,
-        "checkpoint": (12 * p + extra) // workers if device == "cpu" else 0,
+        "checkpoint": (12 * parameters + extra) // workers if device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
     }
 
 
 def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
-    """Return the bytes of a frozen model, which every worker has whole: weights and its forward pass's workspace."""
+    """Return the bytes of a frozen model, unsharded on every worker: weights and workspace of the forward pass."""
     frozen = frozen_shape(config)
     if frozen is None:
         return 0
     itemsize = 4 if config.engine.precision == "fp32" else 2
     tokens = micro_batch_tokens(config, workers)
-    scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_PIECE)
+    scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_CHUNK)
     weights = cost.parameter_count(frozen, vocabulary, next_sentence=False).total
     return itemsize * (weights + scores) + cost.working_bytes(frozen, tokens, itemsize)
 
 
-def _extra_state_bytes(config: PretrainConfig, p: int) -> int:
+def _extra_state_bytes(config: PretrainConfig, parameters: int) -> int:
     """Return the bytes of optimizer state beyond AdamW's, over all workers; negative if less, as with Muon."""
-    averages = 4 * p if any(phase.averaged_share for phase in config.phases) else 0
+    averages = 4 * parameters if any(phase.averaged_share for phase in config.phases) else 0
     matrices = sum(total(cost.hidden_matrices(shape)) for shape in objective_of(config).shapes)
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
 
-def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int], int, int]:
+def _zero_states(stage: int, half: bool, params: int, workers: int) -> tuple[dict[str, int], int, int]:
     """Return the engine's states with DeepSpeed 0.19.8, in bytes, and the largest temporary copies.
 
     Args:
-        stage: of ZeRO.
+        stage: the ZeRO stage.
         half: whether the precision is bf16 or fp16.
-        p: parameters.
-        w: workers.
+        params: number of trained parameters.
+        workers: number of workers.
 
     Returns:
         (bytes by use, copies during the backward pass, copies after it).
     """
-    b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
+    itemsize = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
+    weights = itemsize * params
     if stage == 0:
         # FP16_UnfusedOptimizer: one flattened copy to reduce, then an fp32 copy of all gradients to step with.
-        states = {"weights": b * p, "optimizer": (12 if half else 8) * p, "gradients": b * p}
-        return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
-    entries = min(p, BUCKET)
-    bucket = b * entries
+        states = {"weights": weights, "optimizer": (12 if half else 8) * params, "gradients": weights}
+        return states, 0, max(itemsize * min(params, _WHOLE_BUCKET), 4 * params if half else 0)
+    entries = min(params, BUCKET)
+    bucket = itemsize * entries
     if stage < 3:
         # Pieces that are being sent, and this worker's part of each as it is received.
-        sent = b * min(p, IN_FLIGHT * BUCKET)
-        in_flight = sent + sent // w if w > 1 else 0
-        states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
-        if stage == 1 or w == 1:
+        sent = itemsize * min(params, MAX_IN_FLIGHT * BUCKET)
+        in_flight = sent + sent // workers if workers > 1 else 0
+        states = {"weights": weights, "optimizer": 12 * params // workers, "gradients": 4 * params}
+        if stage == 1 or workers == 1:
             return states, in_flight, 0
-        # Whole gradients only of buckets that are not complete: one of a layer, and the one of all biases and norms.
-        return {**states, "gradients": 4 * p // w}, in_flight + 2 * bucket, 0
-    # The bucket stays allocated; the backward pass scatters it from one copy to another. The step reads its gradients
+        # Unsharded gradients exist only in incomplete buckets: a layer's, and the bucket of all biases and norms.
+        return {**states, "gradients": 4 * params // workers}, in_flight + 2 * bucket, 0
+    # The bucket stays allocated, and scattering it in the backward pass takes two copies. The step reads its gradients
     # from one flat copy.
     states = {
-        "weights": b * p // w + b * min(p, _MAX_LIVE_PARAMETERS),
-        "optimizer": 12 * p // w,
-        "gradients": 4 * p // w + bucket,
+        "weights": weights // workers + itemsize * min(params, _MAX_LIVE_PARAMETERS),
+        "optimizer": 12 * params // workers,
+        "gradients": 4 * params // workers + bucket,
     }
-    return states, 2 * bucket, 4 * p // w
+    return states, 2 * bucket, 4 * params // workers
 
 
 def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
-    """Return the tokens of the largest micro-batch that a worker can get: the budget, or its whole share of a batch."""
+    """Return the tokens of a worker's largest possible micro-batch: the budget, or its whole share of a batch."""
     shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
     return min(config.engine.micro_batch_tokens, max(shares))
 
 
 def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int, device: Device) -> tuple[int, int]:
-    """Return (activations, logits) in bytes of the largest micro-batch that a worker can get."""
+    """Return (activations, logits) in bytes of a worker's largest possible micro-batch."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
     objective, longest = objective_of(config), max(phase.sequence_length for phase in config.phases)

@@ -1,4 +1,4 @@
-"""Fits a schedule to a time on this machine: times a few steps of the run, then scales its steps."""
+"""Fits a schedule to a time limit on this machine: times a few steps of the run, then scales its steps."""
 
 import itertools
 import math
@@ -23,12 +23,12 @@ from pretrain.model.precision import resolve_precision
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
 from pretrain.planning.work import Work, frozen_shape, phase_work, vocabulary_size
 
-_TRAINING_SHARE = 0.95  # of the time; the rest is for evaluations and checkpoints, 2 to 3 % in the demo
-_TIMED_SECONDS = 15  # of training, about
+_TRAINING_SHARE = 0.95  # of the time; the remainder is for evaluations and checkpoints, 2 to 3 % in the demo
+_TIMED_SECONDS = 15  # approximate length of the timed training
 _MIN_TIMED_STEPS, _MAX_TIMED_STEPS = 4, 60
 _UNTIMED_STEPS = 2  # the first, slower steps
 _TOLERANCE = 1.1  # a schedule that exceeds the time by more than this factor is reported
-_SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # of a phase, in steps
+_SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # settings of a phase, in steps
 _PERIODIC = ("checkpoint", "evaluation")  # sections with every_steps
 
 
@@ -36,13 +36,13 @@ _PERIODIC = ("checkpoint", "evaluation")  # sections with every_steps
 class Pace:
     """The speed of a run on this machine."""
 
-    timed: int  # number of timed steps
-    seconds: float  # of a step of the first phase, the median
-    per_flop: float  # seconds
+    timed_steps: int
+    seconds: float  # median of a step of the first phase
+    seconds_per_flop: float
 
     def minutes(self, work: Sequence[Work]) -> float:
-        """Return the minutes of a run with this `work` of its phases, with evaluations and checkpoints."""
-        return self.per_flop * sum(one.executed for one in work) / _TRAINING_SHARE / 60
+        """Return the minutes of a run whose phases have this `work`, with evaluations and checkpoints."""
+        return self.seconds_per_flop * sum(phase.executed for phase in work) / _TRAINING_SHARE / 60
 
 
 def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None = None) -> PretrainConfig:
@@ -54,7 +54,7 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
         lengths: mean sequence length of each phase in tokens; None uses assumed lengths.
 
     Raises:
-        InputError: `minutes` is not above 0, or processes outside this machine or of torchrun would train.
+        InputError: `minutes` is not positive, or other machines or torchrun's processes would train.
         MachineError: the timed run failed.
     """
     if not 0 < minutes < math.inf:
@@ -65,10 +65,10 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     pace = measure(config, lengths)
     fitted = scale(config, minutes / pace.minutes(work_of_phases(config, lengths)))
     needed = pace.minutes(work_of_phases(fitted, lengths))
-    # It may take longer, since every phase has at least one step.
+    # The run may take longer, since every phase has at least one step.
     time = f"{needed:.3g} min, not {minutes:g}" if needed > _TOLERANCE * minutes else f"{minutes:g} min"
     result = f"{fitted.total_steps:,} steps take about {time} ({config.total_steps:,} in the config)"
-    print(f"{pace.timed} steps timed here, {pace.seconds:.3g} s each: {result}", flush=True)
+    print(f"{pace.timed_steps} steps timed here, {pace.seconds:.3g} s each: {result}", flush=True)
     return fitted
 
 
@@ -80,7 +80,7 @@ def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> P
     resolved, _ = resolve_precision(config)
     cluster = parse_cluster("here", resolved)
     first = work_of_phases(config, lengths)[0]
-    # All batches of the phase count as full batches: the timed run has no ramp.
+    # All batches of the phase are assumed to be full: the timed run has no ramp.
     flops = first.executed / first.sequences * config.phases[0].global_sequences
     estimate = flops / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
     steps = min(_MAX_TIMED_STEPS, max(_MIN_TIMED_STEPS, round(_TIMED_SECONDS / estimate)))
@@ -100,31 +100,31 @@ def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
     phases = []
     for phase in config.phases:
         steps = max(1, round(factor * phase.steps))
-        # Rounded down, so that the parts of a phase still fit into it.
+        # Rounded down, so that the parts still fit into the phase.
         parts = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
-        if phase.decay_steps:  # 0 would not be a short decay, but a decay over all steps after the warm-up
+        if phase.decay_steps:  # 0 would mean a decay over all steps after the warm-up
             parts["decay_steps"] = max(1, parts["decay_steps"])
-        ramp = len(phase.batch_sizes) - 1  # minimum steps
-        phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], ramp), "steps": max(steps, ramp)})
+        min_ramp = len(phase.batch_sizes) - 1
+        phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], min_ramp), "steps": max(steps, min_ramp)})
     periods = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _PERIODIC}
     # A checkpoint that is kept at the end of a phase stays at the end.
     ends = (
         [0, *np.cumsum([phase.steps for phase in config.phases])],
-        [0, *np.cumsum([one["steps"] for one in phases])],
+        [0, *np.cumsum([phase["steps"] for phase in phases])],
     )
-    kept = {max(1, round(float(np.interp(step, *ends)))) for step in config.checkpoint.keep_at}
-    return _with_schedule(config, phases, periods, sorted(kept))
+    keep_at = {max(1, round(float(np.interp(step, *ends)))) for step in config.checkpoint.keep_at}
+    return _with_schedule(config, phases, periods, sorted(keep_at))
 
 
-def recorded(config: PretrainConfig) -> PretrainConfig:
-    """Return the config with the schedule of the run in its folder, which `--minutes` fitted earlier."""
+def with_recorded_schedule(config: PretrainConfig) -> PretrainConfig:
+    """Return the config with the schedule of the run in its folder, which an earlier `--minutes` fitted."""
     path = config.folder / CONFIG_FILE
-    before = load_recorded(path, PretrainConfig) if path.is_file() else config
-    if len(before.phases) != len(config.phases):
+    earlier = load_recorded(path, PretrainConfig) if path.is_file() else config
+    if len(earlier.phases) != len(config.phases):
         return config
-    phases = [{name: getattr(phase, name) for name in _SCHEDULE} for phase in before.phases]
-    periods = {name: getattr(before, name).every_steps for name in _PERIODIC}
-    return _with_schedule(config, phases, periods, before.checkpoint.keep_at)
+    phases = [{name: getattr(phase, name) for name in _SCHEDULE} for phase in earlier.phases]
+    periods = {name: getattr(earlier, name).every_steps for name in _PERIODIC}
+    return _with_schedule(config, phases, periods, earlier.checkpoint.keep_at)
 
 
 def _with_schedule(

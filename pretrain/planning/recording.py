@@ -17,16 +17,16 @@ def choose_graphs(
     gpus: Sequence[str],
     memory: float = math.inf,
 ) -> tuple[bool, str]:
-    """Return (whether passes are recorded, the reason) for workers on GPUs of these names, after precision is resolved.
+    """Return (whether passes are recorded, the reason) for workers on `gpus`, after the precision is resolved.
 
-    `lengths` are the mean sequence lengths of each phase in tokens; None assumes a length. `memory` is the
-    smallest GPU's, in bytes.
+    `gpus` are the drivers' names, `lengths` the mean sequence length of each phase in tokens; None assumes a length.
+    `memory` is the smallest GPU's, in bytes.
     """
     if config.engine.cuda_graphs != "auto":
         return config.engine.cuda_graphs, "as configured"
-    unknown = [f"the dry run has no figures of {name}" for name in gpus if gpu_of(name) is None]
+    unknown = [f"the dry run does not know {name}" for name in gpus if gpu_of(name) is None]
     precision = "" if config.engine.precision == "bf16" else f"it needs bf16, not {config.engine.precision}"
-    section = "engine.deepspeed is given" if config.engine.deepspeed else ""
+    section = "engine.deepspeed is set" if config.engine.deepspeed else ""
     if obstacle := config.graph_obstacle or precision or section or "".join(unknown[:1]):
         return False, obstacle
     needed = memory_bytes(with_graphs(config, True), config.engine.zero_stage, len(gpus), "cuda")
@@ -38,14 +38,14 @@ def choose_graphs(
 
 
 def with_graphs(config: PretrainConfig, on: bool) -> PretrainConfig:
-    """Return `config` with this `engine.cuda_graphs`."""
+    """Return `config` with `engine.cuda_graphs` set to `on`."""
     return config.model_copy(update={"engine": config.engine.model_copy(update={"cuda_graphs": on})})
 
 
 def _expected_ms(
     config: PretrainConfig, vocabulary: int, lengths: Sequence[float | None], gpus: Sequence[str]
 ) -> float:
-    """Return the expected milliseconds of a mean step of the run; if GPUs differ, all wait for the slowest."""
+    """Return the expected milliseconds of an average step; if GPUs differ, all wait for the slowest."""
     slowest = min((gpu for name in gpus if (gpu := gpu_of(name))), key=lambda gpu: gpu.peak_flops)
     objective, total = objective_of(config, vocabulary), 0.0
     for phase, length in zip(config.phases, lengths, strict=True):

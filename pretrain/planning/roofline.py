@@ -3,8 +3,8 @@
 Four activities overlap, and the longest is the limit:
 
     device    matrix products, attention and the kernels between them, one after another
-    host      Python, autograd and launches of kernels
-    network   gradients to their owners, and weights back; it does not overlap with recorded passes, but follows them
+    host      Python, autograd and kernel launches
+    network   gradients to their owners, and weights back; it follows recorded passes instead of overlapping with them
     loader    one thread that prepares this rank's share of the next batch
 
 Every constant has its source next to it. A test compares the model with published results.
@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
     memory: float  # bytes/s
     link: float  # bytes/s to the GPUs of the same machine
     network: float  # bytes/s to other machines
-    # Shares of the peak reached by the best matrix product, and by long attention with heads of 64.
+    # Shares of the peak that the best matrix product reaches, and attention over long sequences with heads of 64.
     product_share: float
     attention_share: float
     capability: tuple[int, int]  # CUDA's compute capability
@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
 
 # Data sheets. Networks: DGX-1 has 4 cards of 100 Gb/s for 8 GPUs, DGX A100 200 Gb/s and DGX H100 400 Gb/s per GPU.
 # product_share: measured by mamf-finder.py (stas00/ml-engineering, compute/accelerator, August 2026); 0.8 where it has
-# no figure. attention_share: flash attention 2, forward and backward (Dao 2023, figures 4 and 7: 171 TFLOP/s on A100,
+# no value. attention_share: flash attention 2, forward and backward (Dao 2023, figures 4 and 7: 171 TFLOP/s on A100,
 # about 300 on H100); B200 is assumed equal to H100; on V100, which it does not support, 0.2 is a guess.
 GPUS = {
     "V100": Gpu(125e12, 0.9e12, 150e9, 6.25e9, 0.8, 0.2, (7, 0)),
@@ -54,36 +54,37 @@ GPUS = {
     "B200": Gpu(2250e12, 8e12, 900e9, 50e9, 0.776, 0.30, (10, 0)),
 }
 GPUS_PER_MACHINE = 8
-REACHED = 0.64  # share of the limit that public trainers reached: the median of tests/published_speeds.py
+REACHED = 0.64  # share of the limit that published training runs reached: the median of tests/published_speeds.py
 # A product of 256 x 256 x 256 takes 5.2 us on an H100, one of 1024 x 1024 x 1024 9.1, of which 2.7 at the best rate
 # (openxla/xla, matmul_interpolator_data.h).
 _KERNEL_SECONDS = 5e-6
 _MEMORY_SHARE = 0.9  # a copy on an H100 reaches 3.0 of 3.35 TB/s
-# At this length attention has half of that rate: the tiles of flash attention are 64 to 128 rows. In Dao 2023, the rate
-# at 512 is 0.8 of the rate at 16,384.
+# At this length, attention reaches half of its share: the tiles of flash attention are 64 to 128 rows. In Dao 2023, the
+# rate at 512 is 0.8 of the rate at 16,384.
 _ATTENTION_LENGTH = 128
 # Numbers that kernels between the products read and write, per number that a compiled layer keeps for its backward
 # pass. Counted for BERT's layer: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H, bias gradients
-# 9 H; together 43 H, and 11 H are kept.
+# 9 H; together 43 H, and 11 H are saved_bytes.
 _TRAFFIC = 4
-_LOGITS_TRAFFIC = 3  # the loss reads the scores, and writes and reads their gradient
+_LOGITS_TRAFFIC = 3  # the loss reads the logits, and writes and reads their gradient
 _OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes per parameter and writes 12, and 2 of the bf16 weight
-_SUM_BYTES = 10  # a bf16 gradient that is added to an fp32 sum
-# The host's time for a layer of a micro-batch, forward and backward, and for the rest of a step: least squares over the
-# launched steps of BERT-Base and -Large on an H200 (tests/planning/test_roofline.py). Recorded passes take the rest.
+_SUM_BYTES = 10  # per entry of a bf16 gradient added to an fp32 sum
+# The host's time per layer of a micro-batch, forward and backward, and per step for everything else: least squares over
+# steps of BERT-Base and -Large without CUDA graphs on an H200 (tests/planning/test_roofline.py). Recorded passes take
+# only the latter.
 LAYER_SECONDS, REST_SECONDS = 3.0e-3, 5.2e-3
 _UNCOMPILED_SECONDS = 75 * 6e-6  # added per uncompiled layer, for 75 more kernels (733 in 4 layers, not 434)
-_FILLER = 1.02  # tokens of recorded passes per token of the text (decision 129)
-# Kernels of a round of matrices of one shape, 2^24 entries per worker: five iterations of three products, and copies
+_FILLER = 1.02  # tokens of recorded passes, with filler, per token of the text (decision 129)
+# Kernels per round of matrices of one shape, 2^24 entries per worker: five iterations of three products, and copies
 # (tests/launches.py).
 MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
-MUON_LAUNCH_SECONDS = 20e-6  # per kernel: Python takes 14 us (a Zen 4), and the launch follows
+MUON_LAUNCH_SECONDS = 20e-6  # per kernel: 14 us of Python (a Zen 4), and the launch
 # nccl-tests reach 0.8 of the links (stas00/ml-engineering, network). Seconds of a small collective, within one machine
 # and between machines: an assumption.
 _NETWORK_SHARE = 0.8
 _COLLECTIVE_SECONDS = (25e-6, 60e-6)
 BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
-# One core of an EPYC (Zen 5): planning a step on up to 8, 64 and more ranks (`bench scale`); reading a token.
+# On one core of an EPYC (Zen 5): planning a step for up to 8, 64 and more ranks (`bench scale`); reading a token.
 _PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
 _TOKEN_SECONDS = 1e-7
 
@@ -98,11 +99,11 @@ class StepTimes:
     host: float
     network: float
     loader: float
-    exposed: float = 0.0  # of the network's, which no kernel hides
+    exposed: float = 0.0  # part of `network` that does not overlap with kernels
 
     @property
     def device(self) -> float:
-        """The kernels of the GPU, one after another."""
+        """The GPU's kernels, one after another."""
         return self.products + self.attention + self.memory
 
     @property
@@ -112,7 +113,7 @@ class StepTimes:
 
     @property
     def expected(self) -> float:
-        """The likely time of a step: kernels reach a share of their limit (`REACHED`), the rest is as measured."""
+        """The likely time of a step: kernels reach a share of their limit (`REACHED`); other parts are as measured."""
         return self._of_device(self.device / REACHED)
 
     def _of_device(self, device: float) -> float:
@@ -120,7 +121,7 @@ class StepTimes:
 
     @property
     def limited_by(self) -> str:
-        """The part that takes the longest: for the device, its longest part."""
+        """The part that takes the longest; of the device, its longest part."""
         overlapped = max(("host", "network", "loader"), key=lambda name: getattr(self, name))
         if getattr(self, overlapped) == self.limit:
             return overlapped
@@ -132,20 +133,20 @@ class StepTimes:
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """Return the figures of a GPU by its driver's name; None for an unknown GPU."""
-    for known, gpu in GPUS.items():
-        words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", known))
+    """Return the entry of `GPUS` for the name that the driver reports; None for an unknown GPU."""
+    for key, gpu in GPUS.items():
+        words = "[ -]?".join(re.findall("[A-Z]+|[0-9]+", key))
         if re.search(rf"\b{words}\b", name.upper()):
             return gpu
     return None
 
 
 def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, workers: int) -> StepTimes:
-    """Return the parts of a mean step of a phase on `workers` GPUs.
+    """Return the parts of an average step of a phase on `workers` GPUs.
 
     Args:
-        work: of the phase (`pretrain.planning.work.phase_work`).
         objective: of the run; its other models are assumed to compute at the rate of the run's model.
+        work: of the phase (`pretrain.planning.work.phase_work`).
     """
     config, vocabulary = objective.config, objective.vocabulary
     batch = CountedBatch.of(config, phase, work, workers)
@@ -165,7 +166,7 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
 
 
 def _step_bytes(objective: Objective, batch: CountedBatch, work: Work, workers: int) -> float:
-    """Return the bytes that a rank reads and writes in a step between products, for gradient sums and the optimizer."""
+    """Return the bytes that a rank reads and writes in a step, except in products and attention."""
     config = objective.config
     itemsize = 4 if config.engine.precision == "fp32" else 2
     states = workers if config.engine.zero_stage else 1
@@ -175,18 +176,18 @@ def _step_bytes(objective: Objective, batch: CountedBatch, work: Work, workers: 
 
 
 def _all_models_factor(objective: Objective, work: Work) -> float:
-    """Return the FLOPs of a sequence with all models of the objective, relative to masked language modeling."""
+    """Return the FLOPs of all the objective's models, relative to masked language modeling with the run's model."""
     masked = MaskedTokens(objective.config, objective.vocabulary)
-    executed, baseline = (one.executed_flops([work.mean_length], work.masked) for one in (objective, masked))
+    executed, baseline = (x.executed_flops([work.mean_length], work.masked) for x in (objective, masked))
     return executed / baseline
 
 
 @dataclass(frozen=True)
 class CountedBatch:
-    """A rank's share of a mean step, and one of its micro-batches."""
+    """A rank's share of an average step, and one of its micro-batches."""
 
     micro_batches: int
-    length: float  # mean, tokens
+    length: float  # mean tokens per sequence
     sequences: float  # of a micro-batch
     masked: float  # predicted tokens of a micro-batch
 
@@ -223,12 +224,12 @@ def _product_seconds(config: PretrainConfig, vocabulary: int, batch: CountedBatc
 
 
 def layer_products(config: PretrainConfig, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
-    """Yield (rows, outputs, inputs) of each product in the layers; the last layer's only for the rows that are read."""
+    """Yield (rows, outputs, inputs) of each product in the layers; in the last layer, only for the rows in use."""
     model = config.model
     for depth in range(model.depth):
         for parameter in _matrices(layer_parameters(model, depth % model.layers)):
-            late = depth == model.depth - 1 and parameter.name.partition("_")[0] not in ("qkv", "q", "kv")
-            yield batch.last_rows if late else batch.tokens, *parameter.shape  # pyright: ignore[reportReturnType]
+            is_last = depth == model.depth - 1 and parameter.name.partition("_")[0] not in ("qkv", "q", "kv")
+            yield batch.last_rows if is_last else batch.tokens, *parameter.shape  # pyright: ignore[reportReturnType]
 
 
 def head_products(config: PretrainConfig, vocabulary: int, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
@@ -250,20 +251,20 @@ def _attention_seconds(config: PretrainConfig, batch: CountedBatch, gpu: Gpu) ->
     model, total = config.model, 0.0
     for depth in range(model.depth):
         window = model.window(depth % model.layers)
-        seen = min(batch.length, 2 * window + 1) if window else batch.length
-        rate = gpu.attention_share * gpu.peak_flops * seen / (seen + _ATTENTION_LENGTH)
-        total += 14 * model.hidden * batch.tokens * seen / rate
+        visible = min(batch.length, 2 * window + 1) if window else batch.length
+        rate = gpu.attention_share * gpu.peak_flops * visible / (visible + _ATTENTION_LENGTH)
+        total += 14 * model.hidden * batch.tokens * visible / rate
     return total
 
 
 def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, itemsize: int) -> float:
     """Return the bytes that kernels between the products of a micro-batch read and write."""
     tokens, rows = round(batch.tokens), round(batch.last_rows)
-    kept = cost.activation_bytes(
+    saved_bytes = cost.activation_bytes(
         config.model, tokens, rows, itemsize=itemsize, compiled=True, checkpointing=False, native=False
     )
-    kept -= cost.working_bytes(config.model, tokens, itemsize)
-    return _TRAFFIC * kept + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
+    saved_bytes -= cost.working_bytes(config.model, tokens, itemsize)
+    return _TRAFFIC * saved_bytes + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
 
 
 def _host_seconds(config: PretrainConfig, micro_batches: int, workers: int) -> float:
@@ -288,12 +289,12 @@ def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gp
     if workers == 1:
         return 0.0
     stage = config.engine.zero_stage
-    units = {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
-    far = workers > GPUS_PER_MACHINE
-    rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if far else gpu.link
-    count = units * size / 2 / BUCKET
-    transfer = units * size * (workers - 1) / workers / (_NETWORK_SHARE * rate)
-    return transfer + count * _COLLECTIVE_SECONDS[far]
+    volume = {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
+    several = workers > GPUS_PER_MACHINE  # machines
+    rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if several else gpu.link
+    count = volume * size / 2 / BUCKET
+    transfer = volume * size * (workers - 1) / workers / (_NETWORK_SHARE * rate)
+    return transfer + count * _COLLECTIVE_SECONDS[several]
 
 
 def _loader_seconds(batch: CountedBatch, workers: int) -> float:

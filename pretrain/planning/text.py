@@ -1,6 +1,6 @@
-"""Statistics of a run's text: tokens of a sequence and of an epoch, measured on the prepared corpus.
+"""Statistics of a run's text: tokens per sequence and per epoch, measured on the prepared corpus.
 
-Sequences are planned, not read: a dry run needs no torch and takes a moment.
+Sequences are planned, not read, so a dry run is fast and needs no torch.
 """
 
 import json
@@ -41,22 +41,22 @@ class PhaseText:
 
 
 def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
-    """Return the means of each phase, measured on the prepared corpus, or from the card of a streamed corpus.
+    """Return the means of each phase, measured on the prepared corpus or taken from a streamed corpus's card.
 
-    Returns () if there is neither. Raises `InputError` if the corpus is damaged, or has no sequence for a phase.
+    Returns () without either. Raises `InputError` if the corpus is damaged, or has no sequence for a phase.
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return ()
     if not _has_copy(config, manifest):
         _check_weights(config, manifest)
-        counted = {one.sequence_length: one.mean_length for one in _card_readings(config)}
+        counted = {reading.sequence_length: reading.mean_length for reading in _card_readings(config)}
         if any(phase.sequence_length not in counted for phase in config.phases):
             return ()
         tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
         means = [counted[phase.sequence_length] for phase in config.phases]
         return tuple(PhaseText(mean, tokens / mean) for mean in means)
     samplers = phase_samplers(_training_shards(config), config, seed=config.seed)
-    return tuple(_measured(*both) for both in zip(config.phases, samplers, strict=True))
+    return tuple(_measure_phase(*pair) for pair in zip(config.phases, samplers, strict=True))
 
 
 def mean_lengths(config: PretrainConfig) -> list[float]:
@@ -65,7 +65,7 @@ def mean_lengths(config: PretrainConfig) -> list[float]:
 
 
 def reading_lines(config: PretrainConfig) -> list[str]:
-    """Describe how often an epoch reads a token, by sequence length, and how much phases read of each source.
+    """Describe how often an epoch reads a token, by sequence length, and how much each phase reads of each source.
 
     Returns [] if the corpus is not prepared. Raises `InputError` as `measured_phases`.
     """
@@ -73,19 +73,19 @@ def reading_lines(config: PretrainConfig) -> list[str]:
         return []
     if not _has_copy(config, manifest):
         counted = _card_readings(config)
-        return [*(one.line for one in counted), *_expected_phase_lines(config, manifest, counted)]
+        return [*(reading.line for reading in counted), *_expected_phase_lines(config, manifest, counted)]
     shards = _training_shards(config)
     lengths = sorted({phase.sequence_length for phase in config.phases})
     return [*(count_reading(shards, config, length).line for length in lengths), *phase_lines(shards, config)]
 
 
 def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
-    """Describe what each phase reads of each source; with one source, only phases that do not read all of it.
+    """Describe how much each phase reads of each source; with one source, only phases that do not read all of it.
 
     Raises `InputError` as `measured_phases`.
     """
     return [
-        f"phases.{number}: {'; '.join(one.line for one in readings)}"
+        f"phases.{number}: {'; '.join(reading.line for reading in readings)}"
         for number, readings in enumerate(phase_readings(shards, config))
         if len(shards.sources) > 1 or readings[0].left_out
     ]
@@ -108,29 +108,29 @@ def _expected_phase_lines(
     """Estimate `phase_lines` without a copy of the text, as if all sources had the same mean sequence length."""
     if not counted:
         return
-    means, nothing = {one.sequence_length: one.mean_length for one in counted}, np.zeros(1, np.uint16)
+    means, empty = {reading.sequence_length: reading.mean_length for reading in counted}, np.zeros(1, np.uint16)
     described = shards_of(config.corpus.folder, {**manifest, "shards": []}, "train")
     text = [
-        Shard(one["name"], "train", one["source"], np.broadcast_to(nothing, one["tokens"]), nothing, nothing)
-        for one in manifest["shards"]
-        if one["split"] == "train"
+        Shard(shard["name"], "train", shard["source"], np.broadcast_to(empty, shard["tokens"]), empty, empty)
+        for shard in manifest["shards"]
+        if shard["split"] == "train"
     ]
     tokens, read = np.zeros(len(described.sources)), np.zeros(len(described.sources))
     for shard in text:
         tokens[shard.source] += len(shard.tokens)
     for number, phase in enumerate(config.phases):
         samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), read
-        whole = [max(1, round(one)) if one else 0 for one in samples.tolist()]  # 0: all of it is held out
+        whole = [max(1, round(count)) if count else 0 for count in samples.tolist()]  # 0: all of it is held out
         try:
             mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
         except InputError as error:  # only an estimate, since lengths are means
-            yield f"phases.{number}: by these means the run would be refused: {error}"
+            yield f"phases.{number}: with these means, the run would be rejected: {error}"
             return
         shares = np.array(mix.shares) / sum(mix.shares)
         read = before + shares * phase.sequences / np.maximum(samples, 1)
         figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
         by_source = zip(described.sources, figures, strict=True)
-        lines = (SourceReading(source["name"], *one).line for source, one in by_source if one[0])
+        lines = (SourceReading(source["name"], *values).line for source, values in by_source if values[0])
         if len(described.sources) > 1:
             yield f"phases.{number}: about {'; '.join(lines)}"
         if any(phase.sequence_length != earlier.sequence_length for earlier in config.phases[:number]):
@@ -153,18 +153,16 @@ def _check_weights(config: PretrainConfig, manifest: dict[str, Any]) -> None:
 
 
 def _card_readings(config: PretrainConfig) -> list[Reading]:
-    """Return the readings that `prepare` counted of a streamed corpus, for the sequence lengths of its config."""
+    """Return the readings that `prepare` wrote to a streamed corpus's card, for the config's sequence lengths."""
     if not is_streamed(config.corpus) or config.adaptation.replay_share:
         return []
     card = json.loads((fetch_without_tokens(config.corpus) / "card.json").read_text(encoding="utf-8"))
-    readings = [Reading(**one) for one in card.get("readings", [])]
+    readings = [Reading(**values) for values in card.get("readings", [])]
     lengths = {phase.sequence_length for phase in config.phases}
-    return [
-        one for one in readings if one.input_format == config.pairs.chosen_format and one.sequence_length in lengths
-    ]
+    return [r for r in readings if r.input_format == config.pairs.chosen_format and r.sequence_length in lengths]
 
 
-def counts_readings(config: PretrainConfig) -> CountReadings:
+def reading_counter(config: PretrainConfig) -> CountReadings:
     """Return a function that counts how often epochs and phases read text, for the card of a prepared corpus."""
 
     def count(shards: TokenShards) -> tuple[list[dict[str, Any]], list[str]]:
@@ -181,7 +179,7 @@ def _training_shards(config: PretrainConfig) -> TokenShards:
     return with_replay(shards, open_shards(local(adaptation.replay_corpus), "train"), adaptation.replay_share)
 
 
-def _measured(phase: PhaseConfig, sampler: Sampler) -> PhaseText:
+def _measure_phase(phase: PhaseConfig, sampler: Sampler) -> PhaseText:
     # Consecutive sequences are planned together, so sample evenly spaced runs of them.
     count = min(phase.sequences, _SAMPLED)
     runs = min(_RUNS, count)

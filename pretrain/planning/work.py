@@ -1,8 +1,8 @@
 """The work of a run: sequences, tokens and FLOPs of its phases, by arithmetic alone, without torch.
 
-An objective has the FLOPs of a sequence; this module sums them for a run, with the optimizer's. All counts are of
-matrix products, 2 FLOPs per multiply-add. They depend on the config and the text, never on the machine: no padding is
-counted, and a local layer counts the keys within its windows.
+An objective computes the FLOPs of a sequence; this module sums them for a run and adds the optimizer's. Only matrix
+products are counted, with 2 FLOPs per multiply-add. The counts depend on the config and the text, never on the machine:
+no padding is counted, and in local layers only the keys within windows.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
 from pretrain.objectives import objective_of
 
-# Mean length of a sequence as a share of the maximum, assumed if no prepared corpus is there to measure it.
+# Mean length of a sequence as a share of the maximum, assumed if there is no prepared corpus to measure it.
 ASSUMED_FILL = 0.8
 
 
@@ -39,9 +39,9 @@ class Work:
     sequences: int
     tokens: float
     mean_length: float
-    masked: float  # predicted tokens of a mean sequence
+    masked: float  # predicted tokens per sequence, on average
     flops: float  # useful
-    executed: float  # with the optimizer's
+    executed: float  # FLOPs, with the optimizer's
 
 
 def phase_work(
@@ -53,7 +53,7 @@ def phase_work(
 ) -> Work:
     """Return the sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(phase), phase.sequence_length)
-    number = next(n for n, one in enumerate(config.phases) if one is phase)
+    number = next(n for n, other in enumerate(config.phases) if other is phase)
     share = sum(config.masking_shares(number)) / 2
     limit = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, limit)
@@ -66,7 +66,7 @@ def phase_work(
 
 
 def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
-    """Return the shape of the run's frozen model; None if there is none, or if it cannot be read yet."""
+    """Return the config of the run's frozen model; None if there is none, or if it cannot be read yet."""
     objective = objective_of(config)
     if not objective.frozen_role:
         return None
@@ -79,12 +79,12 @@ def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
-    """Return the rows of the word embeddings for the entries of the vocabulary."""
+    """Return the number of rows of the word embeddings, for the vocabulary's entries."""
     return config.model.rows(_vocabulary_entries(config))
 
 
 def _vocabulary_entries(config: PretrainConfig) -> int:
-    """Return the number of entries of the prepared corpus's vocabulary, or of the given or configured one."""
+    """Return the size of the prepared corpus's vocabulary, or of the given or configured one."""
     manifest = prepared_manifest(config.corpus)
     if manifest:
         return int(manifest["vocabulary_size"])

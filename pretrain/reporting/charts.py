@@ -1,7 +1,7 @@
 """Line charts as inline SVG, for pages that need no network and adapt to phones and dark mode.
 
-The page defines colors and fonts (templates/page.html.j2); a script of the report shows the values under the pointer.
-A chart holds its geometry, in a coordinate system 400 units wide, and its values as JSON.
+The page defines colors and fonts (templates/page.html.j2); the report's script shows the values under the pointer.
+A chart consists of its geometry, in a coordinate system 400 units wide, and its values as JSON.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from html import escape
 
 Points = Sequence[tuple[float, float]]
-Form = Callable[[float], str]
+Formatter = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
 _MAX_POINTS, _MIN_POINTS = 300, 60  # of a curve; longer ones are averaged
-_POINTS_OF_ALL = 2400  # of all curves of a chart, unless that is less than _MIN_POINTS each
+_MAX_CHART_POINTS = 2400  # of all curves of a chart, unless that is less than _MIN_POINTS each
 _LETTER_WIDTH = 6.5  # average, in axis labels
-_FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
+_FEW_POINTS = 40  # shorter curves show each point as a dot and are not smoothed
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def line_chart(
     title: str,
     series: Sequence[Series],
     *,
-    form: Form,
-    form_x: Form,
+    format_y: Formatter,
+    format_x: Formatter,
     marks: Sequence[tuple[float, str, str]] = (),
     from_zero: bool = False,
 ) -> str:
@@ -47,28 +47,28 @@ def line_chart(
     Args:
         title: title of the chart, with its unit.
         series: the curves, each in ascending order of x.
-        form: formats a y value.
-        form_x: formats an x value.
-        marks: vertical lines: of phase boundaries (x, label on the left, label on the right), of events without labels.
+        format_y: formats a y value.
+        format_x: formats an x value.
+        marks: vertical lines (x, left label, right label); lines of events have empty labels.
         from_zero: start the y axis at 0.
     """
-    shown = [one for one in series if one.points]
+    shown = [curve for curve in series if curve.points]
     if not shown:
         return ""
-    max_points = min(_MAX_POINTS, max(_MIN_POINTS, _POINTS_OF_ALL // len(shown)))
-    curves = [_Curve.of(one, max_points) for one in shown]
+    max_points = min(_MAX_POINTS, max(_MIN_POINTS, _MAX_CHART_POINTS // len(shown)))
+    curves = [_Curve.of(curve, max_points) for curve in shown]
     xs = [x for curve in curves for x, _ in curve.raw]
     ys = [y for curve in curves for _, y in curve.raw]
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys), 4)
     x_ticks = ticks(min(xs), max(xs), 4, inside=True)
     frame = _Frame(min(xs), max(xs), min(y_ticks[0], *ys), max(y_ticks[-1], *ys))
     parts = [
-        *(_horizontal(frame, y, form(y)) for y in y_ticks),
-        *(_tick_x(frame, x, form_x(x)) for x in x_ticks),
+        *(_horizontal(frame, y, format_y(y)) for y in y_ticks),
+        *(_tick_x(frame, x, format_x(x)) for x in x_ticks),
         *(_mark(frame, *mark) for mark in marks if frame.x_low <= mark[0] <= frame.x_high),
         *(_drawing(frame, curve) for curve in curves),
     ]
-    data = escape(_data(frame, curves, form, form_x), quote=True)
+    data = escape(_data(frame, curves, format_y, format_x), quote=True)
     return (
         f'<figure class="chart" data-chart="{data}">'
         f"<figcaption><b>{escape(title)}</b>{_legend(shown)}</figcaption>"
@@ -92,7 +92,7 @@ def ticks(low: float, high: float, count: int, inside: bool = False) -> list[flo
 
 @dataclass(frozen=True)
 class _Curve:
-    """A series as drawn: `line` over `raw`, averaged down, smoothed if requested and long enough."""
+    """A series as drawn: `line` over `raw`, downsampled, and smoothed if requested and long enough."""
 
     name: str
     kind: str
@@ -101,7 +101,7 @@ class _Curve:
 
     @classmethod
     def of(cls, series: Series, max_points: int) -> _Curve:
-        raw, line = _thin(series.points, max_points)
+        raw, line = _downsample(series.points, max_points)
         smooth = series.smooth and len(line) > _FEW_POINTS
         return cls(series.name, series.kind, raw, _smooth(line) if smooth else line)
 
@@ -125,26 +125,26 @@ class _Frame:
 
 
 def _horizontal(frame: _Frame, y: float, label: str) -> str:
-    at = frame.y(y)
+    y_position = frame.y(y)
     return (
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>'
-        f'<text x="{_LEFT - 6}" y="{at + 4}" text-anchor="end">{escape(label)}</text>'
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_position}" y2="{y_position}"/>'
+        f'<text x="{_LEFT - 6}" y="{y_position + 4}" text-anchor="end">{escape(label)}</text>'
     )
 
 
 def _tick_x(frame: _Frame, x: float, label: str) -> str:
-    at, anchor = frame.x(x), "middle"
-    if at + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # the label would be cut off
-        at, anchor = _WIDTH, "end"
-    return f'<text x="{at}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{escape(label)}</text>'
+    position, anchor = frame.x(x), "middle"
+    if position + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # the label would be cut off
+        position, anchor = _WIDTH, "end"
+    return f'<text x="{position}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{escape(label)}</text>'
 
 
 def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
-    at = frame.x(x)
+    at_x = frame.x(x)
     return (
-        f'<line class="{"mark" if left else "event"}" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" />'
-        f'<text x="{at - 5}" y="{_TOP + 10}" text-anchor="end">{escape(left)}</text>'
-        f'<text x="{at + 5}" y="{_TOP + 10}">{escape(right)}</text>'
+        f'<line class="{"mark" if left else "event"}" x1="{at_x}" x2="{at_x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" />'
+        f'<text x="{at_x - 5}" y="{_TOP + 10}" text-anchor="end">{escape(left)}</text>'
+        f'<text x="{at_x + 5}" y="{_TOP + 10}">{escape(right)}</text>'
     )
 
 
@@ -163,11 +163,11 @@ def _path(frame: _Frame, points: Points, kind: str) -> str:
 def _legend(series: Sequence[Series]) -> str:
     if len(series) < 2:
         return ""
-    return "".join(f'<span class="{one.kind}">{escape(one.name)}</span>' for one in series)
+    return "".join(f'<span class="{curve.kind}">{escape(curve.name)}</span>' for curve in series)
 
 
-def _thin(points: Points, max_points: int) -> tuple[Points, Points]:
-    """Return (minimum and maximum, mean) of at most `max_points` equal intervals, so that every spike stays."""
+def _downsample(points: Points, max_points: int) -> tuple[Points, Points]:
+    """Return (minima and maxima, means) of at most `max_points` equal intervals, so that spikes remain visible."""
     size = math.ceil(len(points) / max_points)
     if size < 2:
         return points, points
@@ -180,22 +180,22 @@ def _thin(points: Points, max_points: int) -> tuple[Points, Points]:
 def _smooth(points: Points) -> Points:
     """Return the centered moving average over a twentieth of the curve; the window shrinks at its start and end."""
     half_width = max(1, len(points) // 40)
-    out = []
+    smoothed = []
     for index, (x, _) in enumerate(points):
         half = min(half_width, index, len(points) - 1 - index)
         window = points[index - half : index + half + 1]
-        out.append((x, sum(y for _, y in window) / len(window)))
-    return out
+        smoothed.append((x, sum(y for _, y in window) / len(window)))
+    return smoothed
 
 
-def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form) -> str:
+def _data(frame: _Frame, curves: Sequence[_Curve], format_y: Formatter, format_x: Formatter) -> str:
     """Return data for the script that shows values under the pointer: points of curves, as coordinates and text."""
     return json.dumps(
         [
             {
                 "name": curve.name,
                 "kind": curve.kind,
-                "points": [[frame.x(x), frame.y(y), f"step {form_x(x)}", form(y)] for x, y in curve.line],
+                "points": [[frame.x(x), frame.y(y), f"step {format_x(x)}", format_y(y)] for x, y in curve.line],
             }
             for curve in curves
         ],

@@ -1,4 +1,4 @@
-"""The charts of a report: training and held-out values of one run, or one curve for each of several runs."""
+"""The charts of a report: training and held-out values of one run, or one curve per run."""
 
 import itertools
 import math
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from pretrain.reporting.attention.strips import percent
-from pretrain.reporting.charts import Form, Points, Series, line_chart
+from pretrain.reporting.charts import Formatter, Points, Series, line_chart
 from pretrain.reporting.panels import GENERAL, Panel, Unit, panels_for
 from pretrain.reporting.runs import RunRecords
 
-_MAX_RANKS = 8  # with a curve each; of more ranks, only the slowest, the median and the fastest are shown
-_COLORS = 8  # further curves reuse them, with dashes
+_MAX_RANKS = 8  # with separate curves; of more ranks, only the slowest, the median and the fastest are shown
+_COLORS = 8  # further curves reuse the colors, with dashes
 
 Charts = dict[str, list[tuple[str, str]]]  # section -> [(title, figure)]
 
@@ -32,29 +32,29 @@ def _plain(value: float) -> str:
     return f"{value * 10**exponent:.3g}e-{exponent}"
 
 
-_FORMS: dict[Unit, Form] = {"share": percent, "tokens/s": short, "bytes": lambda value: f"{value / 1e9:.3g} GB"}
+_FORMATTERS: dict[Unit, Formatter] = {"share": percent, "tokens/s": short, "bytes": lambda v: f"{v / 1e9:.3g} GB"}
 _FROM_ZERO: tuple[Unit, ...] = ("tokens/s", "share", "s", "bytes", "steps")
 
 
 def draw_charts(runs: Sequence[RunRecords]) -> Charts:
-    """Draw all charts for which the runs have values; charts of a single run mark events and changes of phase.
+    """Draw all charts for which the runs have values; charts of a single run mark events and phase changes.
 
-    Values that are not finite, such as the norm of a skipped step, have no point; titles give their number.
+    Values that are not finite, such as the norm of a skipped step, are omitted; titles state their number.
     """
     marks = [*_phases(runs[0]), *((event["step"], "", "") for event in runs[0].events)] if len(runs) == 1 else []
     charts: Charts = {}
     for panel in panels_for(record for run in runs for record in run.records):
-        drawn = _of_several(panel, runs) if len(runs) > 1 else [(panel.title, _of_one(panel, runs[0]))]
-        form = _FORMS.get(panel.unit, _plain)
-        values = [record[one] for run in runs for record in run.records for one in panel.metrics if one in record]
-        lost = f" ({values.count(None):,} not finite)" if None in values else ""
+        drawn = _multi_run_series(panel, runs) if len(runs) > 1 else [(panel.title, _single_run_series(panel, runs[0]))]
+        format_y = _FORMATTERS.get(panel.unit, _plain)
+        values = [record[name] for run in runs for record in run.records for name in panel.metrics if name in record]
+        omitted = f" ({values.count(None):,} not finite)" if None in values else ""
         for title, series in drawn:
             unit = panel.unit if panel.unit in ("nats", "s", "steps") else ""
             chart = line_chart(
-                (f"{title}, {unit}" if unit else title) + lost,
+                (f"{title}, {unit}" if unit else title) + omitted,
                 series,
-                form=form,
-                form_x=lambda step: f"{step:,.0f}",
+                format_y=format_y,
+                format_x=lambda step: f"{step:,.0f}",
                 marks=marks,
                 from_zero=panel.unit in _FROM_ZERO,
             )
@@ -63,12 +63,12 @@ def draw_charts(runs: Sequence[RunRecords]) -> Charts:
     return charts
 
 
-def _of_one(panel: Panel, run: RunRecords) -> list[Series]:
+def _single_run_series(panel: Panel, run: RunRecords) -> list[Series]:
     if panel.kind == "ranks":
-        return [curve for metric in panel.metrics for curve in _by_rank(run, metric)]
+        return [curve for metric in panel.metrics for curve in _rank_series(run, metric)]
     metric, *others = panel.metrics
     if others or "/" in metric:
-        return [Series(_readable(one), _points(run.records, one), _color(n)) for n, one in enumerate(panel.metrics)]
+        return [Series(_readable(name), _points(run.records, name), _color(n)) for n, name in enumerate(panel.metrics)]
     return [
         Series("training", _points(run.training, metric), "train", smooth=True),
         Series("held-out", _points((*run.evaluations, *run.probes), metric), "held-out"),
@@ -76,22 +76,23 @@ def _of_one(panel: Panel, run: RunRecords) -> list[Series]:
     ]
 
 
-def _of_several(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tuple[str, list[Series]]]:
-    """Yield title and curves of each chart: training and held-out values separately, scores by task and dataset."""
+def _multi_run_series(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tuple[str, list[Series]]]:
+    """Yield the title and curves of each chart: training and held-out values separately, scores by task and dataset."""
     colors = {run.label: _color(number) for number, run in enumerate(runs)}
     for (data, metric), members in _groups(panel, runs).items():
         named = _readable(metric) if len(panel.metrics) > 1 or "/" in metric else ""
         title = ": ".join(part for part in (panel.title, named) if part) + (data and f", {data}")
         drawn = []
         for kind, sets in (("training", ("training",)), ("held-out", ("evaluations", "probes"))):
-            points = {run.label: [at for name in sets for at in _points(getattr(run, name), metric)] for run in members}
-            drawn.append((kind, [Series(*one, colors[one[0]], kind == "training") for one in points.items() if one[1]]))
-        both = all(series for _, series in drawn)
-        yield from ((f"{title}, {kind}" if both else title, series) for kind, series in drawn)
+            points = {run.label: [p for name in sets for p in _points(getattr(run, name), metric)] for run in members}
+            smooth = kind == "training"
+            drawn.append((kind, [Series(label, ps, colors[label], smooth) for label, ps in points.items() if ps]))
+        has_both = all(series for _, series in drawn)
+        yield from ((f"{title}, {kind}" if has_both else title, series) for kind, series in drawn)
 
 
 def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], list[RunRecords]]:
-    """Return {(dataset, metric): the runs of one chart}. Scores of different datasets are not compared."""
+    """Return {(dataset, metric): runs of one chart}. Scores of different datasets are not compared."""
     if panel.kind == "ranks":
         return {}
     if panel.kind != "scores":
@@ -103,8 +104,8 @@ def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], l
     return groups
 
 
-def _by_rank(run: RunRecords, metric: str) -> list[Series]:
-    lists = [(one["step"], one[metric]) for one in run.training if isinstance(one.get(metric), list)]
+def _rank_series(run: RunRecords, metric: str) -> list[Series]:
+    lists = [(record["step"], record[metric]) for record in run.training if isinstance(record.get(metric), list)]
     ranks = max((len(values) for _, values in lists), default=0)
     names = [f"rank {number}" for number in range(ranks)]
     if ranks > _MAX_RANKS:
@@ -124,7 +125,7 @@ def _points(records: Iterable[dict[str, Any]], metric: str) -> Points:
 
 
 def _phases(run: RunRecords) -> Iterator[tuple[float, str, str]]:
-    """Yield the steps at which a run enters its next phase, with the sequence lengths before and after."""
+    """Yield the step of each phase change, with the sequence lengths before and after."""
     step = 0
     for phase, following in itertools.pairwise(run.config.get("phases") or []):
         step += phase["steps"]

@@ -1,4 +1,4 @@
-"""Masked held-out sentences and the predictions of an exported model, as examples of its knowledge."""
+"""Masked held-out sentences and an exported model's predictions for them, as examples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pretrain.batches.batch import MaskedSequence
     from pretrain.corpus.shards import TokenShards
 
-GUESSES = 5
+NUM_GUESSES = 5
 _STOP = regex.compile(r"\p{Sentence_Terminal}")
 
 
@@ -57,14 +57,14 @@ class Filling:
 def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: int) -> list[MaskedSentence]:
     """Choose up to `count` readable sentences, spread over the held-out documents, each with a whole word to predict.
 
-    The choice depends on the shards only, so reports of different runs on one corpus are comparable.
+    The choice depends only on the shards, so reports of different runs on one corpus are comparable.
     """
     chosen: list[MaskedSentence] = []
     spell = speller(vocabulary)
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
         entries = [vocabulary[token] for token in tokens]
-        words = maskable_words(spelled(entries, spell) if spell else list(map(with_blank, entries)))
+        words = maskable_words(spelled(entries, spell) if spell else list(map(with_space, entries)))
         if words and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.
@@ -75,7 +75,7 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
 
 
 def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]:
-    """Predict the masked token of each sentence with the exported model, in fp32 by our encoder.
+    """Predict the masked token of each sentence with the exported model, in fp32.
 
     Raises `InputError` if the export is damaged or has no masked-language-modeling head.
     """
@@ -111,32 +111,32 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
 
 
 def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield `count` sentences from documents that are far apart."""
+    """Yield `count` sentences from documents spread over the corpus."""
     documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
     if not documents:
         return
     for index in range(count):
-        # Multiples of the golden ratio, modulo 1, spread evenly: each falls into a gap between the earlier ones.
+        # Multiples of the golden ratio modulo 1 are evenly spread: each falls into a gap between earlier ones.
         shard, number = documents[int(index * 0.6180339887498949 % 1 * len(documents))]
-        first, last = (int(shard.documents[at, 0]) for at in (number, number + 1))
+        first, last = (int(shard.documents[n, 0]) for n in (number, number + 1))
         sentence = first + (5 * index + 1) % (last - first)
-        begin, end = (int(shard.sentences[at]) for at in (sentence, sentence + 1))
-        yield tuple(int(token) for token in shard.tokens[begin:end])
+        start, end = (int(shard.sentences[n]) for n in (sentence, sentence + 1))
+        yield tuple(int(token) for token in shard.tokens[start:end])
 
 
-def with_blank(entry: str) -> str:
-    """Spell an entry of a WordPiece vocabulary like `spelled`: a whole word starts with a blank."""
+def with_space(entry: str) -> str:
+    """Spell an entry of a WordPiece vocabulary as `spelled` does: a whole word starts with a space."""
     return entry[2:] if entry.startswith("##") else f" {entry}"
 
 
 def maskable_words(tokens: Sequence[str]) -> list[int]:
-    """Return indices of tokens that are whole words of at least three letters; [] if the sentence is not presentable.
+    """Return indices of tokens that are whole words of at least three letters; [] if the sentence is unsuitable.
 
-    `tokens` are spelled out, with the blanks before words.
+    `tokens` are spellings, with the spaces before words.
     """
-    prose = sum(_is_word(text.strip()) for text in tokens)
-    is_shown = 10 <= len(tokens) <= 40
-    if not is_shown or prose < 0.8 * len(tokens) or " [UNK]" in tokens or not _STOP.fullmatch(tokens[-1].strip()):
+    words = sum(_is_word(text.strip()) for text in tokens)
+    has_length = 10 <= len(tokens) <= 40
+    if not has_length or words < 0.8 * len(tokens) or " [UNK]" in tokens or not _STOP.fullmatch(tokens[-1].strip()):
         return []
     followers = [*tokens[1:], ""]
     return [
@@ -154,7 +154,7 @@ def _is_word(text: str) -> bool:
 
 
 def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequence:
-    """Return the masked sentence between its first and last special token.
+    """Return the sentence with its token masked, between the first and last special token.
 
     Args:
         special: ids of the special tokens by role.
@@ -162,17 +162,17 @@ def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequen
     from pretrain.batches.batch import MaskedSequence
 
     first, last, mask = (special[role] for role in ("cls", "sep", "mask"))
-    ids, place = np.array([first, *sentence.tokens, last]), np.array([1 + sentence.masked])
-    label = ids[place]
-    ids[place] = mask
-    return MaskedSequence(ids, place, label)
+    ids, index = np.array([first, *sentence.tokens, last]), np.array([1 + sentence.masked])
+    label = ids[index]
+    ids[index] = mask
+    return MaskedSequence(ids, index, label)
 
 
 def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask: int) -> Filling:
     """Return the model's predictions for the masked token, as text.
 
     Args:
-        probabilities: of each entry of the vocabulary.
+        probabilities: of all entries of the vocabulary.
         mask: the id of the mask token.
     """
 
@@ -183,12 +183,12 @@ def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tok
     tokens[sentence.masked] = mask
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     before, _, after = text.partition(str(tokenizer.id_to_token(mask)))
-    best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:GUESSES]
+    best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:NUM_GUESSES]
     return Filling(
         before=f"{before.strip()} ".lstrip(),
         after=after,
         truth=shown(truth),
         guesses=tuple((shown(token), probabilities[token]) for token in best),
-        rank=1 + sum(one > probabilities[truth] for one in probabilities),
+        rank=1 + sum(p > probabilities[truth] for p in probabilities),
         probability=probabilities[truth],
     )

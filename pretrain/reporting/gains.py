@@ -1,4 +1,4 @@
-"""Gains and losses of a run that continues from a checkpoint: metrics before its first step and after its last."""
+"""Changes of metrics in a run that continues from a checkpoint: before its first step and after its last."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,41 +8,41 @@ from pretrain.common.records import read_records
 
 @dataclass(frozen=True)
 class Gain:
-    """One metric before and after.
+    """The change of one metric.
 
     Attributes:
-        what: its name.
+        name: the metric's name, with its text.
         unit: "nats" for a loss (lower is better), or "accuracy" (higher is better).
     """
 
-    what: str
+    name: str
     before: float
     after: float
     unit: str
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """(name, before, after, change) as strings."""
+        """The strings (name, before, after, change)."""
         change = self.after - self.before
-        shown = f"{change:+.3f} ({change / self.before:+.1%})" if self.before else ""
-        return f"{self.what}, {self.unit}", f"{self.before:.3f}", f"{self.after:.3f}", shown
+        text = f"{change:+.3f} ({change / self.before:+.1%})" if self.before else ""
+        return f"{self.name}, {self.unit}", f"{self.before:.3f}", f"{self.after:.3f}", text
 
 
 def gains(run_dir: Path) -> list[Gain]:
-    """Return the gains of a run, [] if it was not evaluated before its first step.
+    """Return the gains of a run; [] if it was not evaluated before its first step.
 
     Raises `InputError` if its records are damaged.
     """
     evaluations = [record for record in read_records(run_dir) if record.get("split") == "validation"]
-    found = []
+    changes = []
     if len(evaluations) > 1 and evaluations[0].get("step") == 0:
         first, last = evaluations[0], evaluations[-1]
-        for what, prefix in (("new text", ""), ("general text", "general_")):
+        for text, prefix in (("new text", ""), ("general text", "general_")):
             for name, label, unit in (("mlm_loss", "held-out MLM loss", "nats"), ("mlm_accuracy", "MLM", "accuracy")):
                 before, after = first.get(prefix + name), last.get(prefix + name)
                 if before is not None and after is not None:
-                    found.append(Gain(f"{what}: {label}", before, after, unit))
-    return found
+                    changes.append(Gain(f"{text}: {label}", before, after, unit))
+    return changes
 
 
 def gain_lines(run_dir: Path) -> list[str]:

@@ -19,12 +19,12 @@ DATE = "%Y-%m-%d %H:%M UTC"  # for strftime
 def write_page(out: Path, template: str, **values: Any) -> Path:
     """Render `template` with `values` and `written` (the current time) and write it to `out` atomically.
 
-    `InputError` if `out` is a file but not a page, such as a file of the run.
+    Raises `InputError` if `out` is a file but not an HTML page, such as a file of the run.
     """
     import jinja2
 
     if out.is_file() and out.read_bytes().lstrip()[: len(_START)].lower() not in (b"", _START):
-        raise InputError(f"{out}: exists and is not a page. Choose another name, or remove it.")
+        raise InputError(f"{out}: exists and is not an HTML page. Choose another name, or remove it.")
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -67,5 +67,5 @@ def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
 def serve(draw: Callable[[], Path]) -> None:
     """Serve the page until Ctrl-C."""
     with make_server(draw) as server, contextlib.suppress(KeyboardInterrupt):
-        print(f"http://127.0.0.1:{server.server_port}: draws the page again while it is open; Ctrl-C stops", flush=True)
+        print(f"http://127.0.0.1:{server.server_port}: redraws the page while it is open; Ctrl-C stops", flush=True)
         server.serve_forever()

@@ -1,4 +1,4 @@
-"""The panels of runs as data, from which the charts of a report and the W&B workspace are generated."""
+"""Definitions of the panels, from which a report's charts and the W&B workspace are generated."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -8,22 +8,22 @@ from pretrain.common.records import SOURCE_LOSS
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_FIELDS, PROBE_SCORES
 
-GENERAL = "general_"  # before the name of a loss or accuracy on `adaptation.replay_corpus`
+GENERAL = "general_"  # prefix of losses and accuracies on `adaptation.replay_corpus`
 
 Kind = Literal["curve", "ranks", "scores", "probes"]
 Unit = Literal["nats", "share", "tokens/s", "s", "bytes", "steps", ""]
 
 
-_UNITS: dict[str, Unit] = {"fraction": "share", "nats": "nats"}  # of a metric
+_UNITS: dict[str, Unit] = {"fraction": "share", "nats": "nats"}  # a metric's unit -> its panel's
 
 
 @dataclass(frozen=True)
 class Panel:
     """One chart over the steps of a run.
 
-    `metrics` are fields of metrics.jsonl; one with a trailing / stands for all with this prefix. A panel of the kind
-    `curve` shows training and evaluation values, `ranks` a list with a value per rank, `scores` the metrics of a
-    fine-tuning's evaluations, and `probes` scores of checkpoints, from probes.jsonl.
+    `metrics` are fields of metrics.jsonl; one with a trailing / means all fields with this prefix. A `curve` panel
+    shows training and evaluation values, `ranks` a list with a value per rank, `scores` the metrics of a fine-tuning's
+    evaluations, and `probes` the scores of checkpoints, from probes.jsonl.
     """
 
     title: str
@@ -37,7 +37,7 @@ _LEARNING = (
     Panel("Scores on held-out examples", (), "", "Learning", "scores"),
     Panel("Loss", ("loss",), "nats", "Learning"),
 )
-_LEARNING_MORE = (
+_MORE_LEARNING = (
     Panel("Held-out loss by source", (SOURCE_LOSS,), "nats", "Learning"),
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
@@ -59,9 +59,9 @@ def panels() -> tuple[Panel, ...]:
     metrics, scores = objective_metrics().items(), PROBE_SCORES.items()
     return (
         *_LEARNING,
-        *(Panel(one.title, (name,), _UNITS.get(one.unit, ""), "Learning") for name, one in metrics),
-        *_LEARNING_MORE,
-        *(Panel(one.title, (name,), _UNITS.get(one.unit, ""), "Probes", "probes") for name, one in scores),
+        *(Panel(metric.title, (name,), _UNITS.get(metric.unit, ""), "Learning") for name, metric in metrics),
+        *_MORE_LEARNING,
+        *(Panel(score.title, (name,), _UNITS.get(score.unit, ""), "Probes", "probes") for name, score in scores),
         *_OTHERS,
     )
 
@@ -71,7 +71,7 @@ _NO_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds", 
 
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
-    """Yield the `panels` for which `records` have data; the metrics of the panel `scores` come from the records."""
+    """Yield the `panels` for which `records` have data; the metrics of `scores` panels come from the records."""
     key_sets = dict.fromkeys(map(tuple, records))  # only a few are distinct
     measured = dict.fromkeys(key for keys in key_sets for key in keys)
     not_scores = {metric for panel in panels() for metric in panel.metrics} | _NO_SCORES
@@ -88,5 +88,5 @@ def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
 
 
 def _family(field: str) -> str:
-    """Return the name of a field in a panel: for one such as source_loss/wiki, the prefix with the slash."""
+    """Return a field's name in a panel: for one such as source_loss/wiki, the prefix with the slash."""
     return "".join(field.partition("/")[:2])

@@ -47,12 +47,12 @@ def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -
         watched: let the browser reload the page every 10 s until all runs are over.
 
     Raises:
-        InputError: a folder has no run, its runs have no record yet, or a file is damaged.
+        InputError: a folder has no run, none of its runs has a record, or a file is damaged.
     """
     runs = read_runs(folders)
     config = _pretraining(runs)
     tables = {
-        "What pretraining was worth": _worth(runs[0]) if config else ([], []),
+        "Benefit of pretraining": _benefit(runs[0]) if config else ([], []),
         "Runs": run_table(runs) if len(runs) > 1 or runs[0].scores else ([], []),
         "Fine-tuning scores by task and initial checkpoint": comparison(runs),
         "GLUE": glue_table(runs),
@@ -80,13 +80,13 @@ def summary(folders: Sequence[Path]) -> str:
     if len(runs) == 1:
         lines = [f"{runs[0].name}: {_header(runs)}"]
         lines += [f"  {label:<18}{value}   {note}".rstrip() for label, value, note in _tiles(runs, _pretraining(runs))]
-        worth = _worth(runs[0])
-        return "\n".join([*lines, *([_aligned(worth)] if worth[1] else [])])
+        benefit = _benefit(runs[0])
+        return "\n".join([*lines, *([_aligned(benefit)] if benefit[1] else [])])
     return "\n\n".join(_aligned(table) for table in (run_table(runs), comparison(runs)) if table[1])
 
 
 def _aligned(table: Table) -> str:
-    """Format a table as lines of text; if it is wider than the terminal, as a block of lines for each row."""
+    """Format a table as lines of text; if it is wider than the terminal, each row becomes a block of lines."""
     rows = [table[0], *table[1]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if sys.stdout.isatty() and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
@@ -105,8 +105,8 @@ def _header(runs: Sequence[RunRecords]) -> str:
         states = Counter(run.state for run in runs)
         return f"{len(runs)} runs: " + ", ".join(f"{count} {name}" for name, count in states.items())
     fork = read_fork(runs[0].folder)
-    past = [fork, *reversed(fork.get("earlier", ()))] if fork else []
-    return ", ".join([state(runs[0]), *(f"forked from {one['name']} at step {one['step']:,}" for one in past)])
+    forks = [fork, *reversed(fork.get("earlier", ()))] if fork else []
+    return ", ".join([state(runs[0]), *(f"forked from {f['name']} at step {f['step']:,}" for f in forks)])
 
 
 def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tuple[str, str, str]]:
@@ -118,7 +118,7 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
     tiles = list(_score_tiles(run))
     if rates := run.values("tokens_per_second"):
         notes = {"mfu": "{:.0%} MFU", "data_stall_fraction": "data stall {:.1%}"}
-        medians = [form.format(statistics.median(found)) for name, form in notes.items() if (found := run.values(name))]
+        medians = [note.format(statistics.median(x)) for name, note in notes.items() if (x := run.values(name))]
         tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", ", ".join(["median", *medians])))
     if tokens := run.values("tokens"):
         tiles.append(("tokens trained on", short(tokens[-1]), f"in {run.step:,} steps"))
@@ -133,13 +133,13 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
 def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     """Yield tiles of the last evaluation, of a fine-tuning's main score, and of the last probe."""
     last, probe = dict(*run.evaluations[-1:]), dict(*run.probes[-1:])
-    title = score_title(run.score, next((one.positive for one in run.scores), "")).replace("_", " ")
+    title = score_title(run.score, next((score.positive for score in run.scores), "")).replace("_", " ")
     scores = {run.score: Metric("", "", title, "score")} if run.score else {}
-    for record, kind, known in (
+    for record, kind, metrics in (
         (last, "held-out", {**scores, **objective_metrics()}),
         (probe, "probe", PROBE_SCORES),
     ):
-        for name, metric in known.items():
+        for name, metric in metrics.items():
             if metric.short and record.get(name) is not None:
                 yield metric.title, metric.text(record[name]), f"{kind}, step {record['step']:,}"
     if "error" in probe:
@@ -183,7 +183,7 @@ def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any
         "heads": attention and attention.text and export_dir.is_dir() and page_values(export_dir, attention.text),
         "domains": gains(run.folder),
         "fillings": filled[:: max(1, len(filled) // NUM_SHOWN)],
-        "filled": _found(filled),
+        "filled": _success_phrase(filled),
         "finetuned": _read_finetuned(run),
         "card": _read_text(corpus / "card.md"),
     }
@@ -193,17 +193,17 @@ def _read_finetuned(run: RunRecords) -> list[dict[str, Any]]:
     return json.loads(_read_text(run.folder / FINETUNED) or "[]")
 
 
-def _worth(run: RunRecords) -> Table:
-    """Return scores of the demo's fine-tunings on held-out examples, from this run's weights and from random ones."""
+def _benefit(run: RunRecords) -> Table:
+    """Return held-out scores of the demo's fine-tunings, from this run's weights and from random weights."""
     rows = []
-    for one in _read_finetuned(run):
-        scores = (one["scores"].get(start) for start in ("pretrained", "random"))
-        rows.append([one["title"], one["metric"], *("" if score is None else f"{score:.3f}" for score in scores)])
+    for result in _read_finetuned(run):
+        scores = (result["scores"].get(start) for start in ("pretrained", "random"))
+        rows.append([result["title"], result["metric"], *("" if score is None else f"{score:.3f}" for score in scores)])
     return ["task", "metric", "pretrained weights", "random weights"], rows
 
 
 def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:
-    """Return predictions for masked words; [] if the run has no export or its corpus is missing."""
+    """Return predictions for masked words; [] if the run's export or corpus is missing."""
     if not export_dir.is_dir() or not corpus.is_dir():
         return []
     from pretrain.corpus.shards import open_shards
@@ -213,7 +213,7 @@ def _predictions(export_dir: Path, corpus: Path) -> list[Filling]:
     return fill(export_dir, held_out_sentences(open_shards(corpus, "validation"), vocabulary, NUM_SENTENCES))
 
 
-def _found(filled: Sequence[Filling]) -> str:
+def _success_phrase(filled: Sequence[Filling]) -> str:
     """Return a phrase such as "the first guess in 21 and among the guesses in 44 of 100 sentences"."""
     first = sum(filling.rank == 1 for filling in filled)
     among = sum(filling.rank <= len(filling.guesses) for filling in filled)

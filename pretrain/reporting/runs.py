@@ -1,4 +1,4 @@
-"""Read the runs of a report: pretrainings and fine-tunings, recognized by the files in their folders."""
+"""Reads the runs of a report: pretrainings and fine-tunings, recognized by the files in their folders."""
 
 import dataclasses
 import datetime
@@ -21,25 +21,25 @@ from pretrain.reporting.subjects import Subject, subject
 FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 
 UNFINISHED = "not finished"
-_ENDS = {"stop": "stopped", "diverged": "diverged"}  # final event of a run -> its state
+_END_STATES = {"stop": "stopped", "diverged": "diverged"}  # a run's final event -> its state
 
-_DEPTH = 3  # levels of run folders below a folder of several runs, such as glue/TASK/seed-N
+_MAX_DEPTH = 3  # levels of run folders below a folder of runs, such as glue/TASK/seed-N
 
 
 @dataclass(frozen=True)
 class Score:
-    """The scores of a fine-tuning on one held-out set; `values` is empty if the run failed, as `remark` says."""
+    """A fine-tuning's scores on one held-out set; if the run failed, `values` is empty and `remark` has the reason."""
 
     part: str
     metric: str  # the main metric
     values: dict[str, float]
     remark: str = ""
-    positive: str = ""  # with two classes: the class whose f1 is computed
+    positive: str = ""  # of two classes: the class whose F1 is computed
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of one run folder. `label` distinguishes it from the other runs of a report."""
+    """The records of one run folder. `label` distinguishes it from a report's other runs."""
 
     folder: Path
     label: str
@@ -62,7 +62,7 @@ class RunRecords:
 
     @property
     def score(self) -> str:
-        """The main metric of a fine-tuning; before its scores exist, the first one of its evaluations; or ""."""
+        """A fine-tuning's main metric; before it has scores, the first metric of its evaluations; or ""."""
         names = [metric for panel in panels_for(self.evaluations) if panel.kind == "scores" for metric in panel.metrics]
         return next((name for name in (*(score.metric for score in self.scores), *names) if name in names), "")
 
@@ -86,17 +86,17 @@ class RunRecords:
 
     @property
     def state(self) -> str:
-        """ "finished", "diverged", "stopped" or `UNFINISHED`; the last if the run is training or was killed."""
+        """The state: "finished", "diverged", "stopped", or `UNFINISHED` if the run is training or was killed."""
         if (self.folder / FAILED).is_file():
             return "diverged"
         if self.total_steps is not None and self.step >= self.total_steps:
             return "finished"
-        return _ENDS.get(self.end.get("event", ""), UNFINISHED)
+        return _END_STATES.get(self.end.get("event", ""), UNFINISHED)
 
     @property
     def end(self) -> dict[str, Any]:
-        """The event that stopped the run early, if it was not restarted since; otherwise {}."""
-        ends = [event for event in self.events if event["event"] in _ENDS]
+        """The event that stopped the run early, if it has not been restarted since; otherwise {}."""
+        ends = [event for event in self.events if event["event"] in _END_STATES]
         return ends[-1] if ends and ends[-1].get("time", math.inf) >= _last_start(self.folder) else {}
 
     def values(self, field: str) -> list[float]:
@@ -110,7 +110,7 @@ def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: Non
     Args:
         name: folder, run or job.
         address: URL of a cluster's dashboard; `name` is then a job of that cluster.
-        find_job: the run folder of a job, by its name and `address`; None if there is no such job.
+        find_job: returns the run folder of a job, given its name and `address`; None if there is no such job.
 
     Raises:
         InputError: there is no such run, or its folder is not accessible from this machine.
@@ -132,33 +132,33 @@ def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: Non
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
-    """Read the run in each folder, or else the runs below it in the order of their paths.
+    """Read the run in each folder, or the runs below it in the order of their paths.
 
-    Raises `InputError` if a folder has no run, none of its runs has a record yet, or a file is damaged.
+    Raises `InputError` if a folder has no run, none of its runs has a record, or a file is damaged.
     """
-    found: dict[str, RunRecords] = {}
+    by_path: dict[str, RunRecords] = {}
     for folder in folders:
-        paths = [folder] if (folder / METRICS).is_file() else _below(folder)
+        paths = [folder] if (folder / METRICS).is_file() else _run_folders_below(folder)
         if not paths:
             raise InputError(f"{folder}: no {METRICS} in this folder or below it. Give a run folder.")
         runs = [_read_run(path) for path in paths]
         if not any(run.training or run.evaluations for run in runs):
             raise InputError(f"{folder}: no record yet. Wait for the first one, or start the training.")
-        found |= {str(run.folder.resolve()): run for run in runs if run.records or run.scores}
-    if len(found) == 1:
-        return list(found.values())
-    top = os.path.commonpath(found)
-    return [dataclasses.replace(run, label=os.path.relpath(path, top)) for path, run in found.items()]
+        by_path |= {str(run.folder.resolve()): run for run in runs if run.records or run.scores}
+    if len(by_path) == 1:
+        return list(by_path.values())
+    top = os.path.commonpath(by_path)
+    return [dataclasses.replace(run, label=os.path.relpath(path, top)) for path, run in by_path.items()]
 
 
-def _below(folder: Path) -> list[Path]:
-    found = {
+def _run_folders_below(folder: Path) -> list[Path]:
+    folders = {
         path.parent
-        for depth in range(_DEPTH)
+        for depth in range(_MAX_DEPTH)
         for name in (METRICS, SCORES, FAILED)
         for path in folder.glob("*/" * depth + name)
     }
-    return sorted(found)
+    return sorted(folders)
 
 
 def _read_run(folder: Path) -> RunRecords:
@@ -176,15 +176,15 @@ def _read_run(folder: Path) -> RunRecords:
 
 
 def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop the records that a rollback undid: their steps occur again later."""
-    kept: list[dict[str, Any]] = []
+    """Drop records undone by a rollback, whose steps occur again later."""
+    remaining: list[dict[str, Any]] = []
     for record in records:
         if not isinstance(record.get("step"), int):
             continue
-        while kept and kept[-1]["step"] >= record["step"]:
-            kept.pop()
-        kept.append(record)
-    return kept
+        while remaining and remaining[-1]["step"] >= record["step"]:
+            remaining.pop()
+        remaining.append(record)
+    return remaining
 
 
 def _read_config(path: Path) -> dict[str, Any]:

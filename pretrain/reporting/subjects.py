@@ -8,8 +8,8 @@ from typing import Any
 
 RANDOM = "random weights"
 
-# Settings of a task that name its data; the first one that is set counts. No other section has such settings, so they
-# also identify the task's section.
+# Settings of a task that name its data; the first one that is set is used. No other section has them, so they also
+# identify the task's section.
 _DATA = ("glue", "dataset", "train")
 # Settings that do not affect the result: identity, placement, speed and precision.
 _IGNORED = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
@@ -17,7 +17,7 @@ _IGNORED = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tr
 
 @dataclass(frozen=True)
 class Subject:
-    """Data, initial checkpoint and settings of a fine-tuning.
+    """The data, initial checkpoint and settings of a fine-tuning.
 
     Attributes:
         data_key: the setting that names the data, such as entities.train.
@@ -33,31 +33,31 @@ class Subject:
 
 
 def subject(config: Mapping[str, Any]) -> Subject | None:
-    """Return the subject of a config; None for pretraining, and if the config names no data."""
+    """Return the subject of a config; None for pretraining or if the config names no data."""
     sections = {name: section for name, section in config.items() if isinstance(section, Mapping)}
     task, key = next(((name, key) for name in sections for key in _DATA if sections[name].get(key)), ("", ""))
     if not task:
         return None
     name = str(config[task][key])
-    shown = f"{task}: {Path(name).name if key == 'train' else name}"
+    display = f"{task}: {Path(name).name if key == 'train' else name}"
     if config[task].get("subset"):
-        shown += f" {config[task]['subset']}"
+        display += f" {config[task]['subset']}"
     start = RANDOM if config.get("random_weights") else str(config.get("start_from") or "")
     others = {key: value for key, value in config.items() if key not in (*_IGNORED, "start_from", "random_weights")}
-    return Subject(f"{task}.{key}", shown, start, tuple(_leaves(others)))
+    return Subject(f"{task}.{key}", display, start, tuple(_leaves(others)))
 
 
 def starts(subjects: Iterable[Subject]) -> list[str]:
     """Return the distinct initial checkpoints, random weights last."""
-    distinct = dict.fromkeys(one.start for one in subjects)
+    distinct = dict.fromkeys(subject.start for subject in subjects)
     return sorted(distinct, key=lambda start: start == RANDOM)
 
 
 def differing(subjects: Sequence[Subject]) -> list[str]:
     """Return dotted names of settings in which subjects with the same data differ, except the initial checkpoint."""
     names: dict[str, None] = {}
-    for data in dict.fromkeys(one.data for one in subjects):
-        members = [dict(one.settings) for one in subjects if one.data == data]
+    for data in dict.fromkeys(subject.data for subject in subjects):
+        members = [dict(subject.settings) for subject in subjects if subject.data == data]
         for name in dict.fromkeys(name for member in members for name in member):
             if len({member.get(name) for member in members}) > 1:
                 names[name] = None

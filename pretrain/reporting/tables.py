@@ -1,4 +1,4 @@
-"""The tables of a report: runs side by side, and the scores of fine-tunings."""
+"""The tables of a report: a comparison of runs, and the scores of fine-tunings."""
 
 import datetime
 import statistics
@@ -21,32 +21,26 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # header, and the cells o
 def run_table(runs: Sequence[RunRecords]) -> Table:
     """Return a row for each run: its state, scores, last evaluation and probe, and speed."""
     last = [{**dict(*run.probes[-1:]), **dict(*run.evaluations[-1:])} for run in runs]
-    metrics = {name: one for name, one in {**objective_metrics(), **PROBE_SCORES}.items() if one.short}
+    metrics = {name: metric for name, metric in {**objective_metrics(), **PROBE_SCORES}.items() if metric.short}
     rows: list[Sequence[str]] = []
     for run, record in zip(runs, last, strict=True):
         speeds, seconds = run.values("tokens_per_second"), run.values("seconds")
         cells = [run.label, state(run), "; ".join(map(_score, run.scores))]
-        cells += ["" if record.get(name) is None else one.text(record[name]) for name, one in metrics.items()]
+        cells += ["" if record.get(name) is None else metric.text(record[name]) for name, metric in metrics.items()]
         cells += [f"{statistics.median(speeds):,.0f}" if speeds else "", clock(seconds[-1]) if seconds else ""]
         rows.append(cells)
-    head: Sequence[str] = [
-        "run",
-        "state",
-        "scores",
-        *(one.title for one in metrics.values()),
-        "tokens/s",
-        "training time",
-    ]
+    titles = (metric.title for metric in metrics.values())
+    head: Sequence[str] = ["run", "state", "scores", *titles, "tokens/s", "training time"]
     shown = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
     return next(cells := zip(*shown, strict=True)), list(cells)
 
 
 def _score(score: Score) -> str:
-    """Format a set, the main metric and a few others, or the reason why the run failed."""
-    known = shown_scores(score.values, score.metric)
-    names = [score.metric, *(name for name in known if name not in (score.metric, "loss"))][: _MAX_SCORES + 1]
-    values = [f"{_plain(name, score)} {known[name]:.4f}" for name in names if known.get(name) is not None]
-    return score.remark or f"{score.part}: {', '.join(values)}"
+    """Format a held-out set, its main metric and a few others, or the reason why the run failed."""
+    values = shown_scores(score.values, score.metric)
+    names = [score.metric, *(name for name in values if name not in (score.metric, "loss"))][: _MAX_SCORES + 1]
+    formatted = [f"{_plain(name, score)} {values[name]:.4f}" for name in names if values.get(name) is not None]
+    return score.remark or f"{score.part}: {', '.join(formatted)}"
 
 
 def state(run: RunRecords) -> str:
@@ -71,10 +65,10 @@ def _date(seconds: float | None) -> str:
 
 
 def comparison(runs: Sequence[RunRecords]) -> Table:
-    """Return a row for each task and dataset, a column for each initial checkpoint; no rows if nothing is comparable.
+    """Return a row per task and dataset and a column per initial checkpoint; no rows if nothing is comparable.
 
-    Runs that differ only in their seeds are averaged. If runs on the same dataset differ in other settings, the row's
-    label names these.
+    Runs that differ only in their seeds are averaged. If runs on the same dataset differ in other settings, row labels
+    include these settings.
     """
     series: dict[tuple[Subject, str, str], list[float]] = {}
     for run in runs:
@@ -96,15 +90,16 @@ def comparison(runs: Sequence[RunRecords]) -> Table:
 
 
 def glue_table(runs: Sequence[RunRecords]) -> Table:
-    """Return GLUE's table of the latest sweep that any of several runs belongs to; no rows if there is none."""
-    above = {folder for run in runs if run.subject and len(runs) > 1 for folder in run.folder.parents[:2]}
-    paths = sorted((one / SUMMARY for one in above if (one / SUMMARY).is_file()), key=lambda one: one.stat().st_mtime)
-    tables = [found for path in paths if (found := read_json(path).get("glue"))]
+    """Return GLUE's table from the latest sweep that any of several runs belongs to; no rows without one."""
+    parents = {folder for run in runs if run.subject and len(runs) > 1 for folder in run.folder.parents[:2]}
+    summaries = (parent / SUMMARY for parent in parents if (parent / SUMMARY).is_file())
+    paths = sorted(summaries, key=lambda path: path.stat().st_mtime)
+    tables = [table for path in paths if (table := read_json(path).get("glue"))]
     return (tables[-1][0], tables[-1][1:]) if tables else ([], [])
 
 
 def _mean(values: Sequence[float]) -> str:
-    """Format the mean, and of several values also standard deviation and range."""
+    """Format the mean; for several values, also the standard deviation and range."""
     if len(values) < 2:
         return "".join(f"{value:.4f}" for value in values)
     mean = f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"

@@ -33,12 +33,12 @@ _STEP = "train/global_step"
 
 
 def write(runs: Sequence[RunRecords], path: Path) -> str:
-    """Write the workspace to `path` and, if a W&B key is set, save it to W&B; returns a message.
+    """Write the workspace to `path` and, if a W&B key is set, save it to W&B; return a message.
 
-    `path` keeps the URL of the workspace, so saving again replaces it in W&B. The file is written even if W&B fails.
-    Raises `InputError` if `path` is another file.
+    `path` stores the workspace's URL, so saving again replaces it in W&B. The file is written even if W&B fails. Raises
+    `InputError` if `path` is another file.
     """
-    os.environ["WANDB_SILENT"] = "true"  # otherwise W&B prints messages between ours
+    os.environ["WANDB_SILENT"] = "true"  # otherwise W&B prints its messages, too
     url = _url(path)
     message = f"{path}: the W&B workspace; set a W&B key to save it to W&B (WANDB_API_KEY or `wandb login`)"
     workspace = make(runs, "")
@@ -61,7 +61,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
     groups = list(dict.fromkeys(_tracking(run).get("group") or run.name for run in runs))
     name = ", ".join(groups[:3]) if several else runs[0].name
     return workspaces.Workspace(
-        # The library refuses emojis, and it mistakes characters such as < for emojis.
+        # The library rejects emojis, and mistakes characters such as < for emojis.
         name=re.sub(r"[^\w .,:()/-]", "", f"{name} report"),
         entity=entity,
         project=_tracking(runs[0]).get("project") or "bertrain",
@@ -78,7 +78,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
 
 
 def _url(path: Path) -> str:
-    """Read the URL from the file that `write` wrote; "" if there is none. Raises `InputError` if it is another file."""
+    """Read the URL that `write` stored; "" if there is none. Raises `InputError` if `path` is another file."""
     try:
         return json.loads(path.read_bytes())["url"] if path.is_file() else ""
     except (ValueError, KeyError, TypeError):
@@ -86,12 +86,12 @@ def _url(path: Path) -> str:
 
 
 def _tracking(run: RunRecords) -> dict[str, str]:
-    """Return the section `tracking` of the run's config."""
+    """Return the `tracking` section of the run's config."""
     return run.config.get("tracking") or {}
 
 
 def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
-    """Return settings to group fine-tunings by, so that W&B averages only over seeds; [] for a single subject."""
+    """Return the settings that group fine-tunings so that W&B averages only over seeds; [] for a single subject."""
     from wandb_workspaces import expr
 
     subjects = list(dict.fromkeys(run.subject for run in runs if run.subject))
@@ -109,7 +109,7 @@ def _query(run: RunRecords) -> str:
 
 
 def _literal(strings: list[str]) -> str:
-    """Format a literal of a filter. The filter's parser changes < to <= even inside quotes, so it is escaped."""
+    """Format a literal for a filter. Escape < and >: the filter's parser changes < to <= even inside quotes."""
     return repr(strings).replace("<", r"\x3c").replace(">", r"\x3e")
 
 
@@ -150,25 +150,25 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
 
 
 def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
-    """Return the panel's metrics under their W&B names, without rank numbers, which have another unit."""
+    """Return the panel's metrics under their W&B names, except rank numbers, which have another unit."""
     names: dict[str, None] = {}
     for metric in (*panel.metrics, *(GENERAL + metric for metric in panel.metrics)):
         for records in itertools.chain.from_iterable((run.training, run.evaluations, run.probes) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
             if last:
-                kept = {key: last[key] for key in (metric, "split") if key in last}
-                names.update(dict.fromkeys(wandb_names(kept)))
+                fields = {key: last[key] for key in (metric, "split") if key in last}
+                names.update(dict.fromkeys(wandb_names(fields)))
     return [name for name in names if not name.endswith(f"/{LARGEST_RANK}")]
 
 
 def _is_online(run: RunRecords) -> bool:
-    """Return whether this machine sends the run's records to W&B; offline runs have no workspace there."""
+    """Return whether this machine sends the run's records to W&B; offline runs have no workspace in W&B."""
     mode = _tracking(run).get("wandb", "auto")
     return mode in ("auto", "online") and wandb_mode("auto") == "online"
 
 
 def _save(workspace: Workspace, url: str) -> str:
-    """Save it to W&B, replacing the one at `url` if that belongs to the same project; returns its URL."""
+    """Save to W&B, replacing the workspace at `url` if it belongs to the same project; return the URL."""
     if urlsplit(url).path.strip("/") != f"{workspace.entity}/{workspace.project}":
         return workspace.save().url
     saved = type(workspace).from_url(url)
@@ -178,7 +178,7 @@ def _save(workspace: Workspace, url: str) -> str:
 
 
 def as_data(workspace: Workspace) -> dict[str, Any]:
-    """Return a workspace as JSON, with the names of `wandb_workspaces`."""
+    """Return a workspace as JSON data, with the field names of `wandb_workspaces`."""
     return TypeAdapter(type(workspace)).dump_python(workspace, mode="json", exclude_none=True)
 
 

@@ -37,10 +37,10 @@ def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = N
     """
     expect("prepare", "mwparserfromhell", "pyarrow", "rensa", "sentencex")
     from pretrain.corpus import prepare
-    from pretrain.planning.text import counts_readings
+    from pretrain.planning.text import reading_counter
 
     read = read_config(config, overrides, start_from=start_from)
-    summary = prepare.prepare(read, **start_tokenizer_of(read), count_readings=counts_readings(read))
+    summary = prepare.prepare(read, **start_tokenizer_of(read), count_readings=reading_counter(read))
     return Written(read.corpus.folder, read.corpus.dir, "\n".join([summary, *_lengths(read)]))
 
 
@@ -185,7 +185,7 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
     if config.fork_from:
         raise InputError("--minutes: changes the length of phases that a fork shares with its parent. Leave it out.")
     if resume and checkpoint_names(config.folder):
-        return pace.recorded(config)
+        return pace.with_recorded_schedule(config)
     preflight.check_corpus(config)
     if not dry_run:
         with preflight.run_folder(config, None, changed_for_resume, resume=resume):

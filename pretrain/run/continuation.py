@@ -141,4 +141,4 @@ class Continuation:
         rows, width = engine.shapes[_WORDS]
         if self._old_rows_scale != self.lr_scales[_WORDS]:
             old = min(rows, int(self.identity["start"]["old_entries"]))
-            engine.slow_entries(_WORDS, old * width, self._old_rows_scale)
+            engine.scale_updates(_WORDS, old * width, self._old_rows_scale)

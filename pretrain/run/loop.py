@@ -118,7 +118,7 @@ class Fit(Generic[S]):
         address = plan.config.address
         self.saver = Saver(
             checkpoints,
-            engine.workers.aside(collective_timeout(plan.config)),
+            engine.workers.new_cpu_group(collective_timeout(plan.config)),
             keep_last=plan.config.checkpoint.keep_last,
             stored=StoredRun(address, plan.config.folder, SAVE_RETRY_SECONDS) if address else None,
         )

@@ -26,7 +26,7 @@ from pretrain.model import precision
 from pretrain.run import preflight
 from pretrain.tracking import live
 from pretrain.tracking.logs import quiet_logging
-from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
+from pretrain.training.engine import Engine, broadcast_object, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # open in a worker: libraries, shards, logs, connections of collectives
@@ -187,7 +187,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     has = f"{name} has {capability[0]}.{capability[1]}"
-    if reason := precision.unsupported(config.engine, capability):
+    if reason := precision.unsupported_feature(config.engine, capability):
         advice = advice if reason.startswith("engine.precision") else "Set it to false."
         raise MachineError(f"{reason}; {has}. {advice}")
     known = [int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()]
@@ -204,7 +204,7 @@ def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
     resolved = gather_objects(earlier.engine.precision)[0]
     if resolved != "auto":
         return with_precision(config, resolved)
-    choice = precision.choose(gather_objects(precision.offer(device)))
+    choice = precision.choose_precision(gather_objects(precision.capabilities(device)))
     config = with_precision(config, choice.precision)
     if worker.rank == 0:
         logger.info("engine.precision: %s; %s", choice.precision, choice.reason)
@@ -218,7 +218,7 @@ def check_same_data(fingerprints: Mapping[str, str]) -> None:
     Args:
         fingerprints: setting -> fingerprint of the data at its path.
     """
-    pairs = changes(first_object(dict(fingerprints)), dict(fingerprints))
+    pairs = changes(broadcast_object(dict(fingerprints)), dict(fingerprints))
     differing = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
     _refuse(differing, "Give every machine the same files.")
 
@@ -226,7 +226,7 @@ def check_same_data(fingerprints: Mapping[str, str]) -> None:
 def _check_same_config(config: RunConfig, resume: bool) -> None:
     """Raise `InputError` on every rank if a rank's settings differ from rank 0's, which can happen with torchrun."""
     # Not validated: another version may have other settings.
-    resumes, first = first_object((resume, config.model_dump()))
+    resumes, first = broadcast_object((resume, config.model_dump()))
     if config.engine.precision == "auto":  # rank 0 has the precision that an earlier start resolved
         config = with_precision(config, first["engine"]["precision"])
     mine = config.model_dump()

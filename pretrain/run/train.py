@@ -44,7 +44,7 @@ from pretrain.run.progress import check_settings
 from pretrain.run.run import Training, run
 from pretrain.run.session import check_same_data, collective_timeout, worker_session
 from pretrain.tracking.tracker import Tracker
-from pretrain.training.engine import Engine, InitialWeights, first_object, gather_objects
+from pretrain.training.engine import Engine, InitialWeights, broadcast_object, gather_objects
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import scaled_groups
 
@@ -87,7 +87,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
 
         def initialize() -> None:
             continuation.initialize(engine)
-            if first := objective.first_weights():
+            if first := objective.initial_weights():
                 engine.load(InitialWeights(first))
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
@@ -123,7 +123,7 @@ def with_chosen_graphs(config: PretrainConfig, rows: int, device: torch.device) 
             lengths = mean_lengths(config) or lengths
         enabled, reason = choose_graphs(config, rows, lengths, gpus, min(memory))
         logger.info("engine.cuda_graphs: %s; %s", "on" if enabled else "off", reason)
-    return with_graphs(config, first_object(enabled))
+    return with_graphs(config, broadcast_object(enabled))
 
 
 def _machines(engine: Engine, worker: Worker) -> int:
@@ -188,7 +188,7 @@ class Pretraining:
             maker.check_batch()
             self.mixtures.append(maker.sampler.identity)
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
-                self._exchange = Exchange(engine.workers.aside(collective_timeout(config)))
+                self._exchange = Exchange(engine.workers.new_cpu_group(collective_timeout(config)))
             self._validation[number] = validation_batches(corpora.held_out, config, number, **ranks)
             if corpora.replay_corpus is not None:
                 self._general[number] = validation_batches(corpora.replay_corpus, config, number, **ranks)

@@ -11,7 +11,7 @@ from pretrain.common.errors import MachineError
 from pretrain.run.forward_backward import ForwardBackward
 from pretrain.run.progress import Progress, checkpoint_state, restore
 from pretrain.run.task import S, TrainingTask
-from pretrain.training.engine import LAUNCHED, Engine
+from pretrain.training.engine import WARMUP_PASSES, Engine
 
 
 def warmup_step(
@@ -41,7 +41,7 @@ def warmup_step(
         # A second micro-batch needs memory in addition to the first one's gradients; a resumed run has tested this.
         lasts = (True,) if progress.step else (False, True)
         if engine.records_passes:  # CUDA graphs keep their memory while other shapes are launched
-            for _ in range(LAUNCHED + 1):
+            for _ in range(WARMUP_PASSES + 1):
                 _take_step(engine, forward_backward.run, step.micro_batches[0], weights, lasts)
         _take_step(engine, forward_backward.launch, step.micro_batches[0], weights, lasts)
     except torch.OutOfMemoryError as error:

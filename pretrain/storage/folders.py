@@ -1,7 +1,7 @@
-"""Fetches folders of an object store to local folders, once per machine, and stores local folders there.
+"""Fetches folders of an object store to local folders, once per machine, and stores local folders in it.
 
-The manifest of a folder is stored and fetched last, so on both sides a manifest means that all its files exist. No
-listing is needed for such a folder. Files without a manifest, such as raw text, are found by listing.
+A folder's manifest is stored and fetched last, so a manifest means, on both sides, that all its files exist. Such a
+folder need not be listed. Files without a manifest, such as raw text, are listed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from pretrain.common.files import (
 from pretrain.common.wording import make_console
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
-AT_ONCE = 4  # concurrent transfers
-_STORED = ".stored"  # in a folder that is being stored: lists the files already at the address, one per line
-_TIME_TOLERANCE_SECONDS = 0.01  # since file systems round times
+MAX_CONCURRENT = 4  # concurrent transfers
+_STORED = ".stored"  # in a folder that is being stored: the files already at the address, one per line
+_TIME_TOLERANCE_SECONDS = 0.01  # file systems round times
 _WILDCARDS = frozenset("*?[")
 
 logger = logging.getLogger(__name__)
@@ -49,21 +49,21 @@ def fetch(
     folder: Path | None = None,
     exclude: Sequence[str] = (),
     trusted: bool = True,
-    at_once: int = 0,
+    concurrency: int = 0,
     hashed: bool = False,
     advice: str = "Check the address.",
 ) -> Path:
-    """Fetch the folder with a manifest at `address` to `folder`, by default its local folder; returns that folder.
+    """Fetch the folder with a manifest at `address` to `folder`, by default its local folder; return that folder.
 
     One process per machine fetches; other callers wait. Intact local files are kept, so an interrupted fetch continues.
 
     Args:
         objects: the object store of the address.
-        exclude: patterns of file names to leave out; if there are any, no manifest is written.
-        at_once: number of concurrent transfers; the default suits large files.
+        exclude: patterns of file names to omit; if there are any, no manifest is written.
+        concurrency: number of simultaneous transfers; the default suits large files.
         trusted: compare files under the same manifest by size, not by SHA-256.
         hashed: the files are stored under their `hashed_name`.
-        advice: the end of the error if there is no manifest.
+        advice: end of the error message if there is no manifest.
 
     Raises:
         InputError: there is no manifest, or it is damaged.
@@ -72,14 +72,14 @@ def fetch(
     objects, folder = objects or ObjectStore(), folder or local(address)
     content = objects.read(join(address, MANIFEST))
     if content is None:
-        raise InputError(f"{join(address, MANIFEST)}: not found, so nothing complete is stored there. {advice}")
+        raise InputError(f"{join(address, MANIFEST)}: not found, so no complete folder is stored there. {advice}")
     manifest = check_manifest(content, join(address, MANIFEST))
     files = {
         name: entry
         for name, entry in manifest["files"].items()
         if not any(fnmatch.fnmatch(name, pattern) for pattern in exclude)
     }
-    with alone(folder):
+    with folder_lock(folder):
         same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
         trusted = trusted and same
         missing = [name for name, entry in files.items() if not is_intact(folder / name, entry, content=not trusted)]
@@ -94,7 +94,7 @@ def fetch(
             source = hashed_name(name, files[name]) if hashed else name
             objects.download(join(address, source), folder / name, *expected[name])
 
-        for_all(download, missing, at_once)
+        run_concurrently(download, missing, concurrency)
         if not exclude:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
@@ -125,12 +125,11 @@ def store(
 
     An interrupted call continues where it stopped. New files and files missing at the address are stored first. Before
     changed files are replaced, the stored manifest is deleted; if all of them are among `replaced`, they are only
-    removed from it, so that the rest can be fetched. Finally, files listed only by an earlier manifest are deleted.
-    `check` is called before the manifest is written; `hashed` is as for `fetch`.
+    removed from it, so that the other files can be fetched. Finally, files listed only in an earlier manifest are
+    deleted. `check` is called before the manifest is written; `hashed` is as for `fetch`.
 
-    Returns the files that were missing at the address although its manifest listed them.
-
-    Raises `MachineError` if a file is missing there, and missing or damaged here.
+    Returns the files that were missing at the address although its manifest listed them. Raises `MachineError` if a
+    file is missing there, and missing or damaged in `folder`.
     """
     objects, entries = objects or ObjectStore(), read_manifest(folder)["files"]
     content, stored_content = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
@@ -149,33 +148,33 @@ def store(
         if name in missing or line not in stored:
             if not is_intact(folder / name, entries[name], content=name in before):
                 raise MachineError(
-                    f"{join(address, name)}: is missing or has another size there, and is not here, or damaged. "
+                    f"{join(address, name)}: is missing or has another size there, and is missing or damaged here. "
                     "Restore it, or run this command on a machine that has all files."
                 )
             objects.upload(folder / name, join(address, names[name]))
             with contextlib.suppress(OSError), journal.open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    for_all(put, [name for name in names if name not in before or (name in missing and name not in changed)])
+    run_concurrently(put, [name for name in names if name not in before or (name in missing and name not in changed)])
     if stored_content is not None and changed:
         if set(changed) <= set(replaced):
-            rest = {**json.loads(stored_content), "files": {n: e for n, e in before.items() if n not in changed}}
-            objects.write(join(address, MANIFEST), manifest_bytes(rest))
+            unchanged = {**json.loads(stored_content), "files": {n: e for n, e in before.items() if n not in changed}}
+            objects.write(join(address, MANIFEST), manifest_bytes(unchanged))
         else:
             objects.delete(join(address, MANIFEST))
-    for_all(put, changed)
+    run_concurrently(put, changed)
     check()
     if stored_content != content:
         objects.write(join(address, MANIFEST), content)
-    journal.unlink(missing_ok=True)  # another process may have stored it, too
+    journal.unlink(missing_ok=True)  # another process may have stored the folder, too
     for name in before.keys() - names.keys():
         objects.delete(join(address, name))
     return sorted(missing & before.keys())
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of a local folder on this machine. Waits while another process or thread holds it."""
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a local folder on this machine; wait while another process or thread holds it."""
     digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
     with disk_errors(folder), locked(cache() / ".locks" / digest):
         yield
@@ -192,22 +191,22 @@ def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
 
 
 def fetch_found(
-    address: str, found: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
+    address: str, listed: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
 ) -> list[Path]:
-    """Fetch the objects that `find` found, as `fetch_files` does; with a progress bar if `shown`."""
+    """Fetch the objects that `find` returned, as `fetch_files` does; with a progress bar if `shown`."""
     root = local(root_of(address))
-    with alone(root):
-        missing = [name for name, facts in found.items() if not _is_current(local(name), facts)]
-        needed = sum(bytes_to_fetch(local(name), found[name]) for name in missing)
+    with folder_lock(root):
+        missing = [name for name, info in listed.items() if not _is_current(local(name), info)]
+        needed = sum(bytes_to_fetch(local(name), listed[name]) for name in missing)
         _check_space(root, needed)
         with _bar(f"fetching {address}", needed if shown else 0) as advance:
-            for_all(lambda name: objects.download(name, local(name), found[name], advance=advance), missing)
-    return sorted(local(name) for name in found)
+            run_concurrently(lambda name: objects.download(name, local(name), listed[name], advance=advance), missing)
+    return sorted(local(name) for name in listed)
 
 
 @contextlib.contextmanager
 def _bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar over `total` bytes, if any, on stderr; yields the function that advances it."""
+    """Show a progress bar over `total` bytes, if any, on stderr; yield a function that advances it."""
     if not total:
         yield lambda _: None
         return
@@ -222,12 +221,12 @@ def _bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
 def find(address: str, objects: ObjectStore | None = None) -> dict[str, ListedObject]:
     """Return the objects that `fetch_files` would fetch, by address; no object is read."""
     objects = objects or ObjectStore()
-    if not _WILDCARDS & set(address) and (facts := objects.facts(address)) is not None:
-        return {address: facts}
+    if not _WILDCARDS & set(address) and (info := objects.info(address)) is not None:
+        return {address: info}
     root = root_of(address)
-    found = {join(root, name): facts for name, facts in sorted(objects.listing(root).items())}
+    listed = {join(root, name): info for name, info in sorted(objects.listing(root).items())}
     is_pattern = root != address.rstrip("/")
-    return {name: facts for name, facts in found.items() if not is_pattern or matches(name, address)}
+    return {name: info for name, info in listed.items() if not is_pattern or matches(name, address)}
 
 
 def root_of(address: str) -> str:
@@ -238,32 +237,32 @@ def root_of(address: str) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Match as glob does: `**` is any number of folders; other wildcards, also in `a**`, match within one folder."""
+    """Match as glob: `**` is any number of folders; other wildcards, also in `a**`, match within one folder."""
     from fsspec.utils import glob_translate
 
     pattern = re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern)
     return re.match(glob_translate(pattern), name) is not None
 
 
-def _is_current(path: Path, facts: ListedObject) -> bool:
+def _is_current(path: Path, info: ListedObject) -> bool:
     """Return whether the local file was fetched from the current version of the object."""
     if not path.is_file():
         return False
     stat = path.stat()
-    return stat.st_size == facts.bytes and abs(stat.st_mtime - facts.modified) < _TIME_TOLERANCE_SECONDS
+    return stat.st_size == info.bytes and abs(stat.st_mtime - info.modified) < _TIME_TOLERANCE_SECONDS
 
 
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing_parent(folder)).free
     if free < needed:
         raise MachineError(
-            f"{folder}: {needed / 1e9:.1f} GB are to be fetched, but {free / 1e9:.1f} GB are free. "
+            f"{folder}: fetching needs {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free. "
             "Free some space, or set BERTRAIN_CACHE to a folder on a larger disk."
         )
 
 
 def files_of(manifest: bytes | None) -> dict[str, Any]:
-    """The entries of a stored manifest; {} if there is none or it is damaged."""
+    """Return the entries of a stored manifest; {} if there is none or it is damaged."""
     if manifest is None:
         return {}
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -271,15 +270,15 @@ def files_of(manifest: bytes | None) -> dict[str, Any]:
     return {}
 
 
-def for_all(work: Callable[[str], object], names: Iterable[str], at_once: int = 0) -> None:
-    """Call `work` with each name in a few threads; the first error is raised."""
-    with ThreadPoolExecutor(at_once or AT_ONCE, thread_name_prefix="objects") as pool:
+def run_concurrently(work: Callable[[str], object], names: Iterable[str], concurrency: int = 0) -> None:
+    """Call `work` with each name in a thread pool; raise the first error."""
+    with ThreadPoolExecutor(concurrency or MAX_CONCURRENT, thread_name_prefix="objects") as pool:
         for _ in pool.map(work, names):
             pass
 
 
-def note_stored(folder: Path, address: str, hashes: Mapping[str, str]) -> None:
-    """Record for the next `store` which files are already at the address, by their SHA-256."""
+def record_stored(folder: Path, address: str, hashes: Mapping[str, str]) -> None:
+    """Record which files are already at the address, by their SHA-256, for the next `store`."""
     with (folder / _STORED).open("a", encoding="utf-8") as file:
         file.writelines(_stored_line(join(address, name), sha256) for name, sha256 in hashes.items())
 

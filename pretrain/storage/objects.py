@@ -1,7 +1,7 @@
 """Reads, writes, uploads, downloads, lists and deletes single objects of an object store, with bounded retries.
 
-fsspec's file systems retry single requests a few times. Here the whole operation is retried after that, with
-exponential backoff and jitter, until a total time is over. Permanent failures, such as wrong credentials or a missing
+fsspec's file systems retry single requests a few times. If that fails, the whole operation is retried here, with
+exponential backoff and jitter, up to a total time. Permanent failures, such as wrong credentials or a missing
 bucket, immediately raise `InputError`.
 """
 
@@ -31,7 +31,7 @@ from pretrain.common.packages import install_command
 
 RETRY_SECONDS = 300.0
 _FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 20.0
-CHUNK_BYTES = 16 << 20  # of a download; at most this much is lost if the connection is cut
+CHUNK_BYTES = 16 << 20  # of a download; at most this much is lost if the connection breaks
 # The package to install for a scheme, and the variables or command that provide its credentials.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
@@ -47,9 +47,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 S3_PART_BYTES, _S3_MAX_PARTS = 16 << 20, 10_000
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
 _NO_CREDENTIALS |= {"ProfileNotFound", "ClientAuthenticationError", "DefaultCredentialsError", "RefreshError"}
-_REFUSED_STATUS, _RETRIED_STATUS = (401, 403), (408, 425, 429)  # HTTP 4xx
+_DENIED_STATUS, _RETRIED_STATUS = (401, 403), (408, 425, 429)  # HTTP 4xx
 _NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSuchBucket|Invalid bucket", re.IGNORECASE)
-# Errors of the Hub's client, and our messages. The Hub answers alike for missing and private repositories.
+# Errors of the Hub's client, and our messages. The Hub does not distinguish missing and private repositories.
 _LOG_IN = "accept its terms at {page}, if it has any, and set HF_TOKEN or run `hf auth login`."
 _HUB_ERRORS = {
     "GatedRepoError": f"gated or private; {_LOG_IN}",
@@ -57,8 +57,8 @@ _HUB_ERRORS = {
     "RevisionNotFoundError": "the repository has no such revision. Check the part after the @.",
     "RepositoryNotFoundError": f"the Hub has no such repository, or it is private. Check its name; {_LOG_IN}",
 }
-_OURS = ("pretrain", "finetune", "cluster")
-_INSTALLED = {"site-packages", "dist-packages"}  # folders of installed libraries
+_OUR_PACKAGES = ("pretrain", "finetune", "cluster")
+_LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
 _MISCONFIGURED = {"SSLCertVerificationError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
 
@@ -80,15 +80,15 @@ class ListedObject:
 
     bytes: int
     tag: str
-    modified: float  # seconds since the epoch; if the store provides no times, a number that changes with the tag
+    modified: float  # seconds since the epoch; a hash of the tag if the store provides no times
 
 
 class ObjectStore:
     """Objects by address.
 
     Args:
-        retry_seconds: how long to retry a failing operation, by default `RETRY_SECONDS`, not counting the first
-            attempt.
+        retry_seconds: time limit for retries of a failing operation, by default `RETRY_SECONDS`, from the end of the
+            first attempt.
 
     Its methods raise `AccessError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
@@ -99,42 +99,42 @@ class ObjectStore:
 
     def read(self, address: str) -> bytes | None:
         """Read a small object; None if it does not exist."""
-        return self._found(address, "read", lambda: _system(address).cat_file(_name(address)), None)
+        return self._or_default(address, "read", lambda: _filesystem(address).cat_file(_key(address)), None)
 
-    def read_range(self, address: str, begin: int, end: int) -> bytes:
-        """Read the bytes [`begin`, `end`) of an object."""
+    def read_range(self, address: str, start: int, end: int) -> bytes:
+        """Read the bytes [`start`, `end`) of an object."""
 
         def work() -> bytes:
-            chunk = _system(address).cat_file(_name(address), start=begin, end=end)
-            if len(chunk) != end - begin:
-                raise OSError(f"{len(chunk)} bytes received instead of {end - begin}")
+            chunk = _filesystem(address).cat_file(_key(address), start=start, end=end)
+            if len(chunk) != end - start:
+                raise OSError(f"{len(chunk)} bytes received instead of {end - start}")
             return chunk
 
-        return self._retried(address, "read", work)
+        return self._retry(address, "read", work)
 
     def write(self, address: str, content: bytes) -> None:
         """Write a small object."""
-        self._retried(address, "written", lambda: _system(address).pipe_file(_name(address), content))
+        self._retry(address, "written", lambda: _filesystem(address).pipe_file(_key(address), content))
 
     def create(self, address: str, content: bytes) -> bool:
         """Write a small object unless it exists, by a conditional write; return whether it now has this content."""
 
         def work() -> bool:
             try:
-                _system(address).pipe_file(_name(address), content, mode="create")
+                _filesystem(address).pipe_file(_key(address), content, mode="create")
             except Exception:  # each library raises a different exception for an existing object
                 with contextlib.suppress(FileNotFoundError):
-                    return _system(address).cat_file(_name(address)) == content  # the response may have been lost
+                    return _filesystem(address).cat_file(_key(address)) == content  # the response may have been lost
                 raise
             return True
 
-        return self._retried(address, "written", work)
+        return self._retry(address, "written", work)
 
-    def overwrites(self, address: str, content: bytes) -> bool:
+    def create_overwrites(self, address: str, content: bytes) -> bool:
         """Return whether the store lets `create` replace the object at `address`; `content` is its current content."""
         try:
-            _system(address).pipe_file(_name(address), content, mode="create")
-        except Exception:  # refused, as it should be, or the network failed
+            _filesystem(address).pipe_file(_key(address), content, mode="create")
+        except Exception:  # refused, as expected, or the network failed
             return False
         return True
 
@@ -143,12 +143,12 @@ class ObjectStore:
         size = path.stat().st_size
 
         def work() -> None:
-            _system(address).put_file(str(path), _name(address), **_parts(address, size))
-            stored = self._facts(address).bytes
+            _filesystem(address).put_file(str(path), _key(address), **_parts(address, size))
+            stored = self._info(address).bytes
             if stored != size:
                 raise OSError(f"{stored} bytes were stored instead of {size}")
 
-        self._retried(address, "stored", work)
+        self._retry(address, "stored", work)
 
     def download(
         self,
@@ -158,18 +158,18 @@ class ObjectStore:
         sha256: str = "",
         advance: Callable[[int], object] = lambda _: None,
     ) -> None:
-        """Fetch an object of `expected` size to `path`, which appears complete or not at all.
+        """Fetch an object of `expected` size to `path`, atomically.
 
         An interrupted download continues where it stopped, also in another process. The content must have the given
-        SHA-256; without one, the tag must still match `expected` afterwards. Otherwise raises `ContentError`. `advance`
-        is called with the number of bytes of each chunk.
+        SHA-256, or without one, the tag must still match `expected` afterwards; otherwise raises `ContentError`.
+        `advance` is called with the number of bytes of each chunk.
         """
         part = _part_file(path, expected, sha256)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             for retries_left in (1, 0):
                 self._append(address, part, expected.bytes, advance)
-                if sha256_file(part) == sha256 if sha256 else getattr(self.facts(address), "tag", "") == expected.tag:
+                if sha256_file(part) == sha256 if sha256 else getattr(self.info(address), "tag", "") == expected.tag:
                     break
                 part.unlink()
                 if not retries_left:
@@ -186,67 +186,67 @@ class ObjectStore:
         """List all objects below `address`, by relative name; {} if there are none."""
 
         def work() -> dict[str, ListedObject]:
-            system, prefix = _system(address), _name(address)
+            system, prefix = _filesystem(address), _key(address)
             system.invalidate_cache()
-            found = system.find(prefix, detail=True)
-            if not found or not isinstance(found, dict):  # adlfs returns the name of a single object
+            entries = system.find(prefix, detail=True)
+            if not entries or not isinstance(entries, dict):  # adlfs returns the name of a single object
                 raise FileNotFoundError(address)
             folder = f"{prefix}/"
             return {
-                name[len(folder) :]: _listed(facts)
-                for name, facts in found.items()
+                name[len(folder) :]: _listed(info)
+                for name, info in entries.items()
                 if name.startswith(folder) and not name.endswith("/")
             }
 
-        return self._found(address, "listed", work, {})
+        return self._or_default(address, "listed", work, {})
 
-    def facts(self, address: str) -> ListedObject | None:
-        """Return size and tag of one object; None if it does not exist."""
-        return self._found(address, "read", lambda: self._facts(address), None)
+    def info(self, address: str) -> ListedObject | None:
+        """Return size, tag and time of one object; None if it does not exist."""
+        return self._or_default(address, "read", lambda: self._info(address), None)
 
     def delete(self, address: str) -> None:
         """Delete one object, if it exists."""
-        self._found(address, "deleted", lambda: _system(address).rm_file(_name(address)), None)
+        self._or_default(address, "deleted", lambda: _filesystem(address).rm_file(_key(address)), None)
 
-    def _facts(self, address: str) -> ListedObject:
-        system = _system(address)
+    def _info(self, address: str) -> ListedObject:
+        system = _filesystem(address)
         system.invalidate_cache()
-        facts = system.info(_name(address))
-        if facts.get("type") == "directory":
+        info = system.info(_key(address))
+        if info.get("type") == "directory":
             raise FileNotFoundError(address)
-        return _listed(facts)
+        return _listed(info)
 
     def _append(self, address: str, part: Path, size: int, advance: Callable[[int], object]) -> None:
-        """Append the bytes of the object that `part` lacks, up to `size`."""
+        """Append the object's missing bytes to `part`, up to `size`."""
         with part.open("ab") as file:
             while (position := file.tell()) < size:
                 advance(file.write(self.read_range(address, position, min(size, position + CHUNK_BYTES))))
             file.flush()
             os.fsync(file.fileno())
 
-    def _found(self, address: str, action: str, work: Callable[[], T], default: T) -> T:
+    def _or_default(self, address: str, action: str, work: Callable[[], T], default: T) -> T:
         """Return the result of `work`, or `default` if the object does not exist."""
 
         def work_or_default() -> T:
             try:
                 return work()
             except FileNotFoundError as error:
-                _refuse_missing_bucket(address, error)
+                _raise_if_bucket_missing(address, error)
                 return default
 
-        return self._retried(address, action, work_or_default)
+        return self._retry(address, action, work_or_default)
 
-    def _retried(self, address: str, action: str, work: Callable[[], T]) -> T:
+    def _retry(self, address: str, action: str, work: Callable[[], T]) -> T:
         start = failing_since = time.monotonic()
         wait = _FIRST_WAIT_SECONDS
         for attempt in itertools.count(1):
             try:
                 result = work()
-                _system(address).has_answered = True
+                _filesystem(address).has_answered = True
                 return result
             except Exception as error:
-                _refuse_permanent(address, action, error)
-                if not is_of_storage(error):
+                _raise_if_permanent(address, action, error)
+                if not is_storage_error(error):
                     raise
                 now = time.monotonic()
                 failing_since = now if attempt == 1 else failing_since
@@ -275,11 +275,11 @@ def _part_file(path: Path, expected: ListedObject, sha256: str) -> Path:
     return path.with_name(f".{path.name}.{tag}.part")
 
 
-def _system(address: str) -> Any:
-    """Return the fsspec file system of an address: one for each process and bucket."""
+def _filesystem(address: str) -> Any:
+    """Return the fsspec file system of an address, cached per process and bucket."""
     scheme = scheme_of(address)
     try:
-        return _systems(os.getpid(), "/".join(address.split("/")[:3]))
+        return _open_filesystem(os.getpid(), "/".join(address.split("/")[:3]))
     except ImportError:
         raise AccessError(
             f"{address}: {scheme}:// needs a package that is not installed. Run: {install_command(_PACKAGES[scheme])}"
@@ -287,55 +287,55 @@ def _system(address: str) -> Any:
 
 
 @functools.cache
-def _systems(_process: int, bucket: str) -> Any:
-    # Not fsspec's cache of file systems, which may keep one per thread: every save starts a new thread. And no cache
-    # of listings: it would hide files that other machines write.
+def _open_filesystem(_process: int, bucket: str) -> Any:
+    # Without fsspec's cache of file systems, which may keep one per thread (every save starts a thread), and without
+    # its cache of listings, which would hide files that other machines write.
     import fsspec
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of errors that are retried here
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it would log tracebacks of errors that are retried here
     options = _OPTIONS.get(scheme_of(bucket), {})
     return fsspec.url_to_fs(bucket, use_listings_cache=False, skip_instance_cache=True, **options)[0]
 
 
 def _parts(address: str, size: int) -> dict[str, int]:
-    """Options for uploading `size` bytes to S3 in parts, each retried separately. Other clients choose the parts."""
+    """Return options for uploading `size` bytes to S3 in separately retried parts; other clients choose the parts."""
     if scheme_of(address) != "s3":
         return {}
     return {"chunksize": max(S3_PART_BYTES, math.ceil(size / _S3_MAX_PARTS)), "max_concurrency": 4}
 
 
-def _name(address: str) -> str:
+def _key(address: str) -> str:
     from fsspec.core import strip_protocol
 
     return strip_protocol(address)
 
 
-def _listed(facts: dict[str, Any]) -> ListedObject:
+def _listed(info: dict[str, Any]) -> ListedObject:
     """Convert the `info` dictionary of s3fs, gcsfs, adlfs or huggingface_hub."""
-    tag = next((str(facts[key]) for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id") if facts.get(key)), "")
-    modified: Any = next((facts[key] for key in ("LastModified", "last_modified", "mtime") if facts.get(key)), None)
+    tag = next((str(info[key]) for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id") if info.get(key)), "")
+    modified: Any = next((info[key] for key in ("LastModified", "last_modified", "mtime") if info.get(key)), None)
     tag = tag or str(modified)
     if hasattr(modified, "timestamp"):
-        return ListedObject(int(facts["size"] or 0), tag, modified.timestamp())
+        return ListedObject(int(info["size"] or 0), tag, modified.timestamp())
     # The Hub provides no times, and a file may change without changing its size.
-    return ListedObject(int(facts["size"] or 0), tag, float(int(hashlib.sha256(tag.encode()).hexdigest()[:7], 16)))
+    return ListedObject(int(info["size"] or 0), tag, float(int(hashlib.sha256(tag.encode()).hexdigest()[:7], 16)))
 
 
-def _refuse_missing_bucket(address: str, error: BaseException) -> None:
+def _raise_if_bucket_missing(address: str, error: BaseException) -> None:
     """Raise `AccessError` if the error means that the bucket, or the repository on the Hub, does not exist."""
-    names = {type(one).__name__ for one in _chain(error)}
-    if found := next((text for name, text in _HUB_ERRORS.items() if name in names), ""):
+    names = {type(cause).__name__ for cause in _chain(error)}
+    if message := next((text for name, text in _HUB_ERRORS.items() if name in names), ""):
         name = re.sub(r"hf://((datasets/|spaces/)?[^/]+/[^/@]+).*", r"\1", address)
-        raise AccessError(f"hf://{name}: {found.format(page=f'{_system(address).endpoint}/{name}')}") from None
+        raise AccessError(f"hf://{name}: {message.format(page=f'{_filesystem(address).endpoint}/{name}')}") from None
     if _NO_BUCKET.search(str(error)):
         raise AccessError(f"{address}: {_one_line(error)}. Create the bucket, or correct its name.") from None
-    if isinstance(error, FileNotFoundError) and _lacks_bucket(address):
+    if isinstance(error, FileNotFoundError) and _is_bucket_missing(address):
         raise AccessError(f"{address}: the bucket does not exist. Create the bucket, or correct its name.") from None
 
 
-def _lacks_bucket(address: str) -> bool:
-    """Return whether the bucket is missing, for clients that report it in the same way as a missing object."""
-    system, bucket = _system(address), _name(address).strip("/").partition("/")[0]
+def _is_bucket_missing(address: str) -> bool:
+    """Return whether the bucket is missing, for clients that report it like a missing object."""
+    system, bucket = _filesystem(address), _key(address).strip("/").partition("/")[0]
     try:
         if scheme_of(address) not in ("s3", "hf") and not getattr(system, "has_bucket", False):
             # Google's `info` requires a permission that reading and writing objects does not.
@@ -348,12 +348,12 @@ def _lacks_bucket(address: str) -> bool:
     return False
 
 
-def _refuse_permanent(address: str, action: str, error: Exception) -> None:
+def _raise_if_permanent(address: str, action: str, error: Exception) -> None:
     """Raise `InputError` for failures that no retry can fix."""
-    _refuse_missing_bucket(address, error)
-    names = {type(one).__name__ for one in (error, error.__cause__) if one is not None}
-    # Messages of gcsfs for status 403, and of adlfs for a wrong account
-    is_refused = _status(error) in _REFUSED_STATUS or re.match("Forbidden: |.*with credentials", str(error), re.DOTALL)
+    _raise_if_bucket_missing(address, error)
+    names = {type(x).__name__ for x in (error, error.__cause__) if x is not None}
+    # Messages of gcsfs for status 403, and of adlfs for a wrong account.
+    is_refused = _status(error) in _DENIED_STATUS or re.match("Forbidden: |.*with credentials", str(error), re.DOTALL)
     if isinstance(error, PermissionError) or is_refused or names & _NO_CREDENTIALS:
         raise AccessError(
             f"{address}: cannot be {action}: {_one_line(error)}. Check the credentials and their permissions "
@@ -366,33 +366,33 @@ def _refuse_permanent(address: str, action: str, error: Exception) -> None:
 def _status(error: Exception) -> int:
     """Return the HTTP status of the response; 0 if there is none."""
     sources = (error, getattr(error, "response", None))
-    values = (getattr(one, name, 0) for one in sources for name in ("status", "status_code", "code"))
-    return next((one for one in values if isinstance(one, int) and one), 0)
+    values = (getattr(source, name, 0) for source in sources for name in ("status", "status_code", "code"))
+    return next((value for value in values if isinstance(value, int) and value), 0)
 
 
-def is_of_storage(error: BaseException) -> bool:
-    """Return whether the network or the store may have caused an error; otherwise it is a bug.
+def is_storage_error(error: BaseException) -> bool:
+    """Return whether the network or the store may have caused an error, rather than a bug.
 
-    True if its class is an `OSError` or comes from an installed library, or if an installed library raised it.
+    True if the error is an `OSError`, or if its class or the raising code belongs to an installed library.
     """
-    known = {*sys.stdlib_module_names, *_OURS}
-    if isinstance(error, (OSError, EOFError)) or {_package(one.__module__) for one in type(error).__mro__} - known:
+    packages = {_package(base.__module__) for base in type(error).__mro__}
+    if isinstance(error, (OSError, EOFError)) or packages - {*sys.stdlib_module_names, *_OUR_PACKAGES}:
         return True
     frames = [(_package(frame.f_globals["__name__"]), frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_by = [(package, frame) for package, frame in frames if package not in sys.stdlib_module_names][-1:]
     return any(
-        package not in _OURS and not _INSTALLED.isdisjoint(Path(frame.f_code.co_filename).parts)
+        package not in _OUR_PACKAGES and not _LIBRARY_FOLDERS.isdisjoint(Path(frame.f_code.co_filename).parts)
         for package, frame in raised_by
     )
 
 
 def _is_final(address: str, error: Exception) -> bool:
-    """Return whether retries are futile: the network is not the cause, or this process never reached the store."""
-    refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
-    if refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
+    """Return whether retries are futile: the network is not the cause, or the store was never reached."""
+    is_refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
+    if is_refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
         return True
-    is_first = not getattr(_system(address), "has_answered", False)
-    return any(type(one).__name__ in _MISCONFIGURED or (is_first and _is_unreachable(one)) for one in _chain(error))
+    is_first = not getattr(_filesystem(address), "has_answered", False)
+    return any(type(e).__name__ in _MISCONFIGURED or (is_first and _is_unreachable(e)) for e in _chain(error))
 
 
 def _is_unreachable(error: BaseException) -> bool:

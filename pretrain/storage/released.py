@@ -1,6 +1,6 @@
 """Fetches only the files of a released model at an address that are needed to load it.
 
-A repository often contains the same weights in several formats, which together are several times as large.
+A repository often contains the same weights in several formats, several times the size of one.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pretrain.common.files import MANIFEST, write_json
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
-# The first of these files that exists has the weights; if there is none, the only torch file.
+# The first of these files that exists has the weights; if none does, a single torch file has them.
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -23,27 +23,27 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-INNER = "0_Transformer"  # the encoder's folder in older folders of sentence-transformers
+INNER_FOLDER = "0_Transformer"  # the encoder's folder in older sentence-transformers models
 # Config, tokenizer, pooling, a fine-tuned model's settings, and the file that identifies a TensorFlow checkpoint.
-_OTHERS = ("config.json", "bert_config.json", "tokenizer*.json", "vocab.*", "merges.txt", "*_tokens*.json", "*.model")
-_OTHERS += ("modules.json", "*_Pooling/config.json", "*sentence_*.json", "finetune.json", "*.index")
-# Files of a pooled classifier
-_OTHERS += ("encoder/modules.json", "encoder/*_Pooling/config.json", "encoder/*sentence_*.json")
+_PATTERNS = ("config.json", "bert_config.json", "tokenizer*.json", "vocab.*", "merges.txt", "*_tokens*.json", "*.model")
+_PATTERNS += ("modules.json", "*_Pooling/config.json", "*sentence_*.json", "finetune.json", "*.index")
+# Files of a pooled classifier.
+_PATTERNS += ("encoder/modules.json", "encoder/*_Pooling/config.json", "encoder/*sentence_*.json")
 _FETCHED = ".fetched.json"  # names of the files that were fetched
-_FETCHING = ".fetching.json"  # the name of that file during a fetch
+_FETCHING = ".fetching.json"  # name of that file during a fetch
 
 
 def fetch_released(address: str, objects: ObjectStore) -> None:
-    """Fetch the released model at `address` to its local folder. Raises `InputError` if its files are not there."""
-    found = folders.find(address, objects)
-    if address not in found:  # a folder
-        names = {name[len(address) + 1 :] for name in found}
-        found = {join(address, name): found[join(address, name)] for name in _files(address, names, objects)}
-    if not found:
+    """Fetch the released model at `address` to its local folder. Raises `InputError` if it is not stored there."""
+    listed = folders.find(address, objects)
+    if address not in listed:  # it is a folder
+        names = {name[len(address) + 1 :] for name in listed}
+        listed = {join(address, name): listed[join(address, name)] for name in _files(address, names, objects)}
+    if not listed:
         raise InputError(f"{address}: no config.json, tokenizer or weights are stored there. Check the address.")
-    if (record := local(address) / _FETCHED).is_file():  # absent, so a mix of two revisions is not loaded
+    if (record := local(address) / _FETCHED).is_file():  # renamed, so that a mix of two revisions is not loaded
         record.replace(record.with_name(_FETCHING))
-    _forget_deleted(local(address), folders.fetch_found(address, found, objects, shown=True))
+    _remove_deleted(local(address), folders.fetch_found(address, listed, objects, shown=True))
 
 
 def is_offline(address: str) -> bool:
@@ -56,8 +56,8 @@ def is_offline(address: str) -> bool:
 
 
 def _files(address: str, names: Collection[str], objects: ObjectStore) -> set[str]:
-    """Return the files, of `names` at `address`, that are needed to load the model, with one set of weights."""
-    inner = f"{INNER}/" if "config.json" not in names and f"{INNER}/config.json" in names else ""
+    """Return the subset of `names` at `address` that is needed to load the model, with one set of weights."""
+    inner = f"{INNER_FOLDER}/" if "config.json" not in names and f"{INNER_FOLDER}/config.json" in names else ""
     local_names = {name.removeprefix(inner) for name in names if name.startswith(inner)}
     weights = [name for name in WEIGHT_FILES if name in local_names][:1]
     if not weights:
@@ -72,16 +72,16 @@ def _files(address: str, names: Collection[str], objects: ObjectStore) -> set[st
 
 
 def _matches(name: str) -> bool:
-    return any(name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one) for one in _OTHERS)
+    return any(name.count("/") == p.count("/") and fnmatch.fnmatchcase(name, p) for p in _PATTERNS)
 
 
-def _forget_deleted(folder: Path, downloaded: Iterable[Path]) -> None:
-    """Remove files of earlier fetches that no longer exist at the address: they might be loaded instead of new ones."""
-    if not folder.is_dir():  # the address of one file
+def _remove_deleted(folder: Path, downloaded: Iterable[Path]) -> None:
+    """Remove earlier fetched files that no longer exist at the address: they could be loaded instead of new ones."""
+    if not folder.is_dir():  # the address is a file's
         return
-    names, earlier = {path.relative_to(folder).as_posix() for path in downloaded}, folder / _FETCHING
-    before = json.loads(earlier.read_text(encoding="utf-8")) if earlier.is_file() else []
-    for name in set(before) - names:
+    names, journal = {path.relative_to(folder).as_posix() for path in downloaded}, folder / _FETCHING
+    earlier = json.loads(journal.read_text(encoding="utf-8")) if journal.is_file() else []
+    for name in set(earlier) - names:
         (folder / name).unlink(missing_ok=True)
     write_json(folder / _FETCHED, sorted(names))
-    earlier.unlink(missing_ok=True)
+    journal.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
 """Stores a run in an object store: checkpoints with their manifests last, and the small files needed to resume.
 
-The run trains in the local folder of its address (`addresses.local_run`). Stored are:
+The run trains in the local folder of its address (`addresses.local_run`). These files are stored:
 
-    checkpoints/step-00001000/...     as on disk; the manifest is deleted first. The names of the other files contain
-                                      their SHA-256, so an earlier start that still uploads does not overwrite the
-                                      files of a later start
-    config.yaml, metrics.jsonl, ...   as of the last stored checkpoint, or of the end of the run
-    writers/writer-3                  the third start of the run, and its machine; only the last start may write
+    checkpoints/step-00001000/...     as on disk; the manifest is deleted first. The other files' names contain their
+                                      SHA-256, so an earlier start that still uploads does not overwrite a later
+                                      start's files
+    config.yaml, metrics.jsonl, ...   as of the last stored checkpoint or the end of the run
+    writers/writer-3                  machine and time of the run's third start; only the last start may write
 
 A checkpoint without a manifest does not exist.
 """
@@ -42,30 +42,30 @@ from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
 from pretrain.storage.released import fetch_released, is_offline
 
-SAVE_RETRY_SECONDS = 60.0  # how long a failing save is retried, on a disk and at an address
-WRITER = "writer.json"  # in the local folder: a copy of the writer file of its last start
+SAVE_RETRY_SECONDS = 60.0  # time limit for retries of a failing save, to a disk or an address
+WRITER = "writer.json"  # in the local folder: a copy of its last start's writer file
 _WRITERS, _WRITER = "writers", "writer-{}"
-_CONCURRENT_DELETES = 32  # a checkpoint has a file for each worker
+_CONCURRENT_DELETES = 32  # a checkpoint has a file per worker
 _OVERWRITES = "%s: the store ignores If-None-Match, so two launchers could train this run. Start only one."
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
-_FETCHING = ".fetching"  # exists from before a checkpoint is fetched until the run's small files are
+_FETCHING = ".fetching"  # exists while a checkpoint and then the run's small files are fetched
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
 def fetched_model(location: Path | str) -> Path:
-    """Return the local folder of a model: a path with ~ expanded; for an address, fetch it once per process.
+    """Return the local folder of a model: a path with ~ expanded; an address is fetched once per process.
 
-    The address may contain an export, a run, whose latest checkpoint is fetched, or a released model.
-    Raises `InputError` if there is nothing, or if the local folder contains another run.
+    The address may contain an export, a run (its latest checkpoint is fetched) or a released model. Raises `InputError`
+    if it contains none of these, or if the local folder contains another run.
     """
     if not is_remote(location):
         return local(location)
     address, objects = str(location), ObjectStore()
     if is_offline(address):
         return local(address)
-    if _is_own(folders.read_stored_manifest(address, objects)):
+    if _is_bertrain_manifest(folders.read_stored_manifest(address, objects)):
         return folders.fetch(address, objects)
     run = StoredRun(address, local(address))
     if run.names() or run.has_model():
@@ -75,22 +75,22 @@ def fetched_model(location: Path | str) -> Path:
     return local(address)
 
 
-def _is_own(manifest: bytes | None) -> bool:
-    """Return whether a manifest.json is ours, damaged or not, rather than another program's."""
+def _is_bertrain_manifest(manifest: bytes | None) -> bool:
+    """Return whether bertrain wrote a manifest.json, intact or damaged."""
     try:
         return manifest is not None and is_our_manifest(json.loads(manifest))
     except ValueError:
         return True
 
 
-def _content(path: Path) -> bytes | None:
+def _read_bytes(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the checkpoint with the lowest `rank`; `states` are in ascending order of names. "" if none has a rank.
 
-    Only checkpoints count that were evaluated on the same held-out samples as the last evaluated one.
+    Only checkpoints evaluated on the same held-out samples as the last evaluated one are compared.
     """
     ranks = {name: order for name, state in states.items() if (order := rank(state)) is not None}
     if not ranks:
@@ -100,9 +100,9 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def rank(state: Mapping[str, Any]) -> tuple[float, float, int] | None:
-    """Return a sort key of evaluations, lowest is best: the task's objective, the held-out loss, the step.
+    """Return a sort key of an evaluation, lowest is best: the task's objective, the held-out loss, the step.
 
-    `state` belongs to a checkpoint or the running training. None if it was not evaluated, or a value is not finite.
+    `state` is a checkpoint's or the current one. None if it was not evaluated, or a value is not finite.
     """
     if state.get("validation_loss") is None:
         return None
@@ -141,12 +141,12 @@ def storing(address: str, folder: Path, *, resume: bool) -> Iterator[None]:
 
 
 class _StoredState(NamedTuple):
-    """The content at the address of a run.
+    """The content stored at a run's address.
 
     Attributes:
         checkpoints: the manifests of the stored checkpoints, by name.
-        model: the manifest of the model of a finished fine-tuning.
-        writer: the writer file of the last start of the run.
+        model: the manifest of a finished fine-tuning's model.
+        writer: the writer file of the run's last start.
     """
 
     checkpoints: dict[str, bytes]
@@ -163,7 +163,7 @@ class StoredRun:
     """A run at an address.
 
     Args:
-        address: the address of the run.
+        address: the run's address.
         folder: the local run folder.
         retry_seconds: as for `ObjectStore`, whose errors every method raises.
     """
@@ -171,38 +171,38 @@ class StoredRun:
     def __init__(self, address: str, folder: Path, retry_seconds: float = RETRY_SECONDS) -> None:
         self.address, self._folder = address, folder
         self._objects = ObjectStore(retry_seconds)
-        self._manifests: dict[str, bytes] | None = None  # of the stored checkpoints by name; None until they are read
+        self._manifests: dict[str, bytes] | None = None  # of the stored checkpoints, by name; None before they are read
         self._states: dict[str, dict[str, Any]] = {}
-        # If the previous start was elsewhere: the number of this start, and the results in the folder at its start.
+        # If the previous start was elsewhere: this start's number, and the results in the folder when it started.
         self._replaced: tuple[int, set[bytes]] | None = None
 
     def names(self) -> list[str]:
-        """Names of the stored checkpoints, oldest first."""
+        """Return the names of the stored checkpoints, oldest first."""
         return sorted(self._stored_manifests())
 
     def has_model(self) -> bool:
         """Return whether the model of a finished fine-tuning is stored."""
-        return self._objects.facts(self._at(_MODEL, MANIFEST)) is not None
+        return self._objects.info(self._at(_MODEL, MANIFEST)) is not None
 
     def best(self) -> str:
-        """The name of the best stored checkpoint (`best_of`)."""
+        """Return the name of the best stored checkpoint (`best_of`)."""
         return best_of({name: self.state(name) for name in self.names()})
 
     def download(self, *, best: bool = False, follows: bool = False) -> None:
         """Fetch the latest stored checkpoint and the run's files, unless the local folder has a later checkpoint.
 
         Also fetches the model of a finished fine-tuning and, for a run that continues, the `best` checkpoint. One
-        process fetches; others that share the folder wait. A process that `follows` another one, which fetches the run
-        and verifies the local files, only checks that the latest manifests are local. Raises `InputError` if the folder
-        contains another run, such as one that was deleted at the address and trained again.
+        process fetches; others that share the folder wait. A process that `follows` the fetching one, which verifies
+        the local files, only checks that the latest manifests are local. Raises `InputError` if the folder contains
+        another run, such as one that was deleted at the address and trained again.
         """
         marker = self._folder / _FETCHING
-        stored = self._look() if follows else None
+        stored = self._read_state() if follows else None
         with locked(self._folder / _LOCK):  # in the folder, which several machines may share
-            # Hundreds of processes get here one after another, so the followers make no request while they hold it.
+            # Hundreds of processes run this one after another, so followers make no request while they hold the lock.
             if stored is not None and self._is_downloaded(stored) and not marker.is_file():
                 return
-            stored = self._look(again=follows)
+            stored = self._read_state(refresh=follows)
             fetched = self._download_latest(stored, marker)
             if best:
                 self._download_best()
@@ -211,7 +211,7 @@ class StoredRun:
                     fetched = True
                     write_json(marker, {})
                 folders.fetch(self._at(_MODEL), self._objects, folder=self._folder / _MODEL)
-            if fetched or marker.is_file():  # else a run may be writing these files
+            if fetched or marker.is_file():  # otherwise a run may be writing these files
                 self.download_files()
                 marker.unlink(missing_ok=True)
 
@@ -225,21 +225,21 @@ class StoredRun:
     def claim(self) -> None:
         """Make this start the only one that may write at the address, for all processes that share the folder.
 
-        An earlier start that still runs elsewhere cannot store anything from now on. Raises `InputError` early, before
-        hours of training, if the address is not writable.
+        An earlier start that still runs elsewhere can no longer store anything. Raises `InputError` if the address is
+        not writable, before hours of training.
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
-        ours, (number, stored) = self._folder / WRITER, self._last_writer()
+        local_writer, (number, stored) = self._folder / WRITER, self._last_writer()
         number += 1
         while not self._objects.create(self._writer(number), writer):  # another start has just taken this number
             number += 1
-        if self._objects.overwrites(self._writer(number), writer):
+        if self._objects.create_overwrites(self._writer(number), writer):
             logger.warning(_OVERWRITES, self.address)
-        if stored not in (None, _content(ours)):
+        if stored not in (None, _read_bytes(local_writer)):
             self._replaced = number, self._results()
         try:
-            with atomic_open(ours) as file:
+            with atomic_open(local_writer) as file:
                 file.write(writer)
         except BaseException:
             with contextlib.suppress(RunError):
@@ -249,8 +249,8 @@ class StoredRun:
     def end(self, failure: BaseException | None = None) -> None:
         """Store the results of this start, as `complete` does, unless it failed without results.
 
-        In that case the claim is withdrawn in favor of the previous start, which may still run elsewhere. A failure to
-        store is appended to the error that ended the run if that is a `RunError`, not a bug or Ctrl-C.
+        In that case it withdraws the claim, as the previous start may still run elsewhere. A failure to store is
+        appended to the error that ended the run if that is a `RunError`, not a bug or Ctrl-C.
         """
         try:
             if failure and self._replaced and self._results() <= self._replaced[1]:
@@ -270,12 +270,12 @@ class StoredRun:
     def unpublish(self, name: str) -> None:
         """Delete the manifest of a stored checkpoint before it is stored again.
 
-        Raises `InputError` if this start must not write any more.
+        Raises `InputError` if this start may no longer write.
         """
         self._check_claim()
         if name in self.names():
             self._objects.delete(self._at("checkpoints", name, MANIFEST))
-            self._forget(name)
+            self._drop_cached(name)
 
     def put(self, checkpoint: Path, names: Iterable[str]) -> None:
         """Store these files of a checkpoint."""
@@ -285,7 +285,7 @@ class StoredRun:
             self._objects.upload(checkpoint / name, self._at("checkpoints", checkpoint.name, stored))
 
     def publish(self, checkpoint: Path) -> None:
-        """Store the rest of a checkpoint whose tensors are stored: state, run files, then the manifest."""
+        """Complete a checkpoint whose tensors are stored: store its state, the run's files, then the manifest."""
         self.put(checkpoint, [_STATE])
         self._check_claim()  # again, since storing the tensors took time
         self.put_files()
@@ -294,7 +294,7 @@ class StoredRun:
         self._stored_manifests()[checkpoint.name] = manifest
 
     def put_files(self) -> None:
-        """Store the run's small files as they are now."""
+        """Store the current content of the run's small files."""
         for name in STORED:
             path = self._folder / name
             if path.is_file():
@@ -315,27 +315,27 @@ class StoredRun:
         return self._states[name]
 
     def keep(self, names: Iterable[str]) -> None:
-        """Delete all other stored checkpoints, and leftovers of interrupted or repeated saves up to the latest step."""
+        """Delete all stored checkpoints except `names`, and leftovers of interrupted saves, up to the latest step."""
         self._check_claim()  # another start may be storing one of these steps
-        kept, latest = set(names), max(self.names(), default="")
-        listed = [one.partition("/") for one in self._objects.listing(self._at("checkpoints"))]
+        keep, latest = set(names), max(self.names(), default="")
+        listed = [path.partition("/") for path in self._objects.listing(self._at("checkpoints"))]
         deleted = {
-            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= latest and name not in kept
+            name for name, _, _ in listed if CHECKPOINT_NAME.fullmatch(name) and name <= latest and name not in keep
         }
         files = [
-            (name, file) for name, _, file in listed if name in deleted or (name in kept and self._is_stale(name, file))
+            (name, file) for name, _, file in listed if name in deleted or (name in keep and self._is_stale(name, file))
         ]
         # Manifests first: a checkpoint without one does not exist.
         for are_manifests in (True, False):
-            some = [self._at("checkpoints", *one) for one in files if (one[1] == MANIFEST) == are_manifests]
-            folders.for_all(self._objects.delete, some, _CONCURRENT_DELETES)
+            some = [self._at("checkpoints", name, f) for name, f in files if (f == MANIFEST) == are_manifests]
+            folders.run_concurrently(self._objects.delete, some, _CONCURRENT_DELETES)
         for name in deleted:
-            self._forget(name)
+            self._drop_cached(name)
 
     def complete(self) -> None:
         """Store the missing part of the local folder: the latest checkpoint, the run's files, the results.
 
-        Once the model of a fine-tuning is stored, stored checkpoints are deleted, as in the folder.
+        Once a fine-tuning's model is stored, stored checkpoints are deleted, as in the folder.
         """
         self._check_claim()
         self.put_files()
@@ -349,15 +349,15 @@ class StoredRun:
             self.keep(())
 
     def _results(self) -> set[bytes]:
-        """The manifests of the training results in the local folder: checkpoints and the model of a fine-tuning."""
+        """Return the manifests of the local training results: checkpoints and a fine-tuning's model."""
         paths = [*self._folder.glob(f"checkpoints/step-*/{MANIFEST}"), self._folder / _MODEL / MANIFEST]
         return {path.read_bytes() for path in paths if path.is_file() and path.parent.name != UNTRAINED}
 
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
-        ours = self._folder / WRITER
-        stored = self._last_writer()[1] if ours.is_file() else None
-        if stored is None or stored == ours.read_bytes():
+        local_writer = self._folder / WRITER
+        stored = self._last_writer()[1] if local_writer.is_file() else None
+        if stored is None or stored == local_writer.read_bytes():
             return
         other = json.loads(stored)
         raise InputError(
@@ -372,44 +372,45 @@ class StoredRun:
         return self._at(_WRITERS, _WRITER.format(number))
 
     def _last_writer(self) -> tuple[int, bytes | None]:
-        """Return the number and the writer file of the last start of the run; (0, None) before the first."""
+        """Return the number and the writer file of the run's last start; (0, None) before the first."""
         names = self._objects.listing(self._at(_WRITERS))
         number = max((int(n) for name in names if (n := name.removeprefix("writer-")).isdecimal()), default=0)
         return number, self._objects.read(self._writer(number)) if number else None
 
     def _stored_manifests(self) -> dict[str, bytes]:
-        """Return the manifests of the stored checkpoints by name; they are read on the first call."""
+        """Return the manifests of the stored checkpoints by name; the first call reads them."""
         if self._manifests is None:
             listed = self._objects.listing(self._at("checkpoints"))
-            names = (name for name, _, file in (one.partition("/") for one in listed) if file == MANIFEST)
+            names = (name for name, _, file in (path.partition("/") for path in listed) if file == MANIFEST)
             names = [name for name in names if CHECKPOINT_NAME.fullmatch(name)]
-            found = {name: folders.read_stored_manifest(self._at("checkpoints", name), self._objects) for name in names}
-            # None: it was deleted in the meantime.
-            self._manifests = {name: manifest for name, manifest in found.items() if manifest is not None}
+            read = folders.read_stored_manifest
+            manifests = {name: read(self._at("checkpoints", name), self._objects) for name in names}
+            # None: the checkpoint was deleted in the meantime.
+            self._manifests = {name: manifest for name, manifest in manifests.items() if manifest is not None}
         return self._manifests
 
-    def _look(self, *, again: bool = False) -> _StoredState:
-        """Read the state at the address; `again`: without the cached manifests."""
-        if again:
+    def _read_state(self, *, refresh: bool = False) -> _StoredState:
+        """Read the state at the address; `refresh` ignores cached manifests."""
+        if refresh:
             self._manifests = None
         model = self._objects.read(self._at(_MODEL, MANIFEST))
         return _StoredState(dict(self._stored_manifests()), model, self._last_writer()[1])
 
     def _is_downloaded(self, stored: _StoredState) -> bool:
-        """Return whether the local folder is up to date with the `stored` state, judging by manifests only."""
-        ours = max(checkpoint_names(self._folder), default="")
-        has_latest = not stored.latest or self._is_ahead(ours, stored.latest, stored)
+        """Return whether the local folder is up to date with the `stored` state, judging only by manifests."""
+        local_name = max(checkpoint_names(self._folder), default="")
+        has_latest = not stored.latest or self._is_ahead(local_name, stored.latest, stored)
         return has_latest and (stored.model is None or self._is_local(stored.model, _MODEL))
 
     def _download_latest(self, stored: _StoredState, marker: Path) -> bool:
-        """Fetch the latest intact stored checkpoint, unless the local folder is as late; return whether it was fetched.
+        """Fetch the latest intact stored checkpoint if it is later than the local one; return whether it was fetched.
 
         The file `marker` is written first.
         """
-        ours = self._latest_intact()
-        self._refuse_another_run(ours, stored)
+        local_name = self._latest_intact()
+        self._check_same_run(local_name, stored)
         for name in sorted(stored.checkpoints, reverse=True):
-            if self._is_ahead(ours, name, stored):
+            if self._is_ahead(local_name, name, stored):
                 return False
             try:
                 write_json(marker, {})
@@ -418,39 +419,39 @@ class StoredRun:
             except AccessError:
                 raise
             except (InputError, ContentError) as error:
-                now = self._look(again=True)
-                if now.latest > stored.latest:  # the run has saved another, and perhaps deleted this one
-                    return self._download_latest(now, marker)
+                current = self._read_state(refresh=True)
+                if current.latest > stored.latest:  # the run has saved another, and perhaps deleted this one
+                    return self._download_latest(current, marker)
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
 
-    def _refuse_another_run(self, ours: str, stored: _StoredState) -> None:
+    def _check_same_run(self, local_name: str, stored: _StoredState) -> None:
         """Raise `InputError` if the folder has results that the stored run does not contain and was not resumed from.
 
-        `ours` is the latest checkpoint of the folder.
+        `local_name` is the folder's latest checkpoint.
         """
         has_latest = self._is_local(stored.checkpoints.get(stored.latest), "checkpoints", stored.latest)
-        is_later = ours > stored.latest and not has_latest
-        result = "a finished model" if (self._folder / _MODEL / MANIFEST).is_file() else ours if is_later else ""
+        is_later = local_name > stored.latest and not has_latest
+        result = "a finished model" if (self._folder / _MODEL / MANIFEST).is_file() else local_name if is_later else ""
         if result and stored.model is None and not self._started_here(stored):
             raise InputError(
                 f"{self._folder}: holds {result}, but {self.address} does not: the run was started again elsewhere, or "
                 "deleted there. Move this folder away or remove it, then run the command again."
             )
 
-    def _is_ahead(self, ours: str, name: str, stored: _StoredState) -> bool:
-        """Return whether the run continues from the local checkpoint `ours` rather than the stored one, `name`."""
+    def _is_ahead(self, local_name: str, name: str, stored: _StoredState) -> bool:
+        """Return whether the run continues from the local checkpoint `local_name`, not from the stored one, `name`."""
         is_same = self._is_local(stored.checkpoints.get(name), "checkpoints", name)
-        return ours > name or (ours == name and (is_same or self._started_here(stored)))
+        return local_name > name or (local_name == name and (is_same or self._started_here(stored)))
 
     def _started_here(self, stored: _StoredState) -> bool:
         """Return whether the last start of the run was in the local folder."""
-        ours = _content(self._folder / WRITER)
-        return ours is not None and stored.writer in (None, ours)
+        writer = _read_bytes(self._folder / WRITER)
+        return writer is not None and stored.writer in (None, writer)
 
     def _is_local(self, manifest: bytes | None, *names: str) -> bool:
         """Return whether this subfolder of the local folder has the `manifest`."""
-        return manifest is not None and manifest == _content(self._folder.joinpath(*names, MANIFEST))
+        return manifest is not None and manifest == _read_bytes(self._folder.joinpath(*names, MANIFEST))
 
     def _download_best(self) -> None:
         """Fetch the best stored checkpoint, unless it is local: a fine-tuning finishes with it."""
@@ -470,7 +471,7 @@ class StoredRun:
     def _is_stale(self, name: str, file: str) -> bool:
         """Return whether `file` is a leftover of an earlier save of the stored checkpoint `name`, by its manifest."""
         entries = folders.files_of(self._stored_manifests().get(name))
-        names = {folders.hashed_name(one, entry) for one, entry in entries.items()}
+        names = {folders.hashed_name(other, entry) for other, entry in entries.items()}
         return bool(entries) and file not in {MANIFEST, *names}
 
     def _latest_intact(self) -> str:
@@ -484,7 +485,7 @@ class StoredRun:
             return name
         return ""
 
-    def _forget(self, name: str) -> None:
+    def _drop_cached(self, name: str) -> None:
         self._stored_manifests().pop(name, None)
         self._states.pop(name, None)
 
@@ -492,7 +493,7 @@ class StoredRun:
         """Fetch the small files of the run."""
         for name in STORED:
             content = self._objects.read(self._at(name))
-            if content is None and not (self._folder / WRITER).is_file():  # left by a run that was trained again
+            if content is None and not (self._folder / WRITER).is_file():  # left over from a run that was trained again
                 (self._folder / name).unlink(missing_ok=True)
             elif content is not None:
                 with atomic_open(self._folder / name) as file:

@@ -1,4 +1,4 @@
-"""Definitions of the fields of evaluations and events in metrics.jsonl, and of the kinds of events.
+"""Definitions of the evaluation and event fields in metrics.jsonl, and of the kinds of events.
 
 `pretrain.run.metrics` has the fields of training records; docs/reference/metrics.md is generated from both.
 """
@@ -19,7 +19,7 @@ EVALUATION_FIELDS: dict[str, Metric] = {
         "nats", "mlm_loss on `adaptation.replay_corpus`. Its other losses and accuracies have the same prefix."
     ),
 }
-"""Fields of an evaluation besides its losses, accuracies and scores."""
+"""Fields of an evaluation other than losses, accuracies and scores."""
 
 PROBE_SCORES: dict[str, Metric] = {
     "common_words": Metric("bits", "Bits of common words.", "Bits of common words", "common words"),

@@ -1,6 +1,6 @@
 """Shows a run's progress on the terminal, read from its metrics.jsonl.
 
-While a run starts, worker 0 writes the phase of the start, such as compilation, to a file.
+While a run starts, worker 0 writes the startup phase, such as compilation, to a file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from pretrain.config import PhaseConfig
 
 _REFRESH_SECONDS = 0.25
-_PLAIN_SECONDS = 30.0
-_SPEED_SECONDS = 1800.0  # window of the speed from which the time left is computed
+_PLAIN_SECONDS = 30.0  # between plain lines
+_SPEED_SECONDS = 1800.0  # averaging window of the speed, from which the time left is computed
 _BAR_WIDTH = 24
 _MAX_SCORES = 4
-# The phases of a start.
+# The phases of startup.
 WORKERS = "starting the workers"
 CONNECT = "connecting the workers"
 LOAD = "loading data and model"
@@ -40,20 +40,20 @@ WARMUP_STEP = "trying the largest batch and a checkpoint"
 COMPILE = f"compiling the model, {WARMUP_STEP}"
 MEASURE = "measuring the speed of matrix products"
 STEPS = "training the first steps"
-_PHASE_FILE = "logs/starting.txt"  # exists while the run starts
+_PHASE_FILE = "logs/starting.txt"  # exists during startup
 
 
 def write_phase(run_dir: Path, phase: str) -> None:
-    """Record that a phase of the startup starts. A full or read-only disk is ignored: other writes report it."""
+    """Record the current startup phase. A full or read-only disk is ignored: other writes report it."""
     path = run_dir / _PHASE_FILE
-    aside = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     with contextlib.suppress(OSError):
-        aside.write_text(phase, encoding="utf-8")
-        aside.replace(path)
+        temporary.write_text(phase, encoding="utf-8")
+        temporary.replace(path)
 
 
 def end_phases(run_dir: Path) -> None:
-    """Record that the start is over."""
+    """Record that startup is over."""
     with contextlib.suppress(OSError):
         (run_dir / _PHASE_FILE).unlink(missing_ok=True)
 
@@ -64,14 +64,14 @@ def follow(
 ) -> Iterator[None]:
     """Show the run's progress on the terminal while the block runs.
 
-    `metrics` defines how a pretraining's metrics are shown; a fine-tuning has scores.
+    `metrics` defines the display of a pretraining's metrics; a fine-tuning has scores.
 
     One live line, drawn by rich, shows step, loss, time left, accuracies, useful tokens/s, MFU and data stalls; a
-    narrow terminal truncates it. Evaluations are printed above it. Before the first record, the line shows the phase of
-    the startup. If stdout is not a terminal, a plain line is printed for each phase of the startup, then every 30 s.
+    narrow terminal truncates it. Evaluations are printed above it. Before the first record, the line shows the startup
+    phase. If stdout is not a terminal, a plain line is printed for each startup phase, then every 30 s.
     """
     console = console or make_console(highlight=False, soft_wrap=True)
-    end_phases(run_dir)  # a killed start leaves its phase
+    end_phases(run_dir)  # a killed start leaves the file
     progress = LiveProgress(run_dir, total_steps, console, metrics)
     progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
@@ -105,7 +105,7 @@ def work(phases: Iterable[PhaseConfig], step: int) -> float:
 
 
 class _Tail:
-    """Reads the records appended to metrics.jsonl since the last read; notices if the file was replaced."""
+    """Reads the records appended to metrics.jsonl since the last read; detects that the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,7 +113,7 @@ class _Tail:
         self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return (complete new records, whether the file was replaced or is read for the first time)."""
+        """Return (complete new records, whether the file is read from its start, as it is new or was replaced)."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -121,11 +121,11 @@ class _Tail:
                 start = 0 if fresh else self._offset
                 file.seek(start)
                 data = file.read()
-        except OSError:  # the file is missing, or storage fails for a moment: the next poll reads from here
+        except OSError:  # the file is missing, or storage fails temporarily: the next poll tries again
             return [], False
-        whole = data[: data.rfind(b"\n") + 1]
-        self._inode, self._offset = status.st_ino, start + len(whole)
-        return [record for line in whole.splitlines() if (record := parse_record(line)) is not None], fresh
+        complete = data[: data.rfind(b"\n") + 1]
+        self._inode, self._offset = status.st_ino, start + len(complete)
+        return [record for line in complete.splitlines() if (record := parse_record(line)) is not None], fresh
 
 
 class LiveProgress:
@@ -142,10 +142,10 @@ class LiveProgress:
         self._run_dir = run_dir
         self._tail, self._probes, self._started_at = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
         self._old_file = (run_dir / METRICS).exists()
-        # Events of the file so far: a restart and a rollback replace the file and keep them.
-        self._known_events = {_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
-        # Whether records of this start have arrived, other than events.
-        self.has_news = False
+        # Events in the file so far: a restart or a rollback replaces the file but keeps them.
+        self._known_events = {_event_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
+        # Whether records other than events have arrived in this start.
+        self.has_records = False
         self._phases: list[PhaseConfig] = []
         self._waiting = ""
         self.phase_of_start = WORKERS
@@ -160,7 +160,7 @@ class LiveProgress:
             self.bar.update(self._task, description=text)
             return
         amount, done = self._work(self.total_steps), self._work(self.step)
-        self.bar.update(self._task, total=amount, completed=done, description="  ".join(self.pieces()))
+        self.bar.update(self._task, total=amount, completed=done, description="  ".join(self.parts()))
 
     def _read(self) -> None:
         self._print_wait()
@@ -176,13 +176,13 @@ class LiveProgress:
         self._old_file = True
         if history:
             self.last = {}
-            self._start_again()
+            self._restart_phases()
         for record in records:
             if "event" in record:
-                self._take_event(record)
+                self._handle_event(record)
                 continue
-            self.has_news = self.has_news or not history
-            self._take(record)
+            self.has_records = self.has_records or not history
+            self._handle_record(record)
 
     def _print_wait(self) -> None:
         message = ""
@@ -201,24 +201,24 @@ class LiveProgress:
             if self.phase_of_start != WORKERS:
                 self.phase_of_start = STEPS
 
-    def _start_again(self) -> None:
-        """Show the phases of the startup until the next record."""
-        self.has_news, self.started = False, time.monotonic()
+    def _restart_phases(self) -> None:
+        """Show startup phases until the next record."""
+        self.has_records, self.started = False, time.monotonic()
         self.bar.reset(self._task, total=None)
 
-    def _take_event(self, record: dict[str, Any]) -> None:
-        if _key(record) in self._known_events:
+    def _handle_event(self, record: dict[str, Any]) -> None:
+        if _event_key(record) in self._known_events:
             return
-        self._known_events.add(_key(record))
+        self._known_events.add(_event_key(record))
         self.console.print(f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False)
         if record["event"] == "resume":
-            self._start_again()
+            self._restart_phases()
         elif record["event"] == "rollback":
-            self.has_news = True  # training continues immediately
+            self.has_records = True  # training continues immediately
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _handle_record(self, record: dict[str, Any]) -> None:
         if record.get("split") == "validation":
-            if self.has_news:
+            if self.has_records:
                 self.console.print(_evaluation_line(record, self.metrics), markup=False)
             return
         self.last = record
@@ -226,28 +226,28 @@ class LiveProgress:
     @property
     def started_training(self) -> bool:
         """Return whether this start has written a record."""
-        return self.has_news and bool(self.last)
+        return self.has_records and bool(self.last)
 
     @property
     def step(self) -> int:
         return self.last.get("step", 0)
 
-    def pieces(self) -> list[str]:
-        """Return the parts of the line, the most important first."""
+    def parts(self) -> list[str]:
+        """Return the parts of the line, most important first."""
         last, left = self.last, self.bar.tasks[0].time_remaining
         live = metric_lines(last, {name: metric for name, metric in self.metrics.items() if metric.live})
-        pieces = [
+        parts = [
             f"step {self.step:,}/{self.total_steps:,}",
-            _shown("loss {:.3f}", last.get("loss")),
+            _format("loss {:.3f}", last.get("loss")),
             "" if left is None else f"{clock(left)} left",
-            _shown("{:,} skipped", last.get("skipped_steps") or None),
+            _format("{:,} skipped", last.get("skipped_steps") or None),
             *live[:1],
-            _shown("{:,.0f} tokens/s", last.get("tokens_per_second")),
-            _shown("{:.0%} MFU", last.get("mfu")),
+            _format("{:,.0f} tokens/s", last.get("tokens_per_second")),
+            _format("{:.0%} MFU", last.get("mfu")),
             *live[1:],
-            _shown("stall {:.1%}", last.get("data_stall_fraction")),
+            _format("stall {:.1%}", last.get("data_stall_fraction")),
         ]
-        return [piece for piece in pieces if piece]
+        return [part for part in parts if part]
 
     def _work(self, step: int) -> float:
         return work(self._read_phases(), step)
@@ -262,7 +262,7 @@ class LiveProgress:
         return self._phases
 
 
-def _key(event: dict[str, Any]) -> str:
+def _event_key(event: dict[str, Any]) -> str:
     """Return a key that identifies an event in its run."""
     return json.dumps(event, sort_keys=True)
 
@@ -301,22 +301,22 @@ def _show(progress: LiveProgress, stop: threading.Event) -> None:
                     printed_phase = progress.phase_of_start
                     console.print(f"  {printed_phase}", markup=False)
             elif due and progress.step > printed_step:
-                console.print("  ".join(progress.pieces()), markup=False)
+                console.print("  ".join(progress.parts()), markup=False)
                 printed_at, printed_step = time.monotonic(), progress.step
             if final:
                 return
             stop.wait(_REFRESH_SECONDS)
 
 
-def _shown(form: str, value: float | None) -> str:
-    return "" if value is None else form.format(value)
+def _format(template: str, value: float | None) -> str:
+    return "" if value is None else template.format(value)
 
 
 def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric]) -> str:
     """Return the metrics of an evaluation of pretraining, or the first few scores of another task."""
     scores = metric_lines(record, metrics)
     if not scores:
-        numbers = {key: one for key, one in record.items() if isinstance(one, float) and key != "seconds"}
+        numbers = {key: value for key, value in record.items() if isinstance(value, float) and key != "seconds"}
         first = list(shown_scores(numbers).items())[:_MAX_SCORES]
         scores = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in first]
     return _line(record, "held-out", *scores, "best" if record.get("best") else "")
@@ -328,5 +328,5 @@ def _probe_line(record: dict[str, Any]) -> str:
     return _line(record, "probes", *metric_lines(record, PROBE_SCORES), skips, record.get("error", ""))
 
 
-def _line(record: dict[str, Any], *pieces: str) -> str:
-    return "  ".join(piece for piece in (f"  step {record.get('step', 0):,} {pieces[0]}", *pieces[1:]) if piece)
+def _line(record: dict[str, Any], *parts: str) -> str:
+    return "  ".join(part for part in (f"  step {record.get('step', 0):,} {parts[0]}", *parts[1:]) if part)

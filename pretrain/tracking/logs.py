@@ -38,7 +38,7 @@ def quiet_logging(log_file: Path) -> None:
 
 @contextlib.contextmanager
 def process_restored() -> Iterator[None]:
-    """Restore logging and signal handlers afterward, since the program or notebook that trains continues."""
+    """Restore logging and signal handlers on exit, since the program or notebook that trains continues."""
     root, handlers = logging.root, logging.root.handlers[:]
     level, logger = root.level, logging.getLoggerClass()
     signals = {number: signal.getsignal(number) for number in stop_signals()}
@@ -52,8 +52,8 @@ def process_restored() -> Iterator[None]:
         logging.setLoggerClass(logger)
         logging.captureWarnings(False)
         if threading.current_thread() is threading.main_thread():
-            for number, before in signals.items():
-                signal.signal(number, before)
+            for number, handler in signals.items():
+                signal.signal(number, handler)
 
 
 def _on_terminal(handler: logging.Handler) -> bool:
@@ -62,7 +62,7 @@ def _on_terminal(handler: logging.Handler) -> bool:
 
 
 class _LogFile(logging.FileHandler):
-    """Logs INFO and above, but only warnings of W&B, which writes debug.log to the run folder."""
+    """Logs INFO and above, but only warnings of W&B, which has its debug.log in the run folder."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         super().__init__(path, encoding=encoding)

@@ -19,8 +19,8 @@ from pretrain.tracking.rows import MESSAGE, PROBE_STEP, MetricRows
 
 _log = logging.getLogger(__name__)
 
-# Our field -> the name that the HF Trainer and Composer use in W&B. Other fields keep their names, with the prefix
-# train/ or eval/.
+# Our field -> its W&B name in the HF Trainer and Composer. Other fields keep their names, with the prefix train/ or
+# eval/.
 _WANDB_TRAIN = {
     "step": "train/global_step",
     "lr": "train/learning_rate",
@@ -34,18 +34,18 @@ _WANDB_TRAIN = {
 }
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
-_MAX_RANKS = 16  # with separate metrics in W&B
+_MAX_RANKS = 16  # that get separate metrics in W&B
 LARGEST_RANK = "max_rank"
-"""Suffix of the metric that, for many ranks, names the rank with the largest value."""
+"""Suffix of the metric for the rank with the largest value, if there are many ranks."""
 
 ID_NAME = 55
-"""Characters of a run's name in its generated W&B id: W&B's ids have up to 64."""
+"""Maximum characters of a run's name in its generated W&B id; W&B allows ids of 64."""
 
-# Limit for W&B to connect; after that the run is kept offline. Training does not wait.
+# Time limit for connecting to W&B, after which the run is logged offline. Training does not wait.
 INIT_SECONDS = 10.0
-# Limit for the last uploads at the end; `wandb sync` can send the rest later.
+# Time limit for the last uploads; `wandb sync` can send the rest later.
 _FINISH_SECONDS = 30.0
-# Limit for W&B's process to exit after that; W&B itself allows 10 s.
+# Time limit for W&B's process to exit after that; W&B itself allows 10 s.
 TEARDOWN_SECONDS = 12.0
 
 
@@ -62,20 +62,20 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     names, section = kinds.get(record.get("split", ""), (_WANDB_EVALUATION, "eval"))
     named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
     for name in [name for name, value in named.items() if isinstance(value, list)]:
-        named.update({f"{name}/{key}": one for key, one in _of_ranks(named.pop(name)).items()})
+        named.update({f"{name}/{key}": value for key, value in _summarize_ranks(named.pop(name)).items()})
     return named
 
 
-def _of_ranks(values: list[float | None]) -> dict[int | str, float | None]:
-    known = sorted(value for value in values if value is not None)
-    if len(values) <= _MAX_RANKS or not known:
+def _summarize_ranks(values: list[float | None]) -> dict[int | str, float | None]:
+    present = sorted(value for value in values if value is not None)
+    if len(values) <= _MAX_RANKS or not present:
         return dict(enumerate(values))
-    largest = known[-1]
-    return {"min": known[0], "median": statistics.median(known), "max": largest, LARGEST_RANK: values.index(largest)}
+    low, high = present[0], present[-1]
+    return {"min": low, "median": statistics.median(present), "max": high, LARGEST_RANK: values.index(high)}
 
 
 def wandb_mode(mode: str) -> str:
-    """Resolve `tracking.wandb` to online, offline or off. `auto` follows WANDB_MODE, and else is online with a key."""
+    """Resolve `tracking.wandb` to online, offline or off. `auto`: WANDB_MODE if set, otherwise online with a key."""
     if mode == "auto" and not is_installed("wandb"):
         return "off"
     if mode == "auto":
@@ -102,7 +102,7 @@ def _wandb_key_set() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     logins = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    if not logins.exists():  # known without W&B, whose import takes a second
+    if not logins.exists():  # checked first: importing W&B takes a second
         return False
     import wandb
 
@@ -119,7 +119,7 @@ def _wandb_key_set() -> bool:
 
 
 def new_id(config: RunConfig) -> str:
-    """Return W&B's id of a new run."""
+    """Return the W&B id for a new run."""
     return config.tracking.run_id or f"{config.name[:ID_NAME]}-{secrets.token_hex(4)}"
 
 
@@ -140,12 +140,12 @@ def wandb_arguments(
 
 
 class WandbMirror:
-    """Sends records to W&B from a background thread. Training only puts them into a queue and never waits.
+    """Sends records to W&B from a background thread. Training only queues them and never waits.
 
     `rows` collects the records of a step for one call.
 
     Attributes:
-        failure: the error after which nothing is sent; "" if there is none.
+        failure: the error that stopped the mirror; "" if there was none.
     """
 
     def __init__(self, mode: str, arguments: dict[str, Any], rows: MetricRows) -> None:
@@ -163,11 +163,11 @@ class WandbMirror:
         self._queue.put((record["step"] if at is None else at, record))
 
     def log_artifact(self, folder: Path, name: str) -> None:
-        """Queue a folder as model artifact."""
+        """Queue a folder as a model artifact."""
         self._queue.put((0, (folder, name)))
 
     def close(self) -> None:
-        """Finish the W&B run; waits until it is uploaded, for a limited time."""
+        """Finish the W&B run; wait for its uploads, for a limited time."""
         self._queue.put(None)
         self.thread.join(self._close_seconds)
 
@@ -189,7 +189,7 @@ class WandbMirror:
 
 
 def start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
-    """Start a W&B run; it is offline if the server does not answer in `INIT_SECONDS`."""
+    """Start a W&B run, offline if the server does not answer within `INIT_SECONDS`."""
     # `Settings.silent` takes effect too late for the message about credentials.
     os.environ["WANDB_SILENT"] = "true"
     import wandb
@@ -223,7 +223,7 @@ def _send(run: Any, row: tuple[int, dict[str, Any]] | None) -> None:
 
 
 def log_wandb_artifact(run: Any, folder: Path, name: str) -> None:
-    """Upload a folder as a model."""
+    """Upload a folder as a model artifact."""
     import wandb
 
     artifact = wandb.Artifact(name, type="model")
@@ -235,5 +235,5 @@ def finish_wandb(run: Any) -> None:
     import wandb
 
     run.finish()
-    # W&B's process writes the file. Without this call, killing the worker could lose the end of the file.
+    # W&B's process writes the run's file. Without this call, killing the worker could lose the end of the file.
     wandb.teardown()

@@ -1,7 +1,7 @@
-"""A run's records as rows for W&B: one per step, each step once, however often the run is restarted.
+"""A run's records as rows for W&B: exactly one per step, even if the run is restarted.
 
-A restarted run repeats the steps after its checkpoint bit for bit, so the first row of a step equals a repeated one.
-W&B itself refuses decreasing steps, but an offline run does not know the steps that earlier starts have sent.
+A restarted run repeats the steps after its checkpoint bit for bit, so a repeated row equals the first one. W&B itself
+rejects decreasing steps, but an offline run does not know which steps earlier starts have sent.
 """
 
 import json
@@ -13,7 +13,7 @@ from pretrain.common.run_files import LAST_SENT
 
 MESSAGE = "events/message"
 _EVENT_STEP = "events/step"
-PROBE_STEP = "probe/step"  # the x axis of scores of checkpoints, which are sent later than their step
+PROBE_STEP = "probe/step"  # the x axis of checkpoint scores, which are sent after their step
 
 
 class MetricRows:
@@ -22,28 +22,28 @@ class MetricRows:
     Args:
         folder: the run folder.
         run_id: W&B's id of the run.
-        step: steps taken before this start; without a record of earlier rows, nothing up to it is sent. None starts a
-            new run.
+        step: steps taken before this start; if earlier rows are not recorded, nothing up to `step` is sent. None
+            starts a new run.
 
     Attributes:
         last: the last step that was sent.
-        probe: the last checkpoint's step whose scores were sent.
+        probe: step of the last checkpoint whose scores were sent.
     """
 
     def __init__(self, folder: Path, run_id: str, step: int | None) -> None:
         self._path, self._id = folder / LAST_SENT, run_id
-        known = self._read()
-        self.last, self.probe = known or (-1 if step is None else step, -1)
-        if known is None:
+        saved = self._read()
+        self.last, self.probe = saved or (-1 if step is None else step, -1)
+        if saved is None:
             self._write()
         self._step: int | None = None
         self._row: dict[str, Any] = {}
         self._late: dict[str, Any] = {}  # events at steps whose row was already sent
 
     def add(self, step: int, values: dict[str, Any], *, event: bool) -> tuple[int, dict[str, Any]] | None:
-        """Add the values of a record at `step`; returns the step and row of an earlier step if it is now complete.
+        """Add the values of a record at `step`; return an earlier step and its row if it is now complete.
 
-        Values at a step before the latest are a repetition, and dropped. Events there are new, so they are added to
+        Values at a step before the latest are repeated and dropped. Events at such steps are new, so they are added to
         the next row, with their step as events/step.
         """
         open_step = self.last + 1 if self._step is None else self._step
@@ -51,13 +51,13 @@ class MetricRows:
             if event:
                 _merge(self._late, {**values, _EVENT_STEP: step})
             return None
-        done = self.take() if step != self._step else None
+        completed = self.take() if step != self._step else None
         self._step = step
         _merge(self._row, values)
-        return done
+        return completed
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the step and row that are being collected, and count them as sent; None without a row."""
+        """Return the current step and row, and record the step as sent; None without a row."""
         if self._step is None:
             return None
         row, self.last = self._row, self._step
@@ -80,7 +80,7 @@ class MetricRows:
 
 def _merge(row: dict[str, Any], values: dict[str, Any]) -> None:
     """Add `values` to `row`; existing values stay, and messages are joined."""
-    messages = [one[MESSAGE] for one in (row, values) if one.get(MESSAGE)]
+    messages = [x[MESSAGE] for x in (row, values) if x.get(MESSAGE)]
     row.update({**values, **row})
     if messages:
         row[MESSAGE] = "\n".join(messages)

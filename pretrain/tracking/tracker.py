@@ -20,12 +20,12 @@ class Tracker:
     """Writes a run's metrics.jsonl and mirrors it to W&B. Does nothing unless `enabled`.
 
     Args:
-        config: the run; `config.tracking` has the settings of W&B.
+        config: the run's config; `config.tracking` has the W&B settings.
         run_dir: the run folder; created if missing.
         run_id: the W&B id in the resumed checkpoint; None starts a new W&B run.
-        step: optimizer steps already taken; records after it belong to an abandoned continuation and are dropped, and
-            all records if there is no checkpoint (None).
-        card: facts about the data, stored in the W&B config of the run.
+        step: optimizer steps already taken; later records belong to an abandoned continuation and are dropped. None,
+            without a checkpoint, drops all records.
+        card: facts about the data, stored in the run's W&B config.
         job_type: W&B's job type.
         enabled: true on rank 0 only.
 
@@ -62,7 +62,7 @@ class Tracker:
             with disk_errors(path):
                 rows = self._rows = MetricRows(run_dir, self.run_id, step)
             self._probed = rows.probe
-            # Records of an earlier start that was killed before it sent them.
+            # Records that an earlier start had not sent when it was killed.
             unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= self._step]
             self.mirror = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
             for record in unsent:
@@ -74,29 +74,29 @@ class Tracker:
             return
         record = with_nulls(record)
         with disk_errors(Path(self.file.name)):
-            # A kill can leave an incomplete last line only; the next start removes it.
+            # A kill can only leave an incomplete last line, which the next start removes.
             remaining = json.dumps(record, allow_nan=False).encode() + b"\n"
             while remaining:
                 remaining = remaining[self.file.write(remaining) :]
         self._mirror(record)
         self._mirror_probe(record["step"])
         self._step = record["step"]
-        self._note_failure()
+        self._record_failure()
 
     def _mirror_probe(self, step: int) -> None:
-        """Send the oldest unsent scores of a checkpoint in the row of this step, if the step is new."""
+        """Send the oldest unsent checkpoint scores in the row of this step, if the step is new."""
         if self.mirror is not None and self._rows is not None and step > max(self._rows.last, self._step):
             for record in _probes_after(self._folder, self._probed)[:1]:
                 self.mirror.log(record, at=step)
                 self._probed = record["step"]
 
     def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
-        """Record events from before this start, such as the crash that caused it: "event", "time" and "message"."""
+        """Record events from before this start, such as a crash, each with "event", "time" and "message"."""
         for event in events:
             self.log({**event, "step": step})
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`, from which training continues."""
+        """Drop the records after `step`, where training continues."""
         if self.file is not None:
             path = Path(self.file.name)
             with disk_errors(path):
@@ -112,7 +112,7 @@ class Tracker:
         if self.mirror is not None:
             self.mirror.log(record)
 
-    def _note_failure(self) -> None:
+    def _record_failure(self) -> None:
         """Record, once, that W&B failed."""
         if self.mirror is not None and (reason := self.mirror.failure):
             self.mirror = None
@@ -121,20 +121,20 @@ class Tracker:
 
     @property
     def mirrored(self) -> bool:
-        """Return whether records go to W&B, now or by a later `wandb sync`."""
+        """Return whether records are sent to W&B, now or by a later `wandb sync`."""
         return self.mirror is not None
 
     def log_artifact(self, folder: Path) -> None:
-        """Log an exported checkpoint as the W&B model artifact `model-<run id>`; its files are not copied."""
+        """Log an exported checkpoint as the W&B model artifact `model-<run id>`, without copying its files."""
         if self.mirror is not None:
             self.mirror.log_artifact(folder, f"model-{self.run_id}")
 
     def close(self) -> None:
-        """Flush the file to disk and finish the W&B run; waits less than a minute for its uploads."""
+        """Flush the file to disk and finish the W&B run; wait less than a minute for its uploads."""
         self._flush()
         if self.mirror is not None:
             self.mirror.close()
-            self._note_failure()
+            self._record_failure()
             self.mirror = None
         if self.file is not None:
             self._flush()
@@ -148,7 +148,7 @@ class Tracker:
 
 
 def send_probes(config: RunConfig) -> None:
-    """Send the scores of checkpoints that arrived after the last row of a finished run, a row for each."""
+    """Send checkpoint scores that arrived after the last row of a finished run, each as a row."""
     path, folder = config.folder / LAST_SENT, config.folder
     if (mode := wandb_mode(config.tracking.wandb)) != "off" and path.is_file():
         rows = MetricRows(folder, run_id := json.loads(path.read_text(encoding="utf-8"))["id"], None)
@@ -161,5 +161,5 @@ def send_probes(config: RunConfig) -> None:
 
 def _probes_after(folder: Path, step: int) -> list[dict[str, Any]]:
     with contextlib.suppress(InputError):  # a damaged probes.jsonl is not an error of the run
-        return [one for one in read_records(folder, PROBES) if one["step"] > step]
+        return [record for record in read_records(folder, PROBES) if record["step"] > step]
     return []

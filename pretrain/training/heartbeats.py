@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks: their exchange through a store, and the detection of hangs from them.
+"""Heartbeats of the ranks: their exchange through a store, and hang detection.
 
 A round costs O(ranks). Each rank sets one key. Rank 0 reads all keys with one request and sets a summary of constant
 size, which the others read. `Ranks` and `Follower` evaluate heartbeats without a store or a clock.
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 
 HANG, DATA_STALL = "hang", "data_stall"
 IN_COLLECTIVE = "a collective"  # value of `Heartbeat.awaited` while a rank waits for other ranks
-START_SECONDS = 1800.0  # allowed until a rank reports for the first time, and for the first steps
+START_SECONDS = 1800.0  # allowed until a rank's first report, and for the first steps
 
-starts = itertools.count()  # every rank makes its exchanges in the same order
+starts = itertools.count()  # numbers of exchanges; every rank creates them in the same order
 
 
 class Heartbeat(NamedTuple):
     """The report of one rank in each round."""
 
-    count: int  # rounds so far; a rank whose count stays the same is silent
+    count: int  # rounds so far; a rank whose count does not change is silent
     pulses: int  # signs of progress so far
     position: int  # micro-batches of training so far, comparable between ranks
-    allowed: float  # seconds without progress that do not count as a hang now
-    allowed_silence: float  # seconds without a heartbeat that do not count as a hang now
-    awaited: str  # the cause of a wait; "" while the rank works
+    allowed: float  # seconds without progress that are currently not a hang
+    allowed_silence: float  # seconds without a heartbeat that are currently not a hang
+    awaited: str  # what the rank waits for; "" while it works
     ended: bool
     host: str
     pid: int
@@ -36,7 +36,7 @@ class Hang(NamedTuple):
 
     event: str  # HANG or DATA_STALL
     rank: int
-    why: str  # follows "rank N"
+    reason: str  # continues the message "rank N"
     host: str
     pid: int
 
@@ -49,16 +49,16 @@ class HeartbeatSummary(NamedTuple):
 
 
 class HeartbeatExchange:
-    """One rank's part in the rounds, through the store to which it was last attached."""
+    """One rank's side of the exchange, through the store that was attached last."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._store: Any = None  # torch's TCPStore
-        self._has_summary = False  # `get` waits for a missing key, and then raises
-        # A store of torchrun's agent outlives a start, and a process may have several runs.
+        self._has_summary = False  # checked first: `get` waits for a missing key and then raises
+        # torchrun's store outlives restarts, and a process may have several runs.
         start = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(starts)}"
         self._summary = f"{start}/summary"
-        self._keys = [f"{start}/{one}" for one in range(world_size)]
+        self._keys = [f"{start}/{rank}" for rank in range(world_size)]
 
     @property
     def attached(self) -> bool:
@@ -69,22 +69,22 @@ class HeartbeatExchange:
         """Use this store from now on."""
         if self._rank == 0:  # `multi_get` waits for missing keys
             for key in self._keys[1:]:
-                store.compare_set(key, "", "null")  # keeps an earlier heartbeat
+                store.compare_set(key, "", "null")  # does not overwrite a heartbeat
         self._store = store
 
     def detach(self) -> None:
         """Stop using the store."""
         self._store = None
 
-    def gather(self, mine: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
-        """Publish the summary (rank 0); returns the latest heartbeat of each rank, None before its first."""
-        self._store.set(self._summary, json.dumps([mine, finding]))
+    def gather(self, heartbeat: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
+        """Publish the summary (rank 0), and return each rank's latest heartbeat, None before its first."""
+        self._store.set(self._summary, json.dumps([heartbeat, finding]))
         others = self._store.multi_get(self._keys[1:])
-        return [mine, *(Heartbeat(*one) if one else None for one in map(json.loads, others))]
+        return [heartbeat, *(Heartbeat(*values) if values else None for values in map(json.loads, others))]
 
-    def report(self, mine: Heartbeat) -> HeartbeatSummary | None:
-        """Publish a heartbeat (other ranks); returns the latest summary, None before the first."""
-        self._store.set(self._keys[self._rank], json.dumps(mine))
+    def report(self, heartbeat: Heartbeat) -> HeartbeatSummary | None:
+        """Publish a heartbeat (other ranks), and return the latest summary, None before the first."""
+        self._store.set(self._keys[self._rank], json.dumps(heartbeat))
         self._has_summary = self._has_summary or self._store.check([self._summary])
         if not self._has_summary:
             return None
@@ -117,13 +117,13 @@ class Ranks:
         self._last_seen = now
 
     def silent_seconds(self, now: float, limit: float) -> float:
-        """Return the seconds since the last round if they exceed `limit` (during startup, a longer one); else 0."""
+        """Return the seconds since the last round if they exceed `limit` (longer during startup), otherwise 0."""
         started = any(heartbeat is not None for heartbeat in self._latest)
         seconds = now - self._last_seen
         return seconds if seconds > (limit if started else max(limit, START_SECONDS)) else 0.0
 
     def find(self) -> Hang | None:
-        """Find the rank that blocks the others; None if there is none."""
+        """Return the rank that blocks the others, or None."""
         return self._silent() or self._stuck()
 
     def _silent(self) -> Hang | None:
@@ -137,32 +137,32 @@ class Ranks:
         return None
 
     def _stuck(self) -> Hang | None:
-        """Find the rank for which the others wait, if no rank makes progress."""
+        """Return the rank that the others wait for, if no rank makes progress."""
         active = [
             (rank, heartbeat)
             for rank, heartbeat in enumerate(self._latest)
             if heartbeat is not None and not heartbeat.ended
         ]
-        still = self._last_seen - self._progress_at
-        if not active or still <= max(heartbeat.allowed for _, heartbeat in active):
+        idle = self._last_seen - self._progress_at
+        if not active or idle <= max(heartbeat.allowed for _, heartbeat in active):
             return None
-        active.sort(key=lambda one: one[1].position)  # the furthest behind first
+        active.sort(key=lambda item: item[1].position)  # furthest behind first
         for rank, heartbeat in active:
             if heartbeat.awaited not in ("", IN_COLLECTIVE):
-                return _hang(rank, heartbeat, f"has waited {still:.0f} s for {heartbeat.awaited}", DATA_STALL)
+                return _hang(rank, heartbeat, f"has waited {idle:.0f} s for {heartbeat.awaited}", DATA_STALL)
         missing = [rank for rank, heartbeat in enumerate(self._latest) if heartbeat is None]
         if missing:
-            return Hang(HANG, missing[0], f"has not reported, and no rank made progress for {still:.0f} s", "", 0)
+            return Hang(HANG, missing[0], f"has not reported, and no rank made progress for {idle:.0f} s", "", 0)
         for rank, heartbeat in active:
             if not heartbeat.awaited:
-                return _hang(rank, heartbeat, f"has made no progress for {still:.0f} s")
+                return _hang(rank, heartbeat, f"has made no progress for {idle:.0f} s")
         for rank, heartbeat in enumerate(self._latest):
             if heartbeat is not None and heartbeat.ended:
-                why = f"has ended, and the others have waited {still:.0f} s for it in a collective"
-                return _hang(rank, heartbeat, why)
+                reason = f"has ended, and the others have waited {idle:.0f} s for it in a collective"
+                return _hang(rank, heartbeat, reason)
         return _hang(
             *active[0],
-            f"is the first of the ranks furthest behind, and all ranks have waited {still:.0f} s in collectives: "
+            f"is the first of the ranks furthest behind, and all ranks have waited {idle:.0f} s in collectives: "
             "the network, or collectives that differ between ranks",
         )
 
@@ -172,7 +172,7 @@ class Follower:
 
     Args:
         rank: this rank.
-        patience: additional seconds of silence, in which rank 0 may find the cause first.
+        patience: additional seconds of silence, so that rank 0 can find the cause first.
     """
 
     def __init__(self, rank: int, patience: float) -> None:
@@ -181,7 +181,7 @@ class Follower:
         self._changed_at = self._progress_at = 0.0
 
     def find(self, summary: HeartbeatSummary | None, pulses: int, allowed: float, now: float) -> Hang | None:
-        """Return rank 0's finding, or that rank 0 itself hangs.
+        """Return rank 0's finding, or a finding that rank 0 itself hangs.
 
         `summary` is the latest that rank 0 published; `pulses` and `allowed` are this rank's, as in its heartbeat.
         """
@@ -194,21 +194,21 @@ class Follower:
             self._count, self._changed_at = first.count, now
         if summary.finding is not None:
             return summary.finding
-        if first.ended:  # it no longer gathers heartbeats
-            still = now - max(self._progress_at, self._changed_at)
-            why = f"has ended, and rank {self._rank} has made no progress since, {still:.0f} s ago"
-            return _hang(0, first, why) if still > allowed else None
+        if first.ended:  # rank 0 no longer gathers heartbeats
+            idle = now - max(self._progress_at, self._changed_at)
+            reason = f"has ended, and rank {self._rank} has made no progress since, {idle:.0f} s ago"
+            return _hang(0, first, reason) if idle > allowed else None
         silence = now - self._changed_at
         return _silent(0, first, silence) if silence > first.allowed_silence + self._patience else None
 
 
 def _silent(rank: int, heartbeat: Heartbeat, seconds: float) -> Hang:
-    why = f"was silent for {seconds:.0f} s: its process is stopped, without CPU time, or disconnected"
-    return _hang(rank, heartbeat, why)
+    reason = f"was silent for {seconds:.0f} s: its process is stopped, without CPU time, or disconnected"
+    return _hang(rank, heartbeat, reason)
 
 
-def _hang(rank: int, heartbeat: Heartbeat, why: str, event: str = HANG) -> Hang:
-    return Hang(event, rank, why, heartbeat.host, heartbeat.pid)
+def _hang(rank: int, heartbeat: Heartbeat, reason: str, event: str = HANG) -> Hang:
+    return Hang(event, rank, reason, heartbeat.host, heartbeat.pid)
 
 
 def _unreported(rank: int, seconds: float) -> Hang:

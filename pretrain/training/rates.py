@@ -1,4 +1,4 @@
-"""Learning rates of the parts of a model that continues from a checkpoint, relative to the run's rate."""
+"""Layer-wise learning rates of a model that continues from a checkpoint, relative to the run's rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lr_scales(names: Iterable[str], settings: config.AdaptationConfig, layers: i
 def scaled_groups(
     named: Iterable[tuple[str, Tensor]], weight_decay: float, scales: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Return `parameter_groups`, a pair for each factor of the rate; one pair if all have the full rate."""
+    """Return `parameter_groups` for each learning-rate factor; only one pair if all have the full rate."""
     named = list(named)
     if all(scales[name] == 1 for name, _ in named):
         return parameter_groups(named, weight_decay)

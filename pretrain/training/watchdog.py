@@ -1,7 +1,7 @@
-"""Detects a hang of any rank, writes the stacks of every rank, names the rank that causes it, and exits this process.
+"""Detects a hang of any rank, writes the stacks of all ranks, reports the rank at fault, and exits this process.
 
-Ranks wait for one another in collectives, so one rank that hangs stops all of them. The libraries' time-outs are long
-(DeepSpeed's groups drop torch's). So a thread of each rank publishes heartbeats (`pretrain.training.heartbeats`). The
+Ranks wait for one another in collectives, so one hanging rank stops all. The libraries' time-outs are long (DeepSpeed's
+groups ignore torch's). So a thread of each rank publishes heartbeats (`pretrain.training.heartbeats`). The
 program that started the workers, such as Ray, restarts them when one exits.
 """
 
@@ -43,21 +43,21 @@ from pretrain.training.heartbeats import (
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these bounds
-_LINGER_ROUNDS = 2.5  # between a finding and the exit, so that every rank learns of it before a collective fails
+_LINGER_ROUNDS = 2.5  # between a finding and the exit, so that every rank receives it before a collective fails
 _STORE_SECONDS = 30.0  # timeout of a request to the store
-_GOODBYE_SECONDS = 4.0  # limit of the wait for the last heartbeat to be published
-_ANNOUNCE_SECONDS = 1.0  # limit of a rank's wait for its announcement to be published
+_LAST_HEARTBEAT_SECONDS = 4.0  # time limit for publishing the last heartbeat
+_ANNOUNCE_SECONDS = 1.0  # time limit for publishing an announcement
 _COMPILE_SECONDS = 1800.0
-_FIRST_BEATS = 20  # may take as long as a start
-_PATIENCE = 10  # no progress is allowed for this multiple of the longest recent beat, outliers excluded
-_OUTLIERS = 2  # longest recent beats to exclude: another rank may have stalled
+_FIRST_BEATS = 20  # beats that may take `START_SECONDS`
+_PATIENCE = 10  # allowed seconds without progress per second of the longest recent beat, without outliers
+_OUTLIERS = 2  # longest recent beats to ignore: another rank may have stalled
 _DUMP_SECONDS = 4.0
-_WRITE_SECONDS = 10.0  # for stacks and hang.json; the storage may be what hangs
-_INNERMOST = 8  # frames of a stack that are read
+_WRITE_SECONDS = 10.0  # for stacks and hang.json; the storage itself may hang
+_INNERMOST = 8  # frames of a stack to inspect
 # Python modules in whose functions a rank waits for others.
 COLLECTIVES = ("torch.distributed", COLLECTIVE_MODULES)
 # On a GPU, these modules and functions, and a watchdog's `launching`, only launch kernels and copies, or read a result.
-# A host that stays in one waits for a collective, or for the device's full queue, whose first kernel is one.
+# A host that stays in one of them waits for a collective, directly or through the device's full queue.
 LAUNCHING = (
     "deepspeed.runtime",
     "pretrain.common.transfers",
@@ -75,12 +75,12 @@ class Watchdog:
     Args:
         rank, world_size: of this process.
         logs: folder for stacks-<rank>.txt and hang.json.
-        limit_seconds: how long a rank may make no progress, or its process be silent; 0 disables the watchdog. If beats
-            are long, the limit grows to ten times the length of recent long beats.
-        stall_seconds: limit of waits for data or storage; 0 sets no limit.
+        limit_seconds: allowed time without progress or heartbeat of a rank; 0 disables the watchdog. If beats are
+            long, the limit grows to ten times the length of recent long beats.
+        stall_seconds: time limit for waits for data or storage; 0 sets no limit.
         compiles: torch.compile is used; each compilation may take half an hour.
-        on_gpu: the model runs on a GPU, so that the host launches kernels without waiting for them.
-        launching: the training's modules and functions that only launch kernels on a GPU.
+        on_gpu: the model runs on a GPU, so the host launches kernels without waiting for them.
+        launching: the run's modules and functions that only launch kernels on a GPU.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Watchdog:
         self._compilation = (lambda _: self._start_allowance(_COMPILE_SECONDS)), (lambda _: self._end_allowance())
 
     def beat(self) -> None:
-        """Note that this rank starts another micro-batch."""
+        """Record that this rank starts another micro-batch."""
         now = time.monotonic()
         if self._pulses:
             self._lengths.append(now - self._last)
@@ -127,7 +127,7 @@ class Watchdog:
     def allow(self, seconds: float) -> Iterator[None]:
         """Allow this rank to make no progress and be silent for `seconds` inside the block.
 
-        The allowance is published before the block starts. The block may therefore hold Python's lock all the time.
+        The allowance is published before the block starts. The block may therefore hold the GIL throughout.
         """
         self._start_allowance(seconds)
         try:
@@ -145,7 +145,7 @@ class Watchdog:
         finally:
             self._awaited = ""
             self._pulses += 1
-            self._last += time.monotonic() - started  # stalls do not count as part of a beat
+            self._last += time.monotonic() - started  # a beat's length excludes stalls
 
     def __enter__(self) -> Watchdog:
         if not self._limit:
@@ -195,9 +195,9 @@ class Watchdog:
         self._pulses, self._last = self._pulses + 1, time.monotonic()
 
     def _allowed(self) -> float:
-        """Return the seconds without progress that do not count as a hang of this rank now."""
+        """Return the seconds without progress that are currently not a hang of this rank."""
         long = sorted(self._lengths)[-_OUTLIERS - 1 : -_OUTLIERS]
-        usual = max(self._limit, *(_PATIENCE * one for one in long), 0.0)
+        usual = max(self._limit, *(_PATIENCE * length for length in long), 0.0)
         first = START_SECONDS if self._position < _FIRST_BEATS else 0.0
         stall = self._stall if self._awaited else 0.0
         if self._allowances:
@@ -205,7 +205,7 @@ class Watchdog:
         return max(usual, first, stall)
 
     def _watch(self) -> None:
-        """Evaluate heartbeats, apart from the exchange's thread, which blocks while the store's server is stopped."""
+        """Evaluate heartbeats; not in the exchange's thread, which blocks while the store's server is stopped."""
         clock, ranks = Clock(2 * self._round), Ranks(self._world_size if self._exchange else 1, 0.0)
         follower = Follower(self._rank, _LINGER_ROUNDS * self._round)
         while not self._end.wait(self._round):
@@ -214,7 +214,7 @@ class Watchdog:
                 self._give_up(finding)
 
     def _find(self, ranks: Ranks, follower: Follower, now: float) -> Hang | None:
-        """Find the rank that hangs, at a time of `Clock`; rank 0 checks all, the others check rank 0."""
+        """Return the rank that hangs, at a time of `Clock`, or None; rank 0 checks all, the others check rank 0."""
         exchange = self._exchange
         if exchange is None:
             ranks.record([self.heartbeat()], now)
@@ -226,8 +226,8 @@ class Watchdog:
         if heartbeats is not None:
             ranks.record(heartbeats, now)
         if silent_seconds := ranks.silent_seconds(now, self._limit):
-            why = f"got no answer from the heartbeat store for {silent_seconds:.0f} s"
-            return Hang(HANG, self._rank, why, self._host, self._pid)
+            reason = f"got no answer from the heartbeat store for {silent_seconds:.0f} s"
+            return Hang(HANG, self._rank, reason, self._host, self._pid)
         return ranks.find()
 
     def _give_up(self, finding: Hang) -> None:
@@ -235,21 +235,21 @@ class Watchdog:
         found_here = exchange is None or exchange.summary is None or exchange.summary.finding != finding
         if exchange is not None and self._rank == 0:
             exchange.publish(finding)
-        learned = time.monotonic()
+        found_at = time.monotonic()
         # The storage itself may hang, so the exit does not wait for it.
         writer = threading.Thread(target=self._write, args=(finding, found_here), daemon=True)
         writer.start()
         writer.join(_WRITE_SECONDS)
         if exchange is not None:
-            time.sleep(max(0.0, learned + _LINGER_ROUNDS * self._round - time.monotonic()))
+            time.sleep(max(0.0, found_at + _LINGER_ROUNDS * self._round - time.monotonic()))
         os._exit(MachineError.exit_code)
 
     def _write(self, finding: Hang, found_here: bool) -> None:
-        rank, why = finding.rank, finding.why
+        rank, reason = finding.rank, finding.reason
         stacks = self._logs / f"stacks-{self._rank}.txt"
-        print(f"watchdog: rank {rank} {why}; stacks are in {stacks}", file=sys.stderr, flush=True)
+        print(f"watchdog: rank {rank} {reason}; stacks are in {stacks}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception), stacks.open("a") as file:
-            file.write(f"---- {time.strftime('%F %T')}, rank {self._rank}: rank {rank} {why}\n")
+            file.write(f"---- {time.strftime('%F %T')}, rank {self._rank}: rank {rank} {reason}\n")
             if self._exchange is not None and self._exchange.error is not None:
                 file.write(f"the last exchange of heartbeats failed: {self._exchange.error!r}\n")
             file.write(_stacks())
@@ -260,7 +260,7 @@ class Watchdog:
             self._dump_other(finding)
 
     def write_finding(self, finding: Hang) -> None:
-        """Write hang.json unless another rank has: a disconnected rank would blame the ranks that it cannot see."""
+        """Write hang.json unless another rank did: a disconnected rank would blame the ranks that it cannot reach."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
             if json.loads(path.read_text(encoding="utf-8"))["time"] >= self._started_at:
@@ -268,14 +268,14 @@ class Watchdog:
         content = {
             "event": finding.event,
             "rank": finding.rank,
-            "reason": f"rank {finding.rank} {finding.why}",
+            "reason": f"rank {finding.rank} {finding.reason}",
             "time": time.time(),
             "found_by": self._rank,
         }
         write_json(path, content)
 
     def _dump_other(self, finding: Hang) -> None:
-        """Write another rank's stacks with py-spy, if on this machine: a stopped process cannot write them itself."""
+        """Write the stacks of another rank on this machine with py-spy: a stopped process cannot write them itself."""
         with contextlib.suppress(Exception), (self._logs / f"stacks-{finding.rank}.txt").open("a") as file:
             file.write(f"---- {time.strftime('%F %T')}, rank {finding.rank}, seen by rank {self._rank}\n")
             file.flush()
@@ -292,9 +292,9 @@ class ExchangeThread:
     """The thread that exchanges heartbeats: rank 0 gathers them, the others report.
 
     Attributes:
-        heartbeats: on rank 0, the latest of all ranks; the reader sets it to None.
-        summary: on other ranks, the latest of rank 0; None before the first round.
-        error: of the last round; None if it succeeded.
+        heartbeats: on rank 0, the latest heartbeats of all ranks; the reader sets it to None.
+        summary: on other ranks, rank 0's latest summary; None before the first round.
+        error: the last round's error; None if it succeeded.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class ExchangeThread:
         self._thread.start()
 
     def announce(self) -> None:
-        """Publish a heartbeat now, and return when it is published or the store does not answer."""
+        """Publish a heartbeat now; return when it is published or the store does not answer."""
         with self._changed:
             self._requested += 1
             requested = self._requested
@@ -330,7 +330,7 @@ class ExchangeThread:
         with self._changed:
             self._end = True
             self._changed.notify_all()
-        self._thread.join(_GOODBYE_SECONDS)
+        self._thread.join(_LAST_HEARTBEAT_SECONDS)
 
     def _run(self) -> None:
         while True:
@@ -344,17 +344,17 @@ class ExchangeThread:
                     return
                 self._changed.wait_for(lambda done=requested: self._end or self._requested > done, self._seconds)
 
-    def _run_round(self, mine: Heartbeat) -> None:
+    def _run_round(self, heartbeat: Heartbeat) -> None:
         try:
-            if not self._exchange.attached:  # attaching takes long if hundreds of ranks connect simultaneously
+            if not self._exchange.attached:  # slow if hundreds of ranks connect simultaneously
                 self._exchange.attach(self._connect())
             if self._rank == 0:
-                self.heartbeats = self._exchange.gather(mine, self._finding)
+                self.heartbeats = self._exchange.gather(heartbeat, self._finding)
             else:
-                self.summary = self._exchange.report(mine)
+                self.summary = self._exchange.report(heartbeat)
             self.error = None
-        # No error may stop this thread: the next round may succeed. Nor is it logged here: hanging storage would stop
-        # the heartbeats. If rounds fail for long, the ranks report a hang, and the error is written with the stacks.
+        # No error may stop this thread: the next round may succeed. Errors are not logged here: hanging storage would
+        # stop the heartbeats. If rounds keep failing, the ranks report a hang and write the error with the stacks.
         except Exception as error:
             self.error = error
             if isinstance(error, dist.DistNetworkError):  # a broken connection stays broken
@@ -362,7 +362,7 @@ class ExchangeThread:
 
 
 class Clock:
-    """Seconds that this process has run. A late tick, after the process was stopped, counts as `max_tick` seconds.
+    """A clock of the seconds that this process has run. A late tick adds at most `max_tick` seconds.
 
     Otherwise a process that was stopped would report the others as silent when it continues.
     """
@@ -371,7 +371,7 @@ class Clock:
         self._max_tick, self._now, self._last = max_tick, 0.0, time.monotonic()
 
     def tick(self) -> float:
-        """Return the time now, in seconds from 0 on."""
+        """Return the current time in seconds; the clock starts at 0."""
         now = time.monotonic()
         self._now += min(now - self._last, self._max_tick)
         self._last = now
@@ -394,7 +394,7 @@ def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
 
 
 def _stacks() -> str:
-    """Return the stacks of all threads, through a local file: faulthandler holds Python's lock while it writes."""
+    """Return the stacks of all threads, through a local file: faulthandler holds the GIL while it writes."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -402,9 +402,9 @@ def _stacks() -> str:
 
 
 def _connection() -> Callable[[], Any] | None:
-    """Return a function that opens a connection to the ranks' store; training's connection blocks while it waits.
+    """Return a function that opens a separate connection to the ranks' store: training's blocks while it waits.
 
-    None if the ranks did not meet by MASTER_ADDR.
+    Returns None if the ranks were not initialized through MASTER_ADDR.
     """
     host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
     if not host:

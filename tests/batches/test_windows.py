@@ -18,7 +18,7 @@ from pretrain.batches.source import Machine
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.planning.text import counts_readings
+from pretrain.planning.text import reading_counter
 
 
 def phases(*lengths_and_steps: tuple[int, int], **pairs: Any) -> PretrainConfig:
@@ -73,7 +73,7 @@ def test_the_card_says_how_often_a_token_is_read(tmp_path, monkeypatch):
     source = {"kind": "jsonl", "path": "a.jsonl"}
     corpus = {"dir": "c", "sources": [source], "vocabulary": {"size": 300}, "min_document_words": 0}
     config = PretrainConfig.model_validate({**phases((64, 1), (32, 1), **SINGLE).model_dump(), "corpus": corpus})
-    prepare(config, quiet=True, count_readings=counts_readings(config))
+    prepare(config, quiet=True, count_readings=reading_counter(config))
     readings = json.loads((tmp_path / "c/card.json").read_text())["readings"]
     assert [one["sequence_length"] for one in readings] == [32, 64]
     assert all((one["reads"], one["unread"], one["twice"]) == (1.0, 0.0, 0.0) for one in readings)

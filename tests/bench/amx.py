@@ -102,10 +102,10 @@ def train(config: str, steps: int) -> None:
     from pretrain.common import settings
     from pretrain.config import PretrainConfig
     from pretrain.corpus.shards import open_shards
-    from pretrain.model.precision import resolve_here
+    from pretrain.model.precision import resolve_local_precision
     from tests.bench.baselines import EngineTrainer, join_single_process_group
 
-    given = resolve_here(settings.load(config, PretrainConfig))[0]
+    given = resolve_local_precision(settings.load(config, PretrainConfig))[0]
     join_single_process_group(torch.device("cpu"))
     shards = open_shards(given.corpus.folder, "train")
     trainer = EngineTrainer(given, shards.vocabulary_size)

@@ -27,7 +27,7 @@ from pretrain.common.setting_errors import first_problem
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
-from pretrain.model.precision import resolve_here, torch_dtype
+from pretrain.model.precision import resolve_local_precision, torch_dtype
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.distributed import engine_of, of_whole_tensors
 
@@ -67,7 +67,7 @@ def bench_config(
             "engine": {"zero_stage": 1, "micro_batch_tokens": sequences * length, "precision": precision},
         }
     )
-    return resolve_here(config)[0]
+    return resolve_local_precision(config)[0]
 
 
 def validated(values: dict[str, Any]) -> PretrainConfig:

@@ -31,7 +31,7 @@ from pretrain.common.commands import local_path, local_string, positive_int, pro
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump
-from pretrain.model.precision import resolve_here
+from pretrain.model.precision import resolve_local_precision
 from pretrain.storage.runs import fetched_model
 from tests.bench import environment
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
     options = parser.parse_args(argv)
     overrides = [*options.set, *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else [])]
-    config, _ = resolve_here(load_config(options.config, overrides))
+    config, _ = resolve_local_precision(load_config(options.config, overrides))
     if options.peer:
         Path(options.peer).write_text(json.dumps(_train_baseline(config)))
         return 0

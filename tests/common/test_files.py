@@ -128,7 +128,7 @@ def test_an_output_is_no_input_under_any_name(tmp_path: Path) -> None:
 def test_a_page_replaces_pages_only(tmp_path: Path) -> None:
     records = tmp_path / "metrics.jsonl"
     records.write_text('{"step": 1}')
-    with pytest.raises(InputError, match=r"metrics\.jsonl: exists and is not a page"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl: exists and is not an HTML page"):
         write_page(records, "report.html.j2")
     assert records.read_text() == '{"step": 1}'
 

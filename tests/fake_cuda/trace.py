@@ -103,10 +103,10 @@ def launch_what_would_be_recorded(
     graphs: Any, batch: Any, weights: tuple[float, ...], compute: Any, _variant: Any
 ) -> Tensor:
     """In place of `PassGraphs.run`: a fake device records nothing."""
-    from pretrain.training.engine.pass_graphs import of_one_shape
+    from pretrain.training.engine.pass_graphs import with_common_lengths
 
     graphs._weights = torch.tensor(weights).pin_memory().to(batch.input_ids.device, non_blocking=True)
-    return graphs._pass(of_one_shape(batch), compute)[0]
+    return graphs._pass(with_common_lengths(batch), compute)[0]
 
 
 def note_reads_of_evaluation(engine: Any, batch: Any) -> None:

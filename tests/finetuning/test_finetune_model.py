@@ -142,8 +142,8 @@ def test_heads_drop_where_and_as_much_as_transformers(family, values, head, kind
 
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x * (1 - self.p) if self.training else x)
     for module in ("pretrain.model.block", "finetune.training.model.task_model"):
-        monkeypatch.setattr(f"{module}.hash_dropout", lambda x, keys, use, dropout: x * (1 - dropout))
-    monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)
+        monkeypatch.setattr(f"{module}.hash_dropout", lambda x, keys, site, dropout: x * (1 - dropout))
+    monkeypatch.setattr("pretrain.model.kernels.native.supports_native", lambda _: False)
     torch.manual_seed(0)
     if family == "Roberta":
         values = {**values, "max_position_embeddings": 26, "type_vocab_size": 1}

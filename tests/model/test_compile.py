@@ -15,10 +15,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from pretrain.config import ModelConfig
-from pretrain.model.compile import MARKS_UNKNOWN_SIZES, program, remove_unfinished
+from pretrain.model.compile import SUPPORTS_UNBACKED_SIZES, maybe_compile, remove_unfinished
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.positions import Rotation
-from pretrain.model.projection import FORM_AXES, form_qkv
+from pretrain.model.projection import QKV_AXES, form_qkv
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_program, run_workers
 
@@ -37,7 +37,7 @@ def test_every_thread_has_the_settings() -> None:
     found: dict[str, tuple[int, bool, bool]] = {}
 
     def run(name: str) -> None:
-        assert program(double, True, ("M",))(torch.ones(3)).tolist() == [2.0] * 3
+        assert maybe_compile(double, True, ("M",))(torch.ones(3)).tolist() == [2.0] * 3
         config, symbols = torch._dynamo.config, importlib.import_module("torch.fx.experimental._config")
         found[name] = config.recompile_limit, config.specialize_float, symbols.use_duck_shape
 
@@ -54,14 +54,14 @@ def rows_of_heads(x_TND: torch.Tensor, rows_M: torch.Tensor) -> torch.Tensor:
 
 def write_code(tokens: int, width: int) -> str:
     """The kernel's code, compiled for a first call of so many tokens. torch drops all compiled code to get it."""
-    function = program(rows_of_heads, True, ("T", "M"))
+    function = maybe_compile(rows_of_heads, True, ("T", "M"))
     x, rows = torch.zeros(tokens, 4, width, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         (found,) = run_and_get_code(function, x, rows)[1]
     return found.partition("async_compile = ")[2].partition("def benchmark")[0]
 
 
-@pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch relies on sizes")
+@pytest.mark.skipif(not SUPPORTS_UNBACKED_SIZES, reason="this torch relies on sizes")
 def test_the_code_does_not_depend_on_the_first_batch() -> None:
     """The compiler's cache on disk hands it to later runs: of large batches, and of other models unless it differs."""
     sizes = ((3, 64), (5000, 64), (5000, 16))
@@ -75,7 +75,7 @@ def turned_heads(x_MH: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_code_for(*heads: int) -> list[str]:
-    function = program(turned_heads, True, ("M",))
+    function = maybe_compile(turned_heads, True, ("M",))
     found = [run_and_get_code(function, torch.zeros(7, 64), number)[1][0] for number in heads]
     return [code.partition("async_compile = ")[2].partition("def benchmark")[0] for code in found]
 
@@ -88,7 +88,7 @@ def test_a_number_is_a_constant_of_the_code() -> None:
     assert two != four
     x = torch.randn(5, 8)
     for heads in (1, 4):
-        torch.testing.assert_close(program(turned_heads, True, ("M",))(x, heads), turned_heads(x, heads))
+        torch.testing.assert_close(maybe_compile(turned_heads, True, ("M",))(x, heads), turned_heads(x, heads))
 
 
 def count_graphs(family: str) -> list[int]:
@@ -110,7 +110,7 @@ def count_graphs(family: str) -> list[int]:
     return counts
 
 
-@pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch relies on sizes")
+@pytest.mark.skipif(not SUPPORTS_UNBACKED_SIZES, reason="this torch relies on sizes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_compiles_nothing_new_for_any_batch(family: str) -> None:
     """Not for a single token, mask or sequence either, which the compiler would take for constants."""
@@ -118,7 +118,7 @@ def test_a_model_compiles_nothing_new_for_any_batch(family: str) -> None:
     assert counts == [counts[0]] * len(counts)
 
 
-@pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch relies on sizes")
+@pytest.mark.skipif(not SUPPORTS_UNBACKED_SIZES, reason="this torch relies on sizes")
 def test_rotating_what_flash_attention_reads_compiles_once() -> None:
     stats, seen = torch._dynamo.utils.counters["stats"], set()
     for tokens in (1, 3, 500):
@@ -126,7 +126,7 @@ def test_rotating_what_flash_attention_reads_compiles_once() -> None:
         rotation = Rotation(angles.cos(), angles.sin())
         products = torch.randn(tokens, 48)
         whole = form_qkv((products,), (None,), rotation, 2)
-        found = program(form_qkv, True, FORM_AXES)((products.clone(),), (None,), rotation, 2)
+        found = maybe_compile(form_qkv, True, QKV_AXES)((products.clone(),), (None,), rotation, 2)
         torch.testing.assert_close(found, whole)
         seen.add(stats["unique_graphs"])
     assert len(seen) == 1
@@ -160,5 +160,5 @@ def test_a_compilation_that_a_signal_to_the_process_group_ends_is_repeated(tmp_p
     compiler.chmod(0o755)
     settings = {"cpp.cxx": (str(compiler),), "cpp_cache_precompile_headers": False}
     with fresh_cache(), inductor_config.patch(settings):
-        assert program(lambda x: x * 2 + 1, True, ("T",))(torch.ones(3)).tolist() == [3] * 3
+        assert maybe_compile(lambda x: x * 2 + 1, True, ("T",))(torch.ones(3)).tolist() == [3] * 3
     assert killed.exists()

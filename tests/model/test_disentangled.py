@@ -54,7 +54,7 @@ def test_pieces_of_any_size_give_the_same(scores: int, monkeypatch: pytest.Monke
     model, batch = PretrainingModel(make_shape(hidden_dropout=0.0), 101), make_batch((38, 40, 40, 7))
     results: list[list[Tensor]] = []
     for size in (1 << 30, scores):
-        monkeypatch.setattr(grouped_op, "SCORES_PER_PIECE", size)
+        monkeypatch.setattr(grouped_op, "SCORES_PER_MATMUL", size)
         model.zero_grad()
         loss = model(batch).mlm_loss
         loss.backward()
@@ -67,7 +67,7 @@ def test_a_short_group_reads_only_rows_that_it_reaches(monkeypatch: pytest.Monke
     shape = make_shape(relative_buckets=16, relative_max_distance=40)
     model, batch, seen = PretrainingModel(shape, 101), make_batch((3, 3, 60)), []
     monkeypatch.setattr("pretrain.model.kernels.grouping.SCORES_PER_GROUP", 0)  # a group for each length
-    own = grouped_op.DistanceTerms.of_heads
+    own = grouped_op.DistanceTerms.reached_rows
 
     def spy(self: Any, *arguments: Any) -> Any:
         found = own(self, *arguments)
@@ -75,7 +75,7 @@ def test_a_short_group_reads_only_rows_that_it_reaches(monkeypatch: pytest.Monke
         seen.append(found[0].shape[1])
         return found
 
-    monkeypatch.setattr(grouped_op.DistanceTerms, "of_heads", spy)
+    monkeypatch.setattr(grouped_op.DistanceTerms, "reached_rows", spy)
     model.encode(batch)
     assert set(seen) == {5, 32}
 

@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 LAYER = {"pretrain.model.block.after_attention", "pretrain.model.block.embed", "pretrain.model.heads.mlm_transform"}
 ATTENTION = {
-    f"pretrain.model.kernels.kernels.{name}" for name in ("heads_kernel", "weights_kernel", "gradients_kernel")
+    f"pretrain.model.kernels.kernels.{name}" for name in ("heads_kernel", "softmax_kernel", "softmax_backward_kernel")
 }
 LOSS = "pretrain.model.kernels.fused_cross_entropy.losses_and_gradient"
 

@@ -69,7 +69,7 @@ def test_windows_and_biases_equal_a_dense_mask(
     if how != "whole" and lengths != MIXED:
         pytest.skip("compiled, and cut, once")
     if how == "in pieces":
-        monkeypatch.setattr("pretrain.model.kernels.grouped_op.SCORES_PER_PIECE", 1)
+        monkeypatch.setattr("pretrain.model.kernels.grouped_op.SCORES_PER_MATMUL", 1)
     torch.manual_seed(0)
     tokens, width = sum(lengths), HEADS * WIDTH
     inputs = [torch.randn(tokens, 3 * width, requires_grad=True), torch.randn(3 * width, requires_grad=True)]
@@ -93,7 +93,7 @@ def scores(lengths: tuple[int, ...], window: int, rows: Tensor | None = None) ->
     """Scores that the grouped operator computes for a head."""
     options = AttentionOptions(1, window=window)
     groups = sequence_groups(Arguments.of(torch.empty(0), None, layout_of(lengths, rows), options, DistanceTables()))
-    return sum(g.queries.number_GL.shape[1] * g.keys.number_GL.numel() for g in groups)
+    return sum(g.queries.index_GL.shape[1] * g.keys.index_GL.numel() for g in groups)
 
 
 def test_the_cost_of_a_window_is_linear_in_the_length() -> None:

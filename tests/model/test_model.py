@@ -18,7 +18,7 @@ from pretrain.checkpoint.layouts import BERT, ReleasedFacts
 from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.config import MAX_WIDTH, ModelConfig
 from pretrain.model.attention import ProjectionWeights, self_attention
-from pretrain.model.compile import MARKS_UNKNOWN_SIZES
+from pretrain.model.compile import SUPPORTS_UNBACKED_SIZES
 from pretrain.model.encoder import Embeddings, Encoder, look_up
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.initialization import normal
@@ -26,7 +26,7 @@ from pretrain.model.kernels import grouped_op
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.model.kernels.grouped_op import grouped_attention, keys_to_heads
 from pretrain.model.kernels.grouping import SCORES_PER_GROUP, group_sequences
-from pretrain.model.kernels.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
+from pretrain.model.kernels.hash_rng import COLUMN_STEP, LAYER_STEP, hash_dropout, keep_mask
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.positions import rotate, rotations
 from tests import parity
@@ -116,9 +116,9 @@ def test_no_other_groups_cost_less(lengths: list[int], heads: int) -> None:
     rows = [list(range(sum(lengths)))[group.keys.range] for group in groups]
     assert [row for group in rows for row in group] == list(range(sum(lengths)))
     for group, expected in zip(groups, rows, strict=True):
-        assert group.keys.number_GL.flatten()[group.keys.place_T].tolist() == expected
-        assert group.keys.number_GL[group.keys.real_GL].tolist() == expected
-    shapes = [group.keys.number_GL.shape for group in groups]
+        assert group.keys.index_GL.flatten()[group.keys.slot_T].tolist() == expected
+        assert group.keys.index_GL[group.keys.valid_GL].tolist() == expected
+    shapes = [group.keys.index_GL.shape for group in groups]
     chosen = sum(cost(shape[0], shape[1], heads) for shape in shapes)
     ways = []
     for marks in itertools.product([False, True], repeat=len(lengths) - 1):
@@ -138,7 +138,7 @@ def test_a_gpu_takes_a_batch_in_few_groups_and_pieces() -> None:
         groups = group_sequences(boundaries, None, heads, device)
         pieces = 0
         for group in groups:
-            units, length = group.keys.number_GL.shape
+            units, length = group.keys.index_GL.shape
             x_BLD = torch.empty(units * heads, length, 64, device=device)
             slices = grouped_op.head_slices(x_BLD, x_BLD, 1)
             assert sum(len(range(*b.indices(len(x_BLD)))) for b in slices) == len(x_BLD)
@@ -171,7 +171,7 @@ def test_dropout_draws_from_the_keys() -> None:
 def test_dropout_is_independent_between_layers_features_and_tokens() -> None:
     keys = make_batch([2000]).token_keys
     ones = torch.ones(2000, 64)
-    masks = [hash_dropout(ones, keys + layer * BETWEEN, use, 0.5) > 0 for layer in range(3) for use in (1, 2)]
+    masks = [hash_dropout(ones, keys + layer * LAYER_STEP, use, 0.5) > 0 for layer in range(3) for use in (1, 2)]
     flat = torch.stack([mask.flatten().float() for mask in masks])
     correlations = torch.corrcoef(flat) - torch.eye(len(masks))
     assert correlations.abs().max() < 0.02
@@ -311,7 +311,7 @@ def test_a_shape_that_cannot_be_initialized_to_neighbors_is_refused(part: dict[s
 
 def test_the_stride_of_dropout_seeds_stays_within_int32() -> None:
     """Past it compiled code wrote out of bounds: C++ takes an overflowing loop variable for impossible."""
-    assert ALONG * MAX_WIDTH < 1 << 31
+    assert COLUMN_STEP * MAX_WIDTH < 1 << 31
     with pytest.raises(ValueError, match="less than or equal to 8192"):
         ModelConfig(size="custom", layers=1, hidden=MAX_WIDTH + 64, heads=1)
 
@@ -320,7 +320,7 @@ def test_every_head_of_every_layer_has_its_own_dropout_mask() -> None:
     keys_GQ = torch.arange(64, dtype=torch.int32)[None]
     masks = []
     for _ in range(4):
-        keys_GQ = keys_GQ + BETWEEN
+        keys_GQ = keys_GQ + LAYER_STEP
         masks += [keep_mask(seeds, 0.5) for seeds in keys_to_heads(keys_GQ, 4)]
     for number, mask in enumerate(masks):
         assert not any(torch.equal(mask, other) for other in masks[:number])
@@ -334,7 +334,7 @@ def test_a_tie_for_the_top_score_counts_as_its_share() -> None:
 @pytest.mark.parametrize("entries", [1 << 26, 3 * 50])
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_the_vocabulary_loss_equals_its_slow_twin(entries: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.model.kernels.fused_cross_entropy.LOGITS_PER_PIECE", entries)
+    monkeypatch.setattr("pretrain.model.kernels.fused_cross_entropy.LOGITS_PER_CHUNK", entries)
     torch.manual_seed(0)
     inputs = [torch.randn(*size, requires_grad=True) for size in ((count, 8), (50, 8), (50,))]
     hidden, word, bias = inputs
@@ -357,7 +357,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch compiles again")
+@pytest.mark.skipif(not SUPPORTS_UNBACKED_SIZES, reason="this torch compiles again")
 def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new(threads: int) -> None:
     """It would in the middle of training: torch.compile takes a size of 1 for a constant.
 

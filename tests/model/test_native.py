@@ -55,7 +55,7 @@ def test_attention_equals_batched_matmuls(
     layout = TokenLayout(batch.cu_seqlens, LENGTHS, rows, batch.token_keys)
     qkv = torch.randn(sum(LENGTHS), 9 * width).to(dtype).requires_grad_()
     bias = torch.randn(9 * width).to(dtype).requires_grad_()
-    assert native.attends_natively(qkv, layout, options)
+    assert native.should_attend_natively(qkv, layout, options)
     made = results(lambda: native.attention(qkv, bias, layout, options)[0], [qkv, bias])
     wanted = results(lambda: grouped_attention(qkv, bias, layout, options)[0], [qkv, bias])
     assert len(made) == 3
@@ -70,10 +70,10 @@ def test_attention_of_longer_sequences_is_native_without_gradients(dtype: torch.
     batch, options = make_batch((200, 3, 256)), AttentionOptions(heads=3)
     layout = TokenLayout(batch.cu_seqlens, (200, 3, 256), None, batch.token_keys)
     qkv, bias = torch.randn(459, 9 * 16).to(dtype), torch.randn(9 * 16).to(dtype)
-    assert not native.attends_natively(qkv, layout, options)
+    assert not native.should_attend_natively(qkv, layout, options)
     with torch.inference_mode():
-        assert native.attends_natively(qkv, layout, options)
-        assert not native.attends_natively(qkv, layout._replace(lengths=(202, 257)), options)
+        assert native.should_attend_natively(qkv, layout, options)
+        assert not native.should_attend_natively(qkv, layout._replace(lengths=(202, 257)), options)
         made, wanted = (compute(qkv, bias, layout, options) for compute in (native.attention, grouped_attention))
     assert max(map(apart, made, wanted)) < CLOSE[dtype]
 
@@ -98,7 +98,7 @@ def test_the_rest_of_a_layer_equals_its_definition(dtype: torch.dtype, dropout: 
         *(x for part in weights for x in (part if isinstance(part, tuple) else (part,)) if x is not None),
     ]
     functions = BlockFunctions.of(shape)._replace(eps=1e-12)
-    natively = native.or_natively(after_attention, shape, compile=False)
+    natively = native.prefer_native(after_attention, shape, compile=False)
     assert natively is not after_attention
     ours = results(lambda: natively(context, state, keys, weights, functions, dropout), inputs)
     wanted = results(lambda: after_attention(context, state, keys, weights, functions, dropout), inputs)
@@ -165,10 +165,10 @@ def test_what_the_loops_lack_goes_to_torch() -> None:
     batch, options = make_batch((3, 40)), AttentionOptions(heads=3)
     layout = TokenLayout(batch.cu_seqlens, (3, 40), None, batch.token_keys)
     qkv = torch.zeros(43, 9 * 16)
-    assert native.attends_natively(qkv, layout, options._replace(window=39))
-    assert not native.attends_natively(qkv, layout, options._replace(window=38))
-    assert not native.attends_natively(qkv, layout, options._replace(fused=True))
-    assert not native.attends_natively(qkv.half(), layout, options)
-    assert not native.attends_natively(torch.zeros(43, 9 * 8), layout, options)
-    assert not native.attends_natively(qkv, layout._replace(distance_bias=torch.zeros(3, 79)), options)
-    assert not native.attends_natively(qkv, layout._replace(lengths=(3, 1000)), options)
+    assert native.should_attend_natively(qkv, layout, options._replace(window=39))
+    assert not native.should_attend_natively(qkv, layout, options._replace(window=38))
+    assert not native.should_attend_natively(qkv, layout, options._replace(fused=True))
+    assert not native.should_attend_natively(qkv.half(), layout, options)
+    assert not native.should_attend_natively(torch.zeros(43, 9 * 8), layout, options)
+    assert not native.should_attend_natively(qkv, layout._replace(distance_bias=torch.zeros(3, 79)), options)
+    assert not native.should_attend_natively(qkv, layout._replace(lengths=(3, 1000)), options)

@@ -35,7 +35,7 @@ def test_losses_and_gradients_are_those_of_the_text(name: str, monkeypatch: pyte
         for module in (rounding, grouped_op):
             monkeypatch.setattr(module, "compiles_each_shape", lambda like, on=is_round: on)
         model, batch = make_model(**MODELS[name]), make_batch(LENGTHS)
-        assert len(rounding.with_round_tokens(batch, model.embeddings.word).input_ids) % 16 == 0 or not is_round
+        assert len(rounding.pad_tokens(batch, model.embeddings.word).input_ids) % 16 == 0 or not is_round
         losses = model(batch)
         (losses.mlm_loss + losses.nsp_loss).backward()
         found.append([*losses, model.masked_logits(batch), model.encode(batch), *(p.grad for p in model.parameters())])
@@ -55,7 +55,7 @@ class _Shapes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.bertrain.grouped_attention.default:
             self.lengths |= {
-                len(one.keys.real_GL[0]) for one in grouped_op.sequence_groups(grouped_op.Arguments(*args))
+                len(one.keys.valid_GL[0]) for one in grouped_op.sequence_groups(grouped_op.Arguments(*args))
             }
         elif func is torch.ops.aten.mm.default:
             self.products.add((*args[0].shape, *args[1].shape))
@@ -73,7 +73,7 @@ def test_few_shapes_for_many_lengths() -> None:
             losses = model(batch)
             (losses.mlm_loss + losses.nsp_loss).backward()
         tokens += sum(lengths)
-        filler += len(rounding.with_round_tokens(batch, model.embeddings.word).input_ids) - sum(lengths)
+        filler += len(rounding.pad_tokens(batch, model.embeddings.word).input_ids) - sum(lengths)
     assert len(shapes.products) < 80  # 334 without
     assert not [one for one in shapes.lengths if one % rounding.LENGTH_MULTIPLE]
     assert 0 < filler < 0.04 * tokens

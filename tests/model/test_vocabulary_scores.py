@@ -91,7 +91,7 @@ def test_gaps_change_nothing(name: str, fused: bool, monkeypatch: pytest.MonkeyP
         losses = LOSSES[name](hidden, word, bias, labels, fused)
         return [*losses, *torch.autograd.grad(losses[0], (hidden, word, bias))]
 
-    monkeypatch.setattr(fused_cross_entropy, "LOGITS_PER_PIECE", 4 * 101)  # pieces of three tokens
+    monkeypatch.setattr(fused_cross_entropy, "LOGITS_PER_CHUNK", 4 * 101)  # pieces of three tokens
     expected = compute()
 
     def with_gaps(rows: int, word: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def counted(config: PretrainConfig, batch: MicroBatch, monkeypatch: pytest.Monke
         operators.grouped_attention_backward: inside(grouped_op.backward_op),
     }
     model = model_of(config).train()
-    monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # which torch cannot look into
+    monkeypatch.setattr("pretrain.model.kernels.native.supports_native", lambda _: False)  # torch cannot look into it
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         losses = [part for part in model(batch)[:3] if torch.is_tensor(part) and part.requires_grad]
         torch.stack([one.float() for one in losses]).sum().backward()
@@ -108,7 +108,7 @@ def test_the_layers_of_a_model_are_counted_once(name: str, monkeypatch: pytest.M
     asked: list[int] = []
     plain = cost.layer_parameters
     monkeypatch.setattr(cost, "layer_parameters", lambda model, number: asked.append(number) or plain(model, number))
-    cost.counted_products.cache_clear()
+    cost.count_products.cache_clear()
     for lengths in ([64, 32], [17, 5, 3]):
         objective_of(make_config(**CASES[name]), VOCABULARY).model_flops(lengths, 4)
     assert sorted(asked) == sorted([0, 1, 2] * (1 + (name == "electra")))

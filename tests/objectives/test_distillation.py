@@ -18,7 +18,7 @@ from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.kernels import fused_cross_entropy
 from pretrain.objectives import objective_of
-from pretrain.objectives.distillation import DistillingModel, evenly_spread, student_shapes, student_weights
+from pretrain.objectives.distillation import DistillingModel, evenly_spaced_layers, student_shapes, student_weights
 from pretrain.objectives.objective import FrozenModel
 from tests.batches_by_hand import make_batch, next_sentence_logits
 from tests.distributed import run_workers
@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs/pretrain"
 @pytest.mark.parametrize("piece", [1 << 26, 150])
 def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """As transformers' research project distillation, distiller.py, computes them: values and gradients."""
-    monkeypatch.setattr(fused_cross_entropy, "LOGITS_PER_PIECE", piece)
+    monkeypatch.setattr(fused_cross_entropy, "LOGITS_PER_CHUNK", piece)
     torch.manual_seed(0)
     shape = ModelConfig(size="custom", layers=2, hidden=16, heads=2, hidden_dropout=0.0)
     teacher = PretrainingModel(shape.model_copy(update={"layers": 3}), 50, False)
@@ -77,10 +77,10 @@ def test_without_a_cosine_loss_the_last_layer_computes_the_masked_tokens_only() 
 
 
 def test_layers_are_spread_as_distilbert_spreads_them() -> None:
-    assert evenly_spread(6, 12) == (0, 2, 4, 7, 9, 11)
-    assert evenly_spread(2, 4) == (0, 3)
-    assert evenly_spread(1, 4) == (0,)
-    assert evenly_spread(4, 4) == (0, 1, 2, 3)
+    assert evenly_spaced_layers(6, 12) == (0, 2, 4, 7, 9, 11)
+    assert evenly_spaced_layers(2, 4) == (0, 3)
+    assert evenly_spaced_layers(1, 4) == (0,)
+    assert evenly_spaced_layers(4, 4) == (0, 1, 2, 3)
 
 
 def test_every_shipped_student_fits_its_shipped_teacher() -> None:

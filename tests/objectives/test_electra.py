@@ -63,7 +63,7 @@ def test_a_step_of_many_scores_is_sampled_in_pieces(monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     arguments = torch.randn(20, 5), torch.randn(7, 5), None, torch.arange(20).int()
     whole = sample_tokens(*arguments)
-    monkeypatch.setattr(replaced_tokens, "CHUNK_SCORES", 7 * 3)
+    monkeypatch.setattr(replaced_tokens, "CHUNK_LOGITS", 7 * 3)
     assert torch.equal(sample_tokens(*arguments), whole)
 
 

@@ -119,7 +119,7 @@ def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
 def test_buckets_are_those_of_the_engine():
     """Estimates are made without torch, so they repeat these numbers."""
     assert memory.BUCKET == roofline.BUCKET == buckets.ENTRIES
-    assert memory.IN_FLIGHT == gradient_sums.IN_FLIGHT
+    assert memory.MAX_IN_FLIGHT == gradient_sums.MAX_IN_FLIGHT
 
 
 def test_states_follow_rajbhandari():
@@ -198,7 +198,7 @@ def test_more_workers_need_less_each(stage: int):
 @pytest.mark.usefixtures("saving_as_compiled")
 def test_activations_are_what_torch_saves(precision: Any, compile: bool, monkeypatch: pytest.MonkeyPatch):
     """Beside what is saved, the estimate has one layer's working space."""
-    monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # a GPU has no such loops
+    monkeypatch.setattr("pretrain.model.kernels.native.supports_native", lambda _: False)  # a GPU has no such loops
     config = make_config(
         vocabulary=64,
         model=ModelConfig(size="custom", layers=4, hidden=128, heads=2, hidden_dropout=0.1),

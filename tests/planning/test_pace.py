@@ -170,11 +170,11 @@ def test_a_timed_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_resumed_run_keeps_its_schedule(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"warmup_steps": 10})
-    assert pace.recorded(config) == config
+    assert pace.with_recorded_schedule(config) == config
     fitted = pace.scale(config, 3.3)
     fitted.folder.mkdir(parents=True)
     preflight.record_config(fitted)
-    assert pace.recorded(config) == fitted
+    assert pace.with_recorded_schedule(config) == fitted
 
 
 # ---- rates of the machine: measured once, and kept unless other programs disturbed the measurement
@@ -233,10 +233,10 @@ def test_the_rates_of_a_cpu_are_remembered(waits: dict[int, float], monkeypatch:
     made: list[int] = []
     monkeypatch.setattr(precision, "measure_matmul", lambda *_, threads=0: made.append(threads) or 1e11)
     for _ in range(2):
-        for function in (precision.of_one_thread, precision.matmul_peak):
+        for function in (precision.single_thread_peak, precision.matmul_peak):
             function.cache_clear()
-        precision.offer(torch.device("cpu"))
+        precision.capabilities(torch.device("cpu"))
         precision.matmul_peak("cpu", "bf16")
     assert made == [1, 1, 0]
-    for function in (precision.of_one_thread, precision.matmul_peak):
+    for function in (precision.single_thread_peak, precision.matmul_peak):
         function.cache_clear()

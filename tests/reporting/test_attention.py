@@ -18,7 +18,7 @@ from finetune.cli import main
 from pretrain.model.padded import PaddedEncoder
 from pretrain.reporting.attention.page import strongest_heads, write_attention_page
 from pretrain.reporting.attention.strips import strip_chart
-from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
+from pretrain.reporting.attention.weights import AttentionModel, DisplayTokens
 from pretrain.run.attention.kinds import KINDS, HeadStatistics, MarkedTokens
 from tests import parity
 from tests.tasks.refusals import refused
@@ -120,14 +120,14 @@ def test_a_long_text_is_divided_and_nothing_is_left_out(bert: AttentionModel) ->
     assert len(bert.tokens(TEXT)) == len(whole) + 2  # the division does not last
 
 
-def hand_made() -> ShownTokens:
+def hand_made() -> DisplayTokens:
     """[CLS] a b ##c , a [SEP] with the words a, bc and the comma."""
     ids = np.array([2, 10, 11, 12, 13, 10, 3])
     first, separator = ids == 2, ids == 3
     marked = MarkedTokens(
         ids, first, separator, ids == 13, np.array([-1, 0, 1, 1, 2, 0, -1]), np.array([-1, 0, 1, 1, 2, 3, -1])
     )
-    return ShownTokens(tuple("CabcdaS"), (False,) * 7, np.zeros(7, np.int64), marked)
+    return DisplayTokens(tuple("CabcdaS"), (False,) * 7, np.zeros(7, np.int64), marked)
 
 
 def random_weights(length: int, layers: int = 2, heads: int = 3, seed: int = 0) -> list[np.ndarray]:
@@ -270,7 +270,7 @@ def test_the_command_writes_the_page(folders: dict[str, Path], tmp_path: Path, c
 
 
 def test_a_strip_has_a_dot_for_each_head_at_its_value() -> None:
-    svg = strip_chart("a <b>", np.array([[0.0, 0.5], [1.0, 0.25]]), 0.25, form=lambda value: f"{value:g}")
+    svg = strip_chart("a <b>", np.array([[0.0, 0.5], [1.0, 0.25]]), 0.25, format_y=lambda value: f"{value:g}")
     assert "a &lt;b&gt;" in svg
     assert svg.count("<circle") == 4
     heights = [float(part.split('"')[1]) for part in svg.split("cy=")[1:]]

@@ -152,7 +152,7 @@ class TestPage:
         lines = report.summary([run]).splitlines()[-5:]
         assert [re.split("  +", line) for line in lines][1:] == [*rows, ["Who?"]]
         page = report.write_report([run], tmp_path / "report.html").read_text()
-        table = page.partition("What pretraining was worth")[2].partition("</table>")[0]
+        table = page.partition("Benefit of pretraining")[2].partition("</table>")[0]
         assert re.findall(r"<td>([^<]+)</td>", table) == [cell for row in [*rows, ["Who?"]] for cell in row]
 
     def test_the_summary_has_the_figures(self, run: Path) -> None:
@@ -209,7 +209,7 @@ class TestFillings:
 
     def test_text_unfit_to_show_is_skipped(self) -> None:
         def found(text: str) -> list[int]:
-            return fill_mask.maskable_words([fill_mask.with_blank(entry) for entry in text.split()])
+            return fill_mask.maskable_words([fill_mask.with_space(entry) for entry in text.split()])
 
         good = "ban bar bas bat ben ber bes bet bin ##ing ."
         assert found(good) == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -260,7 +260,7 @@ class TestCharts:
     @given(st.lists(st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=700))
     def test_any_curve_stays_inside_the_drawing(self, values: list[float]) -> None:
         series = [charts.Series("a", list(enumerate(values)), smooth=len(values) % 2 == 0)]
-        (curve,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts[0]
+        (curve,) = Page(charts.line_chart("t", series, format_y=str, format_x=str)).charts[0]
         assert 1 <= len(curve["points"]) <= 300
         for x, y, *_ in curve["points"]:
             assert 48 <= x <= 390
@@ -273,7 +273,7 @@ class TestCharts:
             ("{:.0f}".format, '<text x="390.0" y="214" text-anchor="middle">100<'),
             ("{:,.1f} FLOP".format, '<text x="400" y="214" text-anchor="end">100.0 FLOP<'),
         ):
-            chart = charts.line_chart("t", [charts.Series("a", points)], form=str, form_x=form_x)
+            chart = charts.line_chart("t", [charts.Series("a", points)], format_y=str, format_x=form_x)
             assert drawn in chart
             ends = [point[:2] for point in Page(chart).charts[0][0]["points"]]
             assert ends == [[48.0, 194.0], [390.0, 12.0]], "up is up"
@@ -281,7 +281,7 @@ class TestCharts:
     def test_a_noisy_curve_is_smoothed_only_where_there_is_enough_of_it(self) -> None:
         def plot(count: int) -> tuple[set[str], str]:
             points = [(float(i), float(i % 2)) for i in range(count)]
-            html = charts.line_chart("t", [charts.Series("a", points, smooth=True)], form=str, form_x=str)
+            html = charts.line_chart("t", [charts.Series("a", points, smooth=True)], format_y=str, format_x=str)
             return {text for *_, text in Page(html).charts[0][0]["points"]}, html
 
         few, html = plot(40)
@@ -294,7 +294,7 @@ class TestCharts:
     def test_a_long_curve_is_averaged_not_sampled_and_keeps_a_spike(self) -> None:
         points = [(float(i), float(i % 2)) for i in range(6000)]
         points[4321] = (4321.0, 41.0)
-        html = charts.line_chart("t", [charts.Series("a", points)], form=str, form_x=str)
+        html = charts.line_chart("t", [charts.Series("a", points)], format_y=str, format_x=str)
         (curve,) = Page(html).charts[0]
         assert {float(text) for *_, text in curve["points"]} == {0.5, 2.5}
         (faint,) = re.findall(r'class="train raw" points="([^"]*)"', html)
@@ -304,8 +304,8 @@ class TestCharts:
 
     def test_many_curves_share_the_points_of_a_chart(self) -> None:
         series = [charts.Series(str(run), [(float(step), 1.0) for step in range(1000)]) for run in range(20)]
-        (drawn,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts
+        (drawn,) = Page(charts.line_chart("t", series, format_y=str, format_x=str)).charts
         assert {len(curve["points"]) for curve in drawn} == {112}  # means of 9 steps
 
     def test_nothing_to_draw(self) -> None:
-        assert charts.line_chart("t", [charts.Series("a", [])], form=str, form_x=str) == ""
+        assert charts.line_chart("t", [charts.Series("a", [])], format_y=str, format_x=str) == ""

@@ -14,7 +14,7 @@ from pretrain.common.errors import DivergedError, InputError, MachineError, Stop
 from pretrain.common.worker import Worker
 from pretrain.config import EngineConfig, PretrainConfig, changed_for_resume, keep_precision
 from pretrain.model import precision
-from pretrain.model.precision import DeviceCapabilities, PrecisionChoice, choose
+from pretrain.model.precision import DeviceCapabilities, PrecisionChoice, choose_precision
 from pretrain.run import preflight, session
 from tests.distributed import run_program, run_workers
 from tests.starts import pretraining
@@ -50,7 +50,7 @@ def cpu(bf16: float, fp32: float) -> DeviceCapabilities:
     ],
 )
 def test_the_devices_decide(offers: list[DeviceCapabilities], expected: str) -> None:
-    assert choose(offers).precision == expected
+    assert choose_precision(offers).precision == expected
 
 
 @pytest.mark.parametrize("held_up", [False, True])
@@ -108,7 +108,7 @@ def settle(folder: str, given: list[str]) -> list[str]:
     made = cpu(10e9, 100e9) if worker.rank == 0 else cpu(110e9, 100e9)
     found = []
     for number, chosen in enumerate(given):
-        session.precision.offer = lambda _: made if number == 0 else pytest.fail("measured again")  # noqa: B023
+        session.precision.capabilities = lambda _: made if number == 0 else pytest.fail("measured again")  # noqa: B023
         config, _ = session.choose_device(run_config(folder, chosen), worker)
         found.append(config.engine.precision)
     return found
@@ -154,8 +154,8 @@ def first_knows(folder: str) -> list[str]:
 def test_a_model_runs_as_it_was_trained_where_that_is_not_slow(
     monkeypatch: pytest.MonkeyPatch, trained: Any, device: str, offered: DeviceCapabilities, expected: str
 ) -> None:
-    monkeypatch.setattr(precision, "offer", lambda _: offered)
-    choice = precision.run_precision(trained, torch.device(device))
+    monkeypatch.setattr(precision, "capabilities", lambda _: offered)
+    choice = precision.inference_precision(trained, torch.device(device))
     assert choice.precision == expected
     assert (choice.reason == "as trained") == (trained == expected)
 
@@ -163,7 +163,7 @@ def test_a_model_runs_as_it_was_trained_where_that_is_not_slow(
 def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from pretrain.planning import estimate
 
-    monkeypatch.setattr(precision, "choose_here", lambda: PrecisionChoice("fp32", "because it is faster"))
+    monkeypatch.setattr(precision, "choose_local_precision", lambda: PrecisionChoice("fp32", "because it is faster"))
     text = estimate.dry_run(run_config(tmp_path), show_config=True)
     assert "Precision\n  fp32: because it is faster" in text
     assert "precision: fp32" in text
@@ -193,7 +193,7 @@ def test_runs_of_one_command(
 
     first = ["fp32"] if settled == ["", "", ""] else []
     answers = (PrecisionChoice(one, "") for one in itertools.chain(first, itertools.repeat("bf16")))  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(trials, "choose_here", lambda: next(answers))
+    monkeypatch.setattr(trials, "choose_local_precision", lambda: next(answers))
     given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
     config, members = FinetuneConfig.model_validate(given), []
     for seed, started in enumerate(settled):

@@ -43,7 +43,7 @@ class Engine:
     def sum_over_workers(self, values: torch.Tensor) -> torch.Tensor:
         return values.add_(self.others)
 
-    def aside(self, _: Any) -> None:
+    def new_cpu_group(self, _: Any) -> None:
         pass
 
 

@@ -125,7 +125,7 @@ def test_what_cannot_be_fetched_is_one_line(hub: Hub, monkeypatch, capfd, endpoi
 
 def test_errors_of_a_library_are_the_store_s_and_a_bug_keeps_its_traceback(hub: Hub) -> None:
     def tried(work: Any) -> None:
-        ObjectStore(retry_seconds=0)._retried(MODEL, "read", work)
+        ObjectStore(retry_seconds=0)._retry(MODEL, "read", work)
 
     for work in (lambda: int("a"), lambda: {}["a"], lambda: json.loads("a"), lambda: len(1), lambda: hub.answer()):  # pyright: ignore
         with pytest.raises((ValueError, KeyError, TypeError)):

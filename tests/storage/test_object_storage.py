@@ -131,7 +131,7 @@ def test_what_was_lost_there_is_not_replaced_by_a_damaged_file(proxy: FaultyProx
     ObjectStore().delete(f"{address}/two")
     for damaged in ("2", "23"):
         (folder / "two").write_text(damaged)
-        with pytest.raises(MachineError, match=r"two: is missing .* there, and is not here, or damaged"):
+        with pytest.raises(MachineError, match=r"two: is missing .* there, and is missing or damaged here"):
             folders.store(folder, address)
     (folder / "two").write_text("22")
     folders.store(folder, address)
@@ -144,7 +144,7 @@ def test_only_what_is_missing_needs_space(proxy: FaultyProxy, tmp_path: Path, mo
         ObjectStore().write(f"{address}/{name}", b"x" * 1000)
     folders.fetch_files(f"{address}/one")
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10_000, 9000, 999))
-    with pytest.raises(MachineError, match="are to be fetched"):
+    with pytest.raises(MachineError, match="fetching needs"):
         folders.fetch_files(address)
     (begun,) = folders.find(f"{address}/two").values()
     part = _part_file(local(f"{address}/two"), begun, "")
@@ -162,7 +162,7 @@ def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again
     ObjectStore().upload(path, address)
     parts = [request.split("&")[0] for request in proxy.requests if "partNumber" in request]
     assert sorted(part.split("=")[-1] for part in parts) == ["1", "2", "2", "3"]
-    facts = ObjectStore().facts(address)
+    facts = ObjectStore().info(address)
     assert facts is not None
     proxy.plan = [Fault("cut", "GET .*large", 2)]
     ObjectStore().download(address, tmp_path / "back", facts)
@@ -191,20 +191,20 @@ def test_a_store_keeps_what_is_written_and_says_what_is_missing(bucket, tmp_path
     (at, proxy), there, file = bucket, ObjectStore(retry_seconds=5), tmp_path / "file"
     base, one, odd = f"{at}/a", f"{at}/a/one", f"{at}/a/b c+d%é#1.txt"
     there.delete(one)
-    assert (there.read(one), there.facts(one), there.listing(base)) == (None, None, {})
+    assert (there.read(one), there.info(one), there.listing(base)) == (None, None, {})
     for content in (b"hello world", b"other", b""):
         there.write(one, content)
         assert there.read(one) == content
     there.write(odd, b"hello world")
     assert there.read_range(odd, 1, 3) == b"el"
     assert [there.create(f"{base}/new/1", content) for content in (b"1", b"1", b"2")] == [True, True, False]
-    assert not there.overwrites(f"{base}/new/1", b"1")
-    assert (there.facts(f"{base}/new"), there.listing(one), there.listing(f"{base}/n")) == (None, {}, {})
+    assert not there.create_overwrites(f"{base}/new/1", b"1")
+    assert (there.info(f"{base}/new"), there.listing(one), there.listing(f"{base}/n")) == (None, {}, {})
     for size in (17 << 20, 17 << 20, 1, 0):  # in parts, and once more
         file.write_bytes(np.random.default_rng(size).bytes(size))
         there.upload(file, f"{base}/{size}")
         facts = there.listing(base)[str(size)]
-        assert there.facts(f"{base}/{size}") == facts
+        assert there.info(f"{base}/{size}") == facts
         for digest in ("", hashlib.sha256(file.read_bytes()).hexdigest()):
             there.download(f"{base}/{size}", tmp_path / "back", facts, digest)
             assert (tmp_path / "back").read_bytes() == file.read_bytes()
@@ -249,10 +249,10 @@ def test_what_takes_longer_than_the_time_for_retries_is_tried_again(monkeypatch:
 
     monkeypatch.setattr(objects, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     patient = ObjectStore(retry_seconds=60.0)
-    assert patient._retried(f"s3://{BUCKET}/a", "stored", lambda: upload(1)) == 2
+    assert patient._retry(f"s3://{BUCKET}/a", "stored", lambda: upload(1)) == 2
     attempts.clear()
     with pytest.raises(MachineError, match=r"cannot be stored; 2 attempts in 100\d s \(cut\)"):
-        patient._retried(f"s3://{BUCKET}/a", "stored", lambda: upload(2))
+        patient._retry(f"s3://{BUCKET}/a", "stored", lambda: upload(2))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_what_the_client_does_not_try_again_is_tried_again_here(proxy: FaultyPro
     assert list(objects.listing(f"s3://{BUCKET}/folder")) == ["a"]
     assert objects.read(address) == b"x"
     objects.delete(address)
-    assert objects.facts(address) is None
+    assert objects.info(address) is None
     assert not proxy.plan
 
 
@@ -570,7 +570,7 @@ def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(pr
         download(self, *given)
 
     monkeypatch.setattr(ObjectStore, "download", slow)
-    monkeypatch.setattr(folders, "AT_ONCE", 1)
+    monkeypatch.setattr(folders, "MAX_CONCURRENT", 1)
     folder = fetched_model(RUN)
     assert store.list_checkpoints(folder / "checkpoints") == [folder / "checkpoints" / "step-00000004"]
     assert store.latest(folder / "checkpoints") is not None

@@ -650,7 +650,7 @@ class TestFollow:
         progress = live.LiveProgress(Path("/nonexistent"), 100, screen, MaskedTokens.metrics)
         progress.last = {"step": step, "loss": loss, "mlm_accuracy": 0.5, "nsp_accuracy": 0.9}
         progress.last |= {"tokens_per_second": 1e6, "mfu": 0.4, "data_stall_fraction": 0.01}
-        progress.has_news = True
+        progress.has_records = True
         progress.poll()
         screen.print(progress.bar.get_renderable())
         (line,) = shown(screen)

@@ -214,7 +214,7 @@ def train_with_unusual_settings() -> dict[str, list[float]]:
         norms[name] = [norm for _, norm, _ in take_steps(engine, range(2))]
         if "sent in fp32" in name:
             assert engine.sums is not None
-            assert engine.sums._sent == torch.float32
+            assert engine.sums._sent_dtype == torch.float32
         engine.close()
     return norms
 

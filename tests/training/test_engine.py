@@ -61,7 +61,7 @@ def refusal(section: dict[str, Any]) -> str:
 
 def test_what_deepspeed_refuses_of_its_own_section_is_an_input_error() -> None:
     (said,) = run_workers(1, refusal, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
-    assert said.startswith("engine.deepspeed: DeepSpeed refuses it (You are using ZeRO-Offload with a client")
+    assert said.startswith("engine.deepspeed: DeepSpeed rejects it (You are using ZeRO-Offload with a client")
 
 
 def own_bug() -> str:
@@ -245,7 +245,7 @@ def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False, clip: float =
         patch.setattr(buckets, "ENTRIES", 9000)  # several buckets
         patch.setattr(gradient_sums, "PIECE_ENTRIES", 5000)  # several pieces of some
         if not alone:
-            patch.setattr(state_layouts, "has_own_sums", lambda _: False)
+            patch.setattr(state_layouts, "uses_gradient_sums", lambda _: False)
         for stage in (1, 2):
             engine = make_engine(stage, "bf16", clip=clip)
             assert (engine.sums is not None) == alone
@@ -572,7 +572,7 @@ def groups_timeouts() -> set[float]:
     world: Any = dist.group.WORLD
     world.set_timeout(timedelta(hours=5))
     engine = make_engine(0)
-    side: Any = engine.workers.aside(timedelta(hours=5))._group
+    side: Any = engine.workers.new_cpu_group(timedelta(hours=5))._group
     used = [dist.group.WORLD, engine._deepspeed.data_parallel_group, side]
     dist.barrier(side)  # a rank that ended now would cut the other's connection off
     left = (group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in used)

@@ -57,7 +57,7 @@ def named(finding: Hang | None, rank: int, why: str = "") -> None:
     """Assert that a rank was found to hang."""
     assert finding is not None
     assert (finding.event, finding.rank) == ("hang", rank)
-    assert why in finding.why
+    assert why in finding.reason
 
 
 def test_data_stalls_apart_from_hangs() -> None:
@@ -129,7 +129,7 @@ class TestFollower:
         finding = follower.find(self.summary(1, ended=True), 99, 8.0, 108.0)
         assert finding is not None
         assert finding.rank == 0
-        assert "rank 5 has made no progress" in finding.why
+        assert "rank 5 has made no progress" in finding.reason
 
     def test_rank_0_has_time_to_start(self) -> None:
         follower = Follower(5, patience=1.0)

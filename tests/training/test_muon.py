@@ -285,13 +285,13 @@ def test_the_parts_of_the_workers_fit_together(shared: bool, entries: int, monke
         for a in range(3):
             for b in range(3):
                 assert parts[a].sent[b] == parts[b].gathered[a]
-                assert parts[a].returned[b] == parts[b].taken[a]
+                assert parts[a].returned[b] == parts[b].received[a]
     owned = [i for plan in plans for part in plan for i in part.owned]
     assert sorted(owned) == list(shapes), "each matrix has one owner"
     for rank, plan in enumerate(plans):
-        taken = sorted(piece for part in plan for pieces in part.taken for piece in pieces)
-        assert taken == sorted(held[rank])
-        assert shared or taken == sorted(piece for part in plan for pieces in part.sent for piece in pieces)
+        received = sorted(piece for part in plan for pieces in part.received for piece in pieces)
+        assert received == sorted(held[rank])
+        assert shared or received == sorted(piece for part in plan for pieces in part.sent for piece in pieces)
 
 
 def test_owners_have_equal_work() -> None:

@@ -18,7 +18,7 @@ from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.planning.recording import choose_graphs
 from pretrain.run import session, train
 from pretrain.training.engine import pass_graphs as graphs_module
-from pretrain.training.engine.pass_graphs import PassGraphs, shape_of
+from pretrain.training.engine.pass_graphs import PassGraphs, shape_key
 from tests.batches.test_loader import run_config
 from tests.batches_by_hand import make_batch
 from tests.distributed import engine_of, run_workers
@@ -115,9 +115,9 @@ def test_recorded_passes_train_as_launched_ones(workers: int) -> None:
 def test_what_one_recording_serves() -> None:
     first, second, other = (with_filler(make_batch(lengths, VOCABULARY), 64) for lengths in LENGTHS)
     assert first.lengths != second.lengths
-    assert shape_of(first) == shape_of(second) != shape_of(other)
+    assert shape_key(first) == shape_key(second) != shape_key(other)
     longer = dataclasses.replace(first, lengths=(*first.lengths[:-1], 33))
-    assert shape_of(longer) != shape_of(first)
+    assert shape_key(longer) != shape_key(first)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def of_base(sequences: int, **engine: Any) -> PretrainConfig:
         (of_base(512), ["NVIDIA H200"], False, "launched and 1"),
         (of_base(512), ["NVIDIA H200"] * 16, True, "launched and"),
         (of_base(32), ["NVIDIA H200", "NVIDIA L4"], False, "launched and"),  # whose kernels take longer
-        (of_base(32), ["NVIDIA H200", "NVIDIA T4"], False, "the dry run has no figures of NVIDIA T4"),
+        (of_base(32), ["NVIDIA H200", "NVIDIA T4"], False, "the dry run does not know NVIDIA T4"),
         (of_base(32, precision="fp16"), ["NVIDIA H200"], False, "it needs bf16, not fp16"),
         (of_base(32, zero_stage=2), ["NVIDIA H200"], False, "engine.zero_stage is 2"),
-        (of_base(32, deepspeed={"steps_per_print": 5}), ["NVIDIA H200"], False, "engine.deepspeed is given"),
+        (of_base(32, deepspeed={"steps_per_print": 5}), ["NVIDIA H200"], False, "engine.deepspeed is set"),
         (of_base(512, cuda_graphs=True), ["NVIDIA H200"], True, "as configured"),
     ],
 )

@@ -79,7 +79,7 @@ def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -
 
     try:
         if not constants.HF_HUB_OFFLINE:  # `datasets` retries, and reports all causes in the same way
-            ObjectStore().facts(f"hf://datasets/{name}@{revision}/README.md")
+            ObjectStore().info(f"hf://datasets/{name}@{revision}/README.md")
         return _streamed(name, subset, split, revision)
     except RunError as error:
         raise type(error)(f"{where}.dataset: {error}") from None

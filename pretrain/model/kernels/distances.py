@@ -1,8 +1,8 @@
-"""The terms of disentangled attention: products of queries and keys with embeddings of the distance between them.
+"""The terms of disentangled attention: products of queries and keys with distance embeddings.
 
 He et al. 2021, DeBERTa, arXiv:2006.03654, section 3.1: a score is q . k + q . k' + k . q', where k' (c2p) and q' (p2c)
-are projections of the row that the distance from query to key has in a table. Each query and each key is multiplied by
-the rows that the distances in its group reach, once; the products are then gathered by distance.
+are projections of a table's row for the distance from query to key. Each query and key is multiplied once by all rows
+that the distances in its group reach; the products are then gathered by distance.
 
 Shape letters: N heads of width D, P rows of the table; inside a group of G units L keys and Q queries each, B = G * N.
 """
@@ -19,57 +19,57 @@ from pretrain.model.kernels.grouping import SequenceGroup
 
 
 class DistanceTables(NamedTuple):
-    """The projected embeddings of distances. A term that the model lacks is None."""
+    """The projected distance embeddings. A term that the model lacks is None."""
 
-    keys: Tensor | None = None  # [N, P, D], times queries: c2p
-    queries: Tensor | None = None  # [N, P, D], times keys: p2c
-    row_of: Tensor | None = None  # as `layout.RelativeRows.row_of`
+    keys: Tensor | None = None  # [N, P, D], multiplied with queries: c2p
+    queries: Tensor | None = None  # [N, P, D], multiplied with keys: p2c
+    row_by_distance: Tensor | None = None  # as `layout.RelativeRows.row_by_distance`
 
     @property
     def terms(self) -> int:
-        """The number of products in a score besides query times key."""
+        """The number of products in a score in addition to query times key."""
         return (self.keys is not None) + (self.queries is not None)
 
     def gradients(self, like: Tensor) -> DistanceTables:
-        """Return fp32 zeros of their shapes, [0] for a missing term, on the device of `like`."""
+        """Return fp32 zeros in the shapes of keys and queries ([0] if None), on the device of `like`."""
         shapes = ((0,) if x is None else x.shape for x in self[:2])
         return DistanceTables(*(like.new_zeros(shape, dtype=torch.float32) for shape in shapes))
 
-    def both(self) -> tuple[Tensor, Tensor]:
-        """Return keys and queries of a result of `gradients`, in which neither is None."""
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Return (keys, queries) of a result of `gradients`, where neither is None."""
         assert self.keys is not None
         assert self.queries is not None
         return self.keys, self.queries
 
 
 class DistanceTerms:
-    """The terms of one group for a slice of its B rows at a time: whole units, or some heads of one unit.
+    """The terms of one group, for a slice of its B rows at a time: whole units, or some heads of one unit.
 
     Args:
         group: the group.
         token_GQ: int64, the token row of each query.
         heads: N.
         window: as in `layout.AttentionOptions`.
-        tables: of the layer.
+        tables: the layer's.
     """
 
     def __init__(self, group: SequenceGroup, token_GQ: Tensor, heads: int, window: int, tables: DistanceTables) -> None:
         self._heads, self._tables = heads, tables
-        if tables.row_of is None:
+        if tables.row_by_distance is None:
             return
-        key_GL, middle = group.keys.number_GL, len(tables.row_of) // 2
+        key_GL, middle = group.keys.index_GL, len(tables.row_by_distance) // 2
         far = min(middle, window or middle, key_GL.shape[1] - 1)
-        if group.queries is group.keys:  # units whose tokens all are queries have the same distances
+        if group.queries is group.keys:  # units in which all tokens are queries have equal distances
             token_GQ = key_GL = torch.arange(key_GL.shape[1], device=key_GL.device)[None]
-        distance_GQL = (token_GQ[..., None] - key_GL[:, None]).clamp_(-far, far)  # masked ones may be farther
-        self._reached = slice(int(tables.row_of[middle - far]), int(tables.row_of[middle + far]) + 1)
-        self._row_GQL = to_device(tables.row_of, key_GL.device)[distance_GQL + middle] - self._reached.start
+        distance_GQL = (token_GQ[..., None] - key_GL[:, None]).clamp_(-far, far)  # masked keys may be farther
+        self._reached = slice(int(tables.row_by_distance[middle - far]), int(tables.row_by_distance[middle + far]) + 1)
+        self._row_GQL = to_device(tables.row_by_distance, key_GL.device)[distance_GQL + middle] - self._reached.start
 
     def products(self, b: slice, q_BQD: Tensor, k_BLD: Tensor) -> Tensor:
-        """[B, Q, L]: the scores of rows `b`, whose queries and keys are given, before they are scaled."""
+        """Return [B, Q, L]: the scores of rows `b`, from their queries and keys, before scaling."""
         if not self._tables.terms:
             return torch.bmm(q_BQD, k_BLD.mT)
-        keys_NPD, queries_NPD = self.of_heads(b, len(q_BQD), self._tables)
+        keys_NPD, queries_NPD = self.reached_rows(b, len(q_BQD), self._tables)
         row_GNQL, heads = self._rows(b, len(q_BQD)), self._heads_in(len(q_BQD))
         sums: list[Tensor] = []
         if keys_NPD is not None:
@@ -87,23 +87,23 @@ class DistanceTerms:
         b: slice,
         grad_BQL: Tensor,
         operands: tuple[Tensor, Tensor],
-        totals: tuple[Tensor, Tensor],
-        of_tables: DistanceTables,
+        grads: tuple[Tensor, Tensor],
+        grad_tables: DistanceTables,
     ) -> None:
-        """Add the contribution of the terms of rows `b` to gradients.
+        """Add the contribution of rows `b` to the gradients.
 
         Args:
             grad_BQL: gradient of `products`.
             operands: queries [B, Q, D] and keys [B, L, D] of these rows.
-            totals: gradients of the operands, added to in place.
-            of_tables: fp32, as `DistanceTables.gradients`, added to in place.
+            grads: gradients of the operands, updated in place.
+            grad_tables: fp32, as `DistanceTables.gradients`, updated in place.
         """
         if not self._tables.terms:
             return
-        (q_BQD, k_BLD), (grad_q_BQD, grad_k_BLD) = operands, totals
+        (q_BQD, k_BLD), (grad_q_BQD, grad_k_BLD) = operands, grads
         count = len(q_BQD)
-        (keys_NPD, queries_NPD), heads = self.of_heads(b, count, self._tables), self._heads_in(count)
-        grad_keys_NPD, grad_queries_NPD = self.of_heads(b, count, of_tables)
+        (keys_NPD, queries_NPD), heads = self.reached_rows(b, count, self._tables), self._heads_in(count)
+        grad_keys_NPD, grad_queries_NPD = self.reached_rows(b, count, grad_tables)
         row_GNQL, grad_GNQL = self._rows(b, count), grad_BQL.unflatten(0, (-1, heads)).float()
         (units, _, queries, length), reached = row_GNQL.shape, self._reached.stop - self._reached.start
         if keys_NPD is not None and grad_keys_NPD is not None:
@@ -118,17 +118,17 @@ class DistanceTerms:
             grad_queries_NPD += torch.bmm(sums_NPX, _by_head(k_BLD, heads).flatten(1, 2))
 
     def _heads_in(self, count: int) -> int:
-        """Return the number of heads among so many rows."""
+        """Return the number of heads among `count` rows."""
         return min(self._heads, count)
 
     def _rows(self, b: slice, count: int) -> Tensor:
-        """Return int64 [G, N, Q, L], an expanded view: the row of each score, counted from the first reached row."""
+        """Return int64 [G, N, Q, L], an expanded view: the table row of each score, from the first reached row."""
         heads = self._heads_in(count)
         first, units = b.start // self._heads, count // heads
         row_GQL = self._row_GQL if len(self._row_GQL) == 1 else self._row_GQL[first : first + units]
         return row_GQL[:, None].expand(units, heads, -1, -1)
 
-    def of_heads(self, b: slice, count: int, tables: DistanceTables) -> tuple[Tensor | None, Tensor | None]:
+    def reached_rows(self, b: slice, count: int, tables: DistanceTables) -> tuple[Tensor | None, Tensor | None]:
         """Return the reached rows of keys and queries for the heads among rows `b`: [N, P, D]."""
         first, heads = b.start % self._heads, self._heads_in(count)
         keys, queries = (

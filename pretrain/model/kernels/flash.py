@@ -16,11 +16,11 @@ def has_flash(hidden: Tensor, heads: int) -> bool:
     """Return whether the kernel supports hidden states [T, H] of this device, dtype and head width."""
     if not hidden.is_cuda or hidden.dtype == torch.float32:
         return False
-    return _device_has_it(hidden.device) and hidden.shape[1] // heads in FLASH_WIDTHS
+    return _is_ampere(hidden.device) and hidden.shape[1] // heads in FLASH_WIDTHS
 
 
 def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
-    """[R, H] context from [T, 3H]; dropout comes from the device's generator."""
+    """Compute the context [R, H] from [T, 3H]; dropout uses the device's generator."""
     if layout.rows is not None and options.window:
         # The kernel measures distances from the last query and the last key, as if the queries were adjacent.
         return flash_attention(qkv, layout._replace(rows=None), options).index_select(0, layout.rows)
@@ -29,7 +29,7 @@ def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions)
     if layout.rows is not None:
         q_RND, cu_queries = q_RND.index_select(0, layout.rows), query_boundaries(layout.rows, layout.cu_seqlens)
     window = dict.fromkeys(("window_size_left", "window_size_right"), options.window) if options.window else {}
-    # The op below torch.nn.attention.varlen, called directly because that wrapper has no dropout.
+    # The op that torch.nn.attention.varlen wraps; the wrapper has no dropout.
     context_RND = torch.ops.aten._flash_attention_forward(
         q_RND,
         k_TND,
@@ -47,6 +47,6 @@ def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions)
 
 
 @functools.cache
-def _device_has_it(device: torch.device) -> bool:
-    """Ampere or newer."""
+def _is_ampere(device: torch.device) -> bool:
+    """Return whether a GPU is Ampere or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)

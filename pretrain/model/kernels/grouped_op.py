@@ -1,4 +1,4 @@
-"""Attention by batched matmuls over groups of sequences of similar lengths, as an operator of torch with its gradient.
+"""Attention by batched matmuls over groups of sequences of similar lengths, as a torch operator with its gradient.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D; inside a group of G
 units (sequences, or chunks of them) L tokens and Q queries each, B = G * N; M as in `terms.py`.
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from pretrain.model.kernels.distances import DistanceTables, DistanceTerms
 from pretrain.model.kernels.grouping import SequenceGroup, cut_into_units, group_sequences
-from pretrain.model.kernels.hash_rng import HEADS, hash_bits
+from pretrain.model.kernels.hash_rng import HEAD_STEP, hash_bits
 from pretrain.model.kernels.kernels import Kernels, heads_first, kernels
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
 from pretrain.model.kernels.rounding import LENGTH_MULTIPLE, compiles_each_shape
 from pretrain.model.kernels.terms import GroupTerms
 
 # Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache between operations.
-SCORES_PER_PIECE = 1 << 20
-# On a GPU they only have to fit into its memory: 128 MiB of fp32 for each of some five tensors.
-SCORES_PER_PIECE_ON_GPU = 1 << 25
+SCORES_PER_MATMUL = 1 << 20
+# On a GPU, scores only have to fit into memory: 128 MiB of fp32 for each of about five tensors.
+SCORES_PER_MATMUL_ON_GPU = 1 << 25
 
 
 def grouped_attention(
@@ -42,14 +42,14 @@ def grouped_attention(
         bias: [3H], or None if there is none or `qkv` contains it.
         layout: sequences, query positions, and the rotation of queries and keys.
         options: heads, dropout, compilation and window.
-        tables: projected embeddings of distances; None if scores do not use them.
+        tables: projected distance embeddings; None if scores do not use them.
 
     Returns:
         ([R, H] context, fp32 [R, N] log-sum-exp of each row of scores); the first is differentiable, once.
     """
     if layout.rows is not None and not layout.rows.is_cpu:
-        # Only the device knows how many queries a sequence has, and reading the number would wait for all work queued
-        # there, in each pass. Using all tokens as queries only costs more scores in the last layer.
+        # The number of queries per sequence is only on the device; reading it would wait for all queued work in each
+        # pass. Using all tokens as queries only costs more scores in the last layer.
         context_TH, lse_TN = grouped_attention(qkv, bias, layout._replace(rows=None), options, tables)
         return context_TH.index_select(0, layout.rows), lse_TN.index_select(0, layout.rows)
     return forward_op(*Arguments.of(qkv, bias, layout, options, tables or DistanceTables()))
@@ -65,9 +65,9 @@ class Arguments(NamedTuple):
     distance_bias: Tensor | None
     cos: Tensor | None  # cos and sin, [T, K]: see `positions.Rotation`
     sin: Tensor | None
-    distance_keys: Tensor | None  # distance_keys, distance_queries, row_of: see `distances.DistanceTables`
+    distance_keys: Tensor | None  # distance_keys, distance_queries, row_by_distance: see `distances.DistanceTables`
     distance_queries: Tensor | None
-    row_of: Tensor | None
+    row_by_distance: Tensor | None
     lengths: Sequence[int]  # of the sequences
     interleaved: bool  # of the rotation
     heads: int  # heads, dropout, fused, window: see `layout.AttentionOptions`
@@ -91,7 +91,7 @@ class Arguments(NamedTuple):
 
     @property
     def tables(self) -> DistanceTables:
-        return DistanceTables(self.distance_keys, self.distance_queries, self.row_of)
+        return DistanceTables(self.distance_keys, self.distance_queries, self.row_by_distance)
 
     @property
     def rotary(self) -> _Rotary:
@@ -99,7 +99,7 @@ class Arguments(NamedTuple):
 
 
 _DIFFERENTIABLE = "qkv", "bias", "distance_bias", "distance_keys", "distance_queries"
-_TENSORS = 1 + Arguments._fields.index("row_of")  # the first arguments
+_NUM_TENSORS = 1 + Arguments._fields.index("row_by_distance")  # which are the first arguments
 _TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -116,21 +116,21 @@ def forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return (context, log-sum-exp of the scores); takes the fields of `Arguments`."""
     args = Arguments(*arguments).detached()
     context_RH, lse_RN = _empty_outputs(args)
-    heads, between, tables = args.heads, kernels(args.fused), args.tables
+    heads, ops, tables = args.heads, kernels(args.fused), args.tables
     for group in sequence_groups(args):
-        q_BQD, k_BLD, v_BLD = _project(between, args, group)
-        token_GQ = _rows(group, args.rows)
+        q_BQD, k_BLD, v_BLD = _project(ops, args, group)
+        token_GQ = _query_rows(group, args.rows)
         distances = DistanceTerms(group, token_GQ, heads, args.window, tables)
-        weighing = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
+        softmax = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
-            weights_BQL, lse_BQ[b] = between.softmax(scores_BQL, *weighing.at(b))
+            weights_BQL, lse_BQ[b] = ops.softmax(scores_BQL, *softmax.arguments(b))
             torch.bmm(weights_BQL, v_BLD[b], out=context_BQD[b])
-        numbers = group.queries
-        context_RH[numbers.range] = between.to_tokens(context_BQD, numbers.place_T, None, heads).flatten(1)
-        lse_RN[numbers.range] = _per_head_to_tokens(lse_BQ, numbers.place_T, heads)
+        queries = group.queries
+        context_RH[queries.range] = ops.to_tokens(context_BQD, queries.slot_T, None, heads).flatten(1)
+        lse_RN[queries.range] = _per_head_to_tokens(lse_BQ, queries.slot_T, heads)
     return context_RH, lse_RN
 
 
@@ -142,41 +142,41 @@ def forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
 def backward_op(
     grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(gradient of `qkv` [T, 3H], fp32 gradients of `distance_bias` [N, 2M - 1], `distance_keys` and
-    `distance_queries` [N, P, D]), [0] for each that is None.
+    """Return (gradient of `qkv` [T, 3H], fp32 gradients of `distance_bias` [N, 2M - 1], `distance_keys` and
+    `distance_queries` [N, P, D]); [0] for each that is None.
 
     Scores are recomputed, as in flash attention (Dao et al. 2022, alg. 4), from the context [R, H] and the log-sum-exp
     [R, N] of the forward pass.
     """
     context, lse, args = context.detach(), lse.detach(), Arguments(*arguments).detached()
-    heads, between, tables = args.heads, kernels(args.fused), args.tables
+    heads, ops, tables = args.heads, kernels(args.fused), args.tables
     grad_tables = tables.gradients(args.qkv)
     grad_qkv = torch.empty_like(args.qkv) if args.rows is None else torch.zeros_like(args.qkv)
     grad_table_NM = _empty_table(args).zero_()
     for group in sequence_groups(args):
-        q_BQD, k_BLD, v_BLD = _project(between, args, group)
-        numbers = group.queries
-        do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
-        lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, args.rows))
-        token_GQ = _rows(group, args.rows)
+        q_BQD, k_BLD, v_BLD = _project(ops, args, group)
+        queries = group.queries
+        do_BQD, delta_BQ = ops.grad_to_heads(grad_context, context, queries.index_GL, queries.valid_GL, heads)
+        lse_BQ = heads_first(_without_padding(lse[queries.index_GL], queries.valid_GL, args.rows))
+        token_GQ = _query_rows(group, args.rows)
         distances = DistanceTerms(group, token_GQ, heads, args.window, tables)
-        weighing = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
+        softmax = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
         for b in head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
             grad_weights_BQL = torch.bmm(do_BQD[b], v_BLD[b].mT)
-            weights_BQL, grad_scores_BQL = between.softmax_backward(
-                scores_BQL, grad_weights_BQL, lse_BQ[b], delta_BQ[b], *weighing.at(b)
+            weights_BQL, grad_scores_BQL = ops.softmax_backward(
+                scores_BQL, grad_weights_BQL, lse_BQ[b], delta_BQ[b], *softmax.arguments(b)
             )
             torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_BQD[b])
             torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_k_BLD[b])
             torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_v_BLD[b])
-            operands, totals = (q_BQD[b], k_BLD[b]), (grad_q_BQD[b], grad_k_BLD[b])
-            distances.add_gradients(b, grad_scores_BQL, operands, totals, grad_tables)
+            operands, grads = (q_BQD[b], k_BLD[b]), (grad_q_BQD[b], grad_k_BLD[b])
+            distances.add_gradients(b, grad_scores_BQL, operands, grads, grad_tables)
             if args.distance_bias is not None:
-                weighing.terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / weighing.scale)
-        _add_to_tokens(between, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, args)
-    return grad_qkv, grad_table_NM, *grad_tables.both()
+                softmax.terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / softmax.scale)
+        _add_to_tokens(ops, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, args)
+    return grad_qkv, grad_table_NM, *grad_tables.pair()
 
 
 @forward_op.register_fake
@@ -187,22 +187,22 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @backward_op.register_fake
 def _(grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     args = Arguments(*arguments)
-    return torch.empty_like(args.qkv), _empty_table(args), *args.tables.gradients(args.qkv).both()
+    return torch.empty_like(args.qkv), _empty_table(args), *args.tables.gradients(args.qkv).pair()
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.options = inputs[_TENSORS:]
-    ctx.save_for_backward(*output, *inputs[:_TENSORS])
+    ctx.options = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     context, lse, *tensors = ctx.saved_tensors
     args = Arguments(*tensors, *ctx.options)
-    grad_qkv, *of_tables = backward_op(grad_context, context, lse, *args)
+    grad_qkv, *table_grads = backward_op(grad_context, context, lse, *args)
     grads: dict[str, Tensor | None] = dict.fromkeys(Arguments._fields)
     grads["qkv"], grads["bias"] = grad_qkv, None if args.bias is None else grad_qkv.sum(0)
-    for name, grad in zip(_DIFFERENTIABLE[2:], of_tables, strict=True):
+    for name, grad in zip(_DIFFERENTIABLE[2:], table_grads, strict=True):
         table = getattr(args, name)
         grads[name] = None if table is None else grad.to(table.dtype)
     return tuple(grads.values())
@@ -218,36 +218,36 @@ def _empty_outputs(args: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def _empty_table(args: Arguments) -> Tensor:
-    """Allocate fp32 of the shape of `distance_bias`, or [0] without one."""
+    """Allocate fp32 in the shape of `distance_bias`, or [0] without one."""
     shape = (0,) if args.distance_bias is None else args.distance_bias.shape
     return args.qkv.new_empty(shape, dtype=torch.float32)
 
 
 def sequence_groups(args: Arguments) -> tuple[SequenceGroup, ...]:
-    """Return the groups of a micro-batch, computed at its first layer; its rows are on the host."""
+    """Return the groups of a micro-batch, cached for all layers; `args.rows` are on the host."""
     boundaries, queries = tuple(itertools.accumulate(args.lengths, initial=0)), None
     if args.rows is not None:
-        begin = cut_into_units(boundaries, args.window)[0].begin if args.window else boundaries[:-1]
-        starts = torch.tensor([*begin, boundaries[-1]], device=args.rows.device)
+        unit_starts = cut_into_units(boundaries, args.window)[0].start if args.window else boundaries[:-1]
+        starts = torch.tensor([*unit_starts, boundaries[-1]], device=args.rows.device)
         queries = tuple(query_boundaries(args.rows, starts).tolist())
     multiple = LENGTH_MULTIPLE if compiles_each_shape(args.qkv) else 1
     return group_sequences(boundaries, queries, args.heads, args.qkv.device, args.window, multiple)
 
 
-def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
-    """int64 [G, Q], token row of each query."""
-    return group.queries.number_GL if rows is None else rows[group.queries.number_GL]
+def _query_rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
+    """Return int64 [G, Q], the token row of each query."""
+    return group.queries.index_GL if rows is None else rows[group.queries.index_GL]
 
 
 class _Rotary(NamedTuple):
-    """The rotation of queries and keys, fp32 [T, K] twice, as `positions.Rotation`; None without one."""
+    """The rotation of queries and keys, as `positions.Rotation`; None without one."""
 
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
 
     def of(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor, bool] | tuple[()]:
-        """The last arguments of `kernels.to_tokens` for some tokens."""
+        """Return the last arguments of `kernels.to_tokens` for `tokens`."""
         if self.cos is None or self.sin is None:
             return ()
         return self.cos[tokens], self.sin[tokens], self.interleaved
@@ -264,70 +264,70 @@ class _Softmax(NamedTuple):
 
     @classmethod
     def of(cls, args: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Softmax:
-        """Create them for a group whose queries are the tokens `token_GQ`; `width` is the head width."""
+        """Create the arguments for a group whose queries are the tokens `token_GQ`; `width` is the head width."""
         seeds_BQ = keys_to_heads(args.keys[token_GQ], args.heads) if args.dropout else None
         terms = GroupTerms(group, token_GQ, args.heads, args.window, args.distance_bias)
-        scale = 1 / math.sqrt(width * (1 + args.tables.terms))  # a score is a sum of so many products
+        scale = 1 / math.sqrt(width * (1 + args.tables.terms))  # a score sums 1 + terms products
         return cls(group.mask_GL.repeat_interleave(args.heads, 0), scale, seeds_BQ, args.dropout, terms)
 
-    def at(self, b: slice) -> tuple[Any, ...]:
-        """The arguments of the softmax kernels, from the mask on, for rows `b`."""
+    def arguments(self, b: slice) -> tuple[Any, ...]:
+        """Return the arguments of the softmax kernels for rows `b`, starting with the mask."""
         seeds = None if self.seeds_BQ is None else self.seeds_BQ[b]
         return self.mask_BL[b], self.scale, seeds, self.dropout, *self.terms.of(b)
 
 
-def _project(between: Kernels, args: Arguments, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """(queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
+def _project(ops: Kernels, args: Arguments, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
     split = 3, args.heads, -1
     x_T3ND = args.qkv.unflatten(1, split)
     biases = (None, None, None) if args.bias is None else args.bias.unflatten(0, split).unbind(0)
     rotation = () if args.cos is None else args.rotary
-    q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, args.rows), *rotation)
-    k_BLD = between.to_heads(x_T3ND[:, 1], biases[1], group.keys.number_GL, *rotation)
-    v_BLD = between.to_heads(x_T3ND[:, 2], biases[2], group.keys.number_GL)
+    q_BQD = ops.to_heads(x_T3ND[:, 0], biases[0], _query_rows(group, args.rows), *rotation)
+    k_BLD = ops.to_heads(x_T3ND[:, 1], biases[1], group.keys.index_GL, *rotation)
+    v_BLD = ops.to_heads(x_T3ND[:, 2], biases[2], group.keys.index_GL)
     return q_BQD, k_BLD, v_BLD
 
 
 def _add_to_tokens(
-    between: Kernels,
+    ops: Kernels,
     grad_qkv: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     group: SequenceGroup,
     args: Arguments,
 ) -> None:
-    """Put the gradients of a group's queries [B, Q, D], keys and values [B, L, D] into `grad_qkv` [T, 3H]."""
-    hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), numbers = grad_qkv.shape[1] // 3, grads, group.queries
+    """Write the gradients of a group's queries [B, Q, D], keys and values [B, L, D] to `grad_qkv` [T, 3H]."""
+    hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), queries = grad_qkv.shape[1] // 3, grads, group.queries
     heads, rotary = args.heads, args.rotary
-    queries = numbers.range if args.rows is None else args.rows[numbers.range]
-    grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *rotary.of(queries)).flatten(1)
-    if isinstance(queries, slice):
-        grad_qkv[queries, :hidden] = grad_q_RH
+    rows = queries.range if args.rows is None else args.rows[queries.range]
+    grad_q_RH = ops.to_tokens(grad_q_BQD, queries.slot_T, None, heads, *rotary.of(rows)).flatten(1)
+    if isinstance(rows, slice):
+        grad_qkv[rows, :hidden] = grad_q_RH
     else:  # a token may be a query twice
-        grad_qkv[:, :hidden].index_add_(0, queries, grad_q_RH)
-    tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
-    grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *rotary.of(tokens)).flatten(1)
-    grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)
+        grad_qkv[:, :hidden].index_add_(0, rows, grad_q_RH)
+    tokens, slots = group.keys.range, (group.keys.slot_T, group.keys.shared_slot_T, heads)
+    grad_qkv[tokens, hidden : 2 * hidden] = ops.to_tokens(grad_k_BLD, *slots, *rotary.of(tokens)).flatten(1)
+    grad_qkv[tokens, 2 * hidden :] = ops.to_tokens(grad_v_BLD, *slots).flatten(1)
 
 
-def _without_padding(lse_GQN: Tensor, real_GQ: Tensor, rows: Tensor | None) -> Tensor:
-    """Set padding to infinity: it may repeat a query of other keys, whose weights could become infinite."""
-    return lse_GQN if rows is None else lse_GQN.masked_fill(~real_GQ[..., None], math.inf)
+def _without_padding(lse_GQN: Tensor, valid_GQ: Tensor, rows: Tensor | None) -> Tensor:
+    """Set padding to infinity: it may repeat a query of other keys, and its weights could overflow."""
+    return lse_GQN if rows is None else lse_GQN.masked_fill(~valid_GQ[..., None], math.inf)
 
 
 def head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:
-    """Return slices of the first axis whose scores fit into one piece: whole units of `heads`, or heads of one unit."""
-    limit = SCORES_PER_PIECE if q_BQD.is_cpu else SCORES_PER_PIECE_ON_GPU
+    """Return slices of the first axis whose scores fit one matmul: whole units of `heads`, or heads of one unit."""
+    limit = SCORES_PER_MATMUL if q_BQD.is_cpu else SCORES_PER_MATMUL_ON_GPU
     step = max(1, limit // (q_BQD.shape[1] * k_BLD.shape[1]))
     step = step - step % heads or max(part for part in range(1, step + 1) if heads % part == 0)
     return [slice(b, b + step) for b in range(0, len(q_BQD), step)]
 
 
-def _per_head_to_tokens(x_BL: Tensor, place_T: Tensor, heads: int) -> Tensor:
-    """[B, Q] -> [group's queries, N]."""
-    return x_BL.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[place_T]
+def _per_head_to_tokens(x_BL: Tensor, slot_T: Tensor, heads: int) -> Tensor:
+    """[B, Q] -> [queries of the group, N]."""
+    return x_BL.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[slot_T]
 
 
 def keys_to_heads(keys_GQ: Tensor, heads: int) -> Tensor:
-    """int32 [G, Q] -> int32 [B, Q], a seed for each head's row of weights."""
+    """int32 [G, Q] -> int32 [B, Q], a dropout seed for each head's row of weights."""
     head_N1 = torch.arange(heads, device=keys_GQ.device, dtype=torch.int32)[:, None]
-    return hash_bits(keys_GQ[:, None] + head_N1 * HEADS).flatten(0, 1)
+    return hash_bits(keys_GQ[:, None] + head_N1 * HEAD_STEP).flatten(0, 1)

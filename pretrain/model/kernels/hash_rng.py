@@ -1,4 +1,4 @@
-"""Dropout without a generator: every random number is a hash of the token's key and of its use in the model.
+"""Dropout without a generator: every random number is a hash of the token's key and the dropout's site in the model.
 
 A sample's dropout therefore depends neither on its position in a batch nor on earlier random numbers (invariant 1).
 """
@@ -6,15 +6,15 @@ A sample's dropout therefore depends neither on its position in a batch nor on e
 import torch
 from torch import Tensor
 
-# Odd constants that separate the random numbers of one token: along features or keys, between layers, between heads. In
-# compiled code the first one is the stride of a loop, which must stay within int32: it does up to MAX_WIDTH columns.
-ALONG = 0x3C6EF
-BETWEEN = 0x85EBCA6B - (1 << 32)
-HEADS = 0xC2B2AE35 - (1 << 32)  # another step, or (layer, head) would share its mask with (layer + 1, head - 1)
+# Odd steps that separate the random numbers of one token: by column (feature or key), layer, and head. In compiled code
+# the first is the stride of a loop, which must stay within int32: it does up to MAX_WIDTH columns.
+COLUMN_STEP = 0x3C6EF
+LAYER_STEP = 0x85EBCA6B - (1 << 32)
+HEAD_STEP = 0xC2B2AE35 - (1 << 32)  # not LAYER_STEP: (layer, head) would share its mask with (layer + 1, head - 1)
 
 
 def hash_bits(seed: Tensor) -> Tensor:
-    """Well-mixed 32 bits of int32 `seed`, elementwise: "lowbias32" of Chris Wellons' hash-prospector."""
+    """Hash int32 `seed` to 32 well-mixed bits, elementwise: "lowbias32" of Chris Wellons' hash-prospector."""
     # int32 arithmetic wraps; torch's `>>` keeps the sign, so a mask makes each shift a logical one.
     x = seed ^ ((seed >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
@@ -24,20 +24,20 @@ def hash_bits(seed: Tensor) -> Tensor:
 
 
 def keep_mask(seed: Tensor, dropout: float) -> Tensor:
-    """Bool, true with probability 1 - `dropout`: a pure function of int32 `seed`, elementwise."""
+    """Return a bool mask, true with probability 1 - `dropout`: a pure function of int32 `seed`, elementwise."""
     return (hash_bits(seed) & 0xFFFFFF) >= round(dropout * (1 << 24))
 
 
-def hash_dropout(x_TH: Tensor, keys_T: Tensor | None, use: int, dropout: float) -> Tensor:
-    """Inverted dropout, a pure function of the token's key, the `use` and the feature: [T, H].
+def hash_dropout(x_TH: Tensor, keys_T: Tensor | None, site: int, dropout: float) -> Tensor:
+    """Apply inverted dropout to [T, H]: a pure function of the token's key, the `site` and the feature.
 
     Args:
         keys_T: int32 [T]; not needed if `dropout` is 0.
-        use: number of this dropout within a layer; different uses give independent masks.
+        site: number of this dropout within a layer; different sites have independent masks.
     """
     if dropout == 0:
         return x_TH
     assert keys_T is not None
-    along_H = torch.arange(x_TH.shape[1], device=x_TH.device, dtype=torch.int32) * ALONG
-    keep_TH = keep_mask((keys_T[:, None] ^ (use * 0x27D4EB2F)) + along_H, dropout)
+    steps_H = torch.arange(x_TH.shape[1], device=x_TH.device, dtype=torch.int32) * COLUMN_STEP
+    keep_TH = keep_mask((keys_T[:, None] ^ (site * 0x27D4EB2F)) + steps_H, dropout)
     return torch.where(keep_TH, x_TH * (1 / (1 - dropout)), 0.0)

@@ -1,4 +1,4 @@
-"""Inputs of the encoder, and the arguments of the attention operators besides query, key and value."""
+"""Inputs of the encoder, and arguments of the attention operators other than query, key and value."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, batch: UnpaddedBatch, input_ids: Tensor, token_keys: Tensor) -> Tokens:
-        """Return the batch with other tokens and other seeds of dropout."""
+        """Return `batch` with other tokens and dropout seeds."""
         return cls(input_ids, batch.token_types, batch.positions, batch.cu_seqlens, token_keys, batch.lengths)
 
 
 class RelativeRows(NamedTuple):
-    """The embeddings of distances that a micro-batch reads, for disentangled positions."""
+    """The distance embeddings that a micro-batch uses, for disentangled positions."""
 
     embeddings: Tensor  # [P, H], normalized if the model does that
-    row_of: Tensor  # int64 [2M - 1] on the host: the row of the distances 1 - M to M - 1, query minus key; ascending
+    row_by_distance: Tensor  # int64 [2M - 1], ascending, on the host: rows of the distances 1 - M to M - 1, query - key
 
 
 class TokenLayout(NamedTuple):
@@ -55,10 +55,10 @@ class TokenLayout(NamedTuple):
 
     cu_seqlens: Tensor  # int32 [S + 1], offsets of the sequences on the token axis; the first is 0, the last T
     lengths: tuple[int, ...]  # tokens of each sequence, on the host: reading `cu_seqlens` would wait for a GPU
-    rows: Tensor | None  # int64 [R], ascending: the query positions; None if every token is one
+    rows: Tensor | None  # int64 [R], ascending: the query positions; None if every token is a query
     keys: Tensor  # int32 [T], the dropout seed of each token as a query
     rotation: Rotation | None = None  # of queries and keys, [T, K]
-    distance_bias: Tensor | None = None  # [N, 2M - 1], added to the scores: of the distances 1 - M to M - 1
+    distance_bias: Tensor | None = None  # [N, 2M - 1], for the distances 1 - M to M - 1; added to the scores
     relative: RelativeRows | None = None  # for disentangled positions
 
     @property
@@ -72,7 +72,7 @@ class AttentionOptions(NamedTuple):
 
     heads: int
     dropout: float = 0.0  # probability of dropping an attention weight
-    fused: bool = False  # let torch.compile fuse the steps between the matmuls
+    fused: bool = False  # let torch.compile fuse the operations between the matmuls
     window: int = 0  # tokens that a query attends to on each side; 0 if to all
 
 

@@ -15,7 +15,7 @@ constexpr long LANES = 16;
 #else
 constexpr long LANES = 8;
 #endif
-constexpr long TILE = 32; // queries whose scores are kept at once
+constexpr long TILE = 32; // queries whose scores are in memory at a time
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 struct bf16 { uint16_t bits; };
@@ -42,15 +42,15 @@ static inline uint32_t hash_bits(uint32_t x) { // as hash_rng.hash_bits
     x *= 0x846CA68Bu;
     return x ^ (x >> 16);
 }
-constexpr uint32_t ALONG = 0x3C6EF, HEADS = 0xC2B2AE35u, USE = 0x27D4EB2F;
+constexpr uint32_t COLUMN_STEP = 0x3C6EF, HEAD_STEP = 0xC2B2AE35u, SITE_STEP = 0x27D4EB2F;
 
-struct Dropout { // of entry j of a row: its factor
+struct Dropout { // the factor of entry j of a row
     uint32_t seed, threshold;
-    float kept;
+    float scale;
     Dropout(uint32_t seed, double dropout)
-        : seed(seed), threshold(uint32_t(std::nearbyint(dropout * (1 << 24)))), kept(float(1 / (1 - dropout))) {}
+        : seed(seed), threshold(uint32_t(std::nearbyint(dropout * (1 << 24)))), scale(float(1 / (1 - dropout))) {}
     inline float operator()(long j) const {
-        return (hash_bits(seed + uint32_t(j) * ALONG) & 0xFFFFFF) >= threshold ? kept : 0.0f;
+        return (hash_bits(seed + uint32_t(j) * COLUMN_STEP) & 0xFFFFFF) >= threshold ? scale : 0.0f;
     }
 };
 
@@ -70,11 +70,11 @@ static inline float exponential(float x) { // relative error below 3e-7; 0 far b
     return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : p * scale;
 }
 
-// exp(-x^2 / 2), and the share of a normal distribution below x (Abramowitz and Stegun 7.1.26, to 1.5e-7)
-static inline float normal(float x, float &below) {
+// exp(-x^2 / 2), and the normal distribution's CDF at x (Abramowitz and Stegun 7.1.26, to 1.5e-7)
+static inline float normal_cdf(float x, float &cdf) {
     float z = std::fabs(x) * 0.70710678f, t = 1 / (1 + 0.3275911f * z), density = exponential(-z * z);
     float tail = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
-    below = x < 0 ? 0.5f * tail * density : 1 - 0.5f * tail * density;
+    cdf = x < 0 ? 0.5f * tail * density : 1 - 0.5f * tail * density;
     return density;
 }
 
@@ -103,50 +103,50 @@ static void product(const float *a, long am, long ak, const float *b, long bk, f
 }
 
 struct Sequences {
-    const int32_t *begins;      // [S + 1] on the token axis
-    const int64_t *tokens;      // [R] of the queries, or null: all
-    const int32_t *query_begin; // [S + 1] on the axis of queries
-    const int32_t *keys;        // [T] of dropout
+    const int32_t *offsets;       // [S + 1] on the token axis
+    const int64_t *tokens;        // [R], the queries; null if all tokens are
+    const int32_t *query_offsets; // [S + 1] on the axis of queries
+    const int32_t *keys;          // [T], dropout seeds
     long count, heads, width;
     double dropout;
 };
 
-template <class E> struct Head { // of one sequence, in fp32
+template <class E> struct Head { // one head of one sequence, in fp32
     long begin, length, padded, D, stride;
     const E *qkv;
     const float *bias; // of qkv, or null
     std::vector<float> buffer;
     float *next;
 
-    Head(const Sequences &all, const E *qkv, const float *bias)
-        : D(all.width), stride(3 * all.heads * all.width), qkv(qkv), bias(bias) {
+    Head(const Sequences &batch, const E *qkv, const float *bias)
+        : D(batch.width), stride(3 * batch.heads * batch.width), qkv(qkv), bias(bias) {
         long longest = 0;
-        for (long s = 0; s < all.count; s++) longest = std::max<long>(longest, all.begins[s + 1] - all.begins[s]);
+        for (long s = 0; s < batch.count; s++) longest = std::max<long>(longest, batch.offsets[s + 1] - batch.offsets[s]);
         padded = (longest + 15) / 16 * 16;
         buffer.resize(7 * padded * D + 3 * TILE * D + 2 * TILE * padded);
         next = buffer.data();
     }
-    float *take(long entries) { return (next += entries) - entries; }
-    void enter(long first, long last) {
+    float *allocate(long entries) { return (next += entries) - entries; }
+    void start(long first, long last) {
         begin = first, length = last - first, padded = (length + 15) / 16 * 16, next = buffer.data();
     }
     void read(long token, long column, float factor, float *to) const { // a token's query, key or value
         const E *from = qkv + token * stride + column;
         for (long d = 0; d < D; d++) to[d] = (load(from[d]) + (bias ? bias[column + d] : 0.0f)) * factor;
     }
-    float *all(long column) {
-        float *to = take(padded * D);
+    float *read_all(long column) { // of all tokens
+        float *to = allocate(padded * D);
         for (long l = 0; l < length; l++) read(begin + l, column, 1, to + l * D);
         return to;
     }
     float *transposed(const float *from) {
-        float *to = take(padded * D);
+        float *to = allocate(padded * D);
         for (long d = 0; d < D; d++)
             for (long l = 0; l < padded; l++) to[d * padded + l] = l < length ? from[l * D + d] : 0.0f;
         return to;
     }
     float *zeros(long entries) {
-        float *to = take(entries);
+        float *to = allocate(entries);
         std::fill(to, to + entries, 0.0f);
         return to;
     }
@@ -157,39 +157,39 @@ template <class E> struct Head { // of one sequence, in fp32
 };
 
 template <class E>
-static void attention(const Sequences &all, const E *qkv, const float *bias, E *context, float *lse) {
-    long N = all.heads, D = all.width, H = N * D;
+static void attention(const Sequences &batch, const E *qkv, const float *bias, E *context, float *lse) {
+    long N = batch.heads, D = batch.width, H = N * D;
     float scale = 1 / std::sqrt(float(D));
 #pragma omp parallel
     {
-        Head<E> head(all, qkv, bias);
+        Head<E> head(batch, qkv, bias);
 #pragma omp for schedule(static, 1)
-        for (long task = 0; task < all.count * N; task++) {
+        for (long task = 0; task < batch.count * N; task++) {
             long s = task / N, n = task % N;
-            head.enter(all.begins[s], all.begins[s + 1]);
-            float *keys = head.transposed(head.all(H + n * D)), *values = head.all(2 * H + n * D);
-            float *q = head.take(TILE * D), *sums = head.take(TILE * D), *scores = head.take(TILE * head.padded);
-            long length = head.length, padded = head.padded, end = all.query_begin[s + 1];
-            for (long r = all.query_begin[s]; r < end; r += TILE) {
+            head.start(batch.offsets[s], batch.offsets[s + 1]);
+            float *keys = head.transposed(head.read_all(H + n * D)), *values = head.read_all(2 * H + n * D);
+            float *q = head.allocate(TILE * D), *sums = head.allocate(TILE * D), *scores = head.allocate(TILE * head.padded);
+            long length = head.length, padded = head.padded, end = batch.query_offsets[s + 1];
+            for (long r = batch.query_offsets[s]; r < end; r += TILE) {
                 long count = std::min(TILE, end - r);
                 for (long i = 0; i < count; i++)
-                    head.read(all.tokens ? all.tokens[r + i] : r + i, n * D, scale, q + i * D);
+                    head.read(batch.tokens ? batch.tokens[r + i] : r + i, n * D, scale, q + i * D);
                 product(q, D, 1, keys, padded, scores, padded, count, padded, D, false);
                 for (long i = 0; i < count; i++) {
-                    float *x = scores + i * padded, top = -INFINITY, total = 0;
-#pragma omp simd reduction(max : top)
-                    for (long l = 0; l < length; l++) top = std::max(top, x[l]);
+                    float *x = scores + i * padded, max_score = -INFINITY, total = 0;
+#pragma omp simd reduction(max : max_score)
+                    for (long l = 0; l < length; l++) max_score = std::max(max_score, x[l]);
 #pragma omp simd reduction(+ : total)
-                    for (long l = 0; l < length; l++) total += x[l] = exponential(x[l] - top);
-                    lse[(r + i) * N + n] = top + std::log(total);
-                    float share = 1 / total;
-                    if (all.dropout > 0) {
-                        long token = all.tokens ? all.tokens[r + i] : r + i;
-                        Dropout dropout(hash_bits(uint32_t(all.keys[token]) + uint32_t(n) * HEADS), all.dropout);
+                    for (long l = 0; l < length; l++) total += x[l] = exponential(x[l] - max_score);
+                    lse[(r + i) * N + n] = max_score + std::log(total);
+                    float inverse_total = 1 / total;
+                    if (batch.dropout > 0) {
+                        long token = batch.tokens ? batch.tokens[r + i] : r + i;
+                        Dropout dropout(hash_bits(uint32_t(batch.keys[token]) + uint32_t(n) * HEAD_STEP), batch.dropout);
 #pragma omp simd
-                        for (long l = 0; l < length; l++) x[l] *= share * dropout(l);
+                        for (long l = 0; l < length; l++) x[l] *= inverse_total * dropout(l);
                     } else
-                        for (long l = 0; l < length; l++) x[l] *= share;
+                        for (long l = 0; l < length; l++) x[l] *= inverse_total;
                 }
                 product(scores, padded, 1, values, D, sums, D, count, D, length, false);
                 for (long i = 0; i < count; i++)
@@ -200,54 +200,54 @@ static void attention(const Sequences &all, const E *qkv, const float *bias, E *
 }
 
 template <class E>
-static void attention_backward(const Sequences &all, const E *qkv, const float *bias, const E *context, const float *lse,
+static void attention_backward(const Sequences &batch, const E *qkv, const float *bias, const E *context, const float *lse,
                                const E *grad_context, E *grad_qkv) {
-    long N = all.heads, D = all.width, H = N * D;
+    long N = batch.heads, D = batch.width, H = N * D;
     float scale = 1 / std::sqrt(float(D));
 #pragma omp parallel
     {
-        Head<E> head(all, qkv, bias);
+        Head<E> head(batch, qkv, bias);
 #pragma omp for schedule(static, 1)
-        for (long task = 0; task < all.count * N; task++) {
+        for (long task = 0; task < batch.count * N; task++) {
             long s = task / N, n = task % N;
-            head.enter(all.begins[s], all.begins[s + 1]);
-            long length = head.length, padded = head.padded, end = all.query_begin[s + 1];
-            float *keys = head.all(H + n * D), *keys_t = head.transposed(keys);
-            float *scratch = head.next, *values_t = head.transposed(head.all(2 * H + n * D));
-            float *grad_k = scratch; // the values are needed transposed only
+            head.start(batch.offsets[s], batch.offsets[s + 1]);
+            long length = head.length, padded = head.padded, end = batch.query_offsets[s + 1];
+            float *keys = head.read_all(H + n * D), *transposed_keys = head.transposed(keys);
+            float *scratch = head.next, *transposed_values = head.transposed(head.read_all(2 * H + n * D));
+            float *grad_k = scratch; // overwrites the values, which are only used transposed
             std::fill(grad_k, grad_k + padded * D, 0.0f);
             float *grad_v = head.zeros(padded * D), *grad_q = head.zeros(padded * D);
-            float *q = head.take(TILE * D), *out = head.take(TILE * D), *sums = head.take(TILE * D);
-            float *scores = head.take(TILE * padded), *grads = head.take(TILE * padded);
-            for (long r = all.query_begin[s]; r < end; r += TILE) {
+            float *q = head.allocate(TILE * D), *out = head.allocate(TILE * D), *sums = head.allocate(TILE * D);
+            float *scores = head.allocate(TILE * padded), *grads = head.allocate(TILE * padded);
+            for (long r = batch.query_offsets[s]; r < end; r += TILE) {
                 long count = std::min(TILE, end - r);
                 for (long i = 0; i < count; i++) {
-                    head.read(all.tokens ? all.tokens[r + i] : r + i, n * D, scale, q + i * D);
+                    head.read(batch.tokens ? batch.tokens[r + i] : r + i, n * D, scale, q + i * D);
                     for (long d = 0; d < D; d++) out[i * D + d] = load(grad_context[(r + i) * H + n * D + d]);
                 }
-                product(q, D, 1, keys_t, padded, scores, padded, count, padded, D, false);
-                product(out, D, 1, values_t, padded, grads, padded, count, padded, D, false);
+                product(q, D, 1, transposed_keys, padded, scores, padded, count, padded, D, false);
+                product(out, D, 1, transposed_values, padded, grads, padded, count, padded, D, false);
                 for (long i = 0; i < count; i++) {
-                    float *x = scores + i * padded, *g = grads + i * padded, delta = 0, top = lse[(r + i) * N + n];
-                    long token = all.tokens ? all.tokens[r + i] : r + i;
+                    float *x = scores + i * padded, *g = grads + i * padded, delta = 0, row_lse = lse[(r + i) * N + n];
+                    long token = batch.tokens ? batch.tokens[r + i] : r + i;
 #pragma omp simd reduction(+ : delta)
                     for (long d = 0; d < D; d++) delta += load(context[(r + i) * H + n * D + d]) * out[i * D + d];
-                    Dropout dropout(hash_bits(uint32_t(all.keys[token]) + uint32_t(n) * HEADS), all.dropout);
-                    if (all.dropout > 0)
+                    Dropout dropout(hash_bits(uint32_t(batch.keys[token]) + uint32_t(n) * HEAD_STEP), batch.dropout);
+                    if (batch.dropout > 0)
 #pragma omp simd
                         for (long l = 0; l < length; l++) {
-                            float weight = exponential(x[l] - top), factor = dropout(l);
+                            float weight = exponential(x[l] - row_lse), factor = dropout(l);
                             x[l] = weight * factor, g[l] = weight * (g[l] * factor - delta);
                         }
                     else
 #pragma omp simd
-                        for (long l = 0; l < length; l++) x[l] = exponential(x[l] - top), g[l] = x[l] * (g[l] - delta);
+                        for (long l = 0; l < length; l++) x[l] = exponential(x[l] - row_lse), g[l] = x[l] * (g[l] - delta);
                 }
                 product(grads, padded, 1, keys, D, sums, D, count, D, length, false);
                 product(grads, 1, padded, q, D, grad_k, D, length, D, count, true);
                 product(scores, 1, padded, out, D, grad_v, D, length, D, count, true);
                 for (long i = 0; i < count; i++) { // a token may be a query twice
-                    float *to = grad_q + ((all.tokens ? all.tokens[r + i] : r + i) - head.begin) * D;
+                    float *to = grad_q + ((batch.tokens ? batch.tokens[r + i] : r + i) - head.begin) * D;
                     for (long d = 0; d < D; d++) to[d] += sums[i * D + d] * scale;
                 }
             }
@@ -258,12 +258,12 @@ static void attention_backward(const Sequences &all, const E *qkv, const float *
     }
 }
 
-// Sums over rows that each thread has of its own: [threads, width].
-struct Partial {
+// Sums over rows, separate for each thread: [threads, width].
+struct ThreadSums {
     std::vector<float> sums;
     long width;
-    explicit Partial(long width) : sums(omp_get_max_threads() * width), width(width) {}
-    float *own() { return sums.data() + omp_get_thread_num() * width; }
+    explicit ThreadSums(long width) : sums(omp_get_max_threads() * width), width(width) {}
+    float *local() { return sums.data() + omp_get_thread_num() * width; }
     void total(float *to) const {
         std::fill(to, to + width, 0.0f);
         for (size_t i = 0; i < sums.size(); i++) to[i % width] += sums[i];
@@ -276,35 +276,36 @@ static void gelu(long rows, long width, const E *x, const float *bias, E *out) {
     for (long r = 0; r < rows; r++)
 #pragma omp simd
         for (long j = 0; j < width; j++) {
-            float value = load(x[r * width + j]) + bias[j], below;
-            normal(value, below);
-            store(out[r * width + j], value * below);
+            float value = load(x[r * width + j]) + bias[j], cdf;
+            normal_cdf(value, cdf);
+            store(out[r * width + j], value * cdf);
         }
 }
 
 template <class E>
 static void gelu_backward(long rows, long width, const E *x, const float *bias, const E *grad, E *grad_x, float *grad_bias) {
-    Partial partial(width);
+    ThreadSums thread_sums(width);
 #pragma omp parallel
     {
-        float *own = partial.own();
+        float *local_sums = thread_sums.local();
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++)
 #pragma omp simd
             for (long j = 0; j < width; j++) {
-                float value = load(x[r * width + j]) + bias[j], below, density = normal(value, below);
-                float to = load(grad[r * width + j]) * (below + value * density * 0.39894228f);
+                float value = load(x[r * width + j]) + bias[j], cdf, density = normal_cdf(value, cdf);
+                float to = load(grad[r * width + j]) * (cdf + value * density * 0.39894228f);
                 store(grad_x[r * width + j], to);
-                own[j] += to;
+                local_sums[j] += to;
             }
     }
-    partial.total(grad_bias);
+    thread_sums.total(grad_bias);
 }
 
 // The residual sum of a row: `residual` + dropout(x + bias)
 template <class E>
-static inline void residual_sum(const E *x, const float *bias, const E *residual, const Dropout &dropout, bool drops, long width, float *to) {
-    if (drops) {
+static inline void residual_sum(const E *x, const float *bias, const E *residual, const Dropout &dropout, bool has_dropout, long width,
+                                float *to) {
+    if (has_dropout) {
 #pragma omp simd
         for (long j = 0; j < width; j++) to[j] = load(residual[j]) + (load(x[j]) + bias[j]) * dropout(j);
     } else
@@ -312,7 +313,7 @@ static inline void residual_sum(const E *x, const float *bias, const E *residual
 }
 
 template <class E>
-static void norm(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys, long use,
+static void norm(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys, long site,
                  double dropout, const float *gain, const float *shift, double eps, E *out, float *moments) {
 #pragma omp parallel
     {
@@ -320,7 +321,7 @@ static void norm(long rows, long width, const E *x, const float *bias, const E *
         float *sum = buffer.data();
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
-            Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (use * USE) : 0, dropout);
+            Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (site * SITE_STEP) : 0, dropout);
             residual_sum(x + r * width, bias, residual + r * width, dropped, dropout > 0, width, sum);
             float mean = 0, square = 0;
 #pragma omp simd reduction(+ : mean)
@@ -336,24 +337,24 @@ static void norm(long rows, long width, const E *x, const float *bias, const E *
     }
 }
 
-// `more` is added to `grad`, or null; sums has the gradients of bias, gain and shift.
+// `extra_grad` is added to `grad`, and may be null; `sums` gets the gradients of bias, gain and shift.
 template <class E>
-static void norm_backward(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys, long use,
-                          double dropout, const float *gain, const float *moments, const E *grad, const E *more, E *grad_x,
+static void norm_backward(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys, long site,
+                          double dropout, const float *gain, const float *moments, const E *grad, const E *extra_grad, E *grad_x,
                           E *grad_residual, float *sums) {
-    Partial partial(3 * width);
+    ThreadSums thread_sums(3 * width);
 #pragma omp parallel
     {
         std::vector<float> buffer(2 * width);
         float *normed = buffer.data(), *scaled = normed + width;
-        float *of_bias = partial.own(), *of_gain = of_bias + width, *of_shift = of_gain + width;
+        float *grad_bias = thread_sums.local(), *grad_gain = grad_bias + width, *grad_shift = grad_gain + width;
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
-            Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (use * USE) : 0, dropout);
-            bool drops = dropout > 0;
-            residual_sum(x + r * width, bias, residual + r * width, dropped, drops, width, normed);
+            Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (site * SITE_STEP) : 0, dropout);
+            bool has_dropout = dropout > 0;
+            residual_sum(x + r * width, bias, residual + r * width, dropped, has_dropout, width, normed);
             float mean = moments[2 * r], inverse = moments[2 * r + 1], first = 0, second = 0;
-            const E *g = grad + r * width, *m = more ? more + r * width : nullptr;
+            const E *g = grad + r * width, *m = extra_grad ? extra_grad + r * width : nullptr;
 #pragma omp simd
             for (long j = 0; j < width; j++) scaled[j] = load(g[j]);
             if (m)
@@ -362,8 +363,8 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
 #pragma omp simd
             for (long j = 0; j < width; j++) {
                 normed[j] = (normed[j] - mean) * inverse;
-                of_gain[j] += scaled[j] * normed[j];
-                of_shift[j] += scaled[j];
+                grad_gain[j] += scaled[j] * normed[j];
+                grad_shift[j] += scaled[j];
                 scaled[j] *= gain[j];
             }
 #pragma omp simd reduction(+ : first, second)
@@ -374,25 +375,26 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
                 scaled[j] = inverse * (scaled[j] - first - normed[j] * second);
                 store(grad_residual[r * width + j], scaled[j]);
             }
-            if (drops)
+            if (has_dropout)
 #pragma omp simd
                 for (long j = 0; j < width; j++) scaled[j] *= dropped(j);
 #pragma omp simd
             for (long j = 0; j < width; j++) {
-                of_bias[j] += scaled[j];
+                grad_bias[j] += scaled[j];
                 store(grad_x[r * width + j], scaled[j]);
             }
         }
     }
-    partial.total(sums);
+    thread_sums.total(sums);
 }
 
-// torch's fused AdamW for a table [rows, width], and its weights in the model's type. A row without moments and gradient
-// only decays. seen [rows]: whether a row ever had a gradient; 2 if that is not known.
+// torch's fused AdamW for a table [rows, width], and its weights in the model's dtype. A row that never had a gradient
+// only decays. seen [rows]: 1 if a row ever had a gradient, 2 if unknown.
 template <class E>
 static void adamw(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first, float *second,
                   E *weights, double divisor, double rate, double beta1, double beta2, double eps, double decay, double step) {
-    float shrink = 1 - rate * decay, size = rate / (1 - std::pow(beta1, step)), root = std::sqrt(1 - std::pow(beta2, step));
+    float decay_factor = 1 - rate * decay, step_size = rate / (1 - std::pow(beta1, step));
+    float sqrt_correction = std::sqrt(1 - std::pow(beta2, step));
     float b1 = beta1, b2 = beta2, e = eps, scale = 1 / divisor;
 #pragma omp parallel for
     for (long r = 0; r < rows; r++) {
@@ -406,43 +408,43 @@ static void adamw(long rows, long width, uint8_t *seen, const float *grad, float
                 float x = g[j] * scale;
                 m[j] += (x - m[j]) * (1 - b1);
                 v[j] = v[j] * b2 + x * x * (1 - b2);
-                w[j] = w[j] * shrink - size * m[j] / (std::sqrt(v[j]) / root + e);
+                w[j] = w[j] * decay_factor - step_size * m[j] / (std::sqrt(v[j]) / sqrt_correction + e);
                 store(to[j], w[j]);
             }
-        } else if (shrink != 1)
+        } else if (decay_factor != 1)
 #pragma omp simd
             for (long j = 0; j < width; j++) {
-                w[j] *= shrink;
+                w[j] *= decay_factor;
                 store(to[j], w[j]);
             }
     }
 }
 
 #define KERNELS(NAME, E)                                                                                                 \
-    void attention_##NAME(const Sequences *all, const E *qkv, const float *bias, E *context, float *lse) {              \
-        attention(*all, qkv, bias, context, lse);                                                                        \
+    void attention_##NAME(const Sequences *batch, const E *qkv, const float *bias, E *context, float *lse) {             \
+        attention(*batch, qkv, bias, context, lse);                                                                      \
     }                                                                                                                    \
-    void attention_backward_##NAME(const Sequences *all, const E *qkv, const float *bias, const E *context,             \
+    void attention_backward_##NAME(const Sequences *batch, const E *qkv, const float *bias, const E *context,            \
                                    const float *lse, const E *grad, E *grad_qkv) {                                       \
-        attention_backward(*all, qkv, bias, context, lse, grad, grad_qkv);                                               \
+        attention_backward(*batch, qkv, bias, context, lse, grad, grad_qkv);                                             \
     }                                                                                                                    \
-    void gelu_##NAME(long rows, long width, const E *x, const float *bias, E *out) { gelu(rows, width, x, bias, out); } \
-    void gelu_backward_##NAME(long rows, long width, const E *x, const float *bias, const E *grad, E *grad_x,           \
+    void gelu_##NAME(long rows, long width, const E *x, const float *bias, E *out) { gelu(rows, width, x, bias, out); }  \
+    void gelu_backward_##NAME(long rows, long width, const E *x, const float *bias, const E *grad, E *grad_x,            \
                               float *grad_bias) {                                                                        \
         gelu_backward(rows, width, x, bias, grad, grad_x, grad_bias);                                                    \
     }                                                                                                                    \
-    void norm_##NAME(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys,      \
-                     long use, double dropout, const float *gain, const float *shift, double eps, E *out, float *moments) { \
-        norm(rows, width, x, bias, residual, keys, use, dropout, gain, shift, eps, out, moments);                        \
+    void norm_##NAME(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys,       \
+                     long site, double dropout, const float *gain, const float *shift, double eps, E *out, float *moments) {\
+        norm(rows, width, x, bias, residual, keys, site, dropout, gain, shift, eps, out, moments);                       \
     }                                                                                                                    \
-    void norm_backward_##NAME(long rows, long width, const E *x, const float *bias, const E *residual,                  \
-                              const int32_t *keys, long use, double dropout, const float *gain, const float *moments,    \
-                              const E *grad, const E *more, E *grad_x, E *grad_residual, float *sums) {                  \
-        norm_backward(rows, width, x, bias, residual, keys, use, dropout, gain, moments, grad, more, grad_x,             \
+    void norm_backward_##NAME(long rows, long width, const E *x, const float *bias, const E *residual,                   \
+                              const int32_t *keys, long site, double dropout, const float *gain, const float *moments,   \
+                              const E *grad, const E *extra_grad, E *grad_x, E *grad_residual, float *sums) {            \
+        norm_backward(rows, width, x, bias, residual, keys, site, dropout, gain, moments, grad, extra_grad, grad_x,      \
                       grad_residual, sums);                                                                              \
     }                                                                                                                    \
-    void adamw_##NAME(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first,             \
-                      float *second, E *weights, double divisor, double rate, double beta1, double beta2, double eps,   \
+    void adamw_##NAME(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first,              \
+                      float *second, E *weights, double divisor, double rate, double beta1, double beta2, double eps,    \
                       double decay, double step) {                                                                       \
         adamw(rows, width, seen, grad, master, first, second, weights, divisor, rate, beta1, beta2, eps, decay, step);   \
     }

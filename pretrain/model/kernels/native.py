@@ -1,7 +1,7 @@
 """The loops of `native.cpp` as differentiable functions of torch, for short sequences on a CPU.
 
-torch runs some hundred small operations for each layer of a step of 500 tokens, and compiled code, which starts after a
-minute, calls a dozen guarded programs. Here a layer has nine calls of code that g++ compiles in seconds, once for each
+In a step of 500 tokens, torch runs about a hundred small operations per layer, and torch.compile needs a minute first
+and then calls a dozen guarded functions. Here a layer makes nine calls to code that g++ compiles in seconds, once per
 machine. Without g++, torch computes everything, and only the last bits of results differ.
 
 Shape letters: T tokens of the micro-batch, R query positions, H hidden width, F feed-forward width.
@@ -31,7 +31,7 @@ from pretrain.model.kernels.products import weight_gradient
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-# Batched matmuls of longer sequences are faster (docs/benchmarks/lab-notes.md).
+# For longer sequences, batched matmuls are faster (docs/benchmarks/lab-notes.md).
 _MAX_LENGTH, _MAX_LENGTH_WITHOUT_GRADIENTS = 128, 256
 
 
@@ -52,18 +52,18 @@ def library() -> ctypes.CDLL | None:
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 target = Path(temporary) / name
                 subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(target)], check=True, capture_output=True)
-                target.replace(folder / name)  # atomically: other processes may compile it, too
+                target.replace(folder / name)  # atomic: other processes may compile it, too
         return ctypes.CDLL(str(folder / name))
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def runs_natively(x: Tensor) -> bool:
+def supports_native(x: Tensor) -> bool:
     """Return whether these kernels support `x`."""
     return x.is_cpu and x.dtype in _TYPES and not torch.compiler.is_compiling() and library() is not None
 
 
-def attends_natively(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> bool:
+def should_attend_natively(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> bool:
     """Return whether `attention` supports these arguments and is faster than batched matmuls."""
     terms = layout.rotation, layout.distance_bias, layout.relative
     longest = layout.max_seqlen
@@ -71,19 +71,19 @@ def attends_natively(qkv: Tensor, layout: TokenLayout, options: AttentionOptions
     width = qkv.shape[1] // 3 // options.heads
     max_length = _MAX_LENGTH if torch.is_grad_enabled() else _MAX_LENGTH_WITHOUT_GRADIENTS
     short = not options.fused and longest <= max_length and width % 16 == 0
-    return short and whole and all(term is None for term in terms) and runs_natively(qkv)
+    return short and whole and all(term is None for term in terms) and supports_native(qkv)
 
 
 def attention(
     qkv: Tensor, bias: Tensor | None, layout: TokenLayout, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `grouped_op.grouped_attention`."""
-    starts = layout.cu_seqlens if layout.rows is None else query_boundaries(layout.rows, layout.cu_seqlens)
-    places = layout.rows, layout.keys, layout.cu_seqlens, starts
-    return _Attention.apply(qkv, bias, places, options)  # pyright: ignore[reportReturnType]
+    """Compute `grouped_op.grouped_attention` in C++."""
+    query_offsets = layout.cu_seqlens if layout.rows is None else query_boundaries(layout.rows, layout.cu_seqlens)
+    indices = layout.rows, layout.keys, layout.cu_seqlens, query_offsets
+    return _Attention.apply(qkv, bias, indices, options)  # pyright: ignore[reportReturnType]
 
 
-def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bool) -> Callable[..., Tensor]:
+def prefer_native(function: Callable[..., Tensor], shape: ModelConfig, compile: bool) -> Callable[..., Tensor]:
     """Return `block.after_attention` in C++ for an uncompiled model with BERT's layers; otherwise `function`."""
     if compile or not has_native_loops(shape):
         return function
@@ -96,7 +96,7 @@ def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bo
         functions: Any,
         dropout: float,
     ) -> Tensor:
-        if not runs_natively(hidden_TH):
+        if not supports_native(hidden_TH):
             return function(context_TH, hidden_TH, keys_T, weights, functions, dropout)
         flat = (x for part in weights for x in (part if isinstance(part, tuple) else (part,)))
         return _AfterAttention.apply(context_TH, hidden_TH, keys_T, functions.eps, float(dropout), *flat)  # pyright: ignore[reportReturnType]
@@ -105,38 +105,38 @@ def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bo
 
 
 def step_table(group: dict[str, Any], state: dict[str, Any], divisor: float, *tensors: Tensor) -> None:
-    """Step a table as torch's fused AdamW does; a row that never had a gradient only decays.
+    """Update a table as torch's fused AdamW does; a row that never had a gradient only decays.
 
     Args:
-        group: of the optimizer: rate, betas, epsilon and decay.
-        state: of the table: moments fp32 [V * H] and count of steps.
-        divisor: of the gradient, for clipping.
-        tensors: uint8 [V], whether a row ever had a gradient, 2 if unknown; fp32 gradient [V, H]; fp32 master weights
+        group: the optimizer's parameter group: rate, betas, epsilon and decay.
+        state: the table's state: moments fp32 [V * H] and number of steps.
+        divisor: the gradient is divided by it, for clipping.
+        tensors: uint8 [V], 1 if a row ever had a gradient, 2 if unknown; fp32 gradient [V, H]; fp32 master weights
             [V * H]; the model's weights [V * H], which are set to the master weights.
     """
     seen, gradient, master, weights = tensors
     state["step"] += 1
     moments = state["exp_avg"], state["exp_avg_sq"]
-    numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"], state["step"].item()
+    scalars = group["lr"], *group["betas"], group["eps"], group["weight_decay"], state["step"].item()
     buffers = seen, gradient, master, *moments, weights
-    _call("adamw", weights, *gradient.shape, *buffers, divisor, *map(float, numbers))
+    _call("adamw", weights, *gradient.shape, *buffers, divisor, *map(float, scalars))
 
 
 class _Sequences(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("begins", "tokens", "query_begin", "keys")),
+        *((name, ctypes.c_void_p) for name in ("offsets", "tokens", "query_offsets", "keys")),
         *((name, ctypes.c_long) for name in ("count", "heads", "width")),
         ("dropout", ctypes.c_double),
     ]
 
 
 def _call(name: str, like: Tensor, *arguments: Any) -> None:
-    """Call a kernel for the type of `like`; a tensor is passed as its address, a float as a double."""
+    """Call a kernel for the dtype of `like`; a tensor is passed as its address, a float as a double."""
     function = getattr(library(), f"{name}_{_TYPES[like.dtype]}")
-    function(*(_passed(x) for x in arguments))
+    function(*(_to_ctype(x) for x in arguments))
 
 
-def _passed(x: Any) -> Any:
+def _to_ctype(x: Any) -> Any:
     if isinstance(x, Tensor):
         return ctypes.c_void_p(x.data_ptr())
     return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_long(x) if isinstance(x, int) else x
@@ -145,10 +145,10 @@ def _passed(x: Any) -> Any:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, bias: Tensor | None, places: tuple[Tensor | None, ...], options: AttentionOptions
+        ctx: Any, qkv: Tensor, bias: Tensor | None, indices: tuple[Tensor | None, ...], options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        ctx.places, ctx.options = places, options
-        rows, width = places[0], qkv.shape[1] // 3
+        ctx.indices, ctx.options = indices, options
+        rows, width = indices[0], qkv.shape[1] // 3
         queries = len(qkv) if rows is None else len(rows)
         context_RH, lse_RN = qkv.new_empty(queries, width), torch.empty(queries, options.heads)
         bias = None if bias is None else bias.float()
@@ -167,10 +167,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _sequences(ctx: Any, qkv: Tensor) -> Any:
-    rows, keys, begins, starts = ctx.places
-    addresses = (None if x is None else x.data_ptr() for x in (begins, rows, starts, keys))
+    rows, keys, offsets, query_offsets = ctx.indices
+    addresses = (None if x is None else x.data_ptr() for x in (offsets, rows, query_offsets, keys))
     heads, dropout = ctx.options.heads, ctx.options.dropout
-    return ctypes.byref(_Sequences(*addresses, len(begins) - 1, heads, qkv.shape[1] // 3 // heads, dropout))
+    return ctypes.byref(_Sequences(*addresses, len(offsets) - 1, heads, qkv.shape[1] // 3 // heads, dropout))
 
 
 class _AfterAttention(torch.autograd.Function):
@@ -201,16 +201,16 @@ class _AfterAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        states, rest = (saved := ctx.saved_tensors)[:8], saved[8:]
+        states, parameters = (saved := ctx.saved_tensors)[:8], saved[8:]
         context_RH, hidden_RH, keys_R, attended_RH, normed_RH, inner_RF, active_RF, output_RH = states
-        moments, last_moments, out_weight, in_weight, last_weight, *vectors = rest
+        moments, last_moments, out_weight, in_weight, last_weight, *vectors = parameters
         out_bias, gain, _, in_bias, last_bias, last_gain, _ = vectors
 
-        def norm_backward(x: Tensor, bias: Tensor, residual: Tensor, use: int, *rest: Any) -> tuple[Tensor, ...]:
+        def norm_backward(x: Tensor, bias: Tensor, residual: Tensor, site: int, *operands: Any) -> tuple[Tensor, ...]:
             grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x)
             sums = torch.empty(3, x.shape[1])
             results = grad_x, grad_residual, sums
-            _call("norm_backward", x, *x.shape, x, bias, residual, keys_R, use, ctx.dropout, *rest, *results)
+            _call("norm_backward", x, *x.shape, x, bias, residual, keys_R, site, ctx.dropout, *operands, *results)
             return results
 
         grad_output, grad_normed, last_sums = norm_backward(
@@ -223,9 +223,9 @@ class _AfterAttention(torch.autograd.Function):
             attended_RH, out_bias, hidden_RH, 1, gain, moments, grad_normed, grad_inner @ in_weight
         )
         pairs = (grad_attended, context_RH), (grad_inner, normed_RH), (grad_output, active_RF)
-        of_weights = [weight_gradient(*pair) for pair in pairs]
-        of_vectors = [x.to(out_weight.dtype) for x in (*sums, grad_in_bias, *last_sums)]
-        flat = of_weights[0], *of_vectors[:3], of_weights[1], of_vectors[3], of_weights[2], *of_vectors[4:]
+        weight_grads = [weight_gradient(*pair) for pair in pairs]
+        vector_grads = [x.to(out_weight.dtype) for x in (*sums, grad_in_bias, *last_sums)]
+        flat = weight_grads[0], *vector_grads[:3], weight_grads[1], vector_grads[3], weight_grads[2], *vector_grads[4:]
         return grad_attended @ out_weight, grad_hidden, None, None, None, *flat
 
 
@@ -234,13 +234,13 @@ def _norm(
     bias: Tensor,
     residual: Tensor,
     keys: Tensor | None,
-    use: int,
+    site: int,
     dropout: float,
     gain: Tensor,
     shift: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(LayerNorm of residual + dropout(x + bias), fp32 mean and inverse deviation of each row)."""
+    """Return (LayerNorm of residual + dropout(x + bias), fp32 mean and inverse deviation of each row)."""
     out, moments = torch.empty_like(x), torch.empty(len(x), 2)
-    _call("norm", x, *x.shape, x, bias, residual, keys, use, dropout, gain, shift, eps, out, moments)
+    _call("norm", x, *x.shape, x, bias, residual, keys, site, dropout, gain, shift, eps, out, moments)
     return out, moments

@@ -1,8 +1,8 @@
-"""Rounds up the rows of matrix products in bf16 on a CPU.
+"""Rounds up the number of rows of bf16 matrix products on a CPU.
 
-oneDNN generates code for each shape of a product: 0.4 to 1.4 ms with AVX-512, 2 to 50 ms with AMX, as much as the
-product itself takes. The number of tokens of unpadded batches changes in each step. torch's fp32 products are not
-generated for a shape.
+oneDNN generates code for each shape of a product, which takes 0.4 to 1.4 ms with AVX-512 and 2 to 50 ms with AMX, as
+long as the product itself. The number of tokens of unpadded batches changes in each step. torch's fp32 products need
+no code generation.
 
 Shape letters: T tokens, S sequences.
 """
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pretrain.model.kernels.layout import Tokens, UnpaddedBatch
 
-_MIN_MULTIPLE, _MAX_SHARE = 16, 1 / 16  # the smallest multiple of rows; the largest share of rows that rounding adds
+_MIN_MULTIPLE, _MAX_SHARE = 16, 1 / 16  # smallest multiple to which rows are rounded; largest share of padding rows
 LENGTH_MULTIPLE = 8  # of padded lengths of sequences in bf16: 31 shapes instead of 221 in 20 steps
 
 
-def missing_rows(rows: int, like: Tensor) -> int:
+def rows_to_pad(rows: int, like: Tensor) -> int:
     """Return the number of rows to add to `rows` in products of the dtype and device of `like`."""
     if not compiles_each_shape(like):
         return 0
@@ -25,29 +25,29 @@ def missing_rows(rows: int, like: Tensor) -> int:
 
 
 def compiles_each_shape(like: Tensor) -> bool:
-    """Return whether products of this dtype and device are oneDNN's."""
+    """Return whether products of this dtype and device run in oneDNN."""
     return like.is_cpu and like.dtype != torch.float32
 
 
-def add_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
-    """Append so many rows of `value` to `x`."""
+def pad_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
+    """Append `rows` rows of `value` to `x`."""
     return F.pad(x, (*(0, 0) * (x.dim() - 1), 0, rows), value=value) if rows else x
 
 
-def with_round_tokens(batch: UnpaddedBatch, like: Tensor) -> UnpaddedBatch:
-    """Append sequences of filler, none longer than the longest, if products of the dtype of `like` need them."""
+def pad_tokens(batch: UnpaddedBatch, like: Tensor) -> UnpaddedBatch:
+    """Append padding sequences, none longer than the longest, if products of the dtype of `like` need them."""
     tokens = len(batch.input_ids)
-    more = missing_rows(tokens, like)
-    if not more:
+    padding = rows_to_pad(tokens, like)
+    if not padding:
         return batch
-    count = -(-more // max(batch.lengths))
-    lengths = tuple((more + number) // count for number in range(count))
+    count = -(-padding // max(batch.lengths))
+    lengths = tuple((padding + number) // count for number in range(count))
     ends = tokens + torch.tensor(lengths).cumsum(0)
     return Tokens(
-        add_rows(batch.input_ids, more),
-        add_rows(batch.token_types, more),
+        pad_rows(batch.input_ids, padding),
+        pad_rows(batch.token_types, padding),
         torch.cat([batch.positions, *map(torch.arange, lengths)]),
         torch.cat([batch.cu_seqlens, ends.int()]),
-        add_rows(batch.token_keys, more),
+        pad_rows(batch.token_keys, padding),
         (*batch.lengths, *lengths),
     )

@@ -1,1 +1,1 @@
-"""Pictures of attention: the targets of each head of a model, on one page and over a training."""
+"""Pictures of attention: what each head of a model attends to, on one page and over the steps of a run."""

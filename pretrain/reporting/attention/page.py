@@ -12,17 +12,17 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import disk_errors
 from pretrain.common.wording import counted
 from pretrain.reporting.attention.strips import percent, strip_chart
-from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
+from pretrain.reporting.attention.weights import AttentionModel, DisplayTokens
 from pretrain.reporting.pages import write_page
 from pretrain.run.attention.kinds import KINDS, HeadStatistics
 
-_MAX_WEIGHTS = 12_000_000  # of all heads on the page: 32 MB of HTML, which a phone still opens
-_WINDOW = 512  # tokens of a line of a file at a time, as in Clark et al.'s models
+_MAX_WEIGHTS = 12_000_000  # of all heads on the page: 32 MB of HTML, which a phone can still open
+_WINDOW = 512  # maximum tokens of a line per window, as in Clark et al.'s models
 _STRONGEST = 3  # heads named for each kind
 
 
 class StrongHead(NamedTuple):
-    """A head and its value; layer and head count from 1, as in Clark et al. (head 4-10 is the tenth of layer 4)."""
+    """A head and its value; layers and heads are numbered from 1, as in Clark et al. (4-10: the tenth of layer 4)."""
 
     layer: int
     head: int
@@ -36,16 +36,16 @@ class StrongHead(NamedTuple):
 def write_attention_page(
     folder: Path, out: Path, *, text: str | None = None, pair: str | None = None, texts: Path | None = None
 ) -> str:
-    """Write the page to the file `out` atomically and return a summary for the terminal.
+    """Write the page to `out` atomically and return a summary for the terminal.
 
     Args:
         folder: a run, an export, a released or a fine-tuned model.
         text: the input whose matrices are drawn; by default the first line of the file.
         pair: the second segment of a pair.
-        texts: a UTF-8 file with one input per line, to average the heads over; by default only over `text`.
+        texts: UTF-8 file with one input per line, over which heads are averaged; by default only over `text`.
 
     Raises:
-        InputError: no text is given, it is too long to be drawn, or the model or the file cannot be read.
+        InputError: there is no input, it is too long to draw, or the model or the file cannot be read.
     """
     lines = read_texts(texts) if texts else []
     if text is None:
@@ -57,12 +57,12 @@ def write_attention_page(
     lines = ["the heads (layer-head) that attend most to"]
     for kind, even, heads in values["strongest"]:
         named = "   ".join(f"{head.name} {head.value:.1%}" for head in heads)
-        lines.append(f"  {kind:26}{named}   (evenly {even})")
+        lines.append(f"  {kind:26}{named}   (uniform {even})")
     return "\n".join(lines)
 
 
 def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the values for the template heads.html.j2; averages are taken over `lines`, or `text`."""
+    """Return the values for the template heads.html.j2; averages are over `lines`, or `text` without lines."""
     model = AttentionModel(folder)
     shape = model.shape
     shown = _drawable(model, text, pair)
@@ -98,14 +98,14 @@ def read_texts(path: Path) -> list[str]:
     return lines
 
 
-def _drawable(model: AttentionModel, text: str, pair: str | None) -> ShownTokens:
+def _drawable(model: AttentionModel, text: str, pair: str | None) -> DisplayTokens:
     """Return the tokens to draw. Raises `InputError` if there are none, or too many."""
     shown = model.tokens(text, pair)
     heads = model.shape.depth * model.shape.heads
     max_tokens = min(model.shape.max_positions, math.isqrt(_MAX_WEIGHTS // heads))
     if len(shown) > max_tokens:
         raise InputError(
-            f"attention: the text has {len(shown)} tokens, and the page holds at most {max_tokens} for this model "
+            f"attention: the text has {len(shown)} tokens, and the page can show {max_tokens} for this model "
             f"({heads} heads, {model.shape.max_positions} positions). Give a shorter one; lines of --texts may have "
             "any length."
         )
@@ -122,14 +122,14 @@ def _statistics(model: AttentionModel, lines: Sequence[str]) -> HeadStatistics:
     return statistics
 
 
-def _page_data(shown: ShownTokens, weights: list[np.ndarray], statistics: HeadStatistics) -> dict[str, Any]:
-    """Return the data of the page's script. Weights are 16-bit shares of 65,535, in base64 by layer [N, L, L]."""
+def _page_data(shown: DisplayTokens, weights: list[np.ndarray], statistics: HeadStatistics) -> dict[str, Any]:
+    """Return the data for the page's script. Weights are uint16 (65,535 is 1), in base64 by layer [N, L, L]."""
     special = shown.marked.first | shown.marked.separator
     return {
         "heads": len(weights[0]),
         "tokens": [
-            {"text": text, "special": bool(one), "joined": joined}
-            for text, one, joined in zip(shown.spellings, special, shown.joined, strict=True)
+            {"text": text, "special": bool(is_special), "joined": joined}
+            for text, is_special, joined in zip(shown.spellings, special, shown.joined, strict=True)
         ],
         "weights": [base64.b64encode(np.rint(layer * 65535).astype("<u2").tobytes()).decode() for layer in weights],
         "kinds": [
@@ -147,20 +147,20 @@ def _page_data(shown: ShownTokens, weights: list[np.ndarray], statistics: HeadSt
 
 
 def _present(statistics: HeadStatistics) -> Iterator[tuple[str, float]]:
-    """Return the kinds that occur in the input, with the share that even attention would give them."""
+    """Return the kinds that occur in the input, each with its share under uniform attention."""
     return ((kind, even) for kind, even in statistics.even_shares.items() if even > 0)
 
 
 def strongest_heads(values: np.ndarray, count: int) -> list[StrongHead]:
     """Return the `count` heads with the highest values [layers, heads], highest first."""
     order = np.argsort(-values, axis=None, kind="stable")[:count]
-    places = (divmod(int(place), values.shape[1]) for place in order)
-    return [StrongHead(layer + 1, head + 1, float(values[layer, head])) for layer, head in places]
+    indices = (divmod(int(index), values.shape[1]) for index in order)
+    return [StrongHead(layer + 1, head + 1, float(values[layer, head])) for layer, head in indices]
 
 
 def _strips(statistics: HeadStatistics) -> Iterator[str]:
     for kind, even in _present(statistics):
         label = KINDS[kind]
         title = f"{label[0].upper()}{label[1:]}"
-        yield strip_chart(title, statistics.shares[kind], even, form=percent)
-    yield strip_chart("Entropy, nats", statistics.entropy, statistics.even_entropy, form=lambda nats: f"{nats:.3g}")
+        yield strip_chart(title, statistics.shares[kind], even, format_y=percent)
+    yield strip_chart("Entropy, nats", statistics.entropy, statistics.even_entropy, format_y=lambda nats: f"{nats:.3g}")

@@ -1,4 +1,4 @@
-"""The report's section on attention: the targets of heads over the steps of a training, and a few matrices."""
+"""The report's section on attention: what heads attend to over the steps of a run, and a few matrices."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,13 @@ from pretrain.reporting.charts import Series, line_chart
 from pretrain.run.attention.history import RECORDED, read_history, unpack_matrix
 from pretrain.run.attention.kinds import KINDS
 
-_HEADS, _STEPS = 3, 6  # to draw
+_MAX_HEADS, _MAX_STEPS = 3, 6  # drawn
 _LEVELS = 6  # of opacity
 
 
 @dataclass(frozen=True)
 class HeadPictures:
-    """One head over the training: a title, and (step, SVG of its matrix) at some steps."""
+    """One head during training: a title, and (step, SVG of its matrix) at some steps."""
 
     title: str
     matrices: list[tuple[int, str]]
@@ -28,7 +28,7 @@ class AttentionSection:
     """Contents of the section.
 
     Attributes:
-        text: the input of the pictures; "" if the corpus has no tokenizer any more.
+        text: the input of the pictures; "" if the corpus's tokenizer no longer exists.
         heads: a few heads.
         charts: SVG of each kind over the steps.
     """
@@ -64,11 +64,11 @@ def matrix_svg(weights_LL: np.ndarray, label: str) -> str:
 
 
 def _rectangles(chosen_LL: np.ndarray) -> str:
-    """Return an SVG path around the chosen cells; neighbors in a row are one rectangle."""
+    """Return an SVG path of the chosen cells; adjacent cells of a row are one rectangle."""
     parts = []
     for row, chosen_L in enumerate(chosen_LL):
         edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen_L.astype(np.int8), [0]])))
-        parts += [f"M{begin} {row}h{end - begin}v1H{begin}z" for begin, end in edges.reshape(-1, 2)]
+        parts += [f"M{start} {row}h{end - start}v1H{start}z" for start, end in edges.reshape(-1, 2)]
     return "".join(parts)
 
 
@@ -81,10 +81,11 @@ def _text(ids: list[int], corpus: Path) -> str:
 
 
 def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictures]:
-    """Draw the heads that attend most to a kind after training, one per kind."""
+    """Draw the heads that attend most to a kind of token at the end, one head per kind."""
     records = history["records"]
     last = len(records) - 1
-    chosen = records if last < _STEPS else [records[round(at * last / (_STEPS - 1))] for at in range(_STEPS)]
+    evenly = (round(n * last / (_MAX_STEPS - 1)) for n in range(_MAX_STEPS))
+    chosen = records if last < _MAX_STEPS else [records[number] for number in evenly]
     pictures = []
     for number, kind, share in distinct_heads(history["heads"], records[-1]["shares"], even):
         layer, head = history["heads"][number]
@@ -103,8 +104,8 @@ def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictu
 def distinct_heads(
     heads: list[list[int]], shares: dict[str, Any], even: dict[str, float]
 ) -> list[tuple[int, str, float]]:
-    """Return (index in `heads`, kind, share) of the largest shares above even attention, no head or kind twice."""
-    found = sorted(
+    """Return (index in `heads`, kind, share) of the shares furthest above uniform, no head or kind twice."""
+    candidates = sorted(
         (
             (shares[kind][layer][head] - even[kind], number, kind)
             for kind in RECORDED
@@ -113,18 +114,18 @@ def distinct_heads(
         reverse=True,
     )
     chosen: list[tuple[int, str, float]] = []
-    for above, number, kind in found:
-        if len(chosen) < _HEADS and all(number != one[0] and kind != one[1] for one in chosen):
-            chosen.append((number, kind, above + even[kind]))
+    for excess, number, kind in candidates:
+        if len(chosen) < _MAX_HEADS and all(number != n and kind != other for n, other, _ in chosen):
+            chosen.append((number, kind, excess + even[kind]))
     return chosen
 
 
 def _chart(kind: str, records: list[dict[str, Any]]) -> str:
-    """Chart the head that attends most to the kind at the end, and the mean of all heads."""
-    values = {one["step"]: np.array(one["entropy"] if kind == "entropy" else one["shares"][kind]) for one in records}
+    """Chart the head that attends most to `kind` at the end, and the mean of all heads."""
+    values = {r["step"]: np.array(r["entropy"] if kind == "entropy" else r["shares"][kind]) for r in records}
     last = values[records[-1]["step"]]
-    place = int(last.argmin() if kind == "entropy" else last.argmax())
-    layer, head = divmod(place, last.shape[1])
+    index = int(last.argmin() if kind == "entropy" else last.argmax())
+    layer, head = divmod(index, last.shape[1])
     series = [
         Series(f"head {layer + 1}-{head + 1}", [(step, float(value[layer, head])) for step, value in values.items()]),
         Series("mean of all heads", [(step, float(value.mean())) for step, value in values.items()], "held-out"),
@@ -133,7 +134,7 @@ def _chart(kind: str, records: list[dict[str, Any]]) -> str:
     return line_chart(
         f"{label[0].upper()}{label[1:]}",
         series,
-        form=percent if kind in KINDS else (lambda nats: f"{nats:.3g}"),
-        form_x=lambda step: f"{step:,.0f}",
+        format_y=percent if kind in KINDS else (lambda nats: f"{nats:.3g}"),
+        format_x=lambda step: f"{step:,.0f}",
         from_zero=True,
     )

@@ -9,7 +9,7 @@ from pretrain.reporting.charts import ticks
 
 _WIDTH, _HEIGHT = 400, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 12, 26
-_SPREAD = 0.6  # of the distance between layers, over which a layer's heads are drawn side by side
+_SPREAD = 0.6  # share of a layer's width over which its heads are drawn side by side
 
 
 def percent(share: float) -> str:
@@ -17,14 +17,14 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g}\N{NO-BREAK SPACE}%"
 
 
-def strip_chart(title: str, values: np.ndarray, even: float, *, form: Callable[[float], str]) -> str:
-    """Return a <figure> with one dot for each head, the mean of each layer as a line, and a mark at `even`.
+def strip_chart(title: str, values: np.ndarray, even: float, *, format_y: Callable[[float], str]) -> str:
+    """Return a <figure> with one dot per head, a line through the layers' means, and a mark at `even`.
 
     Args:
         title: title of the chart.
-        values: float [layers, heads], at least 0.
-        even: the value of uniform attention to all tokens.
-        form: formats a value.
+        values: float [layers, heads], not negative.
+        even: the value of uniform attention.
+        format_y: formats a value.
     """
     layers, heads = values.shape
     marks = ticks(0.0, max(float(values.max()), even, 1e-3), 4)
@@ -39,21 +39,21 @@ def strip_chart(title: str, values: np.ndarray, even: float, *, form: Callable[[
 
     parts = [
         f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(mark)}" y2="{y(mark)}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(mark) + 4}" text-anchor="end">{escape(form(mark))}</text>'
+        f'<text x="{_LEFT - 6}" y="{y(mark) + 4}" text-anchor="end">{escape(format_y(mark))}</text>'
         for mark in marks
     ]
     parts.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(even)}" y2="{y(even)}"/>')
-    every = -(-layers // 12)
+    label_step = -(-layers // 12)
     parts += [
         f'<text x="{x(layer, (heads - 1) / 2)}" y="{_HEIGHT - 8}" text-anchor="middle">{layer + 1}</text>'
-        for layer in range(0, layers, every)
+        for layer in range(0, layers, label_step)
     ]
     means = " ".join(f"{x(layer, (heads - 1) / 2)},{y(float(values[layer].mean()))}" for layer in range(layers))
     parts.append(f'<polyline class="train" points="{means}"/>')
     parts += [
         f'<circle class="train" data-head="{layer + 1}-{head + 1}" cx="{x(layer, head)}" '
         f'cy="{y(float(values[layer, head]))}" r="3"><title>head {layer + 1}-{head + 1}: '
-        f"{escape(form(float(values[layer, head])))}</title></circle>"
+        f"{escape(format_y(float(values[layer, head])))}</title></circle>"
         for layer in range(layers)
         for head in range(heads)
     ]

@@ -22,14 +22,14 @@ _SPACE = re.compile(r"\s")
 
 
 @dataclass(frozen=True)
-class ShownTokens:
-    """A single input or a pair, as tokens.
+class DisplayTokens:
+    """The tokens of a single input or a pair.
 
     Attributes:
-        spellings: each token as it is spelled in the input; special tokens by name.
-        joined: whether a token continues the word before it.
+        spellings: each token as spelled in the input; special tokens by name.
+        joined: whether a token continues the previous token's word.
         token_types: int64 [L].
-        marked: for statistics.
+        marked: the tokens' kinds, for statistics.
     """
 
     spellings: tuple[str, ...]
@@ -60,19 +60,19 @@ class AttentionModel:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._encoder = PaddedEncoder(released.model, released.backbone).to(self._device)
 
-    def tokens(self, text: str, pair: str | None = None) -> ShownTokens:
+    def tokens(self, text: str, pair: str | None = None) -> DisplayTokens:
         """Return all tokens of a single input or a pair, with special tokens, untruncated."""
         self._tokenizer.no_truncation()
-        return _shown(self._tokenizer.encode(text, pair), text, pair)
+        return _display_tokens(self._tokenizer.encode(text, pair), text, pair)
 
-    def windows(self, text: str, max_length: int) -> Iterator[ShownTokens]:
+    def windows(self, text: str, max_length: int) -> Iterator[DisplayTokens]:
         """Yield the tokens in windows of at most `max_length` tokens, each with its special tokens."""
         self._tokenizer.enable_truncation(max_length)
         whole = self._tokenizer.encode(text)
         for window in (whole, *whole.overflowing):
-            yield _shown(window, text, None)
+            yield _display_tokens(window, text, None)
 
-    def weights(self, tokens: ShownTokens) -> list[np.ndarray]:
+    def weights(self, tokens: DisplayTokens) -> list[np.ndarray]:
         """Return the attention weights of each layer, float32 [N, L, L]; the weights of each query sum to 1."""
         arrays = (tokens.marked.ids, tokens.token_types)
         ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in arrays)
@@ -83,12 +83,12 @@ class AttentionModel:
         return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
 
 
-def _shown(encoding: Any, text: str, pair: str | None) -> ShownTokens:
+def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens:
     """Convert an encoding of the tokenizers library."""
     spellings: list[str] = []
     joined: list[bool] = []
     words: list[tuple[int, int] | None] = []
-    last_end: tuple[int | None, int] = (None, -1)  # text and end of the last token
+    last_end: tuple[int | None, int] = (None, -1)  # segment and end of the last token
     for number, name in enumerate(encoding.tokens):
         source = None if encoding.special_tokens_mask[number] else encoding.sequence_ids[number]
         if source is None:
@@ -96,16 +96,16 @@ def _shown(encoding: Any, text: str, pair: str | None) -> ShownTokens:
             joined.append(False)
             words.append(None)
             continue
-        whole, (begin, end) = (text, pair or "")[source], encoding.offsets[number]
+        whole, (start, end) = (text, pair or "")[source], encoding.offsets[number]
         # Byte-level tokenizers include the space before a word in its first token.
-        starts_with_space = _SPACE.match(whole[begin:end]) is not None
-        spellings.append(whole[begin:end].strip() or name)
+        starts_with_space = _SPACE.match(whole[start:end]) is not None
+        spellings.append(whole[start:end].strip() or name)
         # Without word boundaries, each token is a word.
         word = (source, -1 - number if encoding.word_ids[number] is None else encoding.word_ids[number])
-        joined.append(last_end == (source, begin) and not starts_with_space and word == words[-1])
+        joined.append(last_end == (source, start) and not starts_with_space and word == words[-1])
         words.append(word)
         last_end = (source, end)
-    return ShownTokens(
+    return DisplayTokens(
         tuple(spellings), tuple(joined), np.array(encoding.type_ids, np.int64), _marked(encoding, spellings, words)
     )
 
@@ -118,12 +118,12 @@ def _marked(encoding: Any, spellings: list[str], words: list[tuple[int, int] | N
         if word is not None:
             spelled[word] = spelled.get(word, "") + spelling.lower()
     numbers = {spelling: number for number, spelling in enumerate(dict.fromkeys(spelled.values()))}
-    places = {word: number for number, word in enumerate(spelled)}
+    order = {word: number for number, word in enumerate(spelled)}
     return MarkedTokens(
         ids=np.array(encoding.ids, np.int64),
         first=first,
         separator=special & ~first,
         punctuation=np.array([spelling in _PUNCTUATION for spelling in spellings]),
         word=np.array([-1 if word is None else numbers[spelled[word]] for word in words]),
-        place=np.array([-1 if word is None else places[word] for word in words]),
+        place=np.array([-1 if word is None else order[word] for word in words]),
     )

@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const element = id => document.getElementById(id);
 const tokens = data.tokens, length = tokens.length, layers = data.weights.length, heads = data.heads;
-const MOST_LINES = 3000, THUMBNAIL = 72;
+const MAX_LINES = 3000, THUMBNAIL = 72;
 const view = { layer: 0, head: 0, kind: null, from: null, to: null, pinned: false };
 
 // Weights of a layer's heads, one after another, each by rows; 65,535 is all of a token's attention.
@@ -16,21 +16,21 @@ const color = name => {
   return [0, 2, 4].map(at => parseInt(hex.slice(at, at + 2), 16));
 };
 const make = (tag, values = {}, ...children) => {
-  const made = document.createElement(tag);
-  for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(values)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
 };
 const draw = (tag, values = {}, text = "") => {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [key, value] of Object.entries(values)) made.setAttribute(key, value);
-  made.textContent = text;
-  return made;
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(values)) node.setAttribute(key, value);
+  node.textContent = text;
+  return node;
 };
 
 // ---- all heads
 
-// The largest weight in each field of a coarser grid, so that no line is lost.
+// The largest weight in each cell of a coarser grid, so that no line is lost.
 const thumbnail = (canvas, layer, head) => {
   const side = canvas.width, largest = new Float32Array(side * side), at = head * length * length;
   for (let i = 0; i < length; i++)
@@ -146,7 +146,7 @@ const atPointer = event => {
 const readMatrix = () => {
   const { from, to } = view, name = n => `“${tokens[n].text}”`;
   element("matrix-read").textContent = from !== null && to !== null
-    ? `${name(from)} attends to ${name(to)}: ${percent(weight(from, to))}` : "Point at a field to read it.";
+    ? `${name(from)} attends to ${name(to)}: ${percent(weight(from, to))}` : "Point at a cell to read its weight.";
 };
 for (const kind of ["pointermove", "pointerdown"])
   canvas.addEventListener(kind, event => {
@@ -200,7 +200,7 @@ const paintLines = () => {
     for (let j = 0; j < length; j++) if (weight(i, j) > 0.02) found.push([i, j, weight(i, j)]);
   found.sort((a, b) => b[2] - a[2]);
   all.replaceChildren();
-  for (const one of found.slice(0, MOST_LINES)) line(all, ...one);
+  for (const one of found.slice(0, MAX_LINES)) line(all, ...one);
 };
 const choose = (side, n) => {
   [view.from, view.to] = side === "from" ? [n, null] : [null, n];
@@ -221,7 +221,7 @@ svg.addEventListener("keydown", event => {
   choose("from", ((view.from ?? (step > 0 ? -1 : length)) + step + length) % length);
 });
 
-// The chosen token, in both pictures: its weights beside the tokens, and only its lines.
+// The chosen token in both pictures: its weights next to the tokens, and only its lines.
 const paintChoice = () => {
   const { from, to } = view, one = from !== null || to !== null;
   all.style.display = one ? "none" : "";
@@ -259,7 +259,7 @@ const select = (layer, head) => {
   [view.layer, view.head] = [layer, head];
   const name = `${layer + 1}-${head + 1}`;
   element("name").textContent = `Head ${name}`;
-  element("entropy").textContent = `entropy ${nats(data.entropy[layer][head])}, of ${nats(data.even_entropy)} if even`;
+  element("entropy").textContent = `entropy ${nats(data.entropy[layer][head])}, ${nats(data.even_entropy)} if uniform`;
   for (const one of document.querySelectorAll("#heads [data-head]")) one.setAttribute("aria-pressed", one.dataset.head === name);
   for (const one of document.querySelectorAll("circle[data-head]")) one.classList.toggle("chosen", one.dataset.head === name);
   paintLines();
@@ -282,7 +282,7 @@ for (const one of document.querySelectorAll("[data-head]"))
     element("large").scrollIntoView({ behavior: "smooth", block: "start" });
   });
 const paintAll = () => { layOut(); paintHeads(); select(view.layer, view.head); };
-// The head that attends to the fewest tokens first: its picture says most.
+// Show the head with the lowest entropy first.
 const entropies = data.entropy.flat(), narrowest = entropies.indexOf(Math.min(...entropies));
 [view.layer, view.head] = [Math.floor(narrowest / heads), narrowest % heads];
 showKind(null);

@@ -3,21 +3,21 @@
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import import_deepspeed
 from pretrain.training.engine.engine import Engine, ProgressWatch, StepResult
-from pretrain.training.engine.pass_graphs import LAUNCHED
+from pretrain.training.engine.pass_graphs import WARMUP_PASSES
 from pretrain.training.engine.state_layouts import Fragment, InitialWeights
-from pretrain.training.engine.workers import RankGroup, end_process_group, first_object, gather_objects
+from pretrain.training.engine.workers import RankGroup, broadcast_object, end_process_group, gather_objects
 
 __all__ = [
-    "LAUNCHED",
+    "WARMUP_PASSES",
     "Engine",
     "Fragment",
     "InitialWeights",
     "ProgressWatch",
     "RankGroup",
     "StepResult",
+    "broadcast_object",
     "deepspeed_config",
     "end_process_group",
-    "first_object",
     "gather_objects",
     "import_deepspeed",
 ]

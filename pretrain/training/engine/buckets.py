@@ -1,8 +1,8 @@
-"""Buckets: optimizer groups small enough to overlap their communication with the forward and backward pass.
+"""Buckets: optimizer groups so small that their communication overlaps with the forward and backward pass.
 
 ZeRO gives each rank one range of every group's flat weights. With one group of all matrices, the ranges of all ranks
-are complete only after the last gradient. With a group per bucket, each rank has a range of every bucket. So a bucket
-can be sent when the backward pass has passed it, and its weights are gathered just before the forward pass needs them.
+are complete only after the last gradient. With one group per bucket, each rank has a range of every bucket. So a bucket
+can be sent once the backward pass has filled it, and its weights are gathered just before the forward pass needs them.
 """
 
 import time
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ENTRIES = 10_000_000  # of a bucket, 20 MB in half precision: larger buckets save no time
-# torch 2.13 renamed all_gather_into_tensor, and warns of the old name.
+ENTRIES = 10_000_000  # per bucket, 20 MB in half precision: larger buckets save no time
+# torch 2.13 renamed all_gather_into_tensor and deprecated the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -51,17 +51,17 @@ def _buckets(group: Mapping[str, Any], order: Mapping[str, int], entries: int) -
 class WeightGather:
     """Gathers the weights of every bucket from their owners during the model's forward pass.
 
-    Buckets are gathered in the order in which the forward pass reads them. Each block of the model (a member of a
-    ModuleList, such as a layer) waits for its buckets before it runs; the model waits for buckets outside all blocks.
+    Buckets are gathered in the order of the forward pass. Each block of the model (a member of a ModuleList, such as a
+    layer) waits for its buckets before it runs; the model waits for the buckets outside of all blocks.
 
     Attributes:
-        waited: seconds that this process has waited. On a GPU the device waits, not the process.
+        waited: seconds that this process has waited; 0 on a GPU, where the device waits.
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[tuple[Sequence[nn.Parameter], Tensor]]) -> None:
-        """`buckets` has (parameters, their flat weights) of each; a flat tensor holds equal parts of all ranks."""
+        """`buckets` are (parameters, their flat weights); a flat tensor consists of equal parts, one per rank."""
         self._flats = [flat for _, flat in buckets]
-        self._pending: dict[int, Any] = {}  # by the number of the bucket
+        self._pending: dict[int, Any] = {}  # handles, by bucket number
         self.waited = 0.0
         if dist.get_world_size() == 1:
             self._order: list[int] = []
@@ -70,14 +70,14 @@ class WeightGather:
         blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
         inside = {id(p) for block in blocks for p in block.parameters()}
         outside = {bucket_of[id(p)] for p in model.parameters() if id(p) not in inside}
-        needed = [(model, outside)]
-        needed += [(block, {bucket_of[id(p)] for p in block.parameters()}) for block in blocks]
-        self._order = list(dict.fromkeys(number for _, numbers in needed for number in sorted(numbers)))
-        for module, numbers in needed:
+        needs = [(model, outside)]
+        needs += [(block, {bucket_of[id(p)] for p in block.parameters()}) for block in blocks]
+        self._order = list(dict.fromkeys(number for _, numbers in needs for number in sorted(numbers)))
+        for module, numbers in needs:
             module.register_forward_pre_hook(lambda *_, numbers=frozenset(numbers): self._wait(numbers))
 
     def start(self) -> None:
-        """Start to gather all weights; this rank has updated its part of each since `finish`."""
+        """Start gathering all weights, after this rank has updated its part of each bucket."""
         for number in self._order:
             flat = self._flats[number]
             part = flat.view(dist.get_world_size(), -1)[dist.get_rank()]
@@ -89,6 +89,6 @@ class WeightGather:
 
     def _wait(self, numbers: frozenset[int]) -> None:
         started = time.perf_counter()
-        for number in [one for one in self._pending if one in numbers]:
+        for number in [n for n in self._pending if n in numbers]:
             self._pending.pop(number).wait()
         self.waited += time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, derived from the run's config."""
+"""DeepSpeed's JSON config, derived from the run's config."""
 
 import logging
 from collections.abc import Mapping
@@ -16,32 +16,32 @@ _NEVER_STEPS = 1 << 60
 
 
 def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
-    """Return DeepSpeed's JSON for `settings`; the user's `deepspeed:` section overrides it, key by key."""
+    """Return DeepSpeed's config for `settings`; the user's `deepspeed:` section overrides it, key by key."""
     half, layout = settings.precision != "fp32", state_layouts.layout_class(settings)
-    own_sums = state_layouts.has_own_sums(settings)
+    uses_gradient_sums = state_layouts.uses_gradient_sums(settings)
     config: dict[str, Any] = {
-        # Micro-batches have as many tokens as fit and steps as many micro-batches as they need: these three
-        # only have to agree with one another.
+        # The loader decides the sizes of micro-batches and their number per step: these three only have to be
+        # consistent.
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": _NEVER_STEPS,
-        # The timer waits for the device in every forward pass and step.
+        # This timer would synchronize with the device in every forward pass and step.
         "timers": {"throughput": {"enabled": False}},
-        # If the layout clips, clipping again would cost a collective.
+        # If the layout clips, clipping again would cost another collective.
         "gradient_clipping": settings.gradient_clip_norm if layout.deepspeed_clips else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
-            "overlap_comm": torch.cuda.is_available() and not own_sums,
-            # Align weights to 16 bytes, as cuBLAS's fast kernels need; compiled code would copy others at each call.
+            "overlap_comm": torch.cuda.is_available() and not uses_gradient_sums,
+            # Align weights to 16 bytes for cuBLAS's fast kernels; compiled code would copy others in each call.
             "parameter_alignment": True,
             "reduce_bucket_size": ENTRIES,
-            # If the user's section selects DeepSpeed's sums in stages 1 and 2, a gradient is sent to its owner only,
-            # half the bytes of an all-reduce.
+            # If the user's section makes DeepSpeed sum gradients in stages 1 and 2, each is sent to its owner only,
+            # with half the bytes of an all-reduce.
             "use_multi_rank_bucket_allreduce": False,
-            # Stage 3: small parameters are gathered together with the others, not one by one.
+            # Stage 3: gather small parameters together with others, not one by one.
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": ENTRIES,
         },
@@ -53,15 +53,15 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         # A sum of many micro-batches with 8 bits of mantissa would lose the later ones.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = _merge(config, settings.deepspeed)
-    if own_sums or (
+    if uses_gradient_sums or (
         settings.precision == "bf16"
         and settings.zero_stage == 1
         and not merged["zero_optimization"].get("offload_optimizer")
     ):
-        # Our sums are fp32 whatever this says. With fp32 here and bf16 in stage 1, DeepSpeed would use its
-        # BF16_Optimizer, which sends all gradients to every worker and keeps them twice.
+        # `GradientSums` are fp32 regardless of this setting. With fp32 here and bf16 in stage 1, DeepSpeed would use
+        # its BF16_Optimizer, which sends all gradients to every worker and stores them twice.
         types = merged.pop("data_types", {})
-        if not own_sums and types.get("grad_accum_dtype") == "fp32":
+        if not uses_gradient_sums and types.get("grad_accum_dtype") == "fp32":
             logger.warning(
                 "engine.deepspeed: with these settings, DeepSpeed sums gradients in bf16; zero_stage 2 sums in fp32."
             )
@@ -70,9 +70,9 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     return merged
 
 
-def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(config)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    for key, value in overrides.items():
+        current = merged.get(key)
+        merged[key] = _merge(current, value) if isinstance(current, dict) and isinstance(value, dict) else value
     return merged

@@ -1,8 +1,8 @@
-"""Functions that read or replace private names of DeepSpeed (docs/decisions/0158-private-names.md).
+"""Functions that use or replace private names of DeepSpeed (docs/decisions/0158-private-names.md).
 
-The rest of this folder uses DeepSpeed's public interface: its engine's methods, the tensors that it gives our optimizer
-to step, and a wrapper's `step`. After an upgrade of DeepSpeed, the tests report the names that are gone; review the
-others in its source and raise `CHECKED`.
+The other files of this folder use DeepSpeed's public interface: its engine's methods, the tensors that it passes to our
+optimizer, and its optimizer wrapper's `step`. After an upgrade of DeepSpeed, the tests report removed names; review the
+others in its source and update `CHECKED`.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 
 CHECKED = "0.19.8"  # the version of DeepSpeed whose source was read for all names below
 
-# Prefixes of modules in whose functions a rank waits for others. For `GATHERING_MODULES` (ZeRO 3) only the innermost
-# frame counts, since the `wait` of a gathered parameter's handle has no frame.
+# Prefixes of modules in whose functions a rank waits for others. `GATHERING_MODULES` (ZeRO 3) only match the innermost
+# frame, since the `wait` of a gathered parameter's handle has no frame.
 COLLECTIVE_MODULES = "deepspeed.comm"
 GATHERING_MODULES = "deepspeed.runtime.zero.partition"
 
-_PART_MULTIPLE = 8  # of entries in a rank's part of the weights
+_PART_MULTIPLE = 8  # the entries of a rank's part of the weights are a multiple of this
 
 
 # ---- the library
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed, configured not to use the ops that it would have to compile first."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # it requires the variable even for one process
+    """Import DeepSpeed, configured not to use ops that it would have to compile first."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires the variable even for one process
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with without_nvml():
@@ -40,7 +40,7 @@ def import_deepspeed() -> Any:
 
         deepspeed.accelerator.get_accelerator()
     if not torch.cuda.is_available():
-        # Disable its shared-memory collectives for CPU. Not on GPUs, where reading the list would compile all ops.
+        # Disable the shared-memory collectives for CPU. Not on GPUs, where reading the list would compile all ops.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer: Any = deepspeed.runtime.engine.DeepSpeedZeroOptimizer
     optimizer.nccl_start_alignment_factor = property(lambda _: _PART_MULTIPLE, lambda *_: None)
@@ -63,8 +63,8 @@ def without_nvml() -> Iterator[None]:
 def uncompiled() -> Iterator[None]:
     """Make `torch.compile` return functions unchanged inside the context.
 
-    DeepSpeed imports its Muon with every optimizer, although we do not use it. Its compiled functions load 570 modules
-    of the compiler, 1.2 s of CPU time.
+    DeepSpeed always imports its Muon, which we do not use. Its compiled functions load 570 modules of the compiler in
+    1.2 s of CPU time.
     """
     compile, torch.compile = torch.compile, lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     try:
@@ -84,13 +84,13 @@ def use_world_group() -> None:
 
 
 def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]) -> None:
-    """Make stage 1 or 2 only pass each gradient to `add`, with its parameter and its group's number."""
+    """Make stage 1 or 2 only call `add` for each gradient, with its parameter and its group's number."""
     for name, replacement in (("process_gradients", add), ("independent_gradient_partition_epilogue", lambda: None)):
         if not hasattr(wrapper, name):  # setting it would have no effect
             raise RuntimeError(f"{type(wrapper).__name__} of DeepSpeed has no {name}, which {CHECKED} has")
         setattr(wrapper, name, replacement)
 
 
-def weights_of_stage_3(parameter: Any) -> Tensor:
+def stage3_weights(parameter: Any) -> Tensor:
     """Return this rank's part of the weights that the model computes with, 1-D, padding included."""
     return parameter.ds_tensor.data.view(-1)

@@ -1,7 +1,8 @@
 """A model under DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
 
 A loss is already divided by its count over all ranks and micro-batches, so gradients are only summed: in ZeRO 1 and 2
-by `gradient_sums`, otherwise by DeepSpeed. `backward` undoes its average over workers; that over steps is disabled.
+by `gradient_sums`, otherwise by DeepSpeed. `backward` undoes DeepSpeed's averaging over workers; its averaging over
+micro-batches is disabled.
 """
 
 import contextlib
@@ -40,12 +41,12 @@ from pretrain.training.engine.state_layouts import (
 from pretrain.training.engine.workers import RankGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
-MIN_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
+MIN_DIVIDED = 1 << 14  # entries; smaller tensors are read whole by every rank when a ZeRO-0 run resumes
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one optimizer step. It stays on the device until it is read, which waits for the device.
+    """The result of one optimizer step. It stays on the device; reading it waits for the device.
 
     Attributes:
         norm: fp64 scalar, the global norm of the gradients before clipping; not finite if the step was skipped.
@@ -63,8 +64,8 @@ class Usage(NamedTuple):
     """Resources that a process has used.
 
     Attributes:
-        memory_bytes: the peak of device memory on CUDA, of the resident set elsewhere.
-        waited_seconds: waited in forward passes for weights of other ranks (CPU, ZeRO 1 and 2).
+        memory_bytes: peak device memory on CUDA, peak resident set elsewhere.
+        waited_seconds: time in forward passes spent waiting for weights of other ranks (CPU, ZeRO 1 and 2).
     """
 
     memory_bytes: int
@@ -75,7 +76,7 @@ class ProgressWatch(Protocol):
     """An observer of a run's progress, such as `pretrain.training.watchdog.Watchdog`."""
 
     def beat(self) -> None:
-        """Called whenever the engine makes progress."""
+        """Record that the engine makes progress."""
 
     def allow(self, seconds: float) -> contextlib.AbstractContextManager[None]:
         """Wrap work without progress that may take `seconds`."""
@@ -90,24 +91,24 @@ class Engine:
     """A model under DeepSpeed ZeRO.
 
     Args:
-        model: parameters in fp32 on any device; DeepSpeed casts and moves them.
-        make_optimizer: from (name, parameter) pairs to an optimizer whose groups have `names`, and `lr_scale` if a
+        model: with parameters in fp32 on any device; DeepSpeed casts and moves them.
+        make_optimizer: maps (name, parameter) pairs to an optimizer whose groups have `names`, and `lr_scale` if a
             group's learning rate differs from the run's by this factor.
         settings: stage, precision, clipping and the section for DeepSpeed.
         watch: observer of progress and waits.
 
     Attributes:
-        shapes: of the parameters, by name.
+        shapes: the parameters' shapes, by name.
         module: the model as wrapped by DeepSpeed.
         averaged: number of steps in the running mean of the weights.
-        variant: anything that the passes depend on besides parameters and batches; each variant has its recordings.
+        variant: key of everything but parameters and batches that passes depend on; each has separate recordings.
         workers: all ranks.
         watch: the argument.
         loss_scale: for fp16; None in other precisions.
         records_passes: passes are recorded as CUDA graphs: `recorded_pass` replaces `forward` and `backward`.
 
     Raises:
-        InputError: DeepSpeed refuses the settings of its section.
+        InputError: DeepSpeed rejects the settings in its section.
     """
 
     def __init__(
@@ -130,8 +131,8 @@ class Engine:
         named = list(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in named}
         self._optimizer = make_optimizer(named)
-        own_sums = state_layouts.has_own_sums(settings)
-        if own_sums:
+        uses_gradient_sums = state_layouts.uses_gradient_sums(settings)
+        if uses_gradient_sums:
             buckets.divide_groups(self._optimizer, list(self.shapes), buckets.ENTRIES)
         names = [list(group["names"]) for group in self._optimizer.param_groups]
         self._deepspeed = _initialize(
@@ -152,13 +153,13 @@ class Engine:
             world_size=self.world_size,
             clip_norm=settings.gradient_clip_norm,
             scales_loss=settings.precision == "fp16",
-            own_sums=own_sums,
+            uses_gradient_sums=uses_gradient_sums,
             sum_over_workers=self.workers.sum_over_workers,
         )
         self.layout = layout_class(settings)(parts)
         self._set_loss_scale()
         self.sums = self.layout.sums
-        if self.sums is not None and self.sums.takes_rows:
+        if self.sums is not None and self.sums.accepts_sparse:
             use_sparse_embedding_gradients(self.module)
         self.records_passes = settings.cuda_graphs is True and self.device.type == "cuda"
         self.graphs = None
@@ -169,7 +170,7 @@ class Engine:
         self.averaged = 0
         self.variant: Hashable = None
         self._prepare_moments()
-        self._show_shards()
+        self._describe_shards()
 
     def forward(self, batch: Any) -> Any:
         """Return the module's output for one micro-batch."""
@@ -177,10 +178,13 @@ class Engine:
         return self._deepspeed(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of `loss`, this rank's share of the global loss; `last` micro-batch of the step or not."""
+        """Add the gradients of `loss`, this rank's share of the global loss.
+
+        `last`: whether the micro-batch is the last of the step.
+        """
         self._deepspeed.set_gradient_accumulation_boundary(last)
         if self.sums is None:  # DeepSpeed's reduction divides by the number of workers
-            # fp16's loss scale, unless DeepSpeed applies it.
+            # The fp16 loss scale, unless DeepSpeed applies it.
             scale = 1.0 if self.layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
             self._deepspeed.backward(loss * (self.world_size * scale), scale_wrt_gas=False)
             return
@@ -200,12 +204,12 @@ class Engine:
         """Run the forward and backward pass of a micro-batch, if `records_passes`.
 
         Args:
-            batch: on the device, of few different shapes.
+            batch: on the device; batches have few different shapes.
             weights: of the losses.
-            compute: from the module's output and the weights on the device to this rank's share of the global loss, and
-                totals; the same function each time.
+            compute: maps the module's output and the weights on the device to this rank's share of the global loss and
+                the totals; the same function in each call.
             last: whether this is the last micro-batch of the step.
-            timed: wraps the work that does not wait for other ranks.
+            timed: context manager around the work that does not wait for other ranks.
 
         Returns:
             The totals.
@@ -229,7 +233,7 @@ class Engine:
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way.
 
-        `weight_decay` is set in the groups with `decays`; None keeps theirs.
+        `weight_decay` is set in the groups with `decays`; None leaves it unchanged.
         """
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
@@ -241,9 +245,9 @@ class Engine:
             self._set_loss_scale()
         return StepResult(norm)
 
-    def slow_entries(self, name: str, entries: int, share: float) -> None:
-        """Scale all future updates of a parameter's first `entries` by `share`; 0 keeps the entries bit for bit."""
-        held = [
+    def scale_updates(self, name: str, entries: int, factor: float) -> None:
+        """Scale all future updates of a parameter's first `entries` by `factor`; 0 keeps the entries bit for bit."""
+        tensors = [
             fragment.tensors["weight"][: entries - fragment.start]
             for fragment in self.fragments()
             if fragment.name == name and fragment.start < entries
@@ -251,12 +255,12 @@ class Engine:
         before: list[Tensor] = []
 
         def keep(*_: Any) -> None:
-            before[:] = [weights.clone() for weights in held]
+            before[:] = [weights.clone() for weights in tensors]
 
         @torch.no_grad()
         def scale(*_: Any) -> None:
-            for weights, old in zip(held, before, strict=True):
-                weights.copy_(old.lerp(weights, share) if share else old)
+            for weights, old in zip(tensors, before, strict=True):
+                weights.copy_(old.lerp(weights, factor) if factor else old)
 
         self._optimizer.register_step_pre_hook(keep)
         self._optimizer.register_step_post_hook(scale)
@@ -270,7 +274,7 @@ class Engine:
         """Add the current weights to their running fp32 mean, "average" in `fragments`.
 
         Args:
-            number: of this step in the mean, from 1 on: 1 starts a new mean, 0 removes it.
+            number: this step's number in the mean: 1 starts a new mean, 0 removes it.
         """
         if not number and not self.averaged:
             return
@@ -286,7 +290,7 @@ class Engine:
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[dict[str, Tensor]]:
-        """Yield every parameter, whole, by name, as the model computes with it. Read-only; enter on all ranks."""
+        """Yield every unsharded parameter by name, in the dtype of the model. Read-only; enter on all ranks."""
         parameters = dict(self.module.named_parameters())
         with self.layout.whole(list(parameters.values())):
             yield {name: parameter.data for name, parameter in parameters.items()}
@@ -296,7 +300,7 @@ class Engine:
 
         Args:
             reader: the saved fragments.
-            state: the result of `state` when they were saved; None for a new training.
+            state: the result of `state` when they were saved; None for a new run.
         """
         state = state or {}
         self.averaged = state.get("averaged", 0)
@@ -316,8 +320,8 @@ class Engine:
             self._set_loss_scale()
 
     def state(self) -> dict[str, Any]:
-        """Return a checkpoint's state besides `fragments`: counts, fp16's loss scale and all parameters' shapes."""
-        updates = self._optimizer.state[self.layout.flats()[0]]["step"]  # skipped steps do not count
+        """Return a checkpoint's state except `fragments`: counts, fp16's loss scale and all parameters' shapes."""
+        updates = self._optimizer.state[self.layout.flats()[0]]["step"]  # without skipped steps
         return {
             "updates": int(updates.item()),
             "scaler": self.loss_scale.state() if self.loss_scale else {},
@@ -327,7 +331,7 @@ class Engine:
 
     def usage(self) -> Usage:
         """Return the resources that this process has used so far."""
-        if self.records_passes:  # recordings keep memory that does not count as allocated
+        if self.records_passes:  # recordings use memory that is not counted as allocated
             memory = torch.cuda.max_memory_reserved(self.device)
         elif self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device)
@@ -356,24 +360,24 @@ class Engine:
         buckets.all_gather(whole, part)
         return whole[:numel]
 
-    def _show_shards(self) -> None:
-        """Pass the content of ZeRO's flat tensors to an optimizer whose step depends on whole tensors."""
+    def _describe_shards(self) -> None:
+        """Describe ZeRO's flat tensors to an optimizer whose step depends on whole tensors."""
         segments, count = tensor_segments(self.layout, self.shapes)
         if isinstance(self._optimizer, TensorwiseOptimizer):
             reduce = (lambda norms: None) if self.layout.shared else self.workers.sum_over_workers
             self._optimizer.set_segments(segments, count, reduce)
         elif isinstance(self._optimizer, Muon):
-            low = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
+            half = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
             self._optimizer.set_shards(
                 segments,
                 matrix_shapes(self.shapes),
                 self.workers,
                 shared=self.layout.shared,
-                dtype=torch.bfloat16 if low else torch.float32,
+                dtype=torch.bfloat16 if half else torch.float32,
             )
 
     def _prepare_moments(self) -> None:
-        """Set the moments and step counts of all master tensors to zero, whatever DeepSpeed did to them."""
+        """Set the moments and step counts of all master tensors to zero, undoing any step of DeepSpeed."""
         muon = isinstance(self._optimizer, Muon)
         matrices = {piece.flat for piece in self.layout.pieces() if muon and is_hidden_matrix(piece.name)}
         for flat in self.layout.flats():
@@ -390,7 +394,7 @@ class Engine:
 def _initialize(
     deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], settings: EngineConfig
 ) -> Any:
-    """Create DeepSpeed's engine. Raises `InputError` if it refuses `engine.deepspeed`."""
+    """Create DeepSpeed's engine. Raises `InputError` if it rejects `engine.deepspeed`."""
     try:
         with uncompiled():
             return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
@@ -398,10 +402,10 @@ def _initialize(
         is_machine_error = isinstance(error, (torch.OutOfMemoryError, dist.DistError))
         if not settings.deepspeed or is_machine_error or _raised_in_our_code(error):
             raise
-        raise InputError(f"engine.deepspeed: DeepSpeed refuses it ({error}).") from error
+        raise InputError(f"engine.deepspeed: DeepSpeed rejects it ({error}).") from error
 
 
 def _raised_in_our_code(error: Exception) -> bool:
-    """Return whether the innermost frame is ours: DeepSpeed calls our optimizers and patches."""
+    """Return whether the innermost frame is in this package: DeepSpeed calls our optimizers and patches."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]

@@ -15,34 +15,34 @@ from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import ENTRIES
 from pretrain.training.optim import square_sums
 
-PIECE_ENTRIES = ENTRIES  # sent by one collective; larger pieces save no time and are copied three times
+PIECE_ENTRIES = ENTRIES  # per collective; larger pieces save no time, and each is copied three times
 _SUM_ENTRIES = 1 << 20  # of gradients added by one operation
-IN_FLIGHT = 8  # pieces that are sent simultaneously, 160 MB in half precision
-# torch 2.13 renamed reduce_scatter_tensor, and warns of the old name.
-_sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+MAX_IN_FLIGHT = 8  # pieces sent simultaneously, 160 MB in half precision
+# torch 2.13 renamed reduce_scatter_tensor and deprecated the old name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduces_in_transit() -> bool:
-    """Return whether to let the backend sum the workers' parts. Not gloo, which would round more often."""
+    """Return whether the backend sums the workers' parts. Not gloo, which would round more often."""
     return dist.get_backend() != "gloo"
 
 
 class GradientSums:
-    """The fp32 sums of gradients of ZeRO 1 and 2.
+    """The fp32 gradient sums of ZeRO 1 and 2.
 
     Each gradient is added when it is computed. A bucket is sent to its owners as soon as it is complete, during the
-    backward pass of the last micro-batch of a step (stage 1) or of each (stage 2, which keeps no whole sums). All ranks
+    backward pass of a step's last micro-batch (stage 1) or of each (stage 2, which does not keep whole sums). All ranks
     send the same buckets in the same order, whatever the order of their gradients.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
-    back and adds it to zeros: some 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
+    back and adds it to zeros: about 50 bytes of memory traffic per entry. Its stage 1 also rounds the sums to half
     precision in the process, and gloo rounds after adding each worker's part. Here, with gloo, each worker's part is
     rounded once, before it is sent, and the owner's part is not rounded. NCCL adds parts along its ring and rounds each
     sum; this takes one collective per piece, for any number of workers. DeepSpeed needs one per piece and owner, and
     waits for the device before each (stage_1_and_2.py, allreduce_and_copy).
 
     Attributes:
-        own_parts: fp32 [owner's part], this rank's sums of each bucket, complete after `finish`.
+        local_parts: fp32 [entries of the part], this rank's part of each bucket's sums, complete after `finish`.
     """
 
     def __init__(
@@ -52,43 +52,43 @@ class GradientSums:
         *,
         whole: bool,
     ) -> None:
-        """Replace ZeRO's sums.
+        """Replace ZeRO's gradient sums.
 
         Args:
-            deepspeed: the engine of stage 1 or 2.
+            deepspeed: DeepSpeed's engine, in stage 1 or 2.
             buckets: (parameters, their flat weights) of each optimizer group.
-            whole: each rank keeps the sums of all gradients, as stage 1 does, and sends them once a step.
+            whole: each rank keeps the sums of all gradients, as in stage 1, and sends them once per step.
         """
-        self._sent = deepspeed.communication_data_type  # by default the type of the weights
+        self._sent_dtype = deepspeed.communication_data_type  # by default the dtype of the weights
         self._whole = whole or dist.get_world_size() == 1
         self._buckets = [_Bucket(parameters, weights, self._whole) for parameters, weights in buckets]
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.slices}
-        self.own_parts = [bucket.part for bucket in self._buckets]
+        self.local_parts = [bucket.part for bucket in self._buckets]
         self._to_send: deque[_Bucket] = deque()  # of this backward pass, in order
         self._pending: deque[_InFlight] = deque()
         deepspeed_patches.replace_gradient_sums(deepspeed.optimizer, self._add)
 
     @property
-    def takes_rows(self) -> bool:
-        """Return whether gradients of embeddings may be sparse rows, which are summed in fp32 here."""
+    def accepts_sparse(self) -> bool:
+        """Return whether embedding gradients may be sparse rows, which are summed in fp32 here."""
         return self._whole
 
     def nonzero(self) -> list[Tensor]:
-        """Return `own_parts`; only the rows with gradients of a table whose gradients are sparse."""
-        tables = map(self.table, range(len(self.own_parts)))
-        return [part if t is None else t[0][t[1]].view(-1) for part, t in zip(self.own_parts, tables, strict=True)]
+        """Return `local_parts`; of a table with sparse gradients, only the rows that have gradients."""
+        tables = map(self.table, range(len(self.local_parts)))
+        return [part if t is None else t[0][t[1]].view(-1) for part, t in zip(self.local_parts, tables, strict=True)]
 
     def table(self, number: int) -> tuple[Tensor, Tensor] | None:
         """Return (sums [V, H], numbers of the rows with gradients) of a bucket with one table and sparse gradients."""
         bucket = self._buckets[number]
-        # Counting the rows would make the host wait for a GPU, which reads a whole table in microseconds.
+        # Not on a GPU: the host would have to wait for it, and a GPU reads a whole table in microseconds.
         if bucket.rows is None or bucket.shape is None or not bucket.part.is_cpu:
             return None
         return bucket.part[: bucket.shape.numel()].view(bucket.shape), bucket.rows.unique()
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no gradient of this step was added yet."""
+        """Return whether no gradient has been added in this step."""
         return not any(bucket.filled for bucket in self._buckets)
 
     def add(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -97,24 +97,24 @@ class GradientSums:
             self._bucket_of[id(parameter)].add(parameter, gradient)
 
     def mark(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that gradients of `parameters` were added, by kernels that the device replays."""
+        """Record that kernels replayed by the device have added gradients of `parameters`."""
         for parameter in parameters:
             self._bucket_of[id(parameter)].filled.add(id(parameter))
 
     def begin_backward(self, *, last: bool) -> None:
-        """Call before the backward pass of a micro-batch, the `last` of the step or not."""
+        """Prepare for the backward pass of a micro-batch; `last` if it is the step's last one."""
         if dist.get_world_size() > 1 and (last or not self._whole):
             self._to_send = deque(self._buckets)
             for bucket in self._buckets:
                 bucket.missing, bucket.is_sent = set(bucket.slices), False
 
     def end_backward(self) -> None:
-        """Call after the backward pass: send the buckets that did not get all of their gradients."""
+        """Finish the backward pass: send the buckets that did not get all of their gradients."""
         while self._to_send:
             self._send(self._to_send.popleft())
 
     def finish(self) -> None:
-        """Finish the step's sums: missing gradients are zero, and every rank has the sums of its part."""
+        """Complete the step's sums: missing gradients are zero, and every rank has the sums of its part."""
         while self._pending:
             self._receive()
         for bucket in self._buckets:
@@ -130,67 +130,68 @@ class GradientSums:
 
     def _send(self, bucket: _Bucket) -> None:
         """Send a bucket to its owners, in pieces."""
-        sums = bucket.take()
+        sums = bucket.pop_sums()
         for start in range(0, sums.shape[1], width := max(1, PIECE_ENTRIES // len(sums))):
-            if len(self._pending) == IN_FLIGHT:
+            if len(self._pending) == MAX_IN_FLIGHT:
                 self._receive()
-            mine, sent = bucket.part[start : start + width], sums[:, start : start + width].to(self._sent).contiguous()
+            columns = slice(start, start + width)
+            local, sent = bucket.part[columns], sums[:, columns].to(self._sent_dtype).contiguous()
             if reduces_in_transit():
                 received = sent.new_empty(sent.shape[1])
-                work = _sum_and_scatter(received, sent.view(-1), async_op=True)
+                work = _reduce_scatter(received, sent.view(-1), async_op=True)
             else:
                 received = torch.empty_like(sent)
                 work = dist.all_to_all_single(received, sent, async_op=True)
-            self._pending.append(_InFlight(mine, received, work, replaces=self._whole and reduces_in_transit()))
+            self._pending.append(_InFlight(local, received, work, replaces=self._whole and reduces_in_transit()))
 
     def _receive(self) -> None:
-        """Add the other ranks' parts of the oldest piece to this rank's."""
-        mine, received, work, replaces = self._pending.popleft()
+        """Add the other ranks' parts of the oldest piece to this rank's part."""
+        local, received, work, replaces = self._pending.popleft()
         work.wait()
         if replaces:  # the received sum includes this rank's part
-            mine.copy_(received)
+            local.copy_(received)
         elif received.dim() == 1:
-            _add_entries(mine, received)
+            _add_entries(local, received)
         else:
             for other, row in enumerate(received):
                 if not self._whole or other != dist.get_rank():
-                    _add_entries(mine, row)
+                    _add_entries(local, row)
 
 
 class _InFlight(NamedTuple):
     """A piece that is being sent."""
 
-    mine: Tensor  # fp32 [entries], this rank's sums
+    local: Tensor  # fp32 [entries], this rank's sums
     received: Tensor  # [entries], the sum over ranks, or [workers, entries]
     work: Any
-    replaces: bool  # `received` replaces `mine` instead of being added to it
+    replaces: bool  # `received` replaces `local` instead of being added to it
 
 
 class _Bucket:
     """The sums of one optimizer group.
 
     Attributes:
-        part: fp32 [owner's part], this rank's sums over workers.
+        part: fp32 [entries of the part], this rank's part of the sums over workers.
         filled: ids of the parameters whose slice contains a gradient.
-        missing: ids of the parameters without a gradient in this micro-batch, if the bucket is to be sent in it.
-        is_sent: whether it has been sent in this micro-batch.
-        shape: of its parameter, if it has only one and there is one worker.
-        rows: int64, the only rows of this parameter whose sums may differ from zero; None if unknown.
+        missing: ids of the parameters without a gradient in this micro-batch, if the bucket will be sent in it.
+        is_sent: whether the bucket has been sent in this micro-batch.
+        shape: of the parameter, if the bucket has only one and there is one worker.
+        rows: int64, rows of this parameter outside of which the sums are zero; None if unknown.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
-        """`whole` keeps the sums of a step in fp32 for all workers; `part` is a view of them."""
+        """If `whole`, keep the sums of a step in fp32 for all workers; `part` is then a view of them."""
         starts = {id(p): int(p.storage_offset() - weights.storage_offset()) for p in parameters}
         self.slices = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
         self.missing: set[int] = set()
         self.is_sent = False
         self.filled: set[int] = set()
-        self._weights, self._workers, self._kept = weights.detach(), dist.get_world_size(), whole
+        self._weights, self._workers, self._whole = weights.detach(), dist.get_world_size(), whole
         self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the weights' dtype
-        alone = whole and len(parameters) == 1 and self._workers == 1
-        self.shape = parameters[0].shape if alone else None
+        is_single = whole and len(parameters) == 1 and self._workers == 1
+        self.shape = parameters[0].shape if is_single else None
         self.rows: Tensor | None = None
-        self._used = False  # whether `part` holds the sums of an earlier step
+        self._is_stale = False  # `part` contains the sums of an earlier step
         if whole:
             self._sums = torch.zeros_like(self._weights, dtype=torch.float32)
             self.part = self._sums.view(self._workers, -1)[dist.get_rank()]
@@ -198,7 +199,7 @@ class _Bucket:
             self.part = self._weights.new_zeros(len(self._weights) // self._workers, dtype=torch.float32)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient, dense or sparse rows, to the whole sums."""
+        """Add a dense or sparse gradient to the whole sums."""
         if self.is_sent:
             raise RuntimeError(f"a gradient of shape {tuple(parameter.shape)} came after its bucket was sent")
         if self._sums is None:
@@ -208,10 +209,10 @@ class _Bucket:
         self.filled.add(key)
         self.missing.discard(key)
         if gradient.is_sparse:
-            before = self.rows if self.shape is not None else None
-            add_rows(view.view(parameter.shape), gradient, first, before)
+            previous = self.rows if self.shape is not None else None
+            add_rows(view.view(parameter.shape), gradient, first, previous)
             rows = gradient._indices()[0]
-            self.rows = rows if first else None if before is None else torch.cat([before, rows])
+            self.rows = rows if first else None if previous is None else torch.cat([previous, rows])
             return
         self.rows = None
         if first:
@@ -219,26 +220,26 @@ class _Bucket:
         else:
             _add_entries(view, gradient.reshape(-1))
 
-    def take(self) -> Tensor:
-        """Return the whole sums [workers, owner's part], to be sent."""
+    def pop_sums(self) -> Tensor:
+        """Return the whole sums [workers, entries of a part] for sending; drop them unless they are kept."""
         self.is_sent = True
-        if self._kept:
+        if self._whole:
             self._zero_unfilled()
-        elif self._used:
+        elif self._is_stale:
             self.part.zero_()
-            self._used = False
+            self._is_stale = False
         sums = torch.zeros_like(self._weights) if self._sums is None else self._sums
-        if not self._kept:
+        if not self._whole:
             self._sums = None
             self.filled.clear()
         return sums.view(self._workers, -1)
 
     def end_step(self) -> None:
-        """Complete the sums of a step; the next gradients start new sums."""
-        if self._kept:
+        """Complete the sums of a step; the next gradient starts new sums."""
+        if self._whole:
             self._zero_unfilled()
         self.filled.clear()
-        self._used, self.is_sent = True, False
+        self._is_stale, self.is_sent = True, False
 
     def _zero_unfilled(self) -> None:
         assert self._sums is not None
@@ -248,18 +249,18 @@ class _Bucket:
         self.filled.update(self.slices)  # other ranks' sums may be added to these zeros
 
 
-def _add_entries(sums: Tensor, more: Tensor) -> None:
-    """Add `more`, of any type, to fp32 `sums`; both [entries]."""
+def _add_entries(sums: Tensor, addend: Tensor) -> None:
+    """Add `addend`, of any dtype, to fp32 `sums`; both [entries]."""
     if sums.is_cuda:
-        sums.add_(more)
+        sums.add_(addend)
         return
-    # A mixed sum is not vectorized on CPUs (seven times slower), and a whole fp32 copy leaves the cache.
-    for piece, new in zip(sums.split(_SUM_ENTRIES), more.split(_SUM_ENTRIES), strict=True):
+    # On CPUs, adding mixed dtypes is not vectorized (seven times slower), and a whole fp32 copy does not fit the cache.
+    for piece, new in zip(sums.split(_SUM_ENTRIES), addend.split(_SUM_ENTRIES), strict=True):
         piece.add_(new.float())
 
 
 def add_rows(sums: Tensor, gradient: Tensor, first: bool, used: Tensor | None = None) -> None:
-    """Add an uncoalesced sparse [V, H] to fp32 `sums` [V, H]; `first` clears them first, or only the rows `used`."""
+    """Add an uncoalesced sparse [V, H] to fp32 `sums` [V, H]; if `first`, clear them first, or only the rows `used`."""
     if first and used is not None:
         sums.index_fill_(0, used, 0)
     elif first:
@@ -268,7 +269,7 @@ def add_rows(sums: Tensor, gradient: Tensor, first: bool, used: Tensor | None = 
 
 
 def use_sparse_embedding_gradients(model: nn.Module) -> None:
-    """Make embeddings return sparse gradients of the rows that were looked up, if nothing else uses the table.
+    """Make embeddings return sparse gradients of the looked-up rows, if nothing else uses the table.
 
     Otherwise a fine-tuning step of 400 tokens would clear, send and add 23 MB.
     """
@@ -278,7 +279,7 @@ def use_sparse_embedding_gradients(model: nn.Module) -> None:
 
 
 def global_norm(gradients: Sequence[Tensor], sum_over_workers: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """Return the norm of all workers' `gradients`, 1-D each; fp64 scalar, not finite if one of them is not.
+    """Return the norm of all workers' 1-D `gradients`, an fp64 scalar; not finite if any gradient is not.
 
     DeepSpeed copies whole gradients to fp64 (twice their size), needs a collective for each group, and another pass and
     collective to check whether all are finite.

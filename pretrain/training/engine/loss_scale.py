@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_STATE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass
 class LossScale:
-    """The dynamic loss scale, with DeepSpeed's rule: halve it on overflow, double it after `window` steps without one.
+    """The dynamic loss scale, with DeepSpeed's rule: halved on overflow, doubled after `window` steps without one.
 
-    DeepSpeed's scaler exits the process at the minimum scale. Here the loop stops such a run, and names its checkpoint.
+    DeepSpeed's scaler exits the process at the minimum scale. Here the training loop stops the run and names its
+    checkpoint.
 
     Attributes:
         cur_scale: the scale of the next step.
@@ -27,7 +28,7 @@ class LossScale:
     window: int
     minimum: float
     hysteresis: int
-    refills: bool  # the hysteresis, at each step without overflow
+    resets_hysteresis: bool  # at each step without overflow
     cur_iter: int = 0
     last_overflow_iter: int = -1
     cur_hysteresis: int = field(init=False)
@@ -37,7 +38,7 @@ class LossScale:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> LossScale:
-        """Create it from the section `fp16` of DeepSpeed's config, with DeepSpeed's defaults."""
+        """Create the loss scale from the `fp16` section of DeepSpeed's config, with DeepSpeed's defaults."""
         fixed = float(section.get("loss_scale", 0))
         return cls(
             fixed or 2.0 ** section.get("initial_scale_power", 16),
@@ -45,7 +46,7 @@ class LossScale:
             window=section.get("loss_scale_window", 1000),
             minimum=section.get("min_loss_scale", 1),
             hysteresis=section.get("hysteresis", 2),
-            refills=section.get("consecutive_hysteresis", False),
+            resets_hysteresis=section.get("consecutive_hysteresis", False),
         )
 
     def update(self, *, overflow: bool) -> None:
@@ -55,7 +56,7 @@ class LossScale:
         elif not self.fixed:
             steps = self.cur_iter - self.last_overflow_iter - 1  # without overflow
             raises = steps > 0 and steps % self.window == 0
-            if self.refills or raises:
+            if self.resets_hysteresis or raises:
                 self.cur_hysteresis = self.hysteresis
             self.cur_scale *= 2 if raises else 1
         self.cur_iter += 1
@@ -69,10 +70,10 @@ class LossScale:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {key: getattr(self, key) for key in _KEPT}
+        return {key: getattr(self, key) for key in _STATE_KEYS}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a result of `state`."""
-        for key in _KEPT:
+        for key in _STATE_KEYS:
             if key in state:
                 setattr(self, key, state[key])

@@ -1,4 +1,4 @@
-"""Forward and backward passes as CUDA graphs: the device replays recorded kernels, and the host makes one launch.
+"""Forward and backward passes as CUDA graphs: one launch by the host replays all recorded kernels.
 
 A pass of a small model is hundreds of short kernels. Launching them takes the host several times as long as they run.
 """
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim.lists import foreach
 
-LAUNCHED = 2  # passes of a shape before one is recorded: recording rare shapes is not worth it
+WARMUP_PASSES = 2  # of a shape before it is recorded: recording rare shapes is not worth it
 _MAX_RECORDINGS = 64
 
-# From (the module's output, fp32 weights of its losses on the device) to (the loss, totals [n]).
+# Maps (the module's output, fp32 weights of its losses on the device) to (the loss, totals [n]).
 LossAndTotals = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -27,7 +27,7 @@ class PassGraphs:
     """Passes of a module, recorded for each shape of its micro-batches.
 
     The first passes of a shape are launched kernel by kernel, which compiles them; the next one is recorded. Recordings
-    share one memory pool, since only one is replayed at a time. Launched passes use other memory.
+    share one memory pool, since only one is replayed at a time. Other passes do not use it.
 
     Attributes:
         replayed: number of replayed passes.
@@ -37,7 +37,7 @@ class PassGraphs:
 
     def __init__(self, module: nn.Module, sums: GradientSums) -> None:
         self._module, self._sums = module, sums
-        self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._weights: Tensor | None = None  # of the losses, in the memory that recorded passes read
         self._launched: Counter[Any] = Counter()
         self._recorded: dict[Any, _Recorded] = {}
@@ -48,8 +48,8 @@ class PassGraphs:
 
         Args:
             batch: a dataclass of tensors on the device and `lengths` on the host; no other field may vary.
-            weights: of the losses, the same for all micro-batches of a step.
-            compute: the same function each time.
+            weights: of the losses, equal for all micro-batches of a step.
+            compute: the same function in each call.
             variant: anything else that the module's passes depend on.
         """
         if self._weights is None:
@@ -58,44 +58,44 @@ class PassGraphs:
         for entry, weight in zip(self._weights, weights, strict=True):
             entry.fill_(weight)
         # The first gradients of a step overwrite the sums.
-        key = variant, self._sums.is_empty, shape_of(batch)
-        if self._launched[key] < LAUNCHED:
+        key = variant, self._sums.is_empty, shape_key(batch)
+        if self._launched[key] < WARMUP_PASSES:
             self._launched[key] += 1
             return self._pass(batch, compute)[0]
         recorded = self._recorded.pop(key, None)
         if recorded is None:
             if len(self._recorded) == _MAX_RECORDINGS:
                 del self._recorded[next(iter(self._recorded))]
-            recorded = self._record(of_one_shape(batch), compute)
+            recorded = self._record(with_common_lengths(batch), compute)
         else:
             recorded.copy_in(batch)
-            self._sums.mark(recorded.reached)
-        self._recorded[key] = recorded  # last in the order of use
+            self._sums.mark(recorded.parameters)
+        self._recorded[key] = recorded  # now the most recently used
         recorded.graph.replay()
         self.replayed += 1
         return recorded.totals.clone()
 
     def _pass(self, batch: Any, compute: LossAndTotals) -> tuple[Tensor, list[nn.Parameter]]:
-        """Return (totals, the parameters that have a gradient). The module's hooks on gradients do not run."""
+        """Return (totals, the parameters that have a gradient). The module's gradient hooks do not run."""
         assert self._weights is not None
         # Autograd waits on the stream on which a leaf was first used, which must be the recorded stream. So each pass
         # has new leaves, with the parameters' memory.
-        leaves: dict[str, Tensor] = {name: nn.Parameter(one.detach()) for name, one in self._parameters.items()}
+        leaves: dict[str, Tensor] = {name: nn.Parameter(p.detach()) for name, p in self._parameters.items()}
         loss, totals = compute(torch.func.functional_call(self._module, leaves, batch), self._weights)
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         pairs = zip(self._parameters.values(), gradients, strict=True)
-        reached = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-        self._sums.add(reached)
-        return totals.detach(), [parameter for parameter, _ in reached]
+        present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+        self._sums.add(present)
+        return totals.detach(), [parameter for parameter, _ in present]
 
     def _record(self, batch: Any, compute: LossAndTotals) -> _Recorded:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # Threads that make batches allocate page-locked memory meanwhile, which other modes do not allow.
+        # Threads that build batches allocate pinned memory at the same time, which other modes do not allow.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            totals, reached = self._pass(batch, compute)
-        return _Recorded(graph, batch, totals, reached)
+            totals, parameters = self._pass(batch, compute)
+        return _Recorded(graph, batch, totals, parameters)
 
 
 class _Recorded(NamedTuple):
@@ -104,30 +104,30 @@ class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     batch: Any  # its input
     totals: Tensor  # its output
-    reached: list[nn.Parameter]  # to which it adds a gradient
+    parameters: list[nn.Parameter]  # whose gradients it adds
 
     def copy_in(self, batch: Any) -> None:
         """Copy a micro-batch of the same shape to the recording's input."""
-        mine, new = tensors_of(self.batch), tensors_of(batch)
-        foreach._foreach_copy_(list(mine.values()), list(new.values()))
+        recorded, new = tensors_of(self.batch), tensors_of(batch)
+        foreach._foreach_copy_(list(recorded.values()), list(new.values()))
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:
-    """Return the fields of a batch that are tensors."""
+    """Return the tensors among a batch's fields, by name."""
     return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
 
 
-def of_one_shape(batch: Any) -> Any:
-    """Copy a batch, with every length replaced by the bound that batches of its shape share."""
+def with_common_lengths(batch: Any) -> Any:
+    """Copy a batch, with every length replaced by the bound shared by batches of its shape."""
     copies = {name: value.clone() for name, value in tensors_of(batch).items()}
     return dataclasses.replace(batch, **copies, lengths=(_bound(batch.lengths),) * len(batch.lengths))
 
 
-def shape_of(batch: Any) -> Any:
-    """Return the key of a micro-batch's shape; one recording fits all micro-batches with the same key."""
+def shape_key(batch: Any) -> Any:
+    """Return the key of a micro-batch's shape; a recording fits all micro-batches with its key."""
     return _bound(batch.lengths), *(tuple(value.shape) for value in tensors_of(batch).values())
 
 
 def _bound(lengths: Sequence[int]) -> int:
-    """Return the power of two that no sequence exceeds; attention's kernel needs only a bound."""
+    """Return a power of two that no length exceeds; the attention kernel needs only a bound."""
     return 1 << (max(lengths) - 1).bit_length()

@@ -1,8 +1,7 @@
-"""Layouts of the optimizer's state over the ranks, one class for each ZeRO stage.
+"""Sharding of the optimizer's state over the ranks, one class per ZeRO stage.
 
-A checkpoint consists of fragments: entries start to stop of a named parameter, with their moments. Every layout can
-list the fragments that its rank holds. So any number of workers at any stage can read a checkpoint of any other,
-without a conversion.
+A checkpoint consists of fragments: ranges of a named parameter's entries, with their moments. Every layout lists the
+fragments of its rank. So a checkpoint can be read with any number of workers at any stage, without conversion.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config import EngineConfig
-from pretrain.model.kernels.native import runs_natively, step_table
+from pretrain.model.kernels.native import step_table, supports_native
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
 from pretrain.training.engine.gradient_sums import GradientSums, global_norm
@@ -29,10 +28,10 @@ AVERAGE = "average"  # the running mean of the weights
 
 @dataclass(frozen=True)
 class Fragment:
-    """Entries [start, start + numel) of the flattened parameter `name`, as this rank holds them.
+    """Entries [start, start + numel) of the flattened parameter `name`, stored on this rank.
 
     `tensors` are 1-D fp32 views into the optimizer: "weight", and `MOMENTS` and `AVERAGE` if the optimizer has them.
-    `shared` is true if every rank holds the same entries.
+    `shared` is true if every rank stores the same entries.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Number of elements of its weights."""
+        """The number of entries."""
         return next(iter(self.tensors.values())).numel()
 
 
@@ -53,7 +52,7 @@ class FragmentReader(Protocol):
 
 
 class InitialWeights:
-    """A reader of initial weights, with moments of zero.
+    """A reader of initial weights and zero moments.
 
     DeepSpeed initializes its master weights from a rounded copy of the model; these are exact.
     """
@@ -66,32 +65,32 @@ class InitialWeights:
 
 
 class ParameterPiece(NamedTuple):
-    """Entries of the flattened parameter `name` from `start` on, in the slice `held` of `flat`."""
+    """Entries of the flattened parameter `name` from `start` on, stored in the slice `span` of `flat`."""
 
     name: str
     start: int
     flat: Tensor
-    held: slice
+    span: slice
 
     @property
     def numel(self) -> int:
-        return self.held.stop - self.held.start
+        return self.span.stop - self.span.start
 
 
 @dataclass(frozen=True)
 class LayoutInputs:
-    """The objects that a layout uses, after DeepSpeed has wrapped model and optimizer."""
+    """The inputs of a layout, after DeepSpeed has wrapped model and optimizer."""
 
     deepspeed: Any  # DeepSpeed's engine
     optimizer: torch.optim.Optimizer  # stepped by DeepSpeed's wrapper
     names: Sequence[Sequence[str]]  # of the parameters, by optimizer group
     parameters: Mapping[str, nn.Parameter]
-    shapes: Mapping[str, torch.Size]  # of the whole parameters
+    shapes: Mapping[str, torch.Size]  # of the unsharded parameters
     rank: int
     world_size: int
     clip_norm: float  # 0 does not clip
     scales_loss: bool  # in fp16
-    own_sums: bool  # `has_own_sums`
+    uses_gradient_sums: bool  # see the function `uses_gradient_sums`
     sum_over_workers: Callable[[Tensor], Tensor]
 
     @property
@@ -106,9 +105,9 @@ class StateLayout(ABC):
     Attributes:
         deepspeed_clips: DeepSpeed clips gradients if it also sums them (`sums` is None); otherwise `step` does.
         deepspeed_scales: DeepSpeed scales the loss in fp16, as it does for its ZeRO optimizers (scale_if_loss).
-        has_sum_buffer: DeepSpeed sums gradients in a separate buffer, whose dtype can be chosen.
-        shared: every rank holds the whole state.
-        sums: the sums of gradients that replace DeepSpeed's; None if DeepSpeed's are used.
+        has_sum_buffer: DeepSpeed sums gradients in a separate buffer, whose dtype can be set.
+        shared: every rank stores the whole state.
+        sums: the gradient sums that replace DeepSpeed's; None if DeepSpeed's are used.
     """
 
     deepspeed_clips = True
@@ -117,14 +116,14 @@ class StateLayout(ABC):
     shared = False
     sums: GradientSums | None = None
     _loss_scale = 1.0  # of the gradients in this step
-    _gather: WeightGather | None = None  # if every rank updates a part of the weights
+    _gather: WeightGather | None = None  # if each rank updates only a part of the weights
 
     def __init__(self, parts: LayoutInputs) -> None:
-        self._parts = parts
+        self._inputs = parts
 
     def flats(self) -> list[Tensor]:
-        """Return the fp32 tensors that the inner optimizer steps; they are the keys of its state."""
-        return [tensor for group in self._parts.optimizer.param_groups for tensor in group["params"]]
+        """Return the fp32 tensors that the inner optimizer updates, the keys of its state."""
+        return [tensor for group in self._inputs.optimizer.param_groups for tensor in group["params"]]
 
     @abstractmethod
     def pieces(self) -> Iterator[ParameterPiece]:
@@ -132,26 +131,26 @@ class StateLayout(ABC):
 
     def fragments(self) -> Iterator[Fragment]:
         """Yield every piece of weights, moments and averages that this rank holds."""
-        for name, start, flat, held in self.pieces():
-            state = self._parts.optimizer.state[flat]
+        for name, start, flat, span in self.pieces():
+            state = self._inputs.optimizer.state[flat]
             whole = {"weight": flat.detach(), **{kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}}
-            yield Fragment(name, start, {kind: x.view(-1)[held] for kind, x in whole.items()}, self.shared)
+            yield Fragment(name, start, {kind: x.view(-1)[span] for kind, x in whole.items()}, self.shared)
 
     @abstractmethod
     def refresh(self, reader: FragmentReader) -> None:
-        """Update the weights that the model computes with from the master weights, which were just read."""
+        """Update the model's weights from the master weights, which were just read."""
 
     def wait_for_weights(self) -> None:
-        """Wait until the weights that the model computes with are up to date, on every rank."""
+        """Wait until the model's weights are up to date on every rank."""
         if self._gather is not None:
             self._gather.finish()
 
     def waited(self) -> float:
-        """Return the seconds that this process has waited in forward passes for weights of other ranks."""
+        """Return the seconds that this process has waited for other ranks' weights in forward passes."""
         return self._gather.waited if self._gather is not None else 0.0
 
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-        """Make `parameters` whole on every rank inside the context. All ranks must enter it."""
+        """Gather `parameters` on every rank inside the context, which all ranks must enter."""
         self.wait_for_weights()
         return contextlib.nullcontext()
 
@@ -165,16 +164,16 @@ class StateLayout(ABC):
             fp64 scalar, the gradients' global norm before clipping; not finite if the optimizer did not step.
         """
         self._loss_scale = loss_scale
-        engine = self._parts.deepspeed
+        engine = self._inputs.deepspeed
         engine.step()
         norm = engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
         return torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64)
 
     def _update(self, masters: Sequence[Tensor], gradients: list[Tensor], norm: Tensor) -> bool:
-        """Step the optimizer with clipped gradients; returns false if the step is known to be skipped.
+        """Step the optimizer with clipped gradients; return false if the step is known to be skipped.
 
         Args:
-            masters: the tensors that the optimizer steps.
+            masters: the tensors that the optimizer updates.
             gradients: their fp32 gradients, of any shape, which are overwritten.
             norm: the global norm of the gradients with their loss scale, fp64 scalar.
         """
@@ -184,28 +183,28 @@ class StateLayout(ABC):
         stepped = self._step_tables(norm)
         for number, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
             master.grad = None if number in stepped else gradient.view_as(master)
-        self._parts.optimizer.step()
+        self._inputs.optimizer.step()
         for master in masters:
             master.grad = None
         return True
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Step tables without the optimizer, unless a gradient is not finite; returns their numbers in `masters`."""
+        """Update tables without the optimizer, unless a gradient is not finite; return their numbers in `masters`."""
         return set()
 
     def _checks_on_host(self) -> bool:
-        """Return whether the host must know if gradients are finite, and wait for the device.
+        """Return whether the host checks if gradients are finite, and so waits for the device.
 
-        The fused AdamW skips the step on the device. So do our optimizers, with a few more kernels; on a CPU they need
-        not, since there is nothing to wait for. A loss scaler is on the host.
+        The fused AdamW skips a step on the device. So do our optimizers, with a few more kernels; on a CPU, the host
+        checks, without a wait. A loss scaler is on the host.
         """
-        optimizer, on_cpu = self._parts.optimizer, self.flats()[0].is_cpu
+        optimizer, on_cpu = self._inputs.optimizer, self.flats()[0].is_cpu
         fused = isinstance(optimizer, torch.optim.AdamW)
-        return self._parts.scales_loss or not (fused or (isinstance(optimizer, SkippingOptimizer) and not on_cpu))
+        return self._inputs.scales_loss or not (fused or (isinstance(optimizer, SkippingOptimizer) and not on_cpu))
 
     def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Clip and remove the loss scale. The fused AdamW does both as it reads a gradient."""
-        scale, clip, optimizer = self._loss_scale, self._parts.clip_norm, self._parts.optimizer
+        """Clip and remove the loss scale. The fused AdamW does both when it reads a gradient."""
+        scale, clip, optimizer = self._loss_scale, self._inputs.clip_norm, self._inputs.optimizer
         divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
         skipped = norm.isfinite().logical_not().float()
         if isinstance(optimizer, torch.optim.AdamW):
@@ -218,7 +217,7 @@ class StateLayout(ABC):
             foreach._foreach_mul_(gradients, divisor.reciprocal().float())
 
 
-def has_own_sums(settings: EngineConfig) -> bool:
+def uses_gradient_sums(settings: EngineConfig) -> bool:
     """Return whether `GradientSums`, not DeepSpeed, sums and sends gradients, in fp32 on the device."""
     section = settings.deepspeed
     zero, sums, autocast = (section.get(key) or {} for key in ("zero_optimization", "data_types", "torch_autocast"))
@@ -226,31 +225,31 @@ def has_own_sums(settings: EngineConfig) -> bool:
         settings.zero_stage in (1, 2)
         and not zero.get("offload_optimizer")
         and not zero.get("zenflow")
-        and zero.get("contiguous_gradients", True)  # otherwise DeepSpeed does not pass gradients on
+        and zero.get("contiguous_gradients", True)  # otherwise DeepSpeed does not call `process_gradients`
         and sums.get("grad_accum_dtype") in (None, "fp32")
         and not autocast.get("enabled")
     )
 
 
 def layout_class(settings: EngineConfig) -> type[StateLayout]:
-    """Return the layout class of a stage and precision. Nothing else depends on the stage."""
+    """Return the layout class for a stage and precision. Nothing else depends on the stage."""
     if settings.zero_stage == 0:
         return Stage0Fp32Layout if settings.precision == "fp32" else Stage0HalfLayout
     return {1: Stage1Layout, 2: Stage2Layout, 3: Stage3Layout}[settings.zero_stage]
 
 
-class OwnStepLayout(StateLayout):
-    """A layout with our step: DeepSpeed's engine calls it instead of its optimizer's."""
+class CustomStepLayout(StateLayout):
+    """A layout whose `_take_step` DeepSpeed's engine calls instead of its optimizer's step."""
 
     _norm = torch.zeros(())  # of the step's gradients, with their loss scale; not finite if the step is skipped
 
     def step(self, loss_scale: float) -> Tensor:
         self._loss_scale = loss_scale
-        self._parts.deepspeed.step()
+        self._inputs.deepspeed.step()
         return self._norm / loss_scale
 
     def _replace_step(self) -> None:
-        self._parts.wrapper.step = lambda *_: self._take_step()
+        self._inputs.wrapper.step = lambda *_: self._take_step()
 
     @abstractmethod
     def _take_step(self) -> None:
@@ -258,9 +257,9 @@ class OwnStepLayout(StateLayout):
 
 
 class Stage0Fp32Layout(StateLayout):
-    """Every rank has all of the state, and the model's parameters are the master weights.
+    """Every rank stores the whole state, and the model's parameters are the master weights.
 
-    DeepSpeed sums the gradients over the workers. It does not report the norm with which it clips, nor notice NaN.
+    DeepSpeed sums the gradients over the workers. It neither reports the norm with which it clips nor checks for NaN.
     """
 
     deepspeed_clips = False
@@ -269,9 +268,9 @@ class Stage0Fp32Layout(StateLayout):
     shared = True
 
     def pieces(self) -> Iterator[ParameterPiece]:
-        names = (name for group in self._parts.names for name in group)
+        names = (name for group in self._inputs.names for name in group)
         masters = dict(zip(names, self.flats(), strict=True))
-        for name in self._parts.parameters:
+        for name in self._inputs.parameters:
             yield ParameterPiece(name, 0, masters[name], slice(0, masters[name].numel()))
 
     def refresh(self, reader: FragmentReader) -> None:
@@ -281,17 +280,17 @@ class Stage0Fp32Layout(StateLayout):
         gradients = [parameter.grad for parameter in self.flats() if parameter.grad is not None]
         norm = global_norm([gradient.reshape(-1) for gradient in gradients])
         if self._checks_on_host() and not norm.isfinite():
-            self._parts.deepspeed.zero_grad()
+            self._inputs.deepspeed.zero_grad()
         else:
             self._scale(gradients, norm)
-            self._parts.deepspeed.step()
+            self._inputs.deepspeed.step()
         return norm
 
 
-class Stage0HalfLayout(OwnStepLayout, Stage0Fp32Layout):
-    """fp32 master weights in addition to the model's, one tensor for each parameter.
+class Stage0HalfLayout(CustomStepLayout, Stage0Fp32Layout):
+    """fp32 master weights in addition to the model's weights, one tensor per parameter.
 
-    DeepSpeed's step reads a number from the device for each parameter (runtime/utils.py, has_overflow_serial).
+    DeepSpeed's own step would read a number from the device for each parameter (runtime/utils.py, has_overflow_serial).
     """
 
     def __init__(self, parts: LayoutInputs) -> None:
@@ -316,8 +315,8 @@ class Stage0HalfLayout(OwnStepLayout, Stage0Fp32Layout):
             foreach._foreach_copy_([weight.data for weight in self._weights], masters)
 
 
-class Stage1Layout(OwnStepLayout):
-    """Each rank has a part of every optimizer group's master weights and moments.
+class Stage1Layout(CustomStepLayout):
+    """Each rank stores a part of every optimizer group's master weights and moments.
 
     DeepSpeed concatenates the weights of a group in one tensor, and each rank owns an equal part of it.
     """
@@ -328,31 +327,31 @@ class Stage1Layout(OwnStepLayout):
         super().__init__(parts)
         self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
         self._seen: dict[int, Tensor] = {}  # tables -> whether each row ever had a gradient, as in `step_table`
-        self._cast: set[int] = set()  # numbers of weights that this step has already cast
+        self._cast: set[int] = set()  # numbers of the weights that `step_table` has already cast in this step
         buckets = []
         for names, master in zip(parts.names, self.flats(), strict=True):
             parameters = [parts.parameters[name] for name in names]
             buckets.append((parameters, whole_storage(parameters[0], master.numel() * parts.world_size)))
-        self._weights = [flat for _, flat in buckets]  # with which the model computes
+        self._weights = [flat for _, flat in buckets]  # in the model's dtype
         self._gather = WeightGather(parts.deepspeed.module, buckets)
-        if parts.own_sums:
+        if parts.uses_gradient_sums:
             self.sums = GradientSums(parts.deepspeed, buckets, whole=self.keeps_whole_sums)
             self._replace_step()
 
     def pieces(self) -> Iterator[ParameterPiece]:
         flats = self.flats()
-        for name, parameter in self._parts.parameters.items():
+        for name, parameter in self._inputs.parameters.items():
             flat = flats[self._group_of[name]]
             # Offsets of the parameter, and of this rank's part, in the weights of the group.
-            first, part = int(parameter.data.storage_offset()), self._parts.rank * flat.numel()
+            first, part = int(parameter.data.storage_offset()), self._inputs.rank * flat.numel()
             start, stop = max(first, part), min(first + parameter.numel(), part + flat.numel())
             if start < stop:
                 yield ParameterPiece(name, start - first, flat, slice(start - part, stop - part))
 
     def refresh(self, reader: FragmentReader) -> None:
-        """Gather the weights from the ranks that hold them, so that no rank reads more than its part."""
+        """Gather the weights from the ranks that own them, so that each rank reads only its part."""
         self._seen = {}
-        self._spread_weights()
+        self._distribute_weights()
         self.wait_for_weights()
 
     def step(self, loss_scale: float) -> Tensor:
@@ -363,18 +362,18 @@ class Stage1Layout(OwnStepLayout):
 
     def _take_step(self) -> None:
         assert self.sums is not None
-        self._norm = global_norm(self.sums.nonzero(), self._parts.sum_over_workers)
-        if self._update(self.flats(), self.sums.own_parts, self._norm):
-            self._spread_weights()
+        self._norm = global_norm(self.sums.nonzero(), self._inputs.sum_over_workers)
+        if self._update(self.flats(), self.sums.local_parts, self._norm):
+            self._distribute_weights()
 
     def _step_tables(self, norm: Tensor) -> set[int]:
-        """Step tables whose gradients came as rows: most rows never had one, and AdamW only decays these."""
-        optimizer, stepped = self._parts.optimizer, set[int]()
+        """Update tables with sparse gradients: most rows never had a gradient, and AdamW only decays these."""
+        optimizer, stepped = self._inputs.optimizer, set[int]()
         if self.sums is None or not isinstance(optimizer, torch.optim.AdamW):
             return stepped
         for number, (weights, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
             table = self.sums.table(number)
-            if table is None or not runs_natively(weights):
+            if table is None or not supports_native(weights):
                 continue
             stepped.add(number)
             if norm.isfinite():
@@ -388,26 +387,26 @@ class Stage1Layout(OwnStepLayout):
         return stepped
 
     @torch.no_grad()
-    def _spread_weights(self) -> None:
-        """Cast this rank's master weights into the model's weights, and start to gather all of the latter."""
+    def _distribute_weights(self) -> None:
+        """Cast this rank's master weights to the model's weights, and start gathering the weights of all ranks."""
         self.wait_for_weights()
         for number, (flat, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
-            if number in self._cast:  # already, by the step
+            if number in self._cast:
                 continue
-            flat.view(self._parts.world_size, -1)[self._parts.rank].copy_(master)
+            flat.view(self._inputs.world_size, -1)[self._inputs.rank].copy_(master)
         assert self._gather is not None
         self._gather.start()
         self._cast = set()
 
 
 class Stage2Layout(Stage1Layout):
-    """Each rank also has only a part of the gradients' sums."""
+    """Each rank also stores only a part of the gradient sums."""
 
     keeps_whole_sums = False
 
 
 class Stage3Layout(StateLayout):
-    """Each rank also has only a part of every parameter."""
+    """Each rank also stores only a part of every parameter."""
 
     def __init__(self, parts: LayoutInputs) -> None:
         super().__init__(parts)
@@ -420,34 +419,34 @@ class Stage3Layout(StateLayout):
         return self._flats
 
     def pieces(self) -> Iterator[ParameterPiece]:
-        for name in self._parts.parameters:
-            master, (start, held) = self._masters[name], self._part(name)
-            if held:
+        for name in self._inputs.parameters:
+            master, (start, numel) = self._masters[name], self._part(name)
+            if numel:
                 offset = master.storage_offset() - master._base.storage_offset()
-                yield ParameterPiece(name, start, master._base, slice(offset, offset + held))
+                yield ParameterPiece(name, start, master._base, slice(offset, offset + numel))
 
     def _part(self, name: str) -> tuple[int, int]:
         """Return (start, entries) of this rank's part of a flattened parameter, without padding."""
         part = self._masters[name].numel()
-        start = self._parts.rank * part
-        return start, max(0, min(part, self._parts.shapes[name].numel() - start))
+        start = self._inputs.rank * part
+        return start, max(0, min(part, self._inputs.shapes[name].numel() - start))
 
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         return deepspeed_patches.import_deepspeed().zero.GatheredParameters(parameters)
 
     def refresh(self, reader: FragmentReader) -> None:
-        for name, parameter in self._parts.parameters.items():
-            start, held = self._part(name)
-            if held:
-                part = deepspeed_patches.weights_of_stage_3(parameter)
-                part[:held].copy_(reader.read("weight", name, start, held))
-            shape = self._parts.shapes[name]
+        for name, parameter in self._inputs.parameters.items():
+            start, numel = self._part(name)
+            if numel:
+                part = deepspeed_patches.stage3_weights(parameter)
+                part[:numel].copy_(reader.read("weight", name, start, numel))
+            shape = self._inputs.shapes[name]
             if parameter.data.numel() == shape.numel():  # small parameters are not sharded
                 parameter.data.copy_(reader.read("weight", name, 0, shape.numel()).view(shape))
 
 
 def whole_storage(part: Tensor, numel: int) -> Tensor:
-    """Return the storage that `part` is a view of, 1-D; `RuntimeError` if it does not have `numel` entries."""
+    """Return the 1-D storage of the view `part`; raises `RuntimeError` if it does not have `numel` entries."""
     storage = part.data.untyped_storage()
     if storage.nbytes() != numel * part.element_size():
         raise RuntimeError(f"DeepSpeed keeps {storage.nbytes()} bytes of weights for {numel} master weights")
@@ -461,7 +460,7 @@ def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tu
     for piece in layout.pieces():
         numel = shapes[piece.name].numel()
         segments[piece.flat] += cut_segments(
-            ids[piece.name], numel, piece.start, piece.start + piece.numel, piece.held.start
+            ids[piece.name], numel, piece.start, piece.start + piece.numel, piece.span.start
         )
     count = max(tensor_ids.stop for tensor_ids in ids.values())
     return {flat: sorted(pieces) for flat, pieces in segments.items()}, count

@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankGroup:
-    """All ranks in one process group, by default the group of training.
+    """All ranks in one process group, by default the training's group.
 
     Attributes:
         rank: this rank.
         world_size: number of ranks.
-        device: from which tensors can be sent.
+        device: from which the backend can send tensors.
     """
 
     rank: int
@@ -27,8 +27,8 @@ class RankGroup:
     device: torch.device
     _group: Any = None
 
-    def aside(self, timeout: timedelta) -> RankGroup:
-        """Return the same ranks for another thread, on the CPU: its collectives are separate from this group's."""
+    def new_cpu_group(self, timeout: timedelta) -> RankGroup:
+        """Return a separate CPU group of the same ranks, for the collectives of another thread."""
         cpu = torch.device("cpu")
         if self.world_size == 1:
             return RankGroup(self.rank, self.world_size, cpu)
@@ -37,7 +37,7 @@ class RankGroup:
     def sum_over_workers(self, values: Tensor) -> Tensor:
         """Sum `values`, on any device, over all ranks in place, and return them."""
         if self.world_size > 1:
-            moved = values.to(self.device)  # NCCL supports no other device
+            moved = values.to(self.device)  # NCCL supports only GPUs
             dist.all_reduce(moved, group=self._group)
             if moved is not values:
                 values.copy_(moved)
@@ -66,24 +66,24 @@ class RankGroup:
             dist.barrier(self._group)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return one small JSON-like value of each rank, on every rank."""
+        """Gather one small JSON-like value per rank, on every rank."""
         return gather_objects(value, self._group)
 
     def collect_objects(self, value: Any) -> list[Any]:
-        """Return one small JSON-like value of each rank, on rank 0; an empty list on the others."""
+        """Gather one small JSON-like value per rank on rank 0; return an empty list on the others."""
         if self.world_size == 1:
             return [value]
         collected: list[Any] = [] if self.rank else [None] * self.world_size
         dist.gather_object(value, None if self.rank else collected, group=self._group, group_dst=0)
         return collected
 
-    def first_object(self, value: Any) -> Any:
-        """Return the small JSON-like value of rank 0, on every rank."""
-        return first_object(value, self._group)
+    def broadcast_object(self, value: Any) -> Any:
+        """Broadcast the small JSON-like value of rank 0 to every rank."""
+        return broadcast_object(value, self._group)
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return one small JSON-like value of each rank of `group` (by default all), on every rank."""
+    """Gather one small JSON-like value per rank of `group` (by default all), on every rank."""
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return [value]
@@ -92,8 +92,8 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return gathered
 
 
-def first_object(value: Any, group: Any = None) -> Any:
-    """Return the small JSON-like value of rank 0 of `group` (by default all), on every rank."""
+def broadcast_object(value: Any, group: Any = None) -> Any:
+    """Broadcast the small JSON-like value of rank 0 of `group` (by default all) to every rank."""
     values = [value]
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(values, group=group, group_src=0)

@@ -1,4 +1,4 @@
-"""The configured optimizer, and the groups of parameters that it steps."""
+"""The configured optimizer and its parameter groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the two optimizer groups of BERT: with weight decay, and without it (biases and norms).
+    """Return BERT's two optimizer groups: with weight decay, and without it (biases and norms).
 
     Args:
         named_parameters: (name, parameter) as `Module.named_parameters` yields them; the order is kept.
@@ -26,10 +26,10 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 
     Returns:
         Groups with `params`, their `names`, `weight_decay` and `layer_adaptation` (whether LAMB's trust ratio
-        applies). Parameters exempt from decay are exempt from the ratio too, as in NVIDIA's FusedLAMB with
+        applies). Parameters exempt from decay are exempt from the ratio, too, as in NVIDIA's FusedLAMB with
         its default `use_nvlamb=False` (apex csrc/multi_tensor_lamb.cu) and in Google's LAMBOptimizer, whose
         `exclude_from_layer_adaptation` defaults to `exclude_from_weight_decay` (google-research/albert
-        lamb_optimizer.py). A group without parameters is left out.
+        lamb_optimizer.py). A group without parameters is omitted.
     """
     groups = [
         {"params": [], "names": [], "weight_decay": weight_decay, "decays": True, "layer_adaptation": True},
@@ -45,8 +45,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
 def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the configured optimizer over `parameter_groups`.
 
-    Its learning rate starts at 0, so that a step before the loop has set the rate changes no weight
-    (DeepSpeed's FP16_UnfusedOptimizer takes such a step to allocate the moments).
+    Its learning rate starts at 0, so that a step before the loop sets the rate changes no weight (DeepSpeed's
+    FP16_UnfusedOptimizer takes such a step to allocate the moments).
     """
     betas = (settings.beta1, settings.beta2)
     if settings.name == "lamb":
@@ -55,17 +55,12 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
         return StableAdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon)
     if settings.name == "muon":
         groups = _with_separate_matrices(groups, settings.muon_lr_scale)
-        return Muon(
-            groups,
-            lr=0.0,
-            betas=betas,
-            eps=settings.epsilon,
-        )
+        return Muon(groups, lr=0.0, betas=betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
 
 
 def _with_separate_matrices(groups: list[dict[str, Any]], lr_scale: float) -> list[dict[str, Any]]:
-    """Divide each group into the matrices that Muon orthogonalizes, at `lr_scale` times its rate, and the rest."""
+    """Split each group into the matrices that Muon orthogonalizes, at `lr_scale` times its rate, and all others."""
     divided = []
     for group in groups:
         for orthogonal in (True, False):

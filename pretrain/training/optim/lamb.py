@@ -1,4 +1,4 @@
-"""LAMB for parameters sharded by ZeRO: it scales each whole tensor's step by |weight| / |update|."""
+"""LAMB for parameters sharded by ZeRO: each whole tensor's step is scaled by |weight| / |update|."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from pretrain.training.optim.tensorwise import (
 class Lamb(TensorwiseOptimizer):
     """LAMB, You et al. 2020 (arXiv:1904.00962), Algorithm 2 with NVIDIA's choices.
 
-    From apex's FusedLAMB, which NVIDIA's BERT recipe uses: bias-corrected moments, decay inside the update,
-    phi the identity, trust ratio 1 if either norm is 0. The engine clips gradients. A stacked `qkv_weight` counts as
+    As in apex's FusedLAMB, which NVIDIA's BERT recipe uses: bias-corrected moments, weight decay inside the update, phi
+    the identity, trust ratio 1 if either norm is 0. The engine clips gradients. A stacked `qkv_weight` is treated as
     three tensors.
 
     Groups have `names` and `layer_adaptation`, as from `parameter_groups`. Parameters must be contiguous fp32. `step`
@@ -33,39 +33,33 @@ class Lamb(TensorwiseOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "layer_adaptation": True,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "layer_adaptation": True}
         super().__init__(groups, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Take one step over the gradients present; do nothing before `set_segments`, when DeepSpeed makes moments."""
+        """Step the parameters with gradients; do nothing before `set_segments`, when DeepSpeed allocates moments."""
         if not self._segments:
             return
         self._prepare_skip()
-        adapted: list[tuple[float, list[TensorPiece]]] = []  # with their rates
+        adapted: list[tuple[float, list[TensorPiece]]] = []  # (learning rate, pieces)
         for group in self.param_groups:
             adapts = group["layer_adaptation"]
             whole = ((p, (Segment(0, p.numel(), -1),)) for p in group["params"])
-            pieces = self._begin(group, self._pieces(group) if adapts else whole)
+            pieces = self._start_step(group, self._pieces(group) if adapts else whole)
             self._update(group, pieces)
             if adapts and pieces:
                 adapted.append((group["lr"], pieces))
             elif pieces:
                 weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
-                if self._kept is not None:
-                    foreach._foreach_mul_(updates, self._share(1.0))
+                if self._applied is not None:
+                    foreach._foreach_mul_(updates, self._factor(1.0))
                 foreach._foreach_add_(weights, updates, alpha=-group["lr"])
         if any(group["layer_adaptation"] for group in self.param_groups):
             self._apply_adapted(adapted)
 
     def _apply_adapted(self, adapted: list[tuple[float, list[TensorPiece]]]) -> None:
-        """Step each piece, scaled by its tensor's trust ratio; every worker calls this, even without a piece."""
+        """Step each piece, scaled by its tensor's trust ratio; every worker must call this, even without pieces."""
         squares = self._zeros()
         for _, pieces in adapted:
             index, _ = self._ids_and_sizes(pieces)
@@ -75,15 +69,15 @@ class Lamb(TensorwiseOptimizer):
         weight_norms, update_norms = squares.sqrt()
         measurable = (weight_norms > 0) & (update_norms > 0)
         ratios = torch.where(measurable, weight_norms / update_norms, 1.0).to(torch.float32)
-        ratios *= self._share(1.0)
+        ratios *= self._factor(1.0)
         for rate, pieces in adapted:
-            # One kernel per piece: there is no faster one for a list of factors on the device.
+            # One kernel per piece: torch has none for a list of factors on the device.
             factors = ratios[self._ids_and_sizes(pieces)[0]].unbind()
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
             foreach._foreach_addcmul_(weights, updates, factors, value=-rate)
 
     def _update(self, group: dict[str, Any], pieces: list[TensorPiece]) -> None:
-        """Advance the moments of `pieces` and turn their gradients into the update."""
+        """Update the moments of `pieces` and replace their gradients by the update."""
         for run in batches([piece.weights for piece in pieces]):
             batch = pieces[run]
             divide_means(group, batch, self._advance(group, batch))

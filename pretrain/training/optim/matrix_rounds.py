@@ -1,7 +1,7 @@
-"""The plan of a Muon step over sharded matrices: each matrix's owner, and the pieces that workers exchange.
+"""The plan of a Muon step over sharded matrices: the owner of each matrix, and the pieces that workers exchange.
 
 Each matrix has one owner. The workers send it their pieces; it orthogonalizes the whole matrix and sends the pieces
-back. So the work is divided, each entry is sent once in each direction, and the result does not depend on ZeRO's
+back. So the work is shared, each entry is sent once in each direction, and the result does not depend on ZeRO's
 sharding. Matrices are processed in rounds, which bounds the memory of the copies.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-# Entries of a round, per worker: 64 MB in fp32. Larger rounds save few collectives and need more memory.
+# Per round and worker: 64 MB in fp32. Larger rounds save few collectives and need more memory.
 ROUND_ENTRIES = 1 << 24
 
 Shape = tuple[int, int]
@@ -26,76 +26,78 @@ class Workers(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def gather_objects(self, value: Any) -> list[Any]: ...  # of each rank, on every rank
+    def gather_objects(self, value: Any) -> list[Any]: ...  # one per rank, on every rank
     def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send `sent[r]` entries of 1-D `values` to each rank r, in order; return `received[r]` entries from each."""
         ...
 
 
 class MatrixPiece(NamedTuple):
-    """Entries of a matrix that a worker holds; they sort in the order of the matrix."""
+    """Entries of a matrix that a worker stores; they sort in the order of the matrix."""
 
     tensor_id: int
-    first: int  # entry, in the flattened matrix
+    first: int  # index of the first entry in the flattened matrix
     numel: int
-    flat: int  # number of the flat tensor that holds the entries
+    flat: int  # number of the flat tensor that stores the entries
     start: int  # offset in the flat tensor
 
 
 @dataclass(frozen=True)
 class Round:
-    """One worker's part of one round: pieces by the worker that they are sent to or received from.
+    """One worker's part of a round: pieces, listed by the worker to which they are sent or from which they come.
 
     Attributes:
         owned: shapes of the matrices that this worker orthogonalizes, by tensor id.
         sent: this worker's pieces, by owner.
         gathered: pieces of the owned matrices, by sender.
-        returned: pieces of the owned matrices, by receiver.
-        taken: this worker's pieces, by owner.
+        returned: updated pieces of the owned matrices, by receiver.
+        received: this worker's updated pieces, by owner.
     """
 
     owned: dict[int, Shape]
     sent: list[list[MatrixPiece]]
     gathered: list[list[MatrixPiece]]
     returned: list[list[MatrixPiece]]
-    taken: list[list[MatrixPiece]]
+    received: list[list[MatrixPiece]]
 
 
 def plan_rounds(
-    held: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, shared: bool
+    stored: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, shared: bool
 ) -> list[Round]:
     """Plan the rounds of `rank`.
 
     Args:
-        held: the pieces of each worker.
-        shapes: of all matrices, by tensor id.
+        stored: the pieces that each worker stores.
+        shapes: the shapes of all matrices, by tensor id.
         rank: the worker whose part is returned.
-        shared: every worker holds all matrices, so an owner needs no pieces of others.
+        shared: every worker stores all matrices, so an owner needs no pieces from others.
 
     Returns:
-        The rounds in order. All workers have equally many, with matching sends and receives.
+        The rounds in order: the same number for all workers, with matching sends and receives.
     """
-    pieces = [sorted(of_rank) for of_rank in held]
-    ids = sorted({piece.tensor_id for of_rank in pieces for piece in of_rank}, key=lambda i: (shapes[i], i))
+    pieces = [sorted(rank_pieces) for rank_pieces in stored]
+    ids = sorted({piece.tensor_id for rank_pieces in pieces for piece in rank_pieces}, key=lambda i: (shapes[i], i))
     rounds = []
-    for members in _cut(ids, shapes, ROUND_ENTRIES * len(pieces)):
+    for members in _split(ids, shapes, ROUND_ENTRIES * len(pieces)):
         owner = _owners(members, shapes, len(pieces))
-        taken = [_by(owner, (p for p in of_rank if p.tensor_id in owner), len(pieces)) for of_rank in pieces]
-        sent = [[mine if o == r or not shared else [] for o, mine in enumerate(taken[r])] for r in range(len(pieces))]
+        received = [
+            _by_owner(owner, (p for p in rank_pieces if p.tensor_id in owner), len(pieces)) for rank_pieces in pieces
+        ]
+        sent = [[ps if o == r or not shared else [] for o, ps in enumerate(received[r])] for r in range(len(pieces))]
         rounds.append(
             Round(
                 owned={i: shapes[i] for i in members if owner[i] == rank},
                 sent=sent[rank],
                 gathered=[by_owner[rank] for by_owner in sent],
-                returned=[by_owner[rank] for by_owner in taken],
-                taken=taken[rank],
+                returned=[by_owner[rank] for by_owner in received],
+                received=received[rank],
             )
         )
     return rounds
 
 
-def _cut(ids: list[int], shapes: Mapping[int, Shape], max_entries: int) -> Iterator[list[int]]:
-    """Cut `ids` into runs of at most `max_entries`, or of one matrix."""
+def _split(ids: list[int], shapes: Mapping[int, Shape], max_entries: int) -> Iterator[list[int]]:
+    """Split `ids` into runs of at most `max_entries`, or of one larger matrix."""
     run: list[int] = []
     entries = 0
     for tensor_id in ids:
@@ -113,20 +115,20 @@ def _owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) -> dict[i
     """Assign an owner to each matrix: the most expensive first, each to the worker with the least work."""
     heap = [(0, worker) for worker in range(workers)]
     owner: dict[int, int] = {}
-    for tensor_id in sorted(ids, key=lambda i: (-_work(shapes[i]), i)):
+    for tensor_id in sorted(ids, key=lambda i: (-_cost(shapes[i]), i)):
         load, worker = heap[0]
         owner[tensor_id] = worker
-        heapq.heapreplace(heap, (load + _work(shapes[tensor_id]), worker))
+        heapq.heapreplace(heap, (load + _cost(shapes[tensor_id]), worker))
     return owner
 
 
-def _work(shape: Shape) -> int:
-    """Return an orthogonalization's work up to a factor: products of the Gram matrix with the matrix and itself."""
+def _cost(shape: Shape) -> int:
+    """Return an orthogonalization's relative cost: products of the Gram matrix with the matrix and itself."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)
 
 
-def _by(owner: Mapping[int, int], pieces: Iterable[MatrixPiece], workers: int) -> list[list[MatrixPiece]]:
+def _by_owner(owner: Mapping[int, int], pieces: Iterable[MatrixPiece], workers: int) -> list[list[MatrixPiece]]:
     by_owner: list[list[MatrixPiece]] = [[] for _ in range(workers)]
     for piece in pieces:
         by_owner[owner[piece.tensor_id]].append(piece)

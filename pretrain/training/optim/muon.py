@@ -1,4 +1,4 @@
-"""Muon: orthogonalized momentum for the matrices of the layers; AdamW for all other parameters.
+"""Muon: orthogonalized momentum for the layers' matrices; AdamW for all other parameters.
 
 DeepSpeed's Muon (0.19.8, `optimizer.type`) differs: it orthogonalizes before gradients are clipped and checked, does
 not split stacked projections, and keeps its momentum outside the optimizer's state.
@@ -22,7 +22,7 @@ from pretrain.training.optim.tensorwise import Segment, number_tensors
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _RMS = 0.2  # of AdamW's updates (Liu et al. 2025, section 2.2)
-_NARROW = 256  # batched on CPUs: alone in bf16, such matrices take 1.5 times as long, of 128 4 to 5 (docs/benchmarks)
+_NARROW = 256  # batched on CPUs: unbatched bf16 takes 1.5 times as long, at 128 4 to 5 times (docs/benchmarks)
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
@@ -39,7 +39,7 @@ def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
 def orthogonalize(update_RC: Tensor) -> Tensor:
     """Return roughly the nearest orthogonal matrix: singular values become 0.7 to 1.2 (Newton-Schulz iteration).
 
-    Computed in the dtype of `update_RC`, one matrix or several, [..., R, C]. The scale of a matrix does not matter;
+    Computed in the dtype of `update_RC`, one or several matrices [..., R, C]. The scale of a matrix has no effect;
     zeros stay zeros.
     """
     rows, columns = update_RC.shape[-2:]
@@ -76,22 +76,15 @@ class Muon(SkippingOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "orthogonal": False,
-        }
-        super().__init__(groups, defaults)
-        self._planned: dict[int, bool] = {}  # matrices of any round so far -> whether this worker owns them
-        self._held: list[list[MatrixPiece]] = []  # by rank
-        self._numbers: dict[Tensor, int] = {}  # of the flat tensors
+        defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(groups, {**defaults, "orthogonal": False})
+        self._planned: dict[int, bool] = {}  # ids of matrices in rounds so far -> whether this worker owns them
+        self._pieces: list[list[MatrixPiece]] = []  # by rank
+        self._numbers: dict[Tensor, int] = {}  # numbers of the flat tensors
         self._shapes: dict[int, Shape] = {}
         self._shared, self._dtype = False, torch.float32
         self._workers: Workers
-        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the flat tensors of the step
+        self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the numbers of the step's flat tensors
 
     def set_shards(
         self,
@@ -102,31 +95,31 @@ class Muon(SkippingOptimizer):
         shared: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Set the content of the flat parameters, after a wrapper has sharded them; all workers call this.
+        """Set the content of the flat parameters, after a wrapper has sharded them; all workers must call this.
 
         Args:
-            segments: the pieces of each flat parameter of this worker. All workers have equally many, in one order.
+            segments: the pieces of each of this worker's flat parameters, whose number and order all workers share.
             shapes: the result of `matrix_shapes`.
             workers: the workers that step together; `step` uses their collectives.
-            shared: every worker holds all matrices.
+            shared: every worker stores all matrices.
             dtype: in which momenta are sent and orthogonalized.
         """
         self._dtype = dtype
         self._numbers = {flat: number for number, flat in enumerate(segments)}
-        mine = [
+        local_pieces = [
             MatrixPiece(piece.tensor_id, piece.first, piece.stop - piece.start, self._numbers[flat], piece.start)
             for flat, pieces in segments.items()
             for piece in pieces
             if piece.tensor_id in shapes
         ]
-        gathered = workers.gather_objects([tuple(piece) for piece in mine])
-        self._held = [[MatrixPiece(*values) for values in of_rank] for of_rank in gathered]
+        gathered = workers.gather_objects([tuple(piece) for piece in local_pieces])
+        self._pieces = [[MatrixPiece(*values) for values in rank_pieces] for rank_pieces in gathered]
         self._shapes, self._shared, self._workers, self._rounds = dict(shapes), shared, workers, {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Take one step over the gradients present; do nothing before `set_shards`, when DeepSpeed makes moments."""
-        if not self._held:
+        """Step the parameters with gradients; do nothing before `set_shards`, when DeepSpeed allocates moments."""
+        if not self._pieces:
             return
         self._prepare_skip()
         rates: dict[Tensor, float] = {}
@@ -141,16 +134,16 @@ class Muon(SkippingOptimizer):
             self._step_matrices(rates)
 
     def _nesterov(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Advance the momenta, turn gradients into Nesterov updates, and decay the weights."""
+        """Update the momenta, replace gradients by Nesterov updates, and decay the weights."""
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momenta = [state["exp_avg"] for state in states]
         self._advance_counts([state["step"] for state in states])
-        self._blend(momenta, gradients, 1 - group["momentum"])
+        self._lerp_means(momenta, gradients, 1 - group["momentum"])
         foreach._foreach_lerp_(gradients, momenta, group["momentum"])
-        foreach._foreach_mul_(parameters, self._remaining(group["lr"] * group["weight_decay"]))
+        foreach._foreach_mul_(parameters, self._one_minus(group["lr"] * group["weight_decay"]))
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         states = [self.state[parameter] for parameter in parameters]
@@ -178,50 +171,50 @@ class Muon(SkippingOptimizer):
         flats = {self._numbers[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
         if key not in self._rounds:
-            held = [[piece for piece in of_rank if piece.flat in flats] for of_rank in self._held]
-            self._rounds[key] = plan_rounds(held, self._shapes, self._workers.rank, self._shared)
-            self._planned |= {piece.tensor_id: False for of_rank in held for piece in of_rank}
+            stored = [[piece for piece in rank_pieces if piece.flat in flats] for rank_pieces in self._pieces]
+            self._rounds[key] = plan_rounds(stored, self._shapes, self._workers.rank, self._shared)
+            self._planned |= {piece.tensor_id: False for rank_pieces in stored for piece in rank_pieces}
             self._planned |= {tensor_id: True for part in self._rounds[key] for tensor_id in part.owned}
         for part in self._rounds[key]:
-            self._apply(_joined(part.taken), self._exchange(part, flats), flats, rates)
+            self._apply(_flatten(part.received), self._exchange(part, flats), flats, rates)
 
     def _apply(
-        self, taken: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, float]
+        self, pieces: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, float]
     ) -> None:
         """Step the weights of these pieces; their fp32 `updates` are concatenated."""
-        if self._kept is not None:
-            updates.mul_(self._kept)
-        weights = _views(taken, flats)
+        if self._applied is not None:
+            updates.mul_(self._applied)
+        weights = _views(pieces, flats)
         by_size: dict[float, list[int]] = {}  # numbers of the pieces, by size of the update
-        for number, piece in enumerate(taken):
+        for number, piece in enumerate(pieces):
             size = rates[flats[piece.flat]] * _RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
             by_size.setdefault(size, []).append(number)
-        cut = updates.split([piece.numel for piece in taken])
+        split_updates = updates.split([piece.numel for piece in pieces])
         for size, numbers in by_size.items():
-            same_size = ([values[number] for number in numbers] for values in (weights, cut))
+            same_size = ([values[number] for number in numbers] for values in (weights, split_updates))
             foreach._foreach_add_(*same_size, alpha=-size)
 
     def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
         """Return the orthogonalized updates of this worker's pieces, concatenated in fp32."""
         gradients = {number: flat.grad for number, flat in flats.items() if flat.grad is not None}
         like = next(iter(flats.values()))
-        sent = _views(_joined(part.sent), gradients)
+        sent = _views(_flatten(part.sent), gradients)
         gathered = self._send(sent, part.sent, part.gathered, like)
-        pieces = _joined(part.gathered)
+        pieces = _flatten(part.gathered)
         *starts, entries = itertools.accumulate(map(math.prod, part.owned.values()), initial=0)
         starts = dict(zip(part.owned, starts, strict=True))
         whole = gathered.new_empty(entries)
         _copy(_within(whole, pieces, starts), gathered.split([piece.numel for piece in pieces]))
         self._orthogonalize(part, whole)
-        returned = _within(whole, _joined(part.returned), starts)
-        return self._send(returned, part.returned, part.taken, like).float()
+        returned = _within(whole, _flatten(part.returned), starts)
+        return self._send(returned, part.returned, part.received, like).float()
 
     def _orthogonalize(self, part: Round, whole: Tensor) -> None:
-        """Replace the owned matrices, concatenated in `whole`, by their updates up to the rate.
+        """Replace the owned matrices, concatenated in `whole`, by their orthogonalized updates.
 
-        On a GPU all matrices of one shape are batched, so that their number does not add kernels. Each of five
+        On a GPU, all matrices of one shape are batched, so that their number does not add kernels. Each of five
         temporaries takes as much memory as the batch: 32 MB in bf16 (`ROUND_ENTRIES`), or one matrix if that is larger.
-        On a CPU only narrow matrices are batched, whose products are too small for all cores.
+        On a CPU, only narrow matrices are batched, whose products alone cannot use all cores.
         """
         start = 0
         for shape, run in itertools.groupby(part.owned.items(), key=lambda owned: owned[1]):
@@ -236,10 +229,10 @@ class Muon(SkippingOptimizer):
     def _send(
         self, values: Sequence[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
     ) -> Tensor:
-        """Send `values`, the pieces `sent`; return the pieces `received`, 1-D, in the dtype of the computation."""
+        """Send `values`, the pieces `sent`; return the pieces `received`, 1-D, in the dtype of orthogonalization."""
         joined = like.new_empty(sum(value.numel() for value in values), dtype=self._dtype)
         _copy(joined.split([value.numel() for value in values]), values)
-        return self._workers.all_to_all(joined, *([sum(p.numel for p in of) for of in by] for by in (sent, received)))
+        return self._workers.all_to_all(joined, *([sum(p.numel for p in ps) for ps in by] for by in (sent, received)))
 
 
 def _views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
@@ -259,5 +252,5 @@ def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         foreach._foreach_copy_(destinations, sources)
 
 
-def _joined(by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:
+def _flatten(by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:
     return [piece for pieces in by_worker for piece in pieces]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pretrain import config
 
-_POWER = 0.5  # of a polynomial decay (NVIDIA's LAMB recipe, DeepLearningExamples, run_pretraining.py)
+_POWER = 0.5  # exponent of the polynomial decay (NVIDIA's LAMB recipe, DeepLearningExamples, run_pretraining.py)
 
 
 def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
@@ -17,10 +17,10 @@ def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
 
     The rate warms up linearly from 1 / warmup_steps of the peak to the peak in the last warm-up step. Then it decays
     over the phase's remaining steps, or over its last `decay_steps` after a plateau (warm-up, stable, decay: Hägele et
-    al. 2024, arXiv:2405.18392). The first step of the decay has the peak rate, too.
+    al. 2024, arXiv:2405.18392). The first step of the decay still has the peak rate.
 
-    This is transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup, or its get_wsd_schedule, over one
-    more step, without its first step: a rate of 0 would waste a global batch.
+    This equals transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup or get_wsd_schedule over one
+    more step, without the first step: a rate of 0 would waste a global batch.
     """
     for phase in phases:
         if step < phase.steps:
@@ -39,7 +39,7 @@ def _phase_rate(phase: config.PhaseConfig, step: int) -> float:
         return phase.peak_learning_rate
     remaining = (phase.steps - step) / (phase.steps - peak_step)
     if phase.decay == "1-sqrt":
-        share = 1.0 - math.sqrt(1.0 - remaining)
+        factor = 1.0 - math.sqrt(1.0 - remaining)
     else:
-        share = remaining ** (_POWER if phase.decay == "polynomial" else 1.0)
-    return phase.final_learning_rate + (phase.peak_learning_rate - phase.final_learning_rate) * share
+        factor = remaining ** (_POWER if phase.decay == "polynomial" else 1.0)
+    return phase.final_learning_rate + (phase.peak_learning_rate - phase.final_learning_rate) * factor

@@ -1,4 +1,4 @@
-"""AdamW that lowers a tensor's rate while its gradients exceed the expectation of their second moments."""
+"""AdamW that lowers a tensor's rate while its gradients exceed what their second moments predict."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ class StableAdamW(TensorwiseOptimizer):
 
     The rate of each tensor, weight decay included, is divided by max(1, RMS), the root mean square of
     gradient / sqrt(second moment). ModernBERT's recipe uses it instead of gradient clipping, as implemented in
-    warner-benjamin/optimi (stableadamw.py), which this class equals. Its debiased betas are the bias-corrected moments
-    here. A stacked `qkv_weight` counts as three tensors.
+    warner-benjamin/optimi (stableadamw.py), to which this class is equivalent. Its debiased betas equal the
+    bias-corrected moments here. A stacked `qkv_weight` is treated as three tensors.
 
     Groups have `names`. `step` overwrites the gradient.
     """
@@ -32,13 +32,13 @@ class StableAdamW(TensorwiseOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Take one step over the gradients present; do nothing before `set_segments`, when DeepSpeed makes moments."""
+        """Step the parameters with gradients; do nothing before `set_segments`, when DeepSpeed allocates moments."""
         if not self._segments:
             return
         self._prepare_skip()
-        stepped: list[tuple[dict[str, Any], list[TensorPiece], Tensor]] = []  # with the sums of the squared ratios
+        stepped: list[tuple[dict[str, Any], list[TensorPiece], Tensor]] = []  # (group, pieces, sums of squared ratios)
         for group in self.param_groups:
-            pieces = self._begin(group, self._pieces(group))
+            pieces = self._start_step(group, self._pieces(group))
             if pieces:
                 runs = batches([piece.weights for piece in pieces])
                 ratios = [self._update(group, pieces[run]) for run in runs]
@@ -49,24 +49,24 @@ class StableAdamW(TensorwiseOptimizer):
             sums[0].index_add_(0, index, square_ratios)
             sums[1].index_add_(0, index, sizes)
         self._reduce(sums.view(-1))
-        shares = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal() * self._share(1.0)
+        scales = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal() * self._factor(1.0)
         for group, pieces, _ in stepped:
-            factors = shares[self._ids_and_sizes(pieces)[0]].to(torch.float32)
-            kept = 1 - factors * (group["lr"] * group["weight_decay"])
+            factors = scales[self._ids_and_sizes(pieces)[0]].to(torch.float32)
+            decay = 1 - factors * (group["lr"] * group["weight_decay"])
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
-            # Two kernels per piece: there is no faster one for a list of factors on the device.
-            foreach._foreach_mul_(weights, kept.unbind())
+            # Two kernels per piece: torch has none for a list of factors on the device.
+            foreach._foreach_mul_(weights, decay.unbind())
             foreach._foreach_addcmul_(weights, updates, factors.unbind(), value=-group["lr"])
 
     def _update(self, group: dict[str, Any], run: list[TensorPiece]) -> Tensor:
-        """Advance the moments, turn gradients into Adam's updates, and return the fp64 sums of squared ratios."""
+        """Update the moments, replace gradients by Adam's updates, and return the fp64 sums of squared ratios."""
         corrected = self._advance(group, run)
         ratios = [piece.gradient for piece in run]
         foreach._foreach_mul_(ratios, ratios)
         foreach._foreach_div_(ratios, foreach._foreach_clamp_min(corrected, group["eps"] ** 2))
         if not in_lists(ratios[0]):
             sums = [ratio.sum(dtype=torch.float64) for ratio in ratios]
-        else:  # ratios are not negative: their norm of order 1 is their sum
+        else:  # ratios are not negative: their L1 norm is their sum
             sums = foreach._foreach_norm(ratios, 1, dtype=torch.float64)
         square_ratios = torch.stack(list(sums))
         divide_means(group, run, corrected)

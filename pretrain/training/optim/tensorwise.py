@@ -1,7 +1,6 @@
-"""Optimizers whose step depends on whole tensors, over flat shards with pieces of many tensors.
+"""Optimizers whose step depends on whole tensors, over ZeRO's flat shards with pieces of many tensors.
 
-ZeRO passes an optimizer flat shards. So these optimizers take a table that maps pieces to tensors, add up their
-statistics by tensor, and sum these over the workers before they step.
+They get a table that maps pieces to tensors, sum statistics by tensor and over the workers, and then step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ _NORM_ROW = 1 << 16
 
 
 class Segment(NamedTuple):
-    """Entries `start` to `stop` of a flat parameter: entries of tensor `tensor_id` from `first` on."""
+    """Entries `start` to `stop` of a flat parameter, which are entries of tensor `tensor_id` from `first` on."""
 
     start: int
     stop: int
@@ -29,7 +28,7 @@ class Segment(NamedTuple):
 
 
 class TensorPiece(NamedTuple):
-    """Entries of a tensor in a step: 1-D views, and the bias corrections of the moments."""
+    """Entries of a tensor in a step: 1-D views, and bias corrections of the moments."""
 
     tensor_id: int
     correction1: Tensor  # fp32 scalars; the pieces of a parameter share them
@@ -41,7 +40,7 @@ class TensorPiece(NamedTuple):
 
 
 def number_tensors(names: Iterable[str]) -> dict[str, range]:
-    """Return tensor ids by parameter name: one each, several for stacked projections such as query, key and value."""
+    """Return tensor ids by parameter name: one, or several for stacked projections such as query, key and value."""
     ids: dict[str, range] = {}
     count = 0
     for name in names:
@@ -52,13 +51,13 @@ def number_tensors(names: Iterable[str]) -> dict[str, range]:
 
 
 def cut_segments(ids: range, numel: int, first: int, last: int, offset: int) -> list[Segment]:
-    """Return the segments of entries `first` to `last` of one parameter, which start at `offset` of a flat shard.
+    """Return the segments of entries `first` to `last` of one parameter, at `offset` in a flat shard.
 
     Args:
         ids: the parameter's tensor ids, from `number_tensors`; its `numel` entries divide evenly among them.
         numel: entries of the whole parameter.
-        first, last: the half-open range of its entries that this shard holds; may be empty.
-        offset: of entry `first` in the shard.
+        first, last: half-open range of the entries in this shard; may be empty.
+        offset: position of entry `first` in the shard.
     """
     part = numel // len(ids)
     segments = []
@@ -86,7 +85,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
     """An optimizer whose step depends on whole tensors.
 
     Groups have `names`. Parameters must be contiguous fp32. Before the first step, call `set_segments` and set the
-    state: moments and a count of steps. A stacked parameter counts as several tensors.
+    state: moments and a step count. A stacked parameter is treated as several tensors.
     """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -94,7 +93,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         self._segments: dict[Tensor, Sequence[Segment]] = {}
         self._tensor_count = 0
         self._reduce: Callable[[Tensor], Any] = lambda norms: None
-        self._numbers: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}  # cache of `_ids_and_sizes`
+        self._cached_ids: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}  # cache of `_ids_and_sizes`
 
     def set_segments(
         self,
@@ -105,20 +104,22 @@ class TensorwiseOptimizer(SkippingOptimizer):
         """Set the content of the flat parameters, after a wrapper has flattened and sharded them.
 
         Args:
-            segments: for each flat parameter that steps by tensor, its pieces in ascending order. Entries
-                in no piece are padding and are not changed.
-            tensor_count: number of tensors over all workers; ids are below it.
-            reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once
-                if any of its groups steps by tensor, so all workers must step the same groups in the same order.
+            segments: for each flat parameter that steps by tensor, its pieces in ascending order. Entries outside of
+                pieces are padding and are not changed.
+            tensor_count: number of tensors over all workers; ids are smaller.
+            reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once if any of
+                its groups steps by tensor, so all workers must step the same groups in the same order.
         """
         self._segments, self._tensor_count, self._reduce = dict(segments), tensor_count, reduce
-        self._numbers.clear()
+        self._cached_ids.clear()
 
     def _pieces(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Sequence[Segment]]]:
         """Yield the group's parameters with their pieces."""
         return ((parameter, self._segments[parameter]) for parameter in group["params"])
 
-    def _begin(self, group: dict[str, Any], parts: Iterable[tuple[Tensor, Sequence[Segment]]]) -> list[TensorPiece]:
+    def _start_step(
+        self, group: dict[str, Any], parts: Iterable[tuple[Tensor, Sequence[Segment]]]
+    ) -> list[TensorPiece]:
         """Return the pieces of the parameters that have a gradient, and increment their step counts."""
         present = [(parameter, segments) for parameter, segments in parts if parameter.grad is not None]
         if not present:
@@ -126,37 +127,37 @@ class TensorwiseOptimizer(SkippingOptimizer):
         states = [self.state[parameter] for parameter, _ in present]
         counts, (beta1, beta2) = [state["step"] for state in states], group["betas"]
         self._advance_counts(counts)
-        # The counts stay on their device: reading them would wait for all work queued there.
-        # Before the first step that is not skipped they are 0, and so would be the corrections.
+        # The counts stay on the device: reading them would wait for all queued work. Until the first step that is not
+        # skipped, they are 0, and so would be the corrections.
         steps = torch.stack(counts).double().clamp(min=1)
         corrections = zip((1 - beta1**steps).float().unbind(), (1 - beta2**steps).float().unbind(), strict=True)
         pieces: list[TensorPiece] = []
-        for (parameter, segments), state, both in zip(present, states, corrections, strict=True):
+        for (parameter, segments), state, pair in zip(present, states, corrections, strict=True):
             assert parameter.grad is not None
             views = (cut(x, segments) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
             pieces += [
-                TensorPiece(segment.tensor_id, *both, *of_segment)
-                for segment, *of_segment in zip(segments, *views, strict=True)
+                TensorPiece(segment.tensor_id, *pair, *tensors)
+                for segment, *tensors in zip(segments, *views, strict=True)
             ]
         return pieces
 
     def _advance(self, group: dict[str, Any], run: Sequence[TensorPiece]) -> list[Tensor]:
-        """Advance the moments of pieces by their gradients; return new, bias-corrected second moments."""
+        """Update the moments of pieces with their gradients; return copies of the bias-corrected second moments."""
         _, _, corrections, _, gradients, means, squares = zip(*run, strict=True)
         beta1, beta2 = group["betas"]
-        self._blend(means, gradients, 1 - beta1)
-        foreach._foreach_mul_(squares, self._remaining(1 - beta2))
+        self._lerp_means(means, gradients, 1 - beta1)
+        foreach._foreach_mul_(squares, self._one_minus(1 - beta2))
         foreach._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
         return list(foreach._foreach_div(squares, common(corrections)))
 
     def _ids_and_sizes(self, pieces: Sequence[TensorPiece]) -> tuple[Tensor, Tensor]:
-        """Return (int64 tensor ids, fp64 numbers of entries) of pieces, on their device; they are copied there once."""
+        """Return (int64 tensor ids, fp64 numbers of entries) of pieces, cached on their device."""
         key = tuple((piece.tensor_id, piece.weights.numel()) for piece in pieces)
-        if key not in self._numbers:
+        if key not in self._cached_ids:
             ids, sizes = zip(*key, strict=True)
             device = pieces[0].weights.device
-            self._numbers[key] = torch.tensor(ids).to(device), torch.tensor(sizes, dtype=torch.float64).to(device)
-        return self._numbers[key]
+            self._cached_ids[key] = torch.tensor(ids).to(device), torch.tensor(sizes, dtype=torch.float64).to(device)
+        return self._cached_ids[key]
 
     def _zeros(self) -> Tensor:
         """Return fp64 zeros [2, tensors] on the device of the parameters."""
@@ -165,7 +166,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
 
 
 def divide_means(group: dict[str, Any], run: Sequence[TensorPiece], corrected: Sequence[Tensor]) -> None:
-    """Replace the gradients of pieces by Adam's update; overwrites the second moments `corrected`."""
+    """Replace the gradients of pieces by Adam's update; overwrite the second moments `corrected`."""
     foreach._foreach_sqrt_(corrected)
     foreach._foreach_add_(corrected, group["eps"])
     foreach._foreach_mul_(corrected, common([piece.correction1 for piece in run]))
@@ -175,10 +176,10 @@ def divide_means(group: dict[str, Any], run: Sequence[TensorPiece], corrected: S
 
 
 def square_sums(values: Sequence[Tensor]) -> Tensor:
-    """Return fp64 [len(values)], the sum of squares of each [n]."""
+    """Return fp64 [len(values)], the sum of squares of each 1-D tensor."""
     if not in_lists(values[0]):
         return torch.stack([square_sum(x) for x in values])
-    # The CUDA kernel adds rows of 2^16 entries, and then the rows (aten ForeachReduceOp.cu).
+    # The CUDA kernel first sums chunks of 2^16 entries, and then the chunks (aten ForeachReduceOp.cu).
     return torch.stack(foreach._foreach_norm(values, 2, dtype=torch.float32)).double().square()
 
 
@@ -186,5 +187,5 @@ def square_sum(values: Tensor) -> Tensor:
     """Return the sum of squares of `values` [n], an fp64 scalar."""
     whole = values.numel() // _NORM_ROW * _NORM_ROW
     rows = torch.linalg.vector_norm(values[:whole].view(-1, _NORM_ROW), dim=1, dtype=torch.float32).double()
-    rest = torch.linalg.vector_norm(values[whole:], dtype=torch.float32).double()
-    return rows.square().sum() + rest.square()
+    tail = torch.linalg.vector_norm(values[whole:], dtype=torch.float32).double()
+    return rows.square().sum() + tail.square()
