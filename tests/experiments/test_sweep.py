@@ -17,7 +17,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from cluster.workers.trials import trials_that_fit
+from cluster.workers.trials import choose_parallel
 from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
@@ -516,15 +516,15 @@ def test_a_run_folder_shows_whether_the_run_has_finished(work: Path, monkeypatch
 
 
 def test_trials_take_a_gpu_each_or_a_machine_each() -> None:
-    assert trials_that_fit([(2, 0)], 5, 0, 0, "here") == (1, 2)
-    assert trials_that_fit([(2, 0)], 5, 2, 0, "here") == (2, 1)
-    assert trials_that_fit([(16, 8)], 5, 0, 0, "here") == (5, 3)
-    assert trials_that_fit([(16, 8)], 20, 0, 0, "here") == (8, 2)
-    assert trials_that_fit([(4, 8)], 20, 0, 0, "here") == (4, 1)
-    assert trials_that_fit([(8, 0), (4, 0)], 20, 0, 0, "here") == (2, 4)
+    assert choose_parallel([(2, 0)], 5, 0, 0, "here") == (1, 2)
+    assert choose_parallel([(2, 0)], 5, 2, 0, "here") == (2, 1)
+    assert choose_parallel([(16, 8)], 5, 0, 0, "here") == (5, 3)
+    assert choose_parallel([(16, 8)], 20, 0, 0, "here") == (8, 2)
+    assert choose_parallel([(4, 8)], 20, 0, 0, "here") == (4, 1)
+    assert choose_parallel([(8, 0), (4, 0)], 20, 0, 0, "here") == (2, 4)
     for nodes, parallel, cpus in (([(2, 0)], 3, 0), ([(8, 2)], 3, 0), ([(2, 0)], 0, 4)):
         with pytest.raises(MachineError, match="--parallel"):
-            trials_that_fit(nodes, 5, parallel, cpus, "here")
+            choose_parallel(nodes, 5, parallel, cpus, "here")
 
 
 def test_what_ended_is_not_run_again_and_the_rest_is(work: Path, monkeypatch: Any, capsys: Any) -> None:
