@@ -64,7 +64,7 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
             f"{config.folder}: already holds a finished model. Choose another name or run_dir, or remove it."
         )
     if finished:
-        check_same(config, over=True)
+        check_same(config, finished=True)
     return finished
 
 
@@ -73,10 +73,10 @@ def has_model(config: FinetuneConfig) -> bool:
     return (config.folder / MODEL / MANIFEST).is_file()
 
 
-def check_same(config: FinetuneConfig, *, over: bool) -> None:
+def check_same(config: FinetuneConfig, *, finished: bool) -> None:
     """Raise `InputError` if the run in the folder has other settings.
 
-    `over`: the run has finished, so that settings which a resumed run may change must be the same, too.
+    If it has `finished`, settings that a resumed run may change must be the same, too.
     """
     path = config.folder / CONFIG_FILE
     if not path.is_file():
@@ -86,7 +86,7 @@ def check_same(config: FinetuneConfig, *, over: bool) -> None:
     if Path(before.start_from).resolve() != Path(config.start_from).resolve():
         others.append(f"start_from ({before.start_from} -> {config.start_from})")
     patience = before.training.patience, config.training.patience
-    if over and patience[0] != patience[1]:
+    if finished and patience[0] != patience[1]:
         others.append(f"training.patience ({patience[0]} -> {patience[1]})")
     if others:
         raise InputError(
