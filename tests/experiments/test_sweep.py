@@ -550,7 +550,7 @@ def test_what_ended_is_not_run_again_and_the_rest_is(work: Path, monkeypatch: An
     monkeypatch.setattr(trials, "run_trials", fake)
     seen: list[int] = []
     ended = lambda outcomes: seen.append(sum(map(bool, outcomes)))  # noqa: E731
-    outcomes = trials.run_all([config], members, parallel=3, ended=ended)
+    outcomes = trials.run_all([config], members, parallel=3, on_result=ended)
     assert handed == [("finetune.training.train:main", [0, 2, 3], 3)]
     assert seen == [2, 3]
     assert [outcome and outcome.score for outcome in outcomes] == [0.7, 0.9, None, None]
@@ -565,7 +565,7 @@ def test_what_ended_is_not_run_again_and_the_rest_is(work: Path, monkeypatch: An
     again: list[int] = []
     run = lambda target, tasks, **options: again.extend(task.training.config["seed"] for task in tasks)  # noqa: E731
     monkeypatch.setattr(trials, "run_trials", run)
-    outcomes = trials.run_all([config], members, parallel=0, ended=lambda outcomes: None)
+    outcomes = trials.run_all([config], members, parallel=0, on_result=lambda outcomes: None)
     assert again == [3]
     errors = [outcome.error for outcome in outcomes if outcome]
     assert [type(error) for error in errors] == [type(None), type(None), DivergedError, MachineError]
