@@ -176,7 +176,7 @@ class _Start(RunConfig):
     def narrowed(self) -> type[Section]:
         if self.task is None:
             return type(self)
-        settings_type: Any = registry.own_task(self.task["kind"]).settings_type
+        settings_type: Any = registry.custom_task(self.task["kind"]).settings_type
         section: Any = create_model("Task", __base__=settings_type, kind=(str, ...))
         narrowed: Any = {"task": (section | None, None)}
         return create_model(type(self).__name__, __base__=type(self), **narrowed)
@@ -246,14 +246,14 @@ class FinetuneConfig(_WithTask):
             return getattr(self, self.task_name)
         given = {name: value for name, value in self.task.items() if name != "kind"}
         try:
-            return registry.own_task(self.task["kind"]).settings_type.model_validate(given)
+            return registry.custom_task(self.task["kind"]).settings_type.model_validate(given)
         except ValidationError as error:
             raise InputError(f"task: {first_problem(error)}") from None
 
     def make_task(self, state: Mapping[str, Any] | None = None) -> registry.Task[Any]:
         """Create the task that the config describes; `state` is its saved state in a trained model."""
         settings = self.task_settings
-        kind = registry.own_task(self.task["kind"]) if self.task else None
+        kind = registry.custom_task(self.task["kind"]) if self.task else None
         task = kind(settings, state) if kind else registry.make_task(settings, state)
         if self.fold:
             number, _, count = self.fold.partition("/")

@@ -151,5 +151,5 @@ def test_a_class_that_is_never_predicted_is_told() -> None:
     assert "predicts 'a' for every example" in one
     assert "'b' (1 example): no training example has it" in alone
     assert list(never_predicted(("a", "b"), [[5, 0], [5, 0]], {}, threshold=0.01)) == [
-        "the model predicts 'a' for every example. Its threshold is 0.01; another may do."
+        "the model predicts 'a' for every example. Its threshold is 0.01; try another."
     ]
