@@ -169,7 +169,7 @@ def _add_export(commands: Any) -> None:
         "out", type=target_path, metavar="DIR", help="folder or address to write; replaces an earlier export"
     )
     parser.add_argument(
-        "--checkpoint", metavar="NAME", help="of a pretraining run: name of the checkpoint (default: the latest)"
+        "--checkpoint", metavar="NAME", help="of a pretraining run: its checkpoint (default: the latest)"
     )
     parser.add_argument(
         "--average",

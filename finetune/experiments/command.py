@@ -169,7 +169,7 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=1,
         metavar="K",
-        help="cross-validation: K runs, each scored on a different part of the training set and trained on the rest; "
+        help="cross-validation: K runs, each scored on one part of the training set and trained on the rest; "
         "prints mean and spread, writes folds.jsonl, and keeps no model",
     )
     parser.add_argument(

@@ -30,9 +30,9 @@ def add_to(commands: Any) -> None:
         help=f"folder for the results of all models (default: {_OUT})",
     )
     purpose = "score the checkpoints of the run MODEL as they are saved, until the last, into its probes.jsonl"
-    add_follow(parser, f"{purpose} (the setting evaluation.probes does the same)")
+    add_follow(parser, f"{purpose} (as evaluation.probes does)")
     parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: exit when this process has exited")
-    parser.add_argument("--name", metavar="NAME", help="name of the model in the results (default: its folder's name)")
+    parser.add_argument("--name", metavar="NAME", help="name of the model in the results (default: its folder's)")
     _add_scores(parser)
 
 
@@ -85,14 +85,14 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         choices=_TEXT_SCORES,
         default=_TEXT_SCORES,
         metavar="SCORE",
-        help=f"--texts: the scores to compute, of {', '.join(_TEXT_SCORES)} (default: all)",
+        help=f"--texts: scores to compute (default: {', '.join(_TEXT_SCORES)})",
     )
     parser.add_argument(
         "--length",
         type=positive_int,
         default=0,
         metavar="N",
-        help="--texts: tokens per sequence for the score held_out (default: 128, or the model's maximum if lower)",
+        help="--texts: tokens per sequence for held_out (default: 128, or the model's maximum if lower)",
     )
     parser.add_argument("--blimp", type=local_path, metavar="DIR", help="score on BLiMP: folder with its .jsonl files")
     parser.add_argument(

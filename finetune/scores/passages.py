@@ -81,10 +81,10 @@ def sample_words(documents: Sequence[str], settings: PassageSettings, keep: Call
         keys.append(draw(document_key(document, settings.seed), np.array([start for start, _ in matches], np.int64)))
     chosen: dict[tuple[int, int, int], Occurrence] = {}
     for index in np.argsort(np.concatenate(keys), kind="stable"):
-        number, start, end = spans[index]
+        number, start, end = span = spans[int(index)]
         occurrence = _occurrence(documents[number], start, end, settings.characters // 2)
         if len(_LETTERS.findall(occurrence.passage)) >= _MIN_PLAIN * len(occurrence.passage):
-            chosen[spans[index]] = occurrence
+            chosen[span] = occurrence
         if len(chosen) == settings.words:
             break
     if not chosen:

@@ -35,9 +35,8 @@ def add_to(commands: Any) -> None:
         "--minutes",
         type=float,
         metavar="M",
-        help="time for pretraining: a few steps are timed, then as many are trained as fit "
-        "(default: 6, with --quick a fixed number of steps); 0 trains the steps of tiny.yaml, as does "
-        "--set phases.0.steps",
+        help="time for pretraining; a few timed steps determine the number of steps (default: 6, with --quick a fixed "
+        "number of steps); 0 trains the steps of tiny.yaml, as does --set phases.0.steps",
     )
     parser.add_argument(
         "--quick",
