@@ -90,5 +90,5 @@ class CrashHistory:
     def bad_nodes(self) -> dict[str, str]:
         """Return the addresses, by id, of the nodes on which workers crashed twice within a day."""
         now = self._clock()
-        crashes = Counter(one.blamed for one in self._crashes if now - one.time <= _NODE_SECONDS and one.blamed)
+        crashes = Counter(crash.blamed for crash in self._crashes if now - crash.time <= _NODE_SECONDS and crash.blamed)
         return {node: self._addresses[node] for node, count in crashes.items() if count >= _CRASHES_OF_A_BAD_NODE}

@@ -124,13 +124,13 @@ class RayPool(Executor):
 
     def _start(self, request: PoolRequest) -> None:
         """Start the child and wait until it has joined the cluster."""
-        self._connection, theirs = Pipe()
+        self._connection, child_end = Pipe()
         with disk_errors(self._log):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             log = append_open(self._log)
-        with log, theirs:
-            command = [sys.executable, "-c", _DRIVER, str(theirs.fileno()), str(os.getpid())]
-            self._child = start_session(command, log, pass_fds=[theirs.fileno()])
+        with log, child_end:
+            command = [sys.executable, "-c", _DRIVER, str(child_end.fileno()), str(os.getpid())]
+            self._child = start_session(command, log, pass_fds=[child_end.fileno()])
         try:
             self._connection.send(request)
             kind, error = self._connection.recv()

@@ -131,7 +131,7 @@ def change_folder(working_dir: Path | str, advice: str = "Start from a folder") 
 
 
 def redirect_output(path: Path, attempt: int) -> None:
-    """Redirect all output of this process to `path`, including that of C++ libraries and child processes.
+    """Redirect all output of this process to `path`, including output of C++ libraries and child processes.
 
     Raises `InputError` if this machine cannot write there.
     """

@@ -31,7 +31,7 @@ class PassageSettings:
     Attributes:
         characters: maximum characters of a passage around the word, half of them before it and half after it. 192 are
             some 50 tokens; in vocabularies of 2,000 tokens or more, no passage of 80,000 had more than 112.
-        words: maximum number of words to score; those with the lowest hashes of document, position and seed.
+        words: maximum number of words to score; the ones with the lowest hashes of document, position and seed.
         seed: seed of the hashes.
     """
 
@@ -106,7 +106,7 @@ def word_tokens(model: MaskedModel, occurrences: Sequence[Occurrence]) -> list[W
     """Tokenize the passages. Raises `NoScoreError` if one does not fit the model, or has an unknown word."""
     before, after = frame(model.special_ids)
     tokens = []
-    encodings = model.tokenizer.encode_batch([one.passage for one in occurrences], add_special_tokens=False)
+    encodings = model.tokenizer.encode_batch([item.passage for item in occurrences], add_special_tokens=False)
     for occurrence, encoding in zip(occurrences, encodings, strict=True):
         ids = np.concatenate([before, np.array(encoding.ids, np.int64), after])
         positions = _overlapping(encoding.offsets, occurrence.start, occurrence.end) + len(before)

@@ -166,7 +166,7 @@ class Task(ABC, Generic[E]):
         return {**({"fold": self._part(in_fold=True)} if self.fold else {}), **self.read_test()}
 
     def folds(self, examples: Sequence[E], count: int) -> list[int]:
-        """Return the fold of each example, from 0, stratified by class; equal contexts or texts share a fold."""
+        """Return the fold of each example, from 0, stratified by class; equal contexts or inputs share a fold."""
         records = [self.record(example) for example in examples]
         golds = (record.get("gold") for record in records)
         classes = [{gold} if isinstance(gold, str) else set(gold) if isinstance(gold, list) else () for gold in golds]

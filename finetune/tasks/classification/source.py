@@ -272,9 +272,9 @@ class ExampleSource:
         if not count:
             return examples
         if count > len(examples):
-            found = counted(len(examples), "training example")
+            total = counted(len(examples), "training example")
             raise InputError(
-                f"classification.train_examples: {count}, but {source} has {found}. Lower it, or set 0 for all."
+                f"classification.train_examples: {count}, but {source} has {total}. Lower it, or set 0 for all."
             )
 
         texts = [json.dumps([0, number, example.text, example.pair]) for number, example in enumerate(examples)]

@@ -46,7 +46,7 @@ def normalize_record(record: Any) -> Any:
 def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
     """Convert offsets from UTF-16 units, as in JavaScript, to code points, if then more spans match word boundaries.
 
-    Only spans of texts with characters outside the BMP, such as emoji, are compared.
+    Only spans of strings with characters outside the BMP, such as emoji, are compared.
     """
     converted_records, gain = list(records), 0
     for number, record in enumerate(records):

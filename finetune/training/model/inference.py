@@ -46,16 +46,16 @@ def predict_logits(
     batches: Batches,
     outputs: int,
     device: torch.device,
-    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    gather: Callable[[Any], list[Any]] = lambda local: [local],
 ) -> np.ndarray:
     """Return the logits of every query position of a set, float32 [R, C], on all ranks.
 
     The windows of a forward pass are the same for any number of ranks, so the logits do not depend on it.
     """
     copies = ((batch.query_rows, to_host(forward(batch.to(device)).logits.float())) for batch in batches.every_window())
-    mine = [(query_rows, values.numpy().copy()) for query_rows, values in arrivals(copies)]
+    local = [(query_rows, values.numpy().copy()) for query_rows, values in arrivals(copies)]
     logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
-    for part in gather(mine):
+    for part in gather(local):
         for query_rows, values in part:
             logits[query_rows] = values
     return logits

@@ -59,7 +59,7 @@ def run_values(
     adaptation: dict[str, Any] = {}
     if arguments.general:
         adaptation = {"replay_corpus": str(out / "general"), "replay_share": arguments.replay}
-    every = max(1, steps // 5)
+    interval = max(1, steps // 5)
     return {
         "name": "adapt",
         "run_dir": str(out / "run"),
@@ -68,8 +68,8 @@ def run_values(
         "pairs": {"objective": "none"},
         "phases": [_phase(steps, peak_rate(model.hidden), min(_LENGTH, model.max_positions), sequences)],
         "engine": {"micro_batch_tokens": 4096},
-        "evaluation": {"every_steps": every, "sequences": 512},
-        "checkpoint": {"every_steps": every},
+        "evaluation": {"every_steps": interval, "sequences": 512},
+        "checkpoint": {"every_steps": interval},
         "scheduling": {"workers": workers},
         "adaptation": adaptation,
     }
