@@ -1,4 +1,4 @@
-"""Run workers on this machine or on a Ray cluster. Their function is known only by its dotted name.
+"""Run worker processes on this machine or on a Ray cluster. The function they call is passed by its dotted name.
 
 Workers are started with `cluster.workers.launch.run`, which does not import `ray` itself: a child process does.
 The command `submit` calls `submit`. Importing the package loads nothing heavy.

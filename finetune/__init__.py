@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 def check_not_hidden() -> None:
     """Raise `ImportError` if a user's module, such as a cluster.py next to the script, hides one of our packages."""
     for name, inner in {"pretrain": "common", "cluster": "workers"}.items():
-        if (found := PathFinder.find_spec(name)) is not None:
-            paths = list(found.submodule_search_locations or ())
+        if (spec := PathFinder.find_spec(name)) is not None:
+            paths = list(spec.submodule_search_locations or ())
             if not any(Path(path, inner).is_dir() for path in paths):
-                raise ImportError(f"{found.origin or paths[0]} hides bertrain's package {name}. Rename it.")
+                raise ImportError(f"{spec.origin or paths[0]} hides bertrain's package {name}. Rename it.")

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of `submit`, in the cluster
+    if words == ["job"] and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of `submit`, on the cluster
         from cluster.jobs import entrypoint
 
         entrypoint.run(job_functions)
@@ -73,9 +73,9 @@ def _run(words: list[str]) -> int:
 
 
 def build_parsers(
-    kind: type[Parser] = Parser, listed: str | None = argparse.SUPPRESS
+    kind: type[Parser] = Parser, list_help: str | None = argparse.SUPPRESS
 ) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """Build the parser and the commands' parsers by name; `listed` is the help above argparse's list of commands."""
+    """Build the parser and the commands' parsers by name; `list_help` is the help of argparse's list of commands."""
     parser = kind(
         prog=program(),
         usage="%(prog)s COMMAND [arguments]",
@@ -84,7 +84,7 @@ def build_parsers(
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(prog=program(), metavar="COMMAND", help=listed)
+    commands = parser.add_subparsers(prog=program(), metavar="COMMAND", help=list_help)
     for component in (demo, run, adaptation, artifacts, experiments, scores):
         component.add_to(commands)
     reporting.add_to(commands, find_job)
@@ -107,14 +107,14 @@ def overview(parsers: Mapping[str, argparse.ArgumentParser]) -> str:
     return "\n".join(lines[1:])
 
 
-# ---------------------------------------------------------------- the commands of the command line itself
+# ---------------------------------------------------------------- configs, completion
 
 
 def _add_configs(commands: Any) -> None:
     parser = add_command(
         commands,
         "configs",
-        lambda one: print(text_of(one.example) if one.example else f"{for_terminal(listing())}\n", end=""),
+        lambda options: print(text_of(options.example) if options.example else f"{for_terminal(listing())}\n", end=""),
         "list the example configs, or print one",
         """
   ./launch.sh configs
@@ -133,9 +133,9 @@ def _add_completion(commands: Any) -> None:
         """
   ./launch.sh completion bash >> ~/.bashrc
   ./launch.sh completion zsh >> ~/.zshrc
-  source <(./launch.sh completion bash)     # for this shell alone; zsh likewise
+  source <(./launch.sh completion bash)     # for this shell only; the same for zsh
 
-They complete bertrain and ./launch.sh, with names of files, runs and example configs.""",
+The script completes bertrain and ./launch.sh, with names of files, runs and example configs.""",
     )
     parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
 
@@ -143,7 +143,7 @@ They complete bertrain and ./launch.sh, with names of files, runs and example co
 def _completion(arguments: argparse.Namespace) -> None:
     from finetune.completion import MarkedParser, script
 
-    print(script(build_parsers(MarkedParser, listed=None)[0], arguments.shell))
+    print(script(build_parsers(MarkedParser, list_help=None)[0], arguments.shell))
 
 
 # ---------------------------------------------------------------- functions that connect components

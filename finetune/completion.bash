@@ -1,4 +1,4 @@
-# Added to shtab's script for bash: what completes the values of arguments, and ./launch.sh.
+# Added to shtab's script for bash: completion of argument values, and of ./launch.sh.
 _bertrain_file() { compgen -f -- "$1"; }
 _bertrain_dir() { compgen -d -- "$1"; }
 _bertrain_dir_of_run() { compgen -d -- "$1"; [[ ! -d runs ]] || (cd runs && compgen -d -- "$1"); }
@@ -9,12 +9,12 @@ _bertrain_file_of_any() { _bertrain_example "$1"; _bertrain_yaml "$1"; }
 _bertrain_file_of_job() { compgen -W "pretrain finetune prepare" -- "$1"; _bertrain_file_of_any "$1"; }
 _bertrain_example() { compgen -W "PRETRAIN FINETUNE" -- "$1"; }
 _bertrain() {
-  local own=help root=${1%/*}
+  local commands=help root=${1%/*}
   if [[ $1 == *launch.sh ]]; then
-    [[ -d ${root/#\~/$HOME}/finetune ]] || return 0 # of another project
-    own+=" bench docs test"
+    [[ -d ${root/#\~/$HOME}/finetune ]] || return 0 # another project's launch.sh
+    commands+=" bench docs test"
   fi
-  # bash splits at an equals sign: --grid=x becomes two words, and --set a=b the one word that shtab expects.
+  # bash splits words at equals signs. Here --grid=x becomes two words and a=b one word, as shtab expects.
   local words=("${COMP_WORDS[@]:0:COMP_CWORD+1}") COMP_WORDS=() COMP_CWORD i
   for ((i = 0; i < ${#words[@]}; i++)); do
     if [[ ${words[i]} != = ]]; then
@@ -27,6 +27,6 @@ _bertrain() {
   done
   COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
   _shtab_bertrain
-  ((COMP_CWORD > 1)) || COMPREPLY+=($(compgen -W "$own" -- "$2"))
+  ((COMP_CWORD > 1)) || COMPREPLY+=($(compgen -W "$commands" -- "$2"))
 }
 complete -o bashdefault -o default -F _bertrain bertrain launch.sh

@@ -1,4 +1,4 @@
-"""Completion scripts for bash and zsh, for `bertrain` and ./launch.sh: shtab's, extended by values of our arguments."""
+"""Completion scripts for `bertrain` and ./launch.sh, in bash and zsh: shtab's, extended by values of our arguments."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def script(parser: Parser, shell: str) -> str:
 
     parser.prog = "bertrain"
     # The last lines of shtab's zsh script complete a single command, and nothing if another script sources it.
-    theirs = shtab.complete(parser, shell).partition("\ntypeset -A opt_args\n")[0]
+    base = shtab.complete(parser, shell).partition("\ntypeset -A opt_args\n")[0]
     if shell == "zsh":
-        theirs = theirs.replace("#compdef bertrain", "#compdef bertrain launch.sh").replace('"(*):', '"*:')
-        theirs = re.sub(r'^(  "\*?--[\w-]+)(\[.*\]:)', r"\1=\2", theirs, flags=re.MULTILINE)  # take --keep=all, too
-    ours = Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
+        base = base.replace("#compdef bertrain", "#compdef bertrain launch.sh").replace('"(*):', '"*:')
+        base = re.sub(r'^(  "\*?--[\w-]+)(\[.*\]:)', r"\1=\2", base, flags=re.MULTILINE)  # accept --keep=all, too
+    extension = Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8")
     for kind in KINDS:
         names = [name for name, path in examples().items() if path.is_relative_to(CONFIGS / kind)]
-        ours = ours.replace(kind.upper(), " ".join(names))
-    return f"{theirs}\n{ours}".rstrip()
+        extension = extension.replace(kind.upper(), " ".join(names))
+    return f"{base}\n{extension}".rstrip()

@@ -1,4 +1,4 @@
-# Added to shtab's script for zsh: what completes the values of arguments, and ./launch.sh.
+# Added to shtab's script for zsh: completion of argument values, and of ./launch.sh.
 _bertrain_file() { _files }
 _bertrain_dir() { _files -/ }
 _bertrain_dir_of_run() { _alternative "runs:run:(runs/*(N/:t))" "folders:folder:_files -/" }
@@ -9,12 +9,12 @@ _bertrain_file_of_any() { _bertrain_example; _bertrain_yaml }
 _bertrain_file_of_job() { compadd -- pretrain finetune prepare; _bertrain_file_of_any }
 _bertrain_example() { compadd -- PRETRAIN FINETUNE }
 _bertrain() {
-  local own=(help)
+  local extra=(help)
   if [[ $service == launch.sh ]]; then
     [[ -d ${${words[1]:h}/#\~/$HOME}/finetune ]] || { _default; return }
-    own+=(bench docs test)
+    extra+=(bench docs test)
   fi
-  if ((CURRENT == 2)); then compadd -- $own; fi
+  if ((CURRENT == 2)); then compadd -- $extra; fi
   if [[ $words[2] == help ]]; then _shtab_bertrain_commands; else _shtab_bertrain; fi
 }
 if [[ $zsh_eval_context[-1] == loadautofunc ]]; then

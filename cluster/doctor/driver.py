@@ -22,7 +22,7 @@ MARK = "doctor: "  # before the line of JSON that is the result
 
 _VERSIONS = ("Python", "torch", "CUDA", "NCCL", "gloo", "DeepSpeed", "Ray", "bertrain")  # rows that must not differ
 
-_CHECK_SECONDS = 100.0  # for a process on each node, which imports torch and compiles
+_CHECK_SECONDS = 100.0  # for a process on each node to import torch, compile a test program and measure
 _REDUCE_SECONDS = 80.0
 
 
@@ -39,27 +39,27 @@ def _check(measures: str, folder: Path) -> None:
     join_ray(address, lambda error: print(f"error: {error}", flush=True))
     import ray
 
-    here = ray.get_runtime_context().get_node_id()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
+    head = ray.get_runtime_context().get_node_id()
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != head)
     rows: list[Finding] = []
     with storage.hold_lock(folder) as (lock, problem):
         rows += [replace(problem, where="head")] if problem else []
         arguments = [(measures, folder, lock, *_processors(node)) for node in alive]
-        outcomes = _on_each(alive, machine.check_node, arguments, _CHECK_SECONDS)
+        outcomes = _run_on_nodes(alive, machine.check_node, arguments, _CHECK_SECONDS)
     for node, outcome in zip(alive, outcomes, strict=True):
         if isinstance(outcome, BaseException):
             advice = "Check that machine and its ports. All nodes need the same .venv and the same files."
             outcome = [Finding("node", one_line(outcome), FAIL, advice)]
-        rows += [replace(row, where=_name(node, alive)) for row in outcome]
-    answering = [node for node, outcome in zip(alive, outcomes, strict=True) if isinstance(outcome, list)]
+        rows += [replace(row, where=_node_name(node, alive)) for row in outcome]
+    responding = [node for node, outcome in zip(alive, outcomes, strict=True) if isinstance(outcome, list)]
     order = list(dict.fromkeys(row.what for row in rows))
     rows = sorted(compare_versions(rows), key=lambda row: order.index(row.what))
-    rows.append(_reduce(answering, alive[0]["NodeManagerAddress"]))
+    rows.append(_reduce(responding, alive[0]["NodeManagerAddress"]))
     print(MARK + json.dumps([asdict(row) for row in rows]), flush=True)
     ray.shutdown()
 
 
-def _on_each(
+def _run_on_nodes(
     nodes: Sequence[dict[str, Any]], function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], seconds: float
 ) -> list[Any]:
     """Call `function` on each node with its arguments; return the results, or errors in their place."""
@@ -84,19 +84,19 @@ def _on_each(
 
 
 def _processors(node: dict[str, Any]) -> tuple[int, int]:
-    """The CPUs and GPUs that Ray uses there."""
+    """Return the numbers of CPUs and GPUs that Ray uses on a node."""
     cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
     return cpus, gpus
 
 
-def _name(node: dict[str, Any], alive: Sequence[dict[str, Any]]) -> str:
+def _node_name(node: dict[str, Any], alive: Sequence[dict[str, Any]]) -> str:
     address = node["NodeManagerAddress"]
-    is_unique = [one["NodeManagerAddress"] for one in alive].count(address) == 1
+    is_unique = [other["NodeManagerAddress"] for other in alive].count(address) == 1
     return address if is_unique else f"{address} {node['NodeID'][:4]}"
 
 
 def compare_versions(rows: Sequence[Finding]) -> list[Finding]:
-    """Return the rows; the row of a library fails on nodes whose version differs from the first one's."""
+    """Return the rows. A library's row fails on nodes whose version differs from the first node's."""
     first: dict[str, Finding] = {}
     compared = []
     for row in rows:
@@ -118,7 +118,7 @@ def _reduce(nodes: Sequence[dict[str, Any]], host: str) -> Finding:
     arguments = [
         (backend, node["NodeManagerAddress"], host, store.port, rank, len(members)) for rank, node in enumerate(members)
     ]
-    return reduce.judge(backend, _on_each(members, reduce.seconds_of, arguments, _REDUCE_SECONDS), "nodes")
+    return reduce.judge(backend, _run_on_nodes(members, reduce.reduce_time, arguments, _REDUCE_SECONDS), "nodes")
 
 
 if __name__ == "__main__":

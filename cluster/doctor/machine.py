@@ -28,10 +28,10 @@ _PACKAGES = ("cluster", "pretrain", "finetune")
 def check(measures: str, folder: Path) -> list[Finding]:
     """Return the rows of this machine; runs would be stored in `folder`.
 
-    `measures` is the dotted name of the module that knows what a run needs, such as `pretrain.run.machine`.
+    `measures` is the dotted name of the module with the measurements, such as `pretrain.run.machine`.
     """
     system = Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
-    return [system, *_rows(measures, folder, measure=True), reduce.row_here(), verdicts.wandb_key()]
+    return [system, *_rows(measures, folder, measure=True), reduce.local_row(), verdicts.wandb_key()]
 
 
 def check_node(measures: str, folder: Path, lock: str, cpus: int, gpus: int) -> list[Finding]:
@@ -54,15 +54,15 @@ def _rows(name: str, folder: Path, *, measure: bool) -> list[Finding]:
 
     measures: Any = importlib.import_module(name)
     installed, gpus = versions(measures), torch.cuda.device_count()
-    files, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
+    device_files, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
     return [
         *verdicts.judge_versions(installed),
         verdicts.judge_cores(len(os.sched_getaffinity(0)), psutil.cpu_percent(_BUSY_SECONDS) / 100),
         verdicts.judge_memory(*machine_memory()),
         *_disks(folder),
         verdicts.judge_compiler(*try_compiler()),
-        verdicts.judge_gpus(files, gpus, installed, visible),
-        *(_speed(measures, gpus) if measure else []),
+        verdicts.judge_gpus(device_files, gpus, installed, visible),
+        *(_matmul_rows(measures, gpus) if measure else []),
     ]
 
 
@@ -70,14 +70,14 @@ def versions(measures: Any) -> dict[str, str]:
     """Return the versions that must agree wherever workers run; "none" with the reason if an import fails."""
     return {
         "Python": platform.python_version(),
-        **{name: _version(lambda get=get: get(importlib.import_module("torch"))) for name, get in _OF_TORCH.items()},
+        **{name: _version(lambda get=get: get(importlib.import_module("torch"))) for name, get in _FROM_TORCH.items()},
         "DeepSpeed": _version(measures.deepspeed_version),
         "Ray": _version(lambda: importlib.import_module("ray").__version__),
         "bertrain": source_version(),
     }
 
 
-_OF_TORCH: dict[str, Callable[[Any], str]] = {
+_FROM_TORCH: dict[str, Callable[[Any], str]] = {
     "torch": lambda torch: torch.__version__,
     "CUDA": lambda torch: torch.version.cuda or NONE,
     "NCCL": lambda torch: (
@@ -104,7 +104,7 @@ def source_version() -> str:
 
 
 def _disks(folder: Path) -> list[Finding]:
-    """Return a row for each folder: below the first size it warns, below the second nothing works."""
+    """Return a row for each folder: a warning if less than the first size is free, a failure below the second."""
     folders = [
         # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
         ("disk", folder, 10 * GIB, GIB),
@@ -120,7 +120,7 @@ def _disks(folder: Path) -> list[Finding]:
 
 
 def try_compiler() -> tuple[str, str, str]:
-    """Return the compiler, Python's header file, and why they cannot compile an extension as torch.compile does."""
+    """Return the paths of the compiler and of Python.h ("": missing), and the error of a test build ("": none)."""
     compiler = shutil.which("g++") or shutil.which("c++") or ""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     headers = str(header) if header.exists() else ""
@@ -134,16 +134,16 @@ def try_compiler() -> tuple[str, str, str]:
         )
         command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{header.parent}", str(source), "-o", f"{source}.so"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             return compiler, headers, one_line(error)
-    lines = done.stderr.strip().splitlines()
+    lines = result.stderr.strip().splitlines()
     error = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
-    return compiler, headers, error if done.returncode else ""
+    return compiler, headers, error if result.returncode else ""
 
 
-def _speed(measures: Any, gpus: int) -> list[Finding]:
-    """Measure the matrix products of each device."""
+def _matmul_rows(measures: Any, gpus: int) -> list[Finding]:
+    """Measure the speed of matrix products on each device."""
     import torch
 
     devices = {"cpu": f"CPU, threads: {torch.get_num_threads()}"}

@@ -15,11 +15,11 @@ from cluster.workers.target import bind_gloo
 
 _TIMEOUT = timedelta(seconds=20)  # for the processes to connect, and for each reduction
 _BYTES = 64 << 20
-# Between nodes, bytes/s: one gigabit, and the minimum for GPU nodes. BERT-Base has 220 MB of gradients.
-_SLOW = {"gloo": 0.1e9, "nccl": 1e9}
+# Between nodes, bytes/s: gigabit Ethernet, and the minimum for GPU nodes. BERT-Base has 220 MB of gradients.
+_MIN_RATE = {"gloo": 0.1e9, "nccl": 1e9}
 
 
-def row_here() -> Finding:
+def local_row() -> Finding:
     """All-reduce between two processes on this machine, or among all its GPUs."""
     import torch
 
@@ -27,13 +27,13 @@ def row_here() -> Finding:
     backend, world = ("nccl", gpus) if gpus else ("gloo", 2)
     address, store = "127.0.0.1", serve_store("127.0.0.1")
     with ProcessPoolExecutor(world, mp_context=multiprocessing.get_context("spawn")) as pool:
-        members = [pool.submit(seconds_of, backend, address, address, store.port, r, world, r) for r in range(world)]
+        members = [pool.submit(reduce_time, backend, address, address, store.port, r, world, r) for r in range(world)]
         outcomes = [member.exception() or member.result() for member in members]
-    return judge(backend, outcomes, "processes here", slow=0.0)
+    return judge(backend, outcomes, "local processes", floor=0.0)
 
 
 def serve_store(address: str) -> Any:
-    """Serve a store at which the members of a group find each other, on a free port of this address only."""
+    """Serve the store of a process group, through which its members connect, on a free port of this address only."""
     import torch.distributed as dist
 
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -43,19 +43,19 @@ def serve_store(address: str) -> Any:
     )
 
 
-def seconds_of(backend: str, address: str, host: str, port: int, rank: int, world: int, gpu: int = 0) -> float:
+def reduce_time(backend: str, address: str, host: str, port: int, rank: int, world: int, gpu: int = 0) -> float:
     """Return the seconds of one all-reduce of 64 MiB, as member `rank` of a group.
 
     Args:
-        address: of this machine, as the other members reach it.
-        host: where `serve_store` listens at `port`.
+        address: address of this machine for the other members.
+        host: address at which `serve_store` listens on `port`.
         gpu: number of the GPU to use with NCCL.
     """
     import torch
     import torch.distributed as dist
 
     bind_gloo(address)
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that the timeout holds for NCCL
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that the timeout applies to NCCL
     store = dist.TCPStore(host, port, timeout=_TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
     device = f"cuda:{gpu}" if backend == "nccl" else "cpu"
     if backend == "nccl":
@@ -77,12 +77,12 @@ def seconds_of(backend: str, address: str, host: str, port: int, rank: int, worl
     return seconds
 
 
-def judge(backend: str, outcomes: Sequence[float | BaseException], members: str, slow: float | None = None) -> Finding:
-    """Return the row for the results or errors of `seconds_of` in each member; below `slow` bytes/s it warns.
+def judge(backend: str, outcomes: Sequence[float | BaseException], members: str, floor: float | None = None) -> Finding:
+    """Return the row for the seconds or errors of `reduce_time` in each member; it warns below `floor` bytes/s.
 
     The bandwidth is 2 (n-1)/n of the bytes over the time, as in nccl-tests.
     """
-    world, errors = len(outcomes), [one_line(one) for one in outcomes if isinstance(one, BaseException)]
+    world, errors = len(outcomes), [one_line(error) for error in outcomes if isinstance(error, BaseException)]
     # A member that could not start reports the cause; the others report a timeout.
     errors.sort(key=lambda error: "timeout" in error.lower() or "timed out" in error.lower())
     if errors:
@@ -93,8 +93,8 @@ def judge(backend: str, outcomes: Sequence[float | BaseException], members: str,
         return Finding("all-reduce", f"{backend} among {world} {members}: {errors[0]}", FAIL, advice)
     if world == 1:
         return Finding("all-reduce", f"{backend} starts; there is one GPU, hence no bandwidth")
-    slowest = max(one for one in outcomes if not isinstance(one, BaseException))
-    rate, slow = 2 * (world - 1) / world * _BYTES / slowest, _SLOW[backend] if slow is None else slow
-    advice = f"Below {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
+    slowest = max(seconds for seconds in outcomes if not isinstance(seconds, BaseException))
+    rate, min_rate = 2 * (world - 1) / world * _BYTES / slowest, _MIN_RATE[backend] if floor is None else floor
+    advice = f"Below {min_rate / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
     text = f"{rate / 1e9:.2f} GB/s bus bandwidth, {backend}, {world} {members}, {_BYTES >> 20} MiB"
-    return Finding("all-reduce", text, WARN if rate < slow else PASS, advice)
+    return Finding("all-reduce", text, WARN if rate < min_rate else PASS, advice)

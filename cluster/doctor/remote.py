@@ -37,15 +37,15 @@ def check(measures: str, address: str, folder: Path, *, plain_http: bool = False
     cluster.start(name, "python -m cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS, "The cluster's head is too busy for the checks; try again later.")
-        return [access, *findings_in(cluster.log(name), f"{name} on {cluster.shown}", job)]
+        return [access, *parse_findings(cluster.log(name), f"{name} on {cluster.shown}", job)]
     finally:
         with contextlib.suppress(RunError):
             cluster.stop(name, _STOP_SECONDS)
             cluster.delete(name)
 
 
-def findings_in(log: str, name: str, job: Any) -> list[Finding]:
-    """The findings that the job printed; `MachineError` if it printed none."""
+def parse_findings(log: str, name: str, job: Any) -> list[Finding]:
+    """Return the findings that the job printed; `MachineError` if it printed none."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
         if line.startswith(MARK):

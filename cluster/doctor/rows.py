@@ -27,13 +27,13 @@ class Finding:
     where: str = ""
 
 
-def below(value: float, warn: float, fail: float) -> str:
-    """The mark of a value that should be large."""
+def mark_if_low(value: float, warn: float, fail: float) -> str:
+    """Return the mark of a value that should be large."""
     return FAIL if value < fail else WARN if value < warn else PASS
 
 
-def above(value: float, warn: float, fail: float) -> str:
-    """The mark of a value that should be small."""
+def mark_if_high(value: float, warn: float, fail: float) -> str:
+    """Return the mark of a value that should be small."""
     return FAIL if value > fail else WARN if value > warn else PASS
 
 
@@ -46,7 +46,7 @@ def show(rows: Sequence[Finding], console: Console) -> None:
     if has_nodes:
         table.add_column("where", overflow="fold", max_width=_WHERE_COLUMNS)
     table.add_column("found", overflow="fold")
-    for row in _shortened(rows) if has_nodes else rows:
+    for row in _merge_passing(rows) if has_nodes else rows:
         advice = f"\n[{_COLORS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
         table.add_row(
             f"[{_COLORS[row.mark]}]{row.mark}[/]",
@@ -57,21 +57,21 @@ def show(rows: Sequence[Finding], console: Console) -> None:
     console.print(table)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """Join the first few names, and say how many more there are."""
     more = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _shortened(rows: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield one row for all nodes that pass a check, with the first one's finding; one for each other finding."""
+def _merge_passing(rows: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield one row for all nodes that pass a check, with the first node's finding; one row per other finding."""
     for _, group in groupby(rows, key=lambda row: row.what):
         by_finding: dict[tuple[str, str], list[Finding]] = {}
         for row in group:
             by_finding.setdefault(("", "") if row.mark == PASS else (row.found, row.advice), []).append(row)
-        for same in by_finding.values():
-            first, differ = same[0], len({row.found for row in same}) > 1
+        for alike in by_finding.values():
+            first, differ = alike[0], len({row.found for row in alike}) > 1
             found = f"{first.found} ({first.where}; --json has the others)" if differ else first.found
-            merged = len(same) > 1 and first.mark == PASS
-            where = counted(len(same), "node") if merged else _listed([row.where for row in same])
+            merged = len(alike) > 1 and first.mark == PASS
+            where = counted(len(alike), "node") if merged else _join_names([row.where for row in alike])
             yield replace(first, found=found, where=where)

@@ -13,12 +13,12 @@ from pretrain.common.files import locked
 
 SEEN_SECONDS = 5.0  # network file systems may show new files of other nodes a little later
 _TAKEN = "locked by another"
-_WRITE = "Allow all nodes to write there, or give another shared folder with --dir."
+_WRITE_ADVICE = "Allow all nodes to write there, or give another shared folder with --dir."
 
 
 @contextlib.contextmanager
 def hold_lock(folder: Path) -> Iterator[tuple[str, Finding | None]]:
-    """Hold a new lock file in `folder`; yield its name, or a failure. The file is removed at the end."""
+    """Hold a new lock file in `folder`. Yield (its name, None), or ("", a failure). The file is removed at the end."""
     name = f".doctor-{secrets.token_hex(8)}.lock"
     with contextlib.ExitStack() as stack:
         problem = None
@@ -28,7 +28,7 @@ def hold_lock(folder: Path) -> Iterator[tuple[str, Finding | None]]:
             stack.enter_context(locked(folder / name, _TAKEN))
             stack.callback((folder / name).unlink, missing_ok=True)
         except (OSError, RunError) as error:
-            problem = Finding("storage", f"{folder}: {error}", FAIL, _WRITE)
+            problem = Finding("storage", f"{folder}: {error}", FAIL, _WRITE_ADVICE)
         yield ("" if problem else name), problem
 
 
@@ -47,7 +47,7 @@ def try_lock(folder: Path, name: str) -> Finding:
     except (OSError, RunError) as error:
         if str(error) == _TAKEN:
             return Finding("storage", f"{folder}: shared, a lock of the head is seen")
-        return Finding("storage", f"{folder}: {one_line(error)}", FAIL, _WRITE)
+        return Finding("storage", f"{folder}: {one_line(error)}", FAIL, _WRITE_ADVICE)
     advice = (
         "Mount it with locks that all nodes share (NFS: without nolock and local_lock; Lustre: -o flock). Without them "
         "a second start of a run that is still running is not refused and would damage its folder."

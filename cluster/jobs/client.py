@@ -1,7 +1,7 @@
 """Jobs on a Ray cluster, from the client's side: submit, status, logs, stop, list, delete.
 
 A run's name is its id everywhere: Ray's submission id, the run folder's name and the id in W&B. So a run cannot be
-started twice at once, and submitting it again continues it. `cluster.jobs.entrypoint` is what the cluster runs.
+started twice at once, and submitting it again continues it. The cluster runs `cluster.jobs.entrypoint`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cluster.workers.address import (
     without_password,
 )
 from cluster.workers.driver import choose_token
-from cluster.workers.nodes import nodes_fit
+from cluster.workers.nodes import choose_cpus
 from cluster.workers.processes import JOB_COMMAND
 from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
 from pretrain.common.commands import program
@@ -60,7 +60,7 @@ _MEANING = {
     _NOT_FOUND: "its Ray has no `bertrain` on the PATH; install this project there, then start Ray with that PATH",
 }
 _NO_STEP, _STEP = "No step", re.compile(r"^step [\d,]+/", re.MULTILINE)
-_SAVED = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last one in a log counts
+_SAVED = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last match in a log is used
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Job:
 
     Attributes:
         kind: the console command that it runs: pretrain, finetune or prepare.
-        resumes: whether it trains, and resumes.
+        resumes: whether it is a training, which resumes from its latest checkpoint.
         name: the run's id.
         config: the resolved settings, as plain data for JSON.
-        run_dir: the run folder, or the address of a run that is stored; the cluster decides where that one trains.
-        folder: working directory on the cluster; relative paths of the config start there.
-        workers: the smallest and the largest number.
+        run_dir: the run folder, or the address of a stored run, whose folder the cluster chooses.
+        folder: working directory on the cluster; the config's relative paths start there.
+        workers: the minimum and maximum number of workers.
         cpus_per_worker: 0 divides the cluster's CPUs among the workers.
     """
 
@@ -122,10 +122,10 @@ class Jobs:
     def __init__(self, address: str = "", *, plain_http: bool = False) -> None:
         expect("jobs on a cluster", "ray")
         cluster = local.find() if not address else None
-        # How long Ray's supervisor lets a stopped job save its last checkpoint; Ray's default is 3 s. A cluster of `up`
-        # has set it already, and workers without a custom environment start sooner.
-        wait = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
-        self._runtime_env = {} if cluster else wait
+        # How long a stopped job may save its last checkpoint before Ray kills it; Ray's default is 3 s. A cluster of
+        # `up` has set it already, and workers without a custom environment start sooner.
+        stop_time = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
+        self._runtime_env = {} if cluster else stop_time
         if not address and cluster is None:
             raise InputError(
                 f"No cluster is running on this machine. Give --address URL, or start one with {program()} up."
@@ -142,7 +142,7 @@ class Jobs:
         from ray.job_submission import JobSubmissionClient
 
         logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # it reports each closed connection
-        with self.answering():
+        with self.one_line_errors():
             self.client: JobSubmissionClient = JobSubmissionClient(self.address)
             self.client.list_jobs()  # the constructor's request needs no token; this one does
 
@@ -154,7 +154,7 @@ class Jobs:
         """Start the run, or continue it if it was started before; it outlives this process.
 
         Args:
-            job: as `cluster.jobs.submission.make_job` makes it.
+            job: the result of `cluster.jobs.submission.make_job`.
             wait_for_nodes: accept a cluster that is too small now; the run waits there for nodes.
 
         Raises:
@@ -168,14 +168,14 @@ class Jobs:
                 file=sys.stderr,
             )
         known = self.all()
-        earlier = next((one for one in known if one.submission_id == job.name), None)
+        earlier = next((other for other in known if other.submission_id == job.name), None)
         if earlier is not None and earlier.status not in FINISHED:
             raise InputError(
                 f"{job.name}: is already {state(earlier, self.queued(known).get(job.name, ''))} on {self.shown}. "
                 f"Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose another name."
             )
-        nodes = nodes_of(self.address)
-        check_head(nodes, sum(one.status not in FINISHED for one in known), self.shown)
+        nodes = alive_nodes(self.address)
+        check_head(nodes, sum(other.status not in FINISHED for other in known), self.shown)
         if not wait_for_nodes:
             _check_capacity(nodes, job, self.shown)
         if earlier is not None:
@@ -186,7 +186,7 @@ class Jobs:
     def start(self, name: str, command: str, metadata: dict[str, str]) -> None:
         """Run `command` on the cluster as a job of this name; `InputError` if there is one already."""
         deadline = time.monotonic() + _AGENT_SECONDS
-        with self.answering(), tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
+        with self.one_line_errors(), tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
             environment = ship_modules(self._runtime_env, Path(scratch))
             while True:
                 try:
@@ -221,26 +221,26 @@ class Jobs:
 
     def all(self) -> list[JobDetails]:
         """List the jobs in the order of their submission, without Ray's other drivers."""
-        with self.answering():
+        with self.one_line_errors():
             jobs = [job for job in self.client.list_jobs() if job.submission_id]
         return sorted(jobs, key=lambda job: job.start_time or 0)
 
     def log(self, name: str) -> str:
-        """Return all that the job has printed."""
+        """Return all output of the job so far."""
         self.get(name)
         return self._log(name)
 
-    def end_of(self, job: JobDetails) -> tuple[int, str]:
+    def exit_status(self, job: JobDetails) -> tuple[int, str]:
         """Return (exit code for a process that followed a job until it finished, its state).
 
-        For a stopped training the state names the saved step, from the log or a run folder on this machine.
+        The state of a stopped training includes the saved step, from its log or its run folder on this machine.
         """
         metadata, code = job.metadata or {}, job.driver_exit_code
         if job.status != "STOPPED" or "resumes" not in metadata:
             code = MachineError.exit_code if code in (None, 0, _NOT_FOUND) else code
             return {"SUCCEEDED": 0, "STOPPED": StoppedError.exit_code}.get(job.status, code), state(job)
         log, folder = "", local_run(metadata["run_dir"])
-        with contextlib.suppress(MachineError):  # there is no log of a job that had not started
+        with contextlib.suppress(MachineError):  # a job that had not started has no log
             log = self._log(str(job.submission_id)).rstrip()
         if log.endswith(f"{job.submission_id}: {DONE}"):
             return 0, "stopped, but had finished"
@@ -253,13 +253,13 @@ class Jobs:
         return StoppedError.exit_code, f"stopped; checkpoint {latest} is saved"
 
     def _log(self, name: str) -> str:
-        with self.answering():
+        with self.one_line_errors():
             return self.client.get_job_logs(name)
 
     def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
-        """Return name -> "queued behind OTHERS" for each of `jobs` (`all`) that waits for its turn.
+        """Return name -> "queued behind OTHERS" for each of `jobs` (`all`) that waits in the queue.
 
-        Ray calls them running. Their output says that they wait; it is read for all but the oldest job.
+        Ray reports them as running, so the last line of their output is read; the oldest job never waits.
         """
         active = [job for job in jobs if job.status not in FINISHED and "workers" in (job.metadata or {})]
         queued = {}
@@ -275,11 +275,11 @@ class Jobs:
 
         self.get(name)
         loop = asyncio.new_event_loop()
-        pieces: Any = self.client.tail_job_logs(name)
+        chunks: Any = self.client.tail_job_logs(name)
         try:
             while True:
                 try:
-                    yield loop.run_until_complete(pieces.__anext__())
+                    yield loop.run_until_complete(chunks.__anext__())
                 except StopAsyncIteration:
                     return
                 except Exception as error:
@@ -288,17 +288,17 @@ class Jobs:
                         f"running: `logs -f {name}` follows it again."
                     ) from None
         finally:
-            for task in asyncio.all_tasks(loop):  # after Ctrl-C: the output that is awaited
+            for task in asyncio.all_tasks(loop):  # after Ctrl-C: the pending read
                 task.cancel()
                 loop.run_until_complete(asyncio.wait([task]))
-            loop.run_until_complete(pieces.aclose())
+            loop.run_until_complete(chunks.aclose())
             loop.close()
 
     def stop(self, name: str, seconds: float = local.STOP_SECONDS) -> JobDetails:
         """Ask the job to save a checkpoint and finish, and wait for it; a finished job stays as it is."""
         job = self.get(name)
         if job.status not in FINISHED:
-            with self.answering():
+            with self.one_line_errors():
                 self.client.stop_job(name)
         return self.wait(name, seconds)
 
@@ -321,14 +321,14 @@ class Jobs:
         self._forget(job)
 
     def _forget(self, job: JobDetails) -> None:
-        # Ray's own monitor polls a job once a second, and would record a job that is gone as failed.
+        # Ray's own monitor polls a job once a second, and would record a deleted job as failed.
         elapsed = time.time() - (job.end_time or 0) / 1000
         time.sleep(min(_MONITOR_SECONDS, max(0.0, _MONITOR_SECONDS - elapsed)))
-        with self.answering():
+        with self.one_line_errors():
             self.client.delete_job(str(job.submission_id))
 
     @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
+    def one_line_errors(self) -> Iterator[None]:
         """Turn exceptions of Ray's client into one-line errors."""
         import requests
         from ray.exceptions import AuthenticationError
@@ -355,7 +355,7 @@ def _check_capacity(nodes: list[dict[str, Any]], job: Job, address: str) -> None
     sizes = [(int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0))) for node in nodes]
     needed = 1 if job.kind == "prepare" else job.workers[0]
     try:
-        nodes_fit(sizes, needed, job.cpus_per_worker, f"the cluster at {address}")
+        choose_cpus(sizes, needed, job.cpus_per_worker, f"the cluster at {address}")
     except MachineError as error:
         raise MachineError(f"{error} If nodes will be added, use --wait-for-nodes.") from None
 
@@ -370,7 +370,7 @@ def check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
         )
 
 
-def nodes_of(dashboard: str) -> list[dict[str, Any]]:
+def alive_nodes(dashboard: str) -> list[dict[str, Any]]:
     """Return the alive nodes, with node_id, resources_total and more, from the dashboard. The token must be set."""
     from ray.util.state import list_nodes
 
@@ -390,7 +390,7 @@ def nodes_of(dashboard: str) -> list[dict[str, Any]]:
 
 
 def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path | None:
-    """Return a job's run folder; None if no cluster is named and none runs here, or if the local one lacks the job."""
+    """Return a job's run folder; None without `address` if no local cluster runs or it has no such job."""
     if not address and local.find() is None:
         return None
     jobs = Jobs(address, plain_http=plain_http)
@@ -411,7 +411,7 @@ def describe(job: JobDetails, queued: str = "") -> str:
 
 
 def state(job: JobDetails, queued: str = "") -> str:
-    """Return what a job waits for (`Jobs.queued`), or Ray's name of its state and the meaning of its exit code."""
+    """Return `queued` (from `Jobs.queued`) if not empty, else Ray's name of the state and what its exit code means."""
     if queued:
         return queued
     word = str(job.status.value).lower()
@@ -424,19 +424,19 @@ def state(job: JobDetails, queued: str = "") -> str:
 
 
 def progress(job: JobDetails) -> list[str]:
-    """Return a run's progress from its folder, and what it waits for; [] if the folder is not on this machine."""
+    """Return lines about a run's waiting and progress, from its folder; [] if the folder is not on this machine."""
     run_dir = local_run((job.metadata or {}).get("run_dir", "/nowhere"))
-    return [*(_waiting(run_dir) if job.status not in FINISHED else ()), *_trained(run_dir)]
+    return [*(_wait_notice(run_dir) if job.status not in FINISHED else ()), *_training_progress(run_dir)]
 
 
-def _waiting(run_dir: Path) -> list[str]:
+def _wait_notice(run_dir: Path) -> list[str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         notice = json.loads((run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))
         return [f"{notice['message']}, for {clock(time.time() - notice['time'])}"]
     return []
 
 
-def _trained(run_dir: Path) -> list[str]:
+def _training_progress(run_dir: Path) -> list[str]:
     from pretrain.common.records import is_training, read_records
 
     try:
@@ -452,7 +452,7 @@ def _trained(run_dir: Path) -> list[str]:
 
 
 def job_metadata(job: Job) -> dict[str, str]:
-    """Return all that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
+    """Return the metadata that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
     return {
         **({"runs": str(runs())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
@@ -467,7 +467,7 @@ def job_metadata(job: Job) -> dict[str, str]:
 
 
 def date(milliseconds: int | None) -> str:
-    """Format a time of Ray in this machine's time zone."""
+    """Format Ray's time in milliseconds, in this machine's time zone."""
     return time.strftime("%F %T", time.localtime((milliseconds or 0) / 1000))
 
 

@@ -1,4 +1,4 @@
-"""Commands for a cluster on this machine and for the jobs of any cluster. Imports, such as Ray, are deferred."""
+"""Commands for a cluster on this machine and for the jobs of any cluster. Heavy imports, such as Ray, are deferred."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_to(commands: Any, functions: Functions) -> None:
         add(commands)
 
 
-# ---------------------------------------------------------------- what the commands do
+# ---------------------------------------------------------------- implementations of the commands
 
 
 def _up(arguments: argparse.Namespace) -> None:
@@ -35,9 +35,9 @@ def _up(arguments: argparse.Namespace) -> None:
 
 
 def _submit(functions: Functions, arguments: argparse.Namespace) -> int:
-    from cluster.jobs.submission import make_job, read_words
+    from cluster.jobs.submission import make_job, parse_run
 
-    command, config, options = read_words(arguments.run)
+    command, config, options = parse_run(arguments.run)
     request = make_job(functions()[command], config, workers=arguments.workers, folder=arguments.dir, **options)
     job = _jobs(arguments).submit(request, wait_for_nodes=arguments.wait_for_nodes)
     if arguments.follow:
@@ -91,7 +91,7 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 def _stop(arguments: argparse.Namespace) -> int:
     jobs = _jobs(arguments)
-    code, state = jobs.end_of(jobs.stop(arguments.job))
+    code, state = jobs.exit_status(jobs.stop(arguments.job))
     print(f"{arguments.job}: {state}")
     return code if code == NothingSavedError.exit_code else 0
 
@@ -102,7 +102,7 @@ def _delete(arguments: argparse.Namespace) -> None:
 
 
 def _jobs(arguments: argparse.Namespace) -> Jobs:
-    """The jobs of the cluster at --address."""
+    """Connect to the cluster at --address."""
     from cluster.jobs import client
 
     return client.Jobs(arguments.address, plain_http=arguments.allow_plain_http)
@@ -111,14 +111,14 @@ def _jobs(arguments: argparse.Namespace) -> Jobs:
 def follow_log(cluster: Jobs, name: str) -> int:
     """Print the job's output until it finishes; returns its exit code. Ctrl-C leaves it running."""
     try:
-        for piece in cluster.follow(name):
-            sys.stdout.write(piece)
+        for chunk in cluster.follow(name):
+            sys.stdout.write(chunk)
             sys.stdout.flush()
         job = cluster.wait(name)
     except KeyboardInterrupt:
         print(f"\n{name}: still running. `stop {name}` stops it, `logs -f {name}` follows it again.", file=sys.stderr)
         return 130
-    code, state = cluster.end_of(job)
+    code, state = cluster.exit_status(job)
     print(f"{name}: {state}", file=sys.stderr)
     return code
 

@@ -1,6 +1,6 @@
-"""A job as the cluster runs it: wait in the queue, then call what the command line would, always resuming.
+"""A job's process on the cluster: wait in the queue, then call the function of the job's command, always resuming.
 
-Ray starts it as `bertrain job`, with what `cluster.jobs.client` submitted in the environment.
+Ray starts it as `bertrain job`, with the metadata from `cluster.jobs.client` in the environment.
 """
 
 import json
@@ -14,7 +14,7 @@ from pretrain.common.addresses import RUNS_VARIABLE
 
 
 def run(functions: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Run the job; `functions` is called when it is its turn, as it imports a lot."""
+    """Run the job. `functions` returns the functions by command; it is called late, because its imports are slow."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     change_folder(metadata["folder"], "Submit with --dir and a folder")
     name, config = metadata["job_submission_id"], json.loads(metadata["config"])

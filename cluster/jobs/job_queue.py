@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster.workers.nodes import NodeSize, cpus_that_fit
+from cluster.workers.nodes import NodeSize, choose_elastic_cpus
 from pretrain.common.errors import InputError, MachineError, StoppedError
 
 FINISHED = ("STOPPED", "SUCCEEDED", "FAILED")
 QUEUED = "queued behind "  # the last line of a waiting job's output is `NAME: queued behind OTHERS`
-DONE = "finished"  # the last line of a training that has ended is `NAME: finished`
+DONE = "finished"  # the last line of a finished training's output is `NAME: finished`
 
 _ANSWER_SECONDS = 10.0
-_SILENCE_SECONDS = 600.0  # of the cluster's head, while a job waits; a job dies with its head anyway
+_UNREACHABLE_SECONDS = 600.0  # for which a waiting job tolerates a head that does not answer
 _STOP_SECONDS = 0.5  # within which a stop takes effect
 _MIN_PAUSE_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 30.0
-_MAX_NAMES = 3  # of jobs, in the log
+_MAX_NAMES = 3  # jobs to name in a log line
 _NODES_SECONDS = 60.0  # after which the nodes are read again even if no job has finished
 
 # Prints the dashboard's URL. Runs in a child process: importing Ray takes 60 MB, which Python does not free.
@@ -66,7 +66,7 @@ def wait_in_queue(name: str) -> None:
         MachineError: the cluster's head did not answer for ten minutes.
     """
     stopped: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    previous = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     try:
         wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(stopped))
     except MachineError:
@@ -74,11 +74,11 @@ def wait_in_queue(name: str) -> None:
             raise StoppedError(f"{name}: stopped; nothing was started.") from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
-    """Wait until the job may start. Raises `StoppedError` if it is `stopped` earlier."""
+    """Wait until the job may start. Raises `StoppedError` if `stopped` returns True first."""
     queue: Queue | None = None
     answered, shown = time.monotonic(), ""
     while True:
@@ -88,7 +88,7 @@ def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) 
             may_start, answered = queue.poll(), time.monotonic()
         except MachineError:  # the head may be unreachable for a while
             may_start = False
-            if time.monotonic() - answered > _SILENCE_SECONDS:
+            if time.monotonic() - answered > _UNREACHABLE_SECONDS:
                 raise
         if stopped():
             behind = f" behind {shown}" if shown else ""
@@ -108,13 +108,13 @@ def pause(ahead: int) -> float:
 
 
 class Queue:
-    """The jobs before one, until they finish.
+    """The unfinished jobs that were submitted before the job `name`.
 
     Each poll reads the oldest, since it started first, and one of the others in turn. If either has finished, the
     next ones are read immediately.
 
     Raises:
-        InputError: the dashboard knows no such job.
+        InputError: the dashboard does not list the job `name`.
         MachineError: it does not answer.
     """
 
@@ -126,7 +126,7 @@ class Queue:
         names = [job["submission_id"] for job in active]
         if name not in names:
             raise InputError(f"{name}: Ray has no such job.")
-        *self._ahead, self._mine = (_waiting(job) for job in active[: names.index(name) + 1])
+        *self._ahead, self._job = (_parse_job(job) for job in active[: names.index(name) + 1])
         self._dashboard = dashboard
         self._next = 0
         self._nodes_read = float("-inf")
@@ -138,7 +138,7 @@ class Queue:
 
     def poll(self) -> bool:
         """Return whether the job may start."""
-        while finished := {job.name for job in self._due() if self._has_finished(job)}:
+        while finished := {job.name for job in self._jobs_to_poll() if self._has_finished(job)}:
             self._ahead = [job for job in self._ahead if job.name not in finished]
             self._nodes_read = float("-inf")  # there may be capacity now
         if not self._ahead:
@@ -147,37 +147,37 @@ class Queue:
             return False
         nodes = self._dashboard.nodes()
         self._nodes_read = time.monotonic()
-        return leaves_capacity(nodes, self._ahead, self._mine)
+        return leaves_capacity(nodes, self._ahead, self._job)
 
     def _has_finished(self, job: WaitingJob) -> bool:
-        now = self._dashboard.job(job.name)
-        return now is None or now["status"] in FINISHED or (now["start_time"] or 0) != job.submitted
+        current = self._dashboard.job(job.name)
+        return current is None or current["status"] in FINISHED or (current["start_time"] or 0) != job.submitted
 
-    def _due(self) -> list[WaitingJob]:
-        """The jobs to read at this poll: the oldest, and another."""
+    def _jobs_to_poll(self) -> list[WaitingJob]:
+        """Return the jobs to read at this poll: the oldest, and one other."""
         if len(self._ahead) < 2:
             return self._ahead
         self._next = self._next % (len(self._ahead) - 1) + 1
         return [self._ahead[0], self._ahead[self._next]]
 
 
-def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], mine: WaitingJob) -> bool:
-    """Return whether the bundles of `mine` fit on `nodes` beside the bundles of the jobs ahead.
+def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], job: WaitingJob) -> bool:
+    """Return whether the bundles of `job` fit on `nodes` together with the bundles of the jobs ahead of it.
 
-    Jobs ahead count with their maximum of workers, `mine` with its minimum. A job ahead that does not fit itself waits
-    for nodes, and is not overtaken.
+    Jobs ahead reserve their maximum number of workers, `job` its minimum. A job ahead that does not fit waits for
+    nodes, and is not overtaken.
     """
     free = [list(node) for node in nodes]
-    for job in ahead:
-        if _place(free, nodes, job, job.high) < job.low:
+    for other in ahead:
+        if _place(free, nodes, other, other.high) < other.low:
             return False
-    return _place(free, nodes, mine, mine.low) == mine.low
+    return _place(free, nodes, job, job.low) == job.low
 
 
 def _place(free: list[list[int]], nodes: Sequence[NodeSize], job: WaitingJob, limit: int) -> int:
     """Take up to `limit` of the job's bundles from `free`, each on the fullest node that fits; return how many fit."""
     try:
-        cpus = job.cpus or cpus_that_fit(nodes, job.low, job.high, 0, "")
+        cpus = job.cpus or choose_elastic_cpus(nodes, job.low, job.high, 0, "")
     except MachineError:
         return 0
     gpus = 1 if any(gpu for _, gpu in nodes) else 0
@@ -236,7 +236,7 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def _waiting(job: Mapping[str, Any]) -> WaitingJob:
+def _parse_job(job: Mapping[str, Any]) -> WaitingJob:
     needs = {key: int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker")}
     return WaitingJob(
         job["submission_id"], needs["workers"], needs["most_workers"], needs["cpus_per_worker"], job["start_time"] or 0
@@ -245,16 +245,16 @@ def _waiting(job: Mapping[str, Any]) -> WaitingJob:
 
 def find_dashboard() -> str:
     """Return the URL of the dashboard of the cluster that this job runs on."""
-    done = subprocess.run([sys.executable, "-c", _FIND_DASHBOARD], capture_output=True, text=True)
-    url = (done.stdout.split() or [""])[-1]
-    if done.returncode or not url.startswith("http"):
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    result = subprocess.run([sys.executable, "-c", _FIND_DASHBOARD], capture_output=True, text=True)
+    url = (result.stdout.split() or [""])[-1]
+    if result.returncode or not url.startswith("http"):
+        reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise MachineError(f"{os.environ['RAY_ADDRESS']}: Ray did not report the address of its dashboard ({reason}).")
     return url
 
 
 def _token() -> str:
-    """Return the cluster's token, from where Ray reads it; empty if there is none."""
+    """Return the cluster's token from the variable or file that Ray reads; empty if there is none."""
     if "RAY_AUTH_TOKEN" in os.environ:
         return os.environ["RAY_AUTH_TOKEN"]
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
@@ -265,7 +265,7 @@ def _token() -> str:
 
 
 def sleep(seconds: float, stopped: Callable[[], bool]) -> None:
-    """Sleep, or return early if `stopped`."""
-    end = time.monotonic() + seconds
-    while not stopped() and (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, _STOP_SECONDS))
+    """Sleep; return early if `stopped` returns True."""
+    deadline = time.monotonic() + seconds
+    while not stopped() and (remaining := deadline - time.monotonic()) > 0:
+        time.sleep(min(remaining, _STOP_SECONDS))

@@ -26,8 +26,8 @@ from pretrain.common.worker import JOB_VARIABLE
 
 _POLL_SECONDS = 0.5
 _START_SECONDS = 300.0  # for the head's Ray to accept connections
-_REFUSALS = 3  # in a row: the head's Ray has stopped
-_CLEAN_SECONDS = 10  # of SLURM's KillWait, reserved for cleaning up, which killed processes cannot do
+_MAX_REFUSALS = 3  # refused connections in a row, after which the head's Ray is assumed to have stopped
+_CLEANUP_SECONDS = 10  # of SLURM's KillWait, reserved for the cleanup: SIGKILL would prevent it
 
 
 def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
@@ -35,19 +35,19 @@ def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
 
     The command reports its exit code elsewhere: any code but 0 means that a node failed.
     """
-    # The same path on all nodes, as Ray requires; a job has its nodes to itself.
+    # The same path on all nodes, as Ray requires; no other job shares these nodes.
     folder = Path("/tmp") / f"bertrain-{os.environ['SLURM_JOB_ID']}"
     os.environ["TMPDIR"] = str(folder)  # so that files of libraries are removed, too
     term = _Term()
     with contextlib.ExitStack() as cleanup:
         try:
-            _claim(folder)
-            # Runs in reverse order: the processes are killed, then their files are removed.
+            _create_folder(folder)
+            # Callbacks run in reverse order: the processes are killed, then their files are removed.
             cleanup.callback(_remove, folder)
             if os.environ["SLURM_NODEID"] == "0":
-                _lead(folder, address, cpus, gpus, command, term, cleanup)
+                _run_head(folder, address, cpus, gpus, command, term, cleanup)
             else:
-                _follow(folder, address, cpus, gpus, term, cleanup)
+                _run_node(folder, address, cpus, gpus, term, cleanup)
         except MachineError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return error.exit_code
@@ -55,12 +55,12 @@ def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
 
 
 class _Term:
-    """The time since SIGTERM, which SLURM sends to all processes of a job that is canceled, requeued or out of time."""
+    """The time since SIGTERM, which SLURM sends to all processes of a canceled, requeued or timed-out job."""
 
     def __init__(self) -> None:
         self._received: float | None = None
         signal.signal(signal.SIGTERM, self._on_signal)
-        self._seconds = max(1, _kill_wait() - _CLEAN_SECONDS)
+        self._seconds = max(1, _kill_wait() - _CLEANUP_SECONDS)
 
     def has_expired(self) -> bool:
         """Return whether the time to save a checkpoint has passed since SIGTERM."""
@@ -75,12 +75,12 @@ def _kill_wait() -> int:
     """Return SLURM's KillWait in seconds, or its default where SLURM's commands are missing, as in a container."""
     if not shutil.which("scontrol"):
         return 30
-    shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout
-    match = re.search(r"^KillWait *= *(\d+)", shown, re.MULTILINE)
+    config = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout
+    match = re.search(r"^KillWait *= *(\d+)", config, re.MULTILINE)
     return int(match[1]) if match else 30
 
 
-def _lead(
+def _run_head(
     folder: Path, address: str, cpus: int, gpus: int, command: list[str], term: _Term, cleanup: contextlib.ExitStack
 ) -> None:
     host, _, port = address.rpartition(":")
@@ -88,23 +88,23 @@ def _lead(
     with without_stop_signals():
         ray = start_node(folder, cpus, [*head, f"--num-gpus={gpus}", f"--temp-dir={folder}/{RAY_FOLDER}"], cleanup)
     _await_head(address, term, ray, folder)
-    # In a new session, with all processes that it starts.
-    run = subprocess.Popen(command, start_new_session=True)
-    cleanup.callback(end_session, run.pid)
-    while run.poll() is None and not term.has_expired():
+    # In a new session, so that all processes it starts can be killed.
+    process = subprocess.Popen(command, start_new_session=True)
+    cleanup.callback(end_session, process.pid)
+    while process.poll() is None and not term.has_expired():
         _check(ray, folder)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            run.wait(_POLL_SECONDS)
+            process.wait(_POLL_SECONDS)
 
 
-def _follow(folder: Path, address: str, cpus: int, gpus: int, term: _Term, cleanup: contextlib.ExitStack) -> None:
+def _run_node(folder: Path, address: str, cpus: int, gpus: int, term: _Term, cleanup: contextlib.ExitStack) -> None:
     _await_head(address, term)
     if _has_finished():
         return
     with without_stop_signals():
         ray = start_node(folder, cpus, [f"--address={address}", f"--num-gpus={gpus}"], cleanup)
     refusals = 0
-    while refusals < _REFUSALS and not term.has_expired() and not _has_finished():
+    while refusals < _MAX_REFUSALS and not term.has_expired() and not _has_finished():
         refusals = refusals + 1 if _connects(address) is False else 0
         if refusals == 0:
             _check(ray, folder)
@@ -127,7 +127,7 @@ def _has_finished() -> bool:
 
 
 def _connects(address: str) -> bool | None:
-    """Return whether something listens there; None if the network does not tell."""
+    """Return whether something listens at `address`; None if unknown, as after a timeout."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
@@ -146,20 +146,20 @@ def _check(ray: subprocess.Popen[bytes], folder: Path) -> None:
         )
 
 
-def _claim(folder: Path) -> None:
-    """Make the folder. Remove what earlier starts of this job left, and jobs without running processes.
+def _create_folder(folder: Path) -> None:
+    """Create the folder. Remove what earlier starts of this job left, and folders of jobs without running processes.
 
     After the loss of another node SLURM may not have killed this node's processes, and a lost node has not cleaned up.
     """
     command_lines = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    for one in {folder, *folder.parent.glob("bertrain-[0-9]*")}:
-        users = [process for process, line in command_lines if any(f"{one}/" in word for word in line)]
-        if one == folder:
+    for path in {folder, *folder.parent.glob("bertrain-[0-9]*")}:
+        users = [process for process, line in command_lines if any(f"{path}/" in word for word in line)]
+        if path == folder:
             for process in users:
                 with contextlib.suppress(ProcessLookupError):
                     end_session(os.getsid(process.pid))
-        if (one == folder or not users) and one.exists() and one.stat().st_uid == os.getuid():
-            _remove(one)
+        if (path == folder or not users) and path.exists() and path.stat().st_uid == os.getuid():
+            _remove(path)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

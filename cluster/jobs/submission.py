@@ -1,4 +1,4 @@
-"""Jobs made from configs. All that can be checked here is checked before anything is sent to a cluster."""
+"""Jobs made from configs. Everything that this machine can check is checked before anything is sent to a cluster."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def make_job(
 
     Args:
         function: `pretrain.train`, `pretrain.prepare` or `finetune.train`; its module reads the config.
-        config, overrides, start_from: as in `pretrain.train`.
+        config, overrides, start_from: as for `pretrain.train`.
         workers: number of worker processes, or an elastic range such as "2-4".
         folder: working directory of the job, shared by the cluster's machines; None for the current one.
 
-    Raises `InputError` for any mistake that would end the run before its first step and is visible from here.
+    Raises `InputError` for any mistake that would end the run before its first step and can be found on this machine.
     """
     module = getattr(function, "__module__", "")
     command = _COMMANDS.get(f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}")
@@ -50,7 +50,7 @@ def make_job(
     loaded = sys.modules[module].load_config(config, settings, imports=True)  # `start_from` is read on the cluster
     values = loaded.model_dump(mode="json")
     if isinstance(loaded, PretrainConfig) and loaded.start_from:
-        values |= _undecided(config, settings, values)
+        values |= _without_defaults(config, settings, values)
     if trains:
         loaded.tracking.check_names()
         values["tracking"]["run_id"] = loaded.tracking.run_id or loaded.name
@@ -67,8 +67,8 @@ def make_job(
     )
 
 
-def read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
-    """(command, config, options of `make_job`) of `COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]`."""
+def parse_run(words: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
+    """Parse `COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]` into (command, config, options of `make_job`)."""
     parser = Parser(prog=f"{program()} submit", allow_abbrev=False)
     parser.add_argument("kind", choices=tuple(_COMMANDS.values()), metavar="COMMAND")
     add_config(parser, "checkpoint to start from")
@@ -81,8 +81,8 @@ def read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
     return options.kind, options.config, {"overrides": options.set, "start_from": options.start_from}
 
 
-def _undecided(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections that a checkpoint on the cluster decides, without defaults, which would contradict it."""
+def _without_defaults(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections whose values come from a checkpoint on the cluster. Defaults here would contradict it."""
     explicit = unvalidated_values(config, PretrainConfig, overrides)
     vocabulary = explicit.get("corpus", {}).get("vocabulary", {})
     return {"model": explicit.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}

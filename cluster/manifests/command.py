@@ -24,7 +24,7 @@ def add_to(commands: Any, config_type: Callable[[Path], Any]) -> None:
   ./launch.sh manifest kuberay my.yaml --template my-site.yaml.j2 --set place.queue=training
   ./launch.sh manifest slurm my.yaml --set scheduling.workers=16 --set place.partition=gpu
 
-The settings below place. say where it runs. For what else a cluster needs, edit a copy of the template of KIND:
+The settings under place. choose where it runs. For anything else a cluster needs, edit a copy of KIND's template:
 cluster/manifests/templates/kuberay.yaml.j2 or slurm.sbatch.j2.""",
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2.sandbox
 
-from cluster.manifests.run import values_of
+from cluster.manifests.run import template_values
 from cluster.manifests.settings import KubeRaySettings, SlurmSettings
 from pretrain.common.errors import InputError, printable
 from pretrain.common.wording import counted
@@ -19,38 +19,38 @@ KIND_SETTINGS = {"kuberay": (KubeRaySettings, "kuberay.yaml.j2"), "slurm": (Slur
 
 
 def render(
-    kind: str, run_type: type[RunConfig], config: Path | str, overrides: Sequence[str] = (), copy: Path | None = None
+    kind: str, run_type: type[RunConfig], config: Path | str, overrides: Sequence[str] = (), custom: Path | None = None
 ) -> str:
     """Return the manifest of the run in the YAML file `config`, as the text of one file.
 
-    `overrides` are `key.path=value`, also below `place.`; `copy` is a template of the user. `InputError` on bad input.
+    `overrides` are `key.path=value`, also for `place.`; `custom` is the user's template. `InputError` on bad input.
     """
-    return fill(kind, values_of(config, run_type, KIND_SETTINGS[kind][0], overrides), copy)
+    return fill(kind, template_values(config, run_type, KIND_SETTINGS[kind][0], overrides), custom)
 
 
-def fill(kind: str, values: dict[str, Any], copy: Path | None = None) -> str:
-    """Render a template with `values`. An error names its line, and the file from which it can be copied again."""
+def fill(kind: str, values: dict[str, Any], custom: Path | None = None) -> str:
+    """Render the built-in or a custom template. An error states the line, and the template to copy again."""
     builtin = Path(__file__).parent / "templates" / KIND_SETTINGS[kind][1]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {one.__name__: one for one in (tojson, sh, block, comment, heredoc, counted)}
+    environment.filters |= {function.__name__: function for function in (tojson, sh, block, comment, heredoc, counted)}
     try:
-        return environment.from_string((copy or builtin).read_text(encoding="utf-8")).render(values)
-    except Exception as error:  # whatever its expressions raise
-        if not copy:
+        return environment.from_string((custom or builtin).read_text(encoding="utf-8")).render(values)
+    except Exception as error:  # a template's expressions may raise anything
+        if not custom:
             raise
         frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
         line = getattr(error, "lineno", None) or (frames or [0])[-1]
         problem = f"line {line}: {error}" if line else getattr(error, "strerror", None) or str(error)
         problem = " ".join(problem.split()).rstrip(".")
-        raise InputError(f"{copy}: {problem}. Correct it, or start with a copy of {builtin}.") from None
+        raise InputError(f"{custom}: {problem}. Correct it, or start with a copy of {builtin}.") from None
 
 
 def tojson(value: Any) -> str:
     """Return JSON that is YAML on one line: line separators and invisible characters are escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in text)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
 
 
 def sh(value: Any) -> str:
@@ -67,13 +67,13 @@ def block(text: str, width: int) -> str:
 
 
 def comment(text: str) -> str:
-    """`text` as comment lines of YAML or of a shell script; every line separator of either starts a new comment."""
+    """Return `text` as comment lines of YAML or a shell script; every line separator of either starts a new comment."""
     return "\n".join(f"# {printable(line)}".rstrip() for line in text.splitlines())
 
 
 def heredoc(text: str, command: str) -> str:
-    """Shell lines that pass `text` to the standard input of `command`, unchanged but for line breaks at its end."""
-    lines, end = text.rstrip("\n"), "CONFIG"
-    while end in lines.split("\n"):
-        end += "_"
-    return f"{command} <<'{end}'\n{lines}\n{end}"
+    """Return shell lines that pass `text` to the standard input of `command`, without its trailing line breaks."""
+    lines, delimiter = text.rstrip("\n"), "CONFIG"
+    while delimiter in lines.split("\n"):
+        delimiter += "_"
+    return f"{command} <<'{delimiter}'\n{lines}\n{delimiter}"

@@ -1,4 +1,4 @@
-"""The values of the templates: the run of a config, its nodes, and the settings of its section `place`."""
+"""The values for the templates: the run of a config, its nodes, and the settings of its section `place`."""
 
 import math
 import re
@@ -17,22 +17,22 @@ from pretrain.common.addresses import cache, local
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, RunConfig
 
-RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # of python -m; they train
-# Regular expression by which pgrep finds the run's processes, of start.sh or of a job that `submit` started.
+RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # after python -m: the commands that train
+# Regular expression by which pgrep finds the processes of a run that start.sh or `submit` started.
 COMMAND = "-m ({})|/{}".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER)), JOB_COMMAND)
-# KubeRay appends to the names of what it makes; they must still be DNS names (its MaxRayJobNameLength).
+# KubeRay appends suffixes to this name, and the results must still be DNS names (its MaxRayJobNameLength).
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 
 
-def values_of(
-    path: Path | str, run_type: type[RunConfig], kind: type[ManifestSettings], overrides: Sequence[str]
+def template_values(
+    path: Path | str, run_type: type[RunConfig], place_type: type[ManifestSettings], overrides: Sequence[str]
 ) -> Any:
-    """Return all values, by name, of the run in the YAML file `path`."""
+    """Return the values, by name, for the run in the YAML file `path`."""
     config_type = create_model(
         f"{run_type.__name__}WithPlace",
         __base__=run_type,
         # Validated even if it is missing, so that the error names the required settings.
-        place=(kind, Field(default={}, validate_default=True)),
+        place=(place_type, Field(default={}, validate_default=True)),
     )
     config: Any = yaml_settings.load(path, config_type, overrides)
     scheduling, place = config.scheduling, config.place
@@ -43,16 +43,16 @@ def values_of(
         raise InputError("place.prepare: only pretraining prepares a corpus. Set it to false.")
     cpus = scheduling.cpus_per_worker or place.cpus_per_worker
     per_node = min(scheduling.workers, place.workers_per_node)
-    # The folder of an address must not depend on this machine's cache; BERTRAIN_RUNS is stored-runs on all nodes.
+    # A stored run's folder must not depend on this machine's cache; BERTRAIN_RUNS is stored-runs on all nodes.
     stored = f"stored-runs/{local(config.address).relative_to(cache())}" if config.address else ""
     on_cluster = scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})
     return {
-        "name": _object_name(config.name) if kind is KubeRaySettings else config.name,
+        "name": _object_name(config.name) if place_type is KubeRaySettings else config.name,
         "folder": stored or str(config.folder),  # relative to the commands' working directory
         "run_dir": str(config.run_dir),
         "config": yaml_settings.dump(config.model_copy(update={"scheduling": on_cluster}), exclude={"place"}),
         "command": "finetune" if finetunes else "pretrain",
-        "nodes": _nodes(scheduling.workers, per_node),
+        "nodes": _count_nodes(scheduling.workers, per_node),
         "min_nodes": math.ceil((scheduling.min_workers or scheduling.workers) / per_node),
         "workers_per_node": per_node,
         "gpus_per_node": per_node if place.gpus else 0,
@@ -65,14 +65,14 @@ def values_of(
 
 
 def _object_name(name: str) -> str:
-    """Kubernetes' form of a run's name: `mini-v1-2` for `Mini_v1.2`."""
+    """Convert a run's name to a Kubernetes object name: `Mini_v1.2` to `mini-v1-2`."""
     converted = re.sub(r"[._]", "-", name.lower()).rstrip("-")
     if not _NAME.fullmatch(converted):
         raise InputError(f"name: {name!r} must start with a letter and have at most 47 characters for KubeRay.")
     return converted
 
 
-def _nodes(workers: int, per_node: int) -> int:
+def _count_nodes(workers: int, per_node: int) -> int:
     if workers % per_node:
         lower = workers // per_node * per_node
         rule = f"must be a multiple of place.workers_per_node ({per_node}); otherwise GPUs stay idle"

@@ -17,7 +17,7 @@ _START_SECONDS = 120  # for Ray, torch and a minute by which SLURM's warning may
 
 
 class ManifestSettings(Section):
-    """The nodes for the workers, of all kinds."""
+    """Settings of the workers' nodes, for every kind of manifest."""
 
     workers_per_node: int = Field(default=8, ge=1, description="Workers per node; with GPUs, one per GPU.")
     gpus: bool = Field(default=True, description="Whether each worker has a GPU; false trains on CPUs.")
@@ -27,7 +27,7 @@ class ManifestSettings(Section):
 
 
 class KubeRaySettings(ManifestSettings):
-    """Where and how a run is placed on Kubernetes. What else a site needs goes into a copy of the template."""
+    """Where and how a run is placed on Kubernetes. Anything else a site needs goes into a copy of the template."""
 
     kind: Literal["RayJob", "RayCluster"] = Field(
         default="RayJob", description="RayJob runs the config and cleans up; RayCluster waits for `submit`."
@@ -73,12 +73,12 @@ class SlurmSettings(ManifestSettings):
     @field_validator("time_limit", mode="before")
     @classmethod
     def _as_text(cls, minutes: Any) -> Any:
-        """`time_limit=240` is a number in YAML, and a number of minutes for sbatch."""
+        """Convert `time_limit=240`, a number in YAML, to a string; for sbatch it means minutes."""
         return str(minutes) if type(minutes) is int else minutes
 
     @model_validator(mode="after")
     def _check_time(self) -> "SlurmSettings":
-        """SLURM warns up to a minute early, and not before the start."""
+        """Check that the time limit leaves time to start and to save; SLURM may warn a minute early."""
         minimum = self.grace_seconds + _START_SECONDS
         if 0 < _seconds(self.time_limit) < minimum:
             needed = f"grace_seconds ({self.grace_seconds}) to save, and {_START_SECONDS} s to start"

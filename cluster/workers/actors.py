@@ -1,7 +1,7 @@
 """The worker processes of one attempt: Ray actors, each on its bundle of one placement group.
 
-Ray Core does all of it: it places the processes, starts them and reports which one died. A controller in
-between (Ray Train's) would be one more process that imports torch before the first step, and one more that can die.
+Ray Core places the processes, starts them and reports which one died. A controller in between (Ray Train's) would be
+one more process that imports torch before the first step, and one more that can die.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cluster.workers.target import RankAssignment, run_worker
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
-_LAST_LINES_SECONDS = 2.0  # after the first failure, for the other workers to report theirs
-# For all processes to start where Ray has placed them. A head starts about a hundred a minute.
+_REPORT_SECONDS = 2.0  # after the first failure, for the other workers to report theirs
+# For all processes to start after Ray has placed them. A head starts about a hundred a minute.
 _START_SECONDS, _START_SECONDS_PER_WORKER = 120.0, 0.5
 _POLL_SECONDS = 1.0  # between two checks for a stop while workers start
 _NODE_LABEL = "ray.io/node-id"
@@ -36,7 +36,7 @@ class WorkersNotStartedError(Exception):
 
 
 class WorkersFailedError(Exception):
-    """Workers failed: their exceptions by rank, `WorkerError` if a worker reported, Ray's if it died."""
+    """Workers failed. `failures`: exceptions by rank, `WorkerError` if the worker reported it, Ray's if it died."""
 
     def __init__(self, failures: dict[int, Exception]) -> None:
         super().__init__(failures)
@@ -46,9 +46,9 @@ class WorkersFailedError(Exception):
 class WorkerGroup:
     """`workers` processes with `resources` each, ready to run; use as a context manager, which kills them.
 
-    None is placed on the nodes with the ids `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them within
-    `placement_seconds`, or if their start then takes over `start_seconds` (0: a limit that grows with their number).
-    Until they have started, `check_stop` is called every second and may raise.
+    No worker is placed on the nodes with the ids `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them
+    within `placement_seconds`, or if their start then takes longer than `start_seconds` (0: a limit that grows with
+    their number). Until they have started, `check_stop` is called every second and may raise.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class WorkerGroup:
         self.locations = [locations[number] for number in order]
 
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
-        """Call `cluster.workers.target.run_worker` in each until all have finished; return the results by rank.
+        """Call `cluster.workers.target.run_worker` in each worker until all have finished; return the results by rank.
 
-        Raises `WorkersFailedError` as soon as one fails, with what the others report about it.
+        Raises `WorkersFailedError` soon after one fails, with the errors that others report by then.
         """
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         assignments = assign_ranks(self.locations)
-        runs = [actor.run.remote(attempt, one) for actor, one in zip(self.actors, assignments, strict=True)]
+        runs = [actor.run.remote(attempt, rank) for actor, rank in zip(self.actors, assignments, strict=True)]
         outcomes: dict[int, dict[str, str] | None] = {}
         failures: dict[int, Exception] = {}
         pending, deadline = list(runs), None
@@ -126,7 +126,7 @@ class WorkerGroup:
             if any(not isinstance(error, WorkerError) for error in failures.values()):
                 break  # a dead process is the cause, regardless of what the others report
             if failures and deadline is None:
-                deadline = time.monotonic() + _LAST_LINES_SECONDS
+                deadline = time.monotonic() + _REPORT_SECONDS
         if failures:
             raise WorkersFailedError(failures)
         return [outcomes[rank] for rank in range(len(runs))]
@@ -153,14 +153,14 @@ class WorkerGroup:
             except GetTimeoutError:
                 check_stop()
             except RayActorError as error:
-                if lacking := re.search(r"No module named '?([\w.]+)", str(error)):
+                if missing := re.search(r"No module named '?([\w.]+)", str(error)):
                     raise MachineError(
-                        f"the Python of the cluster's Ray has no module {lacking[1]}. Start Ray on all nodes with this "
+                        f"the Python of the cluster's Ray has no module {missing[1]}. Start Ray on all nodes with this "
                         f"project's environment, as {Path(sys.executable).with_name('ray')} is here."
                     ) from None
                 raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
         _, late = ray.wait(locations, num_returns=len(locations), timeout=0)
-        where = self._nodes_of([locations.index(one) for one in late])
+        where = self._nodes_of([locations.index(call) for call in late])
         raise WorkersNotStartedError(
             f"{len(late)} of {counted(len(locations), 'worker')} did not start within {limit:.0f} s "
             f"(scheduling.start_seconds), on {', '.join(where) or 'unknown nodes'}"
@@ -173,7 +173,7 @@ class WorkerGroup:
 
         placed: dict[int, str] = placement_group_table(self._group).get("bundles_to_node_id", {})
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        return sorted({addresses[placed[one]] for one in workers if placed.get(one) in addresses})
+        return sorted({addresses[placed[worker]] for worker in workers if placed.get(worker) in addresses})
 
     def _remove(self) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -184,12 +184,12 @@ class WorkerGroup:
 def request_bundles(workers: int, resources: dict[str, float], avoid: Collection[str] = ()) -> Any:
     """Request a placement group of `workers` bundles, pending until they fit; Ray's autoscaler starts nodes for it.
 
-    It is removed when this process exits. A request through `ray.autoscaler.sdk.request_resources` would outlive it,
-    and all users of a cluster share a single such request.
+    Ray removes it when this process exits. A request through `ray.autoscaler.sdk.request_resources` would outlive the
+    process, and all users of a cluster share a single such request.
     """
     from ray.util.placement_group import placement_group
 
-    # The same in all bundles; Ray labels each node with its id.
+    # The same for all bundles; Ray labels each node with its id.
     selector = [{_NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * workers if avoid else None
     return placement_group([resources] * workers, strategy="PACK", bundle_label_selector=selector)  # pyright: ignore[reportArgumentType]
 
@@ -228,27 +228,27 @@ PROCESS_TITLE = f"ray::{WorkerActor.__name__}"  # start of a worker's title in t
 
 
 def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
-    """Return the rank of each worker, in the order of `locations`; they connect at the address of rank 0."""
-    sizes = Counter(one.node for one in locations)
-    seen: Counter[str] = Counter()
+    """Return the rank assignment of each worker, in the order of `locations`; all connect at the address of rank 0."""
+    sizes = Counter(location.node for location in locations)
+    local_ranks: Counter[str] = Counter()
     assignments = []
-    for rank, one in enumerate(locations):
-        visible = sorted({gpu for other in locations if other.node == one.node for gpu in other.gpus}, key=_gpu_order)
+    for rank, here in enumerate(locations):
+        visible = sorted({gpu for other in locations if other.node == here.node for gpu in other.gpus}, key=_gpu_order)
         if any(gpu.startswith(_MIG) for gpu in visible):
-            visible = one.gpus  # CUDA shows a process only one MIG instance, the first one listed
+            visible = here.gpus  # CUDA shows a process only one MIG instance, the first one listed
         assignments.append(
             RankAssignment(
                 rank=rank,
                 world_size=len(locations),
-                local_rank=seen[one.node],
-                local_world_size=sizes[one.node],
-                address=one.address,
+                local_rank=local_ranks[here.node],
+                local_world_size=sizes[here.node],
+                address=here.address,
                 master=locations[0].address,
                 port=locations[0].port,
                 visible_gpus=tuple(visible),
             )
         )
-        seen[one.node] += 1
+        local_ranks[here.node] += 1
     return assignments
 
 

@@ -98,11 +98,11 @@ def _is_local(host: str) -> bool | None:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
         return None
-    return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses)
+    return all(ipaddress.ip_address(text.partition("%")[0]).is_loopback for text in addresses)
 
 
 def _check_unencrypted(shown: str, is_local: bool | None) -> None:
-    """Refuse a machine other than this one (`InputError`)."""
+    """Raise `InputError` if the dashboard is on another machine, `MachineError` if its name cannot be resolved."""
     if is_local is None:
         raise MachineError(f"{shown}: this machine cannot resolve the name. Check --address.")
     if not is_local:

@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _REPORTED_WAIT_SECONDS = 10.0  # shorter waits are not reported
-_LOCAL_SECONDS = 10.0  # for a local Ray, which gets no further nodes: it may be slow to answer
-_SINGLE_BUNDLES = 64  # max workers beyond the minimum that are requested from an autoscaler
+_LOCAL_SECONDS = 10.0  # for a local Ray, which gets no further nodes but may be slow to answer
+_MAX_EXTRA_WORKERS = 64  # beyond the minimum, to request from an autoscaler
 
-# Of scaling up. A restart costs about a minute; nodes that are started together arrive one after another.
+# Scaling up: a restart costs about a minute, and nodes that are started together join one after another.
 _STEADY_SECONDS = 2.0  # so that a flapping node does not restart everything
-_SETTLE_SECONDS = 120.0  # without another arrival
+_SETTLE_SECONDS = 120.0  # without another new node
 _COOL_DOWN_SECONDS = 600.0  # since the workers were started
-_MAX_DELAY_SECONDS = 1800.0  # since there was capacity for more, while further nodes arrive
+_MAX_DELAY_SECONDS = 1800.0  # since more workers could run, if nodes keep joining
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Capacity:
     """The number of workers that the cluster can run.
 
     Attributes:
-        nodes: nodes that stay and may be used.
+        nodes: nodes that are not draining and not avoided.
         workers: how many workers fit; 0 if fewer fit than the run needs.
-        staying: ids of all nodes that stay, the avoided ones included.
-        waited_seconds: how long `wait_for_capacity` waited for it.
+        staying: ids of all nodes that are not draining, including the avoided ones.
+        waited_seconds: how long `wait_for_capacity` waited.
     """
 
     nodes: list[Node]
@@ -54,7 +54,7 @@ class Capacity:
         return [(node.cpus, node.gpus) for node in self.nodes]
 
     def events(self) -> list[dict[str, Any]]:
-        """Return an event if the wait was long enough to report."""
+        """Return a list with an event if the wait was long enough to report, else []."""
         if not self.workers or self.waited_seconds <= _REPORTED_WAIT_SECONDS:
             return []
         message = f"{self.waited_seconds:.0f} s for nodes; there is capacity for {counted(self.workers, 'worker')}"
@@ -65,29 +65,29 @@ def find_capacity(
     nodes: Sequence[Node],
     request: LaunchRequest,
     *,
-    held: Mapping[str, int] | None = None,
+    ours: Mapping[str, int] | None = None,
     avoid: Collection[str] = (),
     min_workers: int | None = None,
 ) -> Capacity:
     """Return how many of the request's workers fit on `nodes`.
 
     Args:
-        held: how many of our workers each node runs. Only if it is given, resources that others use are subtracted.
+        ours: how many of this run's workers each node runs. Resources that others use are subtracted only if it is set.
         avoid: ids of nodes to leave out.
-        min_workers: return 0 workers if fewer fit; None takes the request's minimum.
+        min_workers: return 0 workers if fewer fit; None uses the request's minimum.
     """
     cpus = request.cpus_per_worker
 
     def size_of(node: Node) -> NodeSize:
-        if held is None:
+        if ours is None:
             return node.cpus, node.gpus
-        ours = held.get(node.id, 0)
-        return node.free_cpus + ours * cpus, node.free_gpus + (ours if node.gpus else 0)
+        workers = ours.get(node.id, 0)
+        return node.free_cpus + workers * cpus, node.free_gpus + (workers if node.gpus else 0)
 
     staying = [node for node in nodes if not node.draining]
     usable = [node for node in staying if node.id not in avoid]
     low = request.required_workers if min_workers is None else min_workers
-    # Free GPUs do not tell: all may be in use.
+    # Not from the free GPUs: all may be in use.
     use_gpu = any(node.gpus for node in usable) if request.use_gpu is None else request.use_gpu
     workers = fitting_workers([size_of(node) for node in usable], low, request.workers, cpus, use_gpu)
     return Capacity(usable, workers, frozenset(node.id for node in staying))
@@ -100,16 +100,16 @@ def wait_for_capacity(
     avoid: Collection[str] = (),
     deadline: float | None = None,
 ) -> Capacity:
-    """Return the capacity as soon as it suffices, or as it is after `wait_for_nodes_seconds`.
+    """Return the capacity as soon as it suffices, or the insufficient capacity after `wait_for_nodes_seconds`.
 
-    While it waits, Ray's autoscaler sees what is missing. `status` (through a file in the run's logs) and the log show
-    it.
+    During the wait, Ray's autoscaler sees the missing resources as demand, and `status` (through a file in the run's
+    logs) and the log show them.
 
     Args:
-        busy: subtract the resources that others use. After a crash Ray learns later than this process which
-            resources are free.
+        busy: subtract the resources that others use. Not after a crash: Ray frees the crashed workers' resources
+            with a delay.
         avoid: ids of nodes to leave out.
-        deadline: by `time.monotonic`; None waits as long as the request says.
+        deadline: by `time.monotonic`; None waits as long as the request allows.
 
     Raises `StoppedError` if a stop is requested before or during the wait.
     """
@@ -125,7 +125,7 @@ def wait_for_capacity(
                 return replace(capacity, waited_seconds=waited)
             if waited > POLL_SECONDS:  # most waits are over at the second check
                 notice.show(missing)
-                demand.make(capacity.nodes)
+                demand.request(capacity.nodes)
             time.sleep(POLL_SECONDS)
 
 
@@ -137,18 +137,18 @@ def waiting_seconds(request: LaunchRequest) -> float:
 class ScaleUp:
     """Decides when to restart the workers because more of them would fit.
 
-    Immediately if all workers of the request would fit. Otherwise when no more nodes arrive and the workers have run
-    for a while, so that many nodes cost one or two restarts and not one each.
+    Immediately if all workers of the request would fit. Otherwise once no more nodes join and the workers have run
+    for a while, so that many new nodes cost one or two restarts instead of one each.
 
     Args:
-        workers: how many run.
-        max_workers: the largest number of workers.
+        workers: the number that runs.
+        max_workers: the maximum number of workers.
         now: when they were started, by the clock of `is_due`.
     """
 
     def __init__(self, workers: int, max_workers: int, now: float) -> None:
         self._workers, self._max_workers, self._started = workers, max_workers, now
-        self._capacity, self._since, self._first = 0, now, now
+        self._capacity, self._capacity_since, self._scalable_since = 0, now, now
 
     def is_due(self, capacity: int, now: float) -> bool:
         """Return whether to restart now; `capacity` is the number of workers that fit."""
@@ -156,46 +156,46 @@ class ScaleUp:
             self._capacity = 0
             return False
         if not self._capacity:
-            self._first = now
+            self._scalable_since = now
         if capacity != self._capacity:
-            self._capacity, self._since = capacity, now
-        steady = now - self._since
+            self._capacity, self._capacity_since = capacity, now
+        steady = now - self._capacity_since
         if capacity >= self._max_workers:
             return steady >= _STEADY_SECONDS
         settled = steady >= _SETTLE_SECONDS and now - self._started >= _COOL_DOWN_SECONDS
-        return settled or (steady >= _STEADY_SECONDS and now - self._first >= _MAX_DELAY_SECONDS)
+        return settled or (steady >= _STEADY_SECONDS and now - self._scalable_since >= _MAX_DELAY_SECONDS)
 
 
 def _check(request: LaunchRequest, busy: bool, avoid: Collection[str], demand: _Demand) -> tuple[Capacity, str]:
-    """Return the current capacity, with 0 workers if it does not suffice, and what is missing."""
-    held = {} if busy else None
+    """Return the current capacity, with 0 workers if it does not suffice, and a message about what is missing."""
+    ours = {} if busy else None
     needed = request.required_workers
     try:
         nodes = usable_nodes()
         if demand.gpus and not any(node.gpus for node in nodes):
             return Capacity([], 0), f"waiting for nodes: no node has a GPU, {needed} workers need one each"
-        capacity = find_capacity(nodes, request, held=held, avoid=avoid)
+        capacity = find_capacity(nodes, request, ours=ours, avoid=avoid)
         placed = demand.placed()
     except Exception as error:  # the head may be unreachable for a while
         logger.warning("the nodes are unknown: %s", one_line(error))
         return Capacity([], 0), f"waiting for the cluster's head, which does not answer ({one_line(error)})"
     if placed >= needed:  # Ray has reserved these resources for us
         return replace(capacity, workers=max(placed, capacity.workers)), ""
-    fitting = find_capacity(nodes, request, held=held, avoid=avoid, min_workers=1).workers
-    what = "free capacity" if busy else "capacity"
+    fitting = find_capacity(nodes, request, ours=ours, avoid=avoid, min_workers=1).workers
+    kind = "free capacity" if busy else "capacity"
     return (
         capacity,
-        f"waiting for nodes: {what} for {fitting} of {counted(needed, 'worker')} on "
+        f"waiting for nodes: {kind} for {fitting} of {counted(needed, 'worker')} on "
         f"{counted(len(capacity.nodes), 'node')}",
     )
 
 
 class _Demand:
-    """The needs of a waiting run, as placement groups that Ray's autoscaler sees; they are removed after the wait.
+    """The resource demand of a waiting run: placement groups that Ray's autoscaler sees, removed after the wait.
 
-    The minimum of workers is one group, which an autoscaler serves as a whole. An elastic run requests the others one
-    by one, since an autoscaler starts nothing for a group that it cannot serve. Not on a busy cluster: Ray would place
-    them on the resources that become free, one by one, and never the group.
+    The minimum number of workers is one group, which an autoscaler serves as a whole. An elastic run requests the
+    other workers one by one, since an autoscaler starts no nodes for a group that it cannot serve. Not on a busy
+    cluster: these single workers would take all resources that become free, and the group would never be placed.
     """
 
     def __init__(self, request: LaunchRequest, avoid: Collection[str], busy: bool) -> None:
@@ -205,24 +205,24 @@ class _Demand:
 
     @property
     def gpus(self) -> bool:
-        """True if each worker takes a GPU: known once workers have run, otherwise assumed if an autoscaler has some."""
+        """True if each worker takes a GPU: known once workers have run; until then, if an autoscaler may start GPUs."""
         if self._gpus is None:
             self._gpus = bool(self._request.address) and autoscaled_gpus() > 0
         return self._gpus
 
-    def make(self, nodes: Sequence[Node]) -> None:
-        """Request what is missing, once."""
+    def request(self, nodes: Sequence[Node]) -> None:
+        """Request the resources of the run, at the first call only."""
         if self._groups or not self._request.address:
             return
         with_gpu = self.gpus or any(node.gpus for node in nodes)
         resources = resources_of(self._request.cpus_per_worker or 1, with_gpu)
         low, high = self._request.required_workers, self._request.workers
-        singles = 0 if self._busy else min(high - low, _SINGLE_BUNDLES)
-        for size in [low] + [1] * singles:
+        extra = 0 if self._busy else min(high - low, _MAX_EXTRA_WORKERS)
+        for size in [low] + [1] * extra:
             self._groups.append(request_bundles(size, resources, self._avoid))
 
     def placed(self) -> int:
-        """Return for how many workers Ray has reserved resources; 0 if not even for the minimum."""
+        """Return the number of workers for which Ray has reserved resources; 0 if it is below the minimum."""
         if not self._groups:
             return 0
         from ray.util import placement_group_table

@@ -1,4 +1,4 @@
-"""The crashes of a run: how many count against its limit, and on which nodes they happened. Plain data, without Ray."""
+"""Crashes of a run: how many count towards its limit, and on which nodes they happened. Plain data, without Ray."""
 
 import time
 from collections import Counter
@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 _LOST_SECONDS = 60.0  # after a crash; the loss of one of its nodes within this time explains it
-_MEMORY_SECONDS = 24 * 3600.0  # for which a crash counts against its node
+_NODE_SECONDS = 24 * 3600.0  # for which a crash is held against its node
 _CRASHES_OF_A_BAD_NODE = 2
-_ALLOWED_LOSSES = 10  # without a new checkpoint, even with a lower limit of failures
+_ALLOWED_LOSSES = 10  # without a new checkpoint, even if max_failures is small
 _LOSSES_PER_FAILURE = 3
 
 
@@ -22,22 +22,22 @@ class _Crash:
 class CrashHistory:
     """Counts crashes, and starts that failed.
 
-    A crash counts until a newer checkpoint has been written. If one of its nodes is gone or draining within a minute,
+    A crash counts until a newer checkpoint has been written. If one of its nodes is lost or draining within a minute,
     the crash was a preemption: it counts neither against the run nor against a node. Preemptions have a limit, too,
-    since a run may bring down its nodes itself: a node that is out of memory may lose Ray together with the workers.
+    since a run may bring down its nodes itself: on a node that is out of memory, Ray may die together with the workers.
 
     Args:
-        limit: how many crashes may count.
-        clock: seconds, as `time.monotonic`.
+        limit: how many crashes are allowed without a new checkpoint.
+        clock: returns seconds, as `time.monotonic` does.
 
     Attributes:
-        losses: crashes that the loss of a node explained, since the last new checkpoint.
+        losses: crashes explained by the loss of a node, since the last new checkpoint.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
         self._counted: list[_Crash] = []
-        self._remembered: list[_Crash] = []
+        self._crashes: list[_Crash] = []
         self._addresses: dict[str, str] = {}
         self.losses = 0
 
@@ -45,7 +45,7 @@ class CrashHistory:
         """Record that workers crashed.
 
         Args:
-            nodes: addresses of the nodes they ran on, by id.
+            nodes: addresses of the workers' nodes, by id.
             blamed: id of the node of the worker that crashed; empty if unknown.
             progressed: whether a checkpoint was written since the previous crash.
         """
@@ -53,27 +53,27 @@ class CrashHistory:
         if progressed:
             self._counted, self.losses = [], 0
         self._counted.append(crash)
-        self._remembered.append(crash)
+        self._crashes.append(crash)
         self._addresses.update(nodes)
 
     def add_failed_start(self, nodes: Collection[str]) -> None:
-        """Record that workers did not start on these nodes (ids), for a reason other than a lack of capacity."""
+        """Record that workers did not start on the nodes with these ids, for a reason other than a lack of capacity."""
         start = _Crash(self._clock(), frozenset(nodes), blamed="")
         self._counted.append(start)
-        self._remembered.append(start)
+        self._crashes.append(start)
 
     def forgive(self, staying: Collection[str]) -> list[str]:
         """Drop the crashes of the last minute whose nodes are not all in `staying`.
 
-        Returns the addresses of the lost nodes, or their ids if no worker ran on them.
+        Returns the addresses of the lost nodes, or the ids of nodes on which no worker ran.
         """
         lost: set[str] = set()
-        for crash in list(self._remembered):
-            gone = crash.nodes.difference(staying)
-            if gone and self._clock() - crash.time <= _LOST_SECONDS:
-                lost |= gone
-                self._remembered.remove(crash)
-                self._counted = [one for one in self._counted if one is not crash]
+        for crash in list(self._crashes):
+            missing = crash.nodes.difference(staying)
+            if missing and self._clock() - crash.time <= _LOST_SECONDS:
+                lost |= missing
+                self._crashes.remove(crash)
+                self._counted = [other for other in self._counted if other is not crash]
                 self.losses += 1
         return sorted(self._addresses.get(node, node) for node in lost)
 
@@ -90,5 +90,5 @@ class CrashHistory:
     def bad_nodes(self) -> dict[str, str]:
         """Return the addresses, by id, of the nodes on which workers crashed twice within a day."""
         now = self._clock()
-        crashes = Counter(one.blamed for one in self._remembered if now - one.time <= _MEMORY_SECONDS and one.blamed)
+        crashes = Counter(crash.blamed for crash in self._crashes if now - crash.time <= _NODE_SECONDS and crash.blamed)
         return {node: self._addresses[node] for node, count in crashes.items() if count >= _CRASHES_OF_A_BAD_NODE}

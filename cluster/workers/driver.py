@@ -1,7 +1,7 @@
 """The child process of a launch: start or join Ray if it is needed, run the workers, restart them after crashes.
 
-`cluster.workers.launch` starts it with the path of its request. It exits when it has written the outcome, or is killed
-with its session.
+`cluster.workers.launch` starts it with the path of a pickled request. It exits after it has written the outcome, or is
+killed with its session.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from cluster.workers.address import token_refused
 from cluster.workers.capacity import wait_for_capacity
 from cluster.workers.launch import LOGS, RAY_FOLDER, RAY_LOG, STOP_SIGNALS, end_session
-from cluster.workers.nodes import NodeSize, cpus_that_fit, nodes_fit, usable_nodes
+from cluster.workers.nodes import NodeSize, choose_cpus, choose_elastic_cpus, usable_nodes
 from cluster.workers.outcomes import as_data, one_line
 from cluster.workers.request import DriverRequest, Launch, LaunchRequest
 from cluster.workers.supervisor import supervise
@@ -44,19 +44,19 @@ _POLL_SECONDS = 0.5
 _HEAD_SECONDS = 30.0  # for a busy head to list the nodes
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum is 75 MiB
 
-# One heap for all threads, so that they reuse each other's freed memory (pretrain/common/memory.py).
+# One malloc arena for all threads, so that they reuse each other's freed memory (pretrain/common/memory.py).
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 # Set in the driver; Ray passes them to its workers, and to the other processes of a local Ray.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
-    "REPORTER_UPDATE_INTERVAL_MS": "600000",  # the load of all processes, every 5 s by default, for a dashboard
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",  # by default, the load of all processes is measured every 5 s
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
 def main(request_path: str, work: Callable[[Any], None]) -> None:
-    """Do `work` with the request at this path, and write its outcome to the request's file."""
+    """Call `work` with the request at this path; write how it finished to the launch's outcome file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as `start_session` does
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request: DriverRequest = pickle.loads(Path(request_path).read_bytes())
@@ -74,27 +74,27 @@ def main(request_path: str, work: Callable[[Any], None]) -> None:
 
 
 def _run(request: LaunchRequest) -> None:
-    """Start or join Ray if it is needed, run the workers until they finish, and leave Ray again."""
+    """Start or join Ray if it is needed, run the workers until they finish, then leave Ray."""
     required = request.required_workers
-    waited: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
 
     def fit(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> LaunchRequest:
         if request.address:
             capacity = wait_for_capacity(request)
-            waited.extend(capacity.events())
+            events.extend(capacity.events())
             nodes = capacity.sizes
             if seconds := request.wait_for_nodes_seconds:
                 where += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
         else:
             nodes = find_sizes()
-        cpus = cpus_that_fit(nodes, required, request.workers, request.cpus_per_worker, where)
+        cpus = choose_elastic_cpus(nodes, required, request.workers, request.cpus_per_worker, where)
         return replace(request, cpus_per_worker=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
     if not request.address:  # checked before torch and Ray are loaded
-        nodes_fit([(_cores(), 0)], required, request.cpus_per_worker, _here())
-    session = ray_session(request, fit) if request.in_ray else contextlib.nullcontext(fit(_sizes_here, _here()))
+        choose_cpus([(_cores(), 0)], required, request.cpus_per_worker, _local_name())
+    session = ray_session(request, fit) if request.in_ray else contextlib.nullcontext(fit(_local_sizes, _local_name()))
     with session as fitted:
-        supervise(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=waited)
+        supervise(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=events)
 
 
 @contextlib.contextmanager
@@ -102,9 +102,9 @@ def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str
     """Start a local Ray, or join the cluster at `request.address`; leave it at the end. Yields the request from `fit`.
 
     Args:
-        fit: called with a function that finds the sizes of the nodes, and their name for messages. Returns the request
-            with what depends on them; raises `MachineError` if the request does not fit. A local Ray is started with
-            only the CPUs that this request needs.
+        fit: called with a function that returns the nodes' sizes, and with their name for messages. Returns the request
+            with the values that depend on the nodes; raises `MachineError` if the request does not fit. A local Ray is
+            started with only the CPUs that this request needs.
     """
     choose_token(request.address)  # Ray reads it while it is imported
     import ray
@@ -115,7 +115,7 @@ def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str
         where = f"the cluster at {request.address}"
         fitted = fit(lambda: [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)], where)
     else:
-        fitted = fit(_sizes_here, _here())
+        fitted = fit(_local_sizes, _local_name())
         with _exits_on_stop(request.launch):
             _start_ray(fitted)
     try:
@@ -124,12 +124,12 @@ def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str
         ray.shutdown()
 
 
-def _sizes_here() -> list[NodeSize]:
+def _local_sizes() -> list[NodeSize]:
     return [(_cores(), _gpus())]
 
 
 def choose_token(address: str) -> None:
-    """Set a new token for a local Ray, which no file keeps; for a cluster use the user's, if there is one."""
+    """Set a new token for a local Ray, which is written to no file; for a cluster use the user's, if there is one."""
     if not address:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         return
@@ -164,9 +164,9 @@ def _start_ray(request: DriverRequest) -> None:
 
 
 def _trim_node() -> None:
-    """Stop the process that reads the workers' logs ten times a second to print them here, which we do not use.
+    """Stop Ray's log monitor, which polls the workers' logs ten times a second; we do not print them.
 
-    At shutdown, kill the others immediately, without the SIGTERM after which Ray waits for a second each.
+    At shutdown, kill Ray's other processes immediately, without the SIGTERM after which Ray waits a second for each.
     """
     from ray._private.worker import global_worker  # there is no public API
 
@@ -210,8 +210,8 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
 
 
 def _runtime_env(scratch: Path) -> dict[str, Any]:
-    """Where the workers find this project, and the user's modules. In a job the cluster's environment names the
-    project, as it did for the job, which has the modules; workers without a custom environment start sooner."""
+    """Return the runtime environment in which workers find this project and the user's modules. In a job it is empty:
+    workers inherit the job's, and start sooner without a custom environment."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
     return ship_modules({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}, scratch)
@@ -220,10 +220,10 @@ def _runtime_env(scratch: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _exits_on_stop(launch: Launch) -> Iterator[None]:
     """Exit this process, with its outcome, if a stop is requested during the block, since nothing interrupts Ray."""
-    left = threading.Event()
+    done = threading.Event()
 
     def watch() -> None:
-        while not left.is_set():
+        while not done.is_set():
             try:
                 launch.check_stop()
             except StoppedError as stopped:
@@ -231,13 +231,13 @@ def _exits_on_stop(launch: Launch) -> Iterator[None]:
                     _write_outcome(launch, stopped)
                 finally:
                     os._exit(stopped.exit_code)
-            left.wait(_POLL_SECONDS)
+            done.wait(_POLL_SECONDS)
 
     threading.Thread(target=watch, daemon=True, name="stop-watch").start()
     try:
         yield
     finally:
-        left.set()
+        done.set()
 
 
 @contextlib.contextmanager
@@ -263,12 +263,12 @@ def _write_outcome(launch: Launch, error: RunError | None) -> None:
 
 
 def _keep_ray_logs(launch: Launch) -> None:
-    """Copy the logs of the local Ray to the run's logs, where they are kept after it exits."""
+    """Copy the logs of the local Ray to the run's logs, since its folder is removed when it exits."""
     source = launch.ray_dir / RAY_FOLDER / "session_latest" / LOGS
-    kept = launch.run_dir / LOGS / "ray"
+    copy = launch.run_dir / LOGS / "ray"
     with contextlib.suppress(OSError, shutil.Error):
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(source, kept)
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(source, copy)
 
 
 def _cores() -> int:
@@ -276,7 +276,7 @@ def _cores() -> int:
 
 
 def _gpus() -> int:
-    """GPUs of this machine that torch sees; torch is not loaded if there are none."""
+    """Return the number of this machine's GPUs that torch sees; torch is not imported if there are none."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return 0
     import torch
@@ -284,14 +284,14 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _here() -> str:
+def _local_name() -> str:
     return f"this machine ({socket.gethostname()})"
 
 
 def exit_with_parent(parent: int, folder: Path | None = None) -> None:
-    """Kill this session and remove `folder` once `parent` is gone: a killed launcher leaves no processes or files.
+    """Kill this session and remove `folder` once `parent` has exited: a killed launcher leaves no processes or files.
 
-    The parent may be gone already: this process imports a lot before it calls this.
+    The parent may have exited already: this process imports a lot before it calls this function.
     """
 
     def watch() -> None:

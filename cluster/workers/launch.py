@@ -1,8 +1,8 @@
-"""Run a function in worker processes, and return how it finished: done, a `RunError`, or a crash.
+"""Run a function in worker processes until it returns; raise its `RunError`, or a `MachineError` after crashes.
 
-A child process (`cluster.workers.driver`) runs them, and Ray if it is needed, in a separate session. So this process
-keeps its signal handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang it, and
-every process that was started belongs to that session and can be killed by id.
+A child process (`cluster.workers.driver`) runs the workers, and Ray if it is needed, in a separate session. So this
+process keeps its signal handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang
+it, and every process that was started belongs to that session and can be killed by id.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RAY_LOG = "ray.log"
 _POLL_SECONDS = 0.25
 _KILL_SECONDS = 5.0  # for the processes of a session to disappear
 
-# Ray opens its temporary folder to all (mode 0777), so it gets one within a private folder.
+# Ray opens its temporary folder to all users (mode 0777), so we put it in a private folder.
 RAY_FOLDER = "ray"
 # Ray keeps unix sockets there, whose paths may have 107 bytes.
 _MAX_FOLDER_LENGTH = 36
@@ -84,21 +84,21 @@ def run(
     thread: elsewhere Python allows no signal handlers, and signals keep their previous handlers.
 
     Args:
-        workers: how many processes, at most.
+        workers: the maximum number of processes.
         cpus_per_worker: 0 divides the cores among the workers.
         address: "host:port" of a Ray cluster, which must see the same files. Empty starts a local Ray,
             closed to others and stopped when this returns.
         in_ray: use Ray even for one worker without an address, which otherwise is a child process.
-        min_workers: if not 0, there are as many workers as the cluster holds, between this and `workers`: fewer when
-            nodes are lost or drained, more when they return.
-        wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if the cluster holds fewer workers.
-        start_seconds: for the processes to start once Ray has placed them; 0 grows with their number.
+        min_workers: if not 0, as many workers run as fit on the cluster, between this and `workers`: fewer when nodes
+            are lost or drained, more when nodes join.
+        wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if too few workers fit.
+        start_seconds: time limit for the processes to start once Ray has placed them; 0: grows with their number.
 
     Raises:
-        MachineError: the machine or cluster cannot hold the workers, or is not reached within 10 s.
+        MachineError: the workers do not fit on the machine or cluster, or it is not reached within 10 s.
     """
 
-    def request(launch: Launch) -> LaunchRequest:
+    def make_request(launch: Launch) -> LaunchRequest:
         return LaunchRequest(
             launch=launch,
             target=target,
@@ -115,10 +115,10 @@ def run(
             start_seconds=start_seconds,
         )
 
-    drive(DRIVER, request, address=address, run_dir=run_dir)
+    run_driver(DRIVER, make_request, address=address, run_dir=run_dir)
 
 
-def drive(
+def run_driver(
     module: str,
     make_request: Callable[[Launch], DriverRequest],
     *,
@@ -126,12 +126,12 @@ def drive(
     run_dir: Path | str,
     poll: Callable[[], None] | None = None,
 ) -> None:
-    """Run a driver of Ray, `python -m MODULE request.pickle`, until it exits, and raise its error, if any.
+    """Run a driver of Ray, `python -m MODULE request.pickle`, until it exits; raise its error, if any.
 
     Signals act as in `run`.
 
     Args:
-        make_request: the driver's request for this launch.
+        make_request: returns the driver's request for a launch.
         poll: called about four times a second, in this thread.
     """
     check_address(address)
@@ -152,12 +152,12 @@ def drive(
             launcher=os.getpid(),
         )
         with disk_errors(run_dir), Signals(launch.stop_flag()) as signals:
-            exit_code = _run_driver(module, make_request(launch), signals, poll)
+            exit_code = _run_child(module, make_request(launch), signals, poll)
             _raise_outcome(launch, exit_code, signals.was_killed)
 
 
-def _run_driver(module: str, request: DriverRequest, signals: Signals, poll: Callable[[], None] | None) -> int | None:
-    """Run the driver and return its exit code; at the end its whole session is gone."""
+def _run_child(module: str, request: DriverRequest, signals: Signals, poll: Callable[[], None] | None) -> int | None:
+    """Run the driver and return its exit code. Kill the remaining processes of its session."""
     folder = request.launch.ray_dir
     path = folder / "request.pickle"  # only this user can read or write the folder
     path.write_bytes(pickle.dumps(request))
@@ -199,20 +199,20 @@ def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()
 
 @contextlib.contextmanager
 def without_stop_signals() -> Iterator[None]:
-    """Keep the stop signals from any process that is started in this block, and from its children.
+    """Block the stop signals in any process that is started in this block, and in its children.
 
-    Stopping a job or a service signals all its processes; the launcher decides what follows. A handler would not
-    do: `ray.init` replaces it by one that exits the process.
+    Stopping a job or a service signals all its processes, but only the launcher may react. A handler would not
+    suffice: `ray.init` replaces it by one that exits the process.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def check_address(address: str) -> None:
-    """Refuse (`InputError`) an address that Ray would accept though it is not the host:port of a cluster."""
+    """Raise `InputError` for an address that Ray would accept although it is not the host:port of a cluster."""
     if address == "auto" or "://" in address or "@" in address:
         raise InputError(
             f"scheduling.address: {without_password(address)!r} is not host:port. "
@@ -221,7 +221,7 @@ def check_address(address: str) -> None:
 
 
 def end_session(session: int) -> None:
-    """Kill every process of the session that `session` leads, but not the caller. Gives up after 5 s."""
+    """Kill every process of a session (the id of its leader), except this one. Gives up after 5 s."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (processes := _session_processes(session)) and time.monotonic() < deadline:
         for pid in processes:
@@ -231,7 +231,7 @@ def end_session(session: int) -> None:
 
 
 def _session_processes(session: int) -> list[int]:
-    """List the ids of a session's processes, without zombies and the caller."""
+    """List the ids of a session's processes, without zombies and this process."""
     pids = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
@@ -259,7 +259,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def interpreter(folder: Path) -> str:
-    """Return the path of our Python, or of a link to it in `folder` if it has a space, at which Ray would split it."""
+    """Return the path of our Python, or of a link to it in `folder` if the path has a space (Ray would split it)."""
     if " " not in sys.executable:
         return sys.executable
     program = Path(sys.executable)
@@ -281,9 +281,9 @@ def environment() -> dict[str, str]:
 class Signals:
     """While entered, the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
 
-    So does the stop file of a scheduler's job, which other jobs of this run cannot set.
+    The stop file of this scheduler job sets the flag, too; other jobs of the same run have other stop files.
 
-    If the flag cannot be written now, as when storage fails for a while, it is tried again.
+    If the flag cannot be written, as when storage fails for a while, the write is repeated.
     """
 
     def __init__(self, stop: Flag):
@@ -291,7 +291,7 @@ class Signals:
         self.on_second_signal: Callable[[], None] = lambda: None
         self._stop = stop
         self._requested = False
-        self._left = threading.Event()
+        self._exited = threading.Event()
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -299,11 +299,11 @@ class Signals:
             for number in stop_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
         if job := os.environ.get(JOB_VARIABLE):
-            threading.Thread(target=self._set_when, args=[Path(job) / STOP_FILE], daemon=True, name="job-stop").start()
+            threading.Thread(target=self._watch, args=[Path(job) / STOP_FILE], daemon=True, name="job-stop").start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._left.set()
+        self._exited.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -315,21 +315,21 @@ class Signals:
         try:
             self._stop.set()
         except OSError as error:  # the run continues meanwhile
-            threading.Thread(target=self._set_later, args=[error], daemon=True, name="stop").start()
+            threading.Thread(target=self._retry_set, args=[error], daemon=True, name="stop").start()
 
-    def _set_later(self, error: OSError) -> None:
+    def _retry_set(self, error: OSError) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(
                 f"{self._stop.path}: cannot be written now ({error.strerror}). The run stops as soon as it can be; "
                 "Ctrl-C stops it immediately, without a checkpoint.",
                 file=sys.stderr,
             )
-        self._set_when(Path())
+        self._watch(Path())
 
-    def _set_when(self, requested: Path) -> None:
-        while not self._left.wait(_POLL_SECONDS):
+    def _watch(self, file: Path) -> None:
+        while not self._exited.wait(_POLL_SECONDS):
             with contextlib.suppress(OSError):
-                if requested.exists():
+                if file.exists():
                     self._stop.set()
                     return
 

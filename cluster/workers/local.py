@@ -1,6 +1,6 @@
-"""A Ray cluster of several node processes on this machine, to try jobs, failures and elasticity.
+"""A Ray cluster of several node processes on this machine, for trying out jobs, failures and elasticity.
 
-It is closed to everyone without its token. Its processes stop with `up`, even if it is killed.
+Only clients with its token can connect. Its processes stop with `up`, even if `up` is killed.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from pretrain.common.wording import counted
 STOP_SECONDS = 600
 NODE_LOG = "nodes.log"  # of all nodes that are started with the same folder
 
-# `ray start` that kills its session and removes the folder when `up` is gone.
+# Runs `ray start`; kills its session and removes the folder when `up` has exited.
 NODE_PROGRAM = """import pathlib, sys
 from cluster.workers.driver import exit_with_parent
 exit_with_parent(int(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1)))
@@ -34,7 +34,7 @@ main()"""
 
 @dataclass(frozen=True)
 class LocalCluster:
-    """The cluster of `up`, as written for the other commands."""
+    """The cluster of `up`, as stored for the other commands."""
 
     folder: str  # Ray's session and the token, of mode 0700
     address: str  # host:port, for scheduling.address
@@ -55,9 +55,9 @@ def up(nodes: int, cpus_per_node: int) -> None:
     """
     expect("up", "ray")
     if running := find():
-        raise InputError(f"up: a cluster is already running ({running.dashboard}). Stop it with Ctrl-C where it runs.")
+        raise InputError(f"up: a cluster is already running ({running.dashboard}). Press Ctrl-C in its terminal first.")
     cpus = cpus_per_node or max(1, len(os.sched_getaffinity(0)) // nodes)
-    # Exits in reverse order: the processes are killed, then their files are removed.
+    # Cleaned up in reverse order: the processes are killed, then their files are removed.
     with contextlib.suppress(KeyboardInterrupt), private_folder() as folder, contextlib.ExitStack() as cleanup:
         port, dashboard = _free_port(), _free_port()
         cluster = LocalCluster(str(folder), f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
@@ -80,7 +80,7 @@ def up(nodes: int, cpus_per_node: int) -> None:
             flush=True,
         )
         first.wait()
-        raise _ended(cluster)
+        raise _exit_error(cluster)
 
 
 def find() -> LocalCluster | None:
@@ -100,7 +100,7 @@ def use_token(cluster: LocalCluster) -> None:
 
 
 def start_node(folder: Path, cpus: int, arguments: list[str], cleanup: contextlib.ExitStack) -> subprocess.Popen[bytes]:
-    """Start a node as the leader of a new session, which `cleanup` kills; its log is in `folder`, removed with it."""
+    """Start a node as the leader of a new session, which `cleanup` kills; its log is in `folder`."""
     python = interpreter(folder)
     options = ["--block", f"--num-cpus={cpus}", f"--object-store-memory={100 << 20}", *arguments]
     options.append(f"--dashboard-agent-listen-port={_free_port()}")  # the default is one port for the whole machine
@@ -113,7 +113,7 @@ def start_node(folder: Path, cpus: int, arguments: list[str], cleanup: contextli
                     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
                     "RAY_USAGE_STATS_ENABLED": "0",
                     "MALLOC_ARENA_MAX": "1",  # as cluster.workers.driver sets it for its workers
-                    # A job's command is `bertrain`, which must be this interpreter's.
+                    # A job's command is `bertrain`, which must be the one of this interpreter.
                     "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 },
                 stdin=subprocess.DEVNULL,
@@ -135,13 +135,13 @@ def _await_nodes(cluster: LocalCluster, count: int, processes: list[subprocess.P
             if len(list_nodes(cluster.dashboard, timeout=3)) == count:
                 return
         if any(process.poll() is not None for process in processes):
-            raise _ended(cluster)
+            raise _exit_error(cluster)
         time.sleep(0.2)
 
 
-def _ended(cluster: LocalCluster) -> MachineError:
+def _exit_error(cluster: LocalCluster) -> MachineError:
     last = last_line(Path(cluster.folder) / NODE_LOG)
-    return MachineError(f"up: a node ended; last line of its log: {last!r}. {program()} doctor checks the machine.")
+    return MachineError(f"up: a node exited; last line of its log: {last!r}. {program()} doctor checks the machine.")
 
 
 def _free_port() -> int:

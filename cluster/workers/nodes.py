@@ -22,11 +22,11 @@ class Node:
     cpus: int
     gpus: int
     draining: bool  # about to leave the cluster
-    free_cpus: int  # not in use by anyone, a moment ago
+    free_cpus: int  # unused when the nodes were listed
     free_gpus: int
 
 
-def nodes_fit(
+def choose_cpus(
     nodes: Sequence[NodeSize],
     workers: int,
     cpus_per_worker: int,
@@ -40,10 +40,10 @@ def nodes_fit(
     Args:
         cpus_per_worker: 0 means as many as fit.
         where: the machine or cluster, for the error.
-        setting: what to lower, for the error.
+        setting: the setting to lower, for the error.
 
     Raises:
-        MachineError: they do not fit.
+        MachineError: the workers do not fit.
     """
     cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
     if gpus and workers > gpus:
@@ -53,9 +53,9 @@ def nodes_fit(
         )
     largest = max((cpu for cpu, _ in nodes), default=0)
     choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
-    for each in choices:
-        if _capacity(nodes, each) >= workers:
-            return each
+    for choice in choices:
+        if _capacity(nodes, choice) >= workers:
+            return choice
     raise MachineError(
         f"{where} has {counted(cpus, 'CPU core')}, too few for {counted(workers, 'worker')} of "
         f"{cpus_per_worker or 1} each. "
@@ -69,16 +69,16 @@ def fitting_workers(
     """Return how many of `low` to `high` workers fit on `nodes`; 0 if not even `low` do.
 
     Args:
-        use_gpu: whether each worker takes a GPU; None: if any node has GPUs.
+        use_gpu: whether each worker takes a GPU; None means yes if any node has GPUs.
     """
     workers = min(high, _capacity(nodes, cpus_per_worker or 1, use_gpu))
     return workers if workers >= low else 0
 
 
-def cpus_that_fit(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, where: str) -> int:
-    """Return the CPUs of each worker, so that as many of `low` to `high` workers as possible fit; see `nodes_fit`."""
+def choose_elastic_cpus(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, where: str) -> int:
+    """Return the CPUs of each worker, so that as many of `low` to `high` workers as possible fit; see `choose_cpus`."""
     workers = fitting_workers(nodes, low, high, cpus_per_worker) or low
-    return nodes_fit(nodes, workers, cpus_per_worker, where)
+    return choose_cpus(nodes, workers, cpus_per_worker, where)
 
 
 def resources_of(cpus: int, with_gpu: bool | None) -> dict[str, float]:
@@ -87,7 +87,7 @@ def resources_of(cpus: int, with_gpu: bool | None) -> dict[str, float]:
 
 
 def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
-    """List the nodes that are alive and answer. Ray itself takes some seconds to notice that one is lost.
+    """List the nodes that are alive and answer. Ray itself takes some seconds to notice that a node is lost.
 
     Raises one of Ray's errors if the head does not answer within `timeout` seconds.
     """
@@ -98,15 +98,15 @@ def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
     nodes = []
     for node in ray.nodes():
         if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
-            resources, left = node["Resources"], free.get(node["NodeID"], {})
+            resources, unused = node["Resources"], free.get(node["NodeID"], {})
             nodes.append(
                 Node(
                     node["NodeID"],
                     int(resources.get("CPU", 0)),
                     int(resources.get("GPU", 0)),
                     node["NodeID"] in draining,
-                    int(left.get("CPU", 0)),
-                    int(left.get("GPU", 0)),
+                    int(unused.get("CPU", 0)),
+                    int(unused.get("GPU", 0)),
                 )
             )
     return nodes
@@ -114,8 +114,8 @@ def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
 
 def _capacity(nodes: Sequence[NodeSize], cpus_per_worker: int, use_gpu: bool | None = None) -> int:
     """Return how many workers of `cpus_per_worker` CPUs fit."""
-    gpus = any(gpu for _, gpu in nodes) if use_gpu is None else use_gpu
-    return sum(min(cpu // cpus_per_worker, gpu) if gpus else cpu // cpus_per_worker for cpu, gpu in nodes)
+    need_gpu = any(gpu for _, gpu in nodes) if use_gpu is None else use_gpu
+    return sum(min(cpu // cpus_per_worker, gpu) if need_gpu else cpu // cpus_per_worker for cpu, gpu in nodes)
 
 
 def _draining(timeout: float) -> set[str]:

@@ -1,4 +1,4 @@
-"""Outcomes of workers and drivers as plain data: a user's exceptions need not survive pickling, strings do."""
+"""Outcomes of workers and drivers as plain data: a user's exceptions may fail to pickle, strings do not."""
 
 from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
 
@@ -31,11 +31,11 @@ def one_line(error: BaseException) -> str:
 
 
 def as_data(error: RunError) -> dict[str, str]:
-    """{"kind": the nearest known class, "message": text}; `error_from` is the inverse."""
-    kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _ERRORS)
+    """Return {"kind": name of the nearest class in `_ERRORS`, "message": text}; `error_from` is the inverse."""
+    kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
     return {"kind": kind, "message": str(error)}
 
 
 def error_from(data: dict[str, str]) -> RunError:
-    """The `RunError` that {"kind": class name, "message": text} stands for."""
+    """Return the `RunError` for {"kind": class name, "message": text}."""
     return _ERRORS[data["kind"]](data["message"])

@@ -1,7 +1,7 @@
-"""A pool of jobs on a Ray cluster, through Ray Data, with the interface of Python's own executors.
+"""A `concurrent.futures` executor that runs jobs on a Ray cluster, through Ray Data.
 
 As for training (`cluster.workers.launch`), Ray's driver is a child process in a separate session; jobs and their
-results pass through a pipe. The child makes one data set of all waiting jobs, with one block for each. Ray Data
+results pass through a pipe. The child makes one data set of all waiting jobs, with one block per job. Ray Data
 runs one task per job, on any node with a free core, and runs it again if the task's process or node dies.
 """
 
@@ -34,7 +34,7 @@ from pretrain.common.packages import expect
 logger = logging.getLogger(__name__)
 
 _MAX_RETRIES = 3  # of a job whose process died; Ray Data's default is unlimited
-_LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all is done
+_LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all jobs are done
 
 # Set in the driver, which owns the tasks and therefore controls their retries.
 _RAY_ENVIRONMENT = {
@@ -47,11 +47,11 @@ _DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """The request to the driver, pickled and sent before all jobs.
+    """The settings of the driver, sent before any job.
 
     Attributes:
         address: "host:port" of the cluster.
-        processes: how many jobs run at once; 0 leaves it to the cluster's cores.
+        processes: how many jobs run in parallel; 0 means one for each core of the cluster.
         working_dir: where jobs resolve relative paths.
         setup: the pickled (initializer, its arguments).
     """
@@ -67,15 +67,15 @@ class RayPool(Executor):
 
     A job is a function of a module with its arguments; they and the result must survive pickling. It runs in this
     process's working directory, in a process that has called `initializer(*initargs)`. A job whose process dies runs
-    again, at most 3 times, possibly while the first attempt still runs elsewhere: it must be idempotent. The child's
-    output goes to `log`.
+    again, at most 3 times, possibly while the first attempt still runs on another node: it must be idempotent. The
+    child's output goes to `log`.
 
     Submitted jobs wait until a result is requested; then all of them go to Ray Data together. `result()` raises the
     `RunError` that the job raised, a `MachineError` if its process died every time or the cluster is lost, and a
-    `RuntimeError` with the remote traceback for a bug.
+    `RuntimeError` with the remote traceback for any other exception.
 
     Args:
-        processes: how many jobs run at once; 0 leaves it to the cluster's cores.
+        processes: how many jobs run in parallel; 0 means one for each core of the cluster.
 
     Raises:
         MachineError: the cluster is not reached within 10 s or has no cores.
@@ -120,44 +120,44 @@ class RayPool(Executor):
                 self._reader.join()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(_LEAVE_SECONDS)
-        self._end()
+        self._kill()
 
     def _start(self, request: PoolRequest) -> None:
         """Start the child and wait until it has joined the cluster."""
-        self._connection, theirs = Pipe()
+        self._connection, child_end = Pipe()
         with disk_errors(self._log):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             log = append_open(self._log)
-        with log, theirs:
-            command = [sys.executable, "-c", _DRIVER, str(theirs.fileno()), str(os.getpid())]
-            self._child = start_session(command, log, pass_fds=[theirs.fileno()])
+        with log, child_end:
+            command = [sys.executable, "-c", _DRIVER, str(child_end.fileno()), str(os.getpid())]
+            self._child = start_session(command, log, pass_fds=[child_end.fileno()])
         try:
             self._connection.send(request)
             kind, error = self._connection.recv()
             if kind == "error":
                 raise error_from(error)
         except (EOFError, OSError):
-            self._end()
-            raise self._lost() from None
+            self._kill()
+            raise self._exit_error() from None
         except BaseException:  # Ctrl-C, too
-            self._end()
+            self._kill()
             raise
         self._reader = threading.Thread(target=self._read, daemon=True, name="ray-pool")
         self._reader.start()
 
-    def _end(self) -> None:
-        """Kill the child and all that it started. The cluster kills its tasks, as it lost their driver."""
+    def _kill(self) -> None:
+        """Kill the child and all processes that it started. The cluster kills the tasks when their driver is gone."""
         end_session(self._child.pid)
         self._child.wait()
         if self._reader is not None:
-            self._reader.join()  # it has reached the end of the pipe
+            self._reader.join()  # it stops at the end of the pipe
         self._connection.close()
 
     def _send(self) -> None:
         """Send all waiting jobs to the child, which makes one data set of them."""
         jobs, self._waiting = self._waiting, []
         if jobs:
-            with contextlib.suppress(OSError):  # the child is gone, which the reader reports
+            with contextlib.suppress(OSError):  # the child has exited, which the reader reports
                 self._connection.send(jobs)
 
     def _read(self) -> None:
@@ -170,7 +170,7 @@ class RayPool(Executor):
                     reported = error_from(data)
                 else:
                     _settle(self._futures.pop(number), *pickle.loads(data))
-        self._error = reported or self._lost()
+        self._error = reported or self._exit_error()
         self._fail()
 
     def _fail(self) -> None:
@@ -182,7 +182,7 @@ class RayPool(Executor):
                 else:
                     future.set_exception(self._error)
 
-    def _lost(self) -> MachineError:
+    def _exit_error(self) -> MachineError:
         code = self._child.wait()
         return MachineError(
             f"{self._log}: Ray's driver exited with code {code}; last line of its log: {last_line(self._log)!r}. "
@@ -287,15 +287,15 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
 
 # ---------------------------------------------------------------- the tasks
 
-_ready_for: tuple[bytes, str] | None = None  # the setup that this process has run
+_initialized_with: tuple[bytes, str] | None = None  # the arguments of `_initialize` in this process
 
 
 def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, Any]:
     """Run a row's job. Errors are results, too: an exception would make Ray Data drop the whole data set."""
     try:
-        _make_ready(setup, working_dir)
-        function, arguments, named = pickle.loads(row["job"])
-        outcome = ("result", function(*arguments, **named))
+        _initialize(setup, working_dir)
+        function, args, kwargs = pickle.loads(row["job"])
+        outcome = ("result", function(*args, **kwargs))
     except RunError as error:
         outcome = ("error", as_data(error))
     except Exception:
@@ -303,11 +303,11 @@ def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, A
     return {"number": row["number"], "outcome": pickle.dumps(outcome)}
 
 
-def _make_ready(setup: bytes, working_dir: str) -> None:
-    """Initialize this process unless that is done: Ray reuses processes for further tasks."""
-    global _ready_for
-    if _ready_for != (setup, working_dir):
+def _initialize(setup: bytes, working_dir: str) -> None:
+    """Initialize this process at its first task: Ray reuses processes."""
+    global _initialized_with
+    if _initialized_with != (setup, working_dir):
         change_folder(working_dir)
         initializer, arguments = pickle.loads(setup)
         initializer(*arguments)
-        _ready_for = setup, working_dir
+        _initialized_with = setup, working_dir

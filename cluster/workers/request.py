@@ -9,7 +9,7 @@ from pretrain.common.addresses import runs
 from pretrain.common.errors import StoppedError
 from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest
 
-RESTART_FILE = "restart"  # in the run folder: the workers save a checkpoint and finish, and are started again
+RESTART_FILE = "restart"  # in the run folder: makes the workers save a checkpoint and finish, to be started again
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class Launch:
     """One call of a launcher: its identity and its folders.
 
     Attributes:
-        id: random; it distinguishes this launch from earlier and later ones of the same run.
+        id: random; distinguishes the launches of the same run.
         run_dir: the run folder, absolute.
         working_dir: where workers resolve relative paths.
         ray_dir: private temporary folder of a local Ray; drivers report progress there.
         outcome: file to which the driver writes how the launch finished.
         since: when the launch started, in nanoseconds by the clock of the run folder's file system.
-        launcher: id of the launcher's process. Its driver exits with it.
-        runs: folder in which runs at addresses train, for the launcher and for all its workers.
+        launcher: process id of the launcher. Its driver exits with it.
+        runs: folder in which stored runs train, for the launcher and all its workers.
     """
 
     id: str
@@ -37,29 +37,29 @@ class Launch:
     runs: Path = field(default_factory=runs)
 
     def stop_flag(self) -> Flag:
-        """Return the flag that stops the whole launch. `touch` may set it, too, as a pod's hook or a user does."""
+        """Return the flag that stops the whole launch. A pod's hook or a user may also set it with `touch`."""
         return Flag(self.run_dir / STOP_FILE, self.id, self.since)
 
     def check_stop(self) -> None:
-        """Raise `StoppedError` if a stop is requested, for when no workers run."""
+        """Raise `StoppedError` if a stop is requested; called while no workers run."""
         if self.stop_flag().is_set():
             raise StoppedError(f"{self.run_dir}: stopped while no workers ran.{StoppedError.CONTINUE}")
 
     def restart_flag(self, attempt: int) -> Flag:
-        """Return the flag that asks the workers of one attempt to save a checkpoint and finish."""
+        """Return the flag that makes the workers of one attempt save a checkpoint and finish."""
         return Flag(self.run_dir / RESTART_FILE, f"{self.id} {attempt}", since=None)
 
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """The settings of every driver.
+    """The settings that all drivers have.
 
     Attributes:
         launch: the call of the launcher.
         target: "package.module:function", called with (TrainingRequest, Worker).
-        name: of the run.
+        name: name of the run.
         address: "host:port" of a Ray cluster; empty starts a local Ray.
-        max_failures: how many crashes may be followed by another attempt.
+        max_failures: maximum number of restarts after crashes.
         use_gpu: whether each process has a GPU; None until the nodes are known.
     """
 
@@ -72,22 +72,22 @@ class DriverRequest:
 
     @property
     def total_cpus(self) -> int:
-        """CPUs of all processes that run at once."""
+        """CPU cores of all processes that run in parallel."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class LaunchRequest(DriverRequest):
-    """One run of `workers` processes that work together; the same for all its attempts.
+    """One training in `workers` processes; shared by all its attempts.
 
     Attributes:
         training: the target's argument in the first attempt.
-        workers: how many processes, at most.
-        min_workers: the smallest number with which the run starts; 0 means `workers`.
+        workers: the maximum number of processes.
+        min_workers: the minimum number with which the run starts; 0 means `workers`.
         cpus_per_worker: 0 until the nodes are known, if the user set none.
         in_ray: whether Ray starts the workers; otherwise there is one, a child of the driver.
-        wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
-        start_seconds: for the placed workers to start; 0 grows with their number.
+        wait_for_nodes_seconds: how long the run waits for nodes if the cluster is too small.
+        start_seconds: time limit for the placed workers to start; 0: grows with their number.
     """
 
     training: TrainingRequest
@@ -100,7 +100,7 @@ class LaunchRequest(DriverRequest):
 
     @property
     def required_workers(self) -> int:
-        """The smallest number of workers with which the run starts."""
+        """The minimum number of workers with which the run starts."""
         return self.min_workers or self.workers
 
     @property
@@ -127,7 +127,7 @@ class TrialsRequest(DriverRequest):
 
     @property
     def total_cpus(self) -> int:
-        """CPU cores of the trials that run at once."""
+        """CPU cores of the trials that run in parallel."""
         return self.parallel * self.cpus_per_trial
 
     def outcome_file(self, trial: int) -> Path:
@@ -140,10 +140,10 @@ class Attempt:
     """One start of the workers of a launch.
 
     Attributes:
-        request: of all attempts.
-        number: from 0.
-        workers: how many are started this time.
-        training: the target's argument this time, with `resume` and `events`.
+        request: the launch's request, the same for all attempts.
+        number: counted from 0.
+        workers: how many workers this attempt starts.
+        training: the target's argument in this attempt, with its `resume` and `events`.
         avoid: ids of the nodes on which no worker is placed.
     """
 
@@ -154,10 +154,10 @@ class Attempt:
     avoid: frozenset[str]
 
     def restart_flag(self) -> Flag:
-        """Return the flag that asks the workers of this attempt to save a checkpoint and finish."""
+        """Return the flag that makes the workers of this attempt save a checkpoint and finish."""
         return self.request.launch.restart_flag(self.number)
 
 
 def new_event(kind: str, message: str) -> dict[str, Any]:
-    """An event that the next attempt's workers record in the run's metrics."""
+    """Return an event that the next attempt's workers record in the run's metrics."""
     return {"event": kind, "time": time.time(), "message": message}

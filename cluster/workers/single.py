@@ -1,4 +1,4 @@
-"""The only worker of a run on this machine, a child of the driver. Ray would start three servers for it.
+"""The worker of a run with one worker on this machine: a child of the driver. Ray would start three servers for it.
 
 It has the interface of `actors.WorkerGroup`, so the supervisor restarts it after crashes as it does Ray's workers.
 """
@@ -15,7 +15,7 @@ from cluster.workers.outcomes import WorkerError
 from cluster.workers.request import Attempt
 from cluster.workers.target import RankAssignment, run_worker
 
-_EXIT_SECONDS = 10.0  # for the process to exit by itself after its outcome
+_EXIT_SECONDS = 10.0  # for the process to exit by itself after it sent its outcome
 
 
 class SingleWorker:

@@ -34,26 +34,26 @@ NODE_LOSS_SECONDS = 8.0  # for Ray to learn that a node is lost, if the outcome 
 
 
 def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
-    """Run the workers until they finish, however often they have to start.
+    """Run the workers until they finish, with as many restarts as needed.
 
-    Each attempt has as many workers as the cluster holds, from `min_workers` to `workers`; if it holds too few, it
-    waits for nodes. A crash costs one of `max_failures`, and a new checkpoint restores them all. A preemption or a
-    change of size costs none, though many preemptions without a checkpoint end the run, too. Nodes on which workers
+    Each attempt has as many workers as fit on the cluster, from `min_workers` to `workers`; if too few fit, it waits
+    for nodes. A crash uses one of `max_failures` restarts, and a new checkpoint resets the count. A preemption or a
+    change of size uses none, but many preemptions without a checkpoint end the run, too. Nodes on which workers
     crashed twice are avoided if the others have the capacity.
 
     Args:
         request: with `cpus_per_worker` and `use_gpu` known.
         keep_logs: called after each crash, to copy Ray's logs.
-        events: for the first attempt to record.
+        events: events that the first attempt records.
 
     Raises:
-        RunError: a worker's own error; a stop; or a `MachineError` if restarts do not help.
+        RunError: the error of a worker, a stop, or a `MachineError` if restarts do not help.
     """
     _Supervisor(request, keep_logs, events).run()
 
 
 class _Supervisor:
-    """The attempts of one launch, and the state that is kept between them."""
+    """Runs the attempts of one launch, and keeps the state between them."""
 
     def __init__(self, request: LaunchRequest, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]]) -> None:
         self._request = request
@@ -64,7 +64,7 @@ class _Supervisor:
         self._latest_step = _latest_step(self._run_dir)
         self._usable: list[str] = []  # ids of the nodes on which the latest attempt may place workers
         self._busy_until: float | None = None  # when the wait for a busy cluster is over
-        self._reported: set[str] = set()  # ids of the bad nodes that an event named
+        self._reported: set[str] = set()  # ids of the bad nodes that an event has reported
 
     def run(self) -> None:
         for number in itertools.count():
@@ -87,7 +87,7 @@ class _Supervisor:
             self._events = [event]
 
     def _next_attempt(self, number: int) -> Attempt:
-        """Wait until the cluster has the capacity for an attempt."""
+        """Wait until the cluster has capacity for an attempt, and return the attempt."""
         avoid = self._avoidable_nodes()
         for node in avoid.keys() - self._reported:
             message = (
@@ -104,7 +104,7 @@ class _Supervisor:
         return Attempt(self._request, number, workers, training, frozenset(avoid))
 
     def _avoidable_nodes(self) -> dict[str, str]:
-        """The bad nodes, by id with their addresses, if the run fits on the others; else none."""
+        """Return the bad nodes' addresses by id if the run fits on the other nodes; else {}."""
         bad = self._crashes.bad_nodes()
         with contextlib.suppress(Exception):  # the head may be unreachable for a while
             if bad and find_capacity(usable_nodes(), self._request, avoid=bad).workers:
@@ -112,7 +112,7 @@ class _Supervisor:
         return {}
 
     def _choose_size(self, avoid: Mapping[str, str]) -> int:
-        """Return how many workers the cluster holds; `StoppedError` if it stays too small, or a stop is requested."""
+        """Return how many workers fit; `StoppedError` if the cluster stays too small, or a stop is requested."""
         if not self._request.in_ray:
             self._request.launch.check_stop()
             return 1
@@ -161,18 +161,18 @@ class _Supervisor:
             reason = f"lost the node {', '.join(lost)} ({reason})"
             final = self._crashes.lost_too_often
         else:
-            # The size was chosen by all resources; it is tried at least once with the free ones.
-            first = self._busy_until is None
+            # The size was chosen from all resources; at least one attempt uses only the free ones.
+            is_first = self._busy_until is None
             self._busy_until = self._busy_until or time.monotonic() + waiting_seconds(request)
-            too_late = not first and time.monotonic() > self._busy_until
-            never = not request.address and not request.min_workers
-            final = never or too_late or self._crashes.exhausted
+            is_late = not is_first and time.monotonic() > self._busy_until
+            cannot_resize = not request.address and not request.min_workers
+            final = cannot_resize or is_late or self._crashes.exhausted
         if final:
             raise _not_started(request, attempt.workers, reason) from None
         return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
 
     def _forgive(self) -> list[str]:
-        """Return the addresses of nodes whose loss explains the latest crash. Waits for Ray if the run would end."""
+        """Return the addresses of nodes whose loss explains the latest crash. If the run would end, wait for Ray."""
         if not self._request.address:
             return []
         deadline = time.monotonic() + NODE_LOSS_SECONDS
@@ -200,10 +200,10 @@ class _Supervisor:
 
 
 class NodeMonitor:
-    """While workers run: asks them to save and finish if one of their nodes drains, or if more workers would fit.
+    """While workers run: makes them save and finish if one of their nodes drains, or if more workers would fit.
 
     Attributes:
-        reason: the cause of the request to finish; None if there is none.
+        reason: why the workers were requested to finish; None if they were not.
         start_time: of the attempt, by `time.time`.
     """
 
@@ -216,7 +216,7 @@ class NodeMonitor:
         self._thread = threading.Thread(target=self._watch, name="node-monitor", daemon=True)
 
     def start(self, locations: Sequence[WorkerLocation]) -> None:
-        """Watch the workers, which run at these locations, by rank."""
+        """Start to watch the workers at these locations, given by rank."""
         self._locations = locations
         if self._attempt.request.address:  # a local Ray has one node, which stays
             self._thread.start()
@@ -229,7 +229,7 @@ class NodeMonitor:
     @property
     def nodes(self) -> dict[str, str]:
         """Addresses of the workers' nodes, by id."""
-        return {one.node: one.address for one in self._locations}
+        return {location.node: location.address for location in self._locations}
 
     def node_of(self, rank: int) -> str:
         """Return the id of the node of a worker; empty if unknown."""
@@ -244,7 +244,7 @@ class NodeMonitor:
             self._thread.join()
 
     def _watch(self) -> None:
-        held = Counter(one.node for one in self._locations)
+        ours = Counter(location.node for location in self._locations)
         scale_up = ScaleUp(self._attempt.workers, self._attempt.request.workers, time.monotonic())
         while not self._end.wait(POLL_SECONDS):
             try:
@@ -252,19 +252,19 @@ class NodeMonitor:
             except Exception as error:  # the head may be unreachable for a while
                 logger.warning("the nodes are unknown: %s", one_line(error))
                 continue
-            reason = self._reason(nodes, held, scale_up)
+            reason = self._restart_reason(nodes, ours, scale_up)
             if reason and self._request_restart(reason):
                 return
 
-    def _reason(self, nodes: Sequence[Node], held: Mapping[str, int], scale_up: ScaleUp) -> str:
-        """Why the workers must finish now; empty if they need not."""
-        if any(node.draining and node.id in held for node in nodes):
+    def _restart_reason(self, nodes: Sequence[Node], ours: Mapping[str, int], scale_up: ScaleUp) -> str:
+        """Return why the workers must finish now; empty if they need not."""
+        if any(node.draining and node.id in ours for node in nodes):
             return "a node is drained"
         request = self._attempt.request
         if request.min_workers:
-            fitting = find_capacity(nodes, request, held=held, avoid=self._attempt.avoid).workers
+            fitting = find_capacity(nodes, request, ours=ours, avoid=self._attempt.avoid).workers
             if scale_up.is_due(fitting, time.monotonic()):
-                return f"nodes arrived, with capacity for {counted(fitting, 'worker')}"
+                return f"nodes joined, with capacity for {counted(fitting, 'worker')}"
         return ""
 
     def _request_restart(self, reason: str) -> bool:
@@ -280,7 +280,7 @@ class NodeMonitor:
 
 
 class AttemptCrashed(Exception):
-    """A worker failed in a way that a restart may cure."""
+    """A worker failed in a way that a restart may fix."""
 
     def __init__(self, rank: int, reason: str):
         super().__init__(rank, reason)
@@ -293,12 +293,12 @@ def run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], 
     start = attempt.number + 1
     since = time.monotonic()
     try:
-        with _group(attempt) as workers:
+        with _create_workers(attempt) as workers:
             started(workers.locations)
             logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - since)
             outcomes = workers.run(attempt)
     except WorkersFailedError as error:
-        raise cause_of(error.failures) from None
+        raise failure_cause(error.failures) from None
     finally:
         logger.info("start %d ran %.1f s", start, time.monotonic() - since)
     outcome = next((outcome for outcome in outcomes if outcome is not None), None)
@@ -306,7 +306,7 @@ def run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], 
         raise error_from(outcome)
 
 
-def _group(attempt: Attempt) -> WorkerGroup | SingleWorker:
+def _create_workers(attempt: Attempt) -> WorkerGroup | SingleWorker:
     request = attempt.request
     if not request.in_ray:
         return SingleWorker()
@@ -315,20 +315,20 @@ def _group(attempt: Attempt) -> WorkerGroup | SingleWorker:
     return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, stop, start_seconds)
 
 
-def cause_of(failures: dict[int, Exception]) -> Exception:
-    """Return the exception of a failed attempt: the first worker's `RunError`, else the crash that ended the others.
+def failure_cause(failures: dict[int, Exception]) -> Exception:
+    """Return the exception of a failed attempt: the `RunError` of the lowest rank, else the crash that came first.
 
-    A process that died comes before one that only lost its peer.
+    A process that died takes precedence over one that only lost its peer.
     """
     reported = [(rank, error) for rank, error in failures.items() if isinstance(error, WorkerError)]
-    for _, error in sorted(reported, key=lambda one: one[0]):
+    for _, error in sorted(reported, key=lambda item: item[0]):
         if error.kind != CRASH:
             return error_from({"kind": error.kind, "message": error.message})
     dead = [rank for rank, error in sorted(failures.items()) if not isinstance(error, WorkerError)]
     if dead:
         logger.error("worker %d: %s", dead[0], failures[dead[0]])
         return AttemptCrashed(dead[0], "its process died (killed, or out of memory)")
-    # The first one to fail: the others report a peer that was gone by then.
+    # The first to fail; the others only report that a peer was gone.
     rank, error = reported[0]
     return AttemptCrashed(rank, error.message)
 
@@ -339,7 +339,7 @@ def _latest_step(run_dir: Path) -> int:
 
 
 def hang_event(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
-    """Return (event, rank that caused it, reason) if the watchdog of a worker killed the workers after that time."""
+    """Return (event, rank that caused it, reason) if a worker's watchdog has killed the workers since that time."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         hang = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
         if hang["time"] >= since:

@@ -23,8 +23,8 @@ from pretrain.common.files import disk_errors
 from pretrain.common.interrupts import Interrupted
 from pretrain.common.worker import STOP_SIGNALS, TrainingRequest, Worker
 
-# Prefixes of interfaces that do not connect nodes. By default NCCL takes the first that is not loopback or Docker's,
-# and bridges of containers have the same address on all nodes. NCCL still chooses among the others, or InfiniBand.
+# Prefixes of interfaces that do not connect nodes. By default NCCL uses the first that is not loopback or Docker's,
+# and container bridges have the same address on all nodes. NCCL still chooses among the others, or InfiniBand.
 _LOCAL_INTERFACES = "^lo,docker,br-,veth,virbr,cni,cali,podman"
 
 
@@ -45,14 +45,14 @@ class RankAssignment:
 def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
     """Call the request's target in this worker. Returns None when it has finished its work.
 
-    All workers agree on a stop or a divergence, so it is returned: each may finish its log. Any other error may be in
-    this worker only while the others wait for it in a collective. So it is raised (`WorkerError`), and Ray kills all.
+    All workers agree on a stop or a divergence, so it is returned and each can finish its log. Any other error may be
+    in this worker only, and the others wait for it in a collective. So it is raised (`WorkerError`), and Ray kills all.
     """
     request = attempt.request
     launch = request.launch
     with crashes_as_data():
         try:
-            log_to(launch.run_dir / "logs" / f"worker-{assignment.rank}.log", attempt.number)
+            redirect_output(launch.run_dir / "logs" / f"worker-{assignment.rank}.log", attempt.number)
             os.environ.update(MASTER_ADDR=assignment.master, MASTER_PORT=str(assignment.port))
             os.environ.update(RANK=str(assignment.rank), WORLD_SIZE=str(assignment.world_size))
             os.environ[RUNS_VARIABLE] = str(launch.runs)
@@ -77,7 +77,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             with worker.interrupts:
                 resolve(request.target)(_with_gauges(attempt, worker), worker)
         except Interrupted:
-            # Seen only by this rank: raised, so that Ray kills the others too.
+            # Only this rank noticed the signal; the error makes Ray kill the others, too.
             raise WorkerError("StoppedError", f"{launch.run_dir}: {StoppedError.BETWEEN}") from None
         except (StoppedError, DivergedError) as error:
             return as_data(error)
@@ -119,7 +119,7 @@ def change_folder(working_dir: Path | str, advice: str = "Start from a folder") 
     """Make `working_dir` the current folder.
 
     Args:
-        advice: how the advice starts if this machine has no such folder (`MachineError`).
+        advice: start of the advice in the `MachineError` if this machine has no such folder.
     """
     try:
         os.chdir(working_dir)
@@ -130,8 +130,8 @@ def change_folder(working_dir: Path | str, advice: str = "Start from a folder") 
         ) from None
 
 
-def log_to(path: Path, attempt: int) -> None:
-    """Redirect this process's output to `path`, whether Python, C++ or a child writes it.
+def redirect_output(path: Path, attempt: int) -> None:
+    """Redirect all output of this process to `path`, including output of C++ libraries and child processes.
 
     Raises `InputError` if this machine cannot write there.
     """
@@ -161,7 +161,7 @@ def bind_gloo(address: str) -> None:
     import psutil
 
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
+        if any(entry.address == address for entry in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 

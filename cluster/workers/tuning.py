@@ -1,4 +1,4 @@
-"""Ray Tune, in the driver of `cluster.workers.trials`: a grid over the trials' numbers, and a function for each."""
+"""Ray Tune, in the driver of `cluster.workers.trials`: a grid search over the numbers of the trials."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from cluster.workers.launch import LOGS, last_line
 from cluster.workers.nodes import resources_of
 from cluster.workers.outcomes import CRASH, WorkerError, as_data
 from cluster.workers.request import TrialsRequest
-from cluster.workers.target import change_folder, crashes_as_data, log_to, resolve
+from cluster.workers.target import change_folder, crashes_as_data, redirect_output, resolve
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import MachineError, RunError, StoppedError
 from pretrain.common.files import write_json
@@ -24,14 +24,14 @@ _WORKER_LOG = "worker-0.log"
 _TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # Tune's copies of the metrics
     "TUNE_MAX_PENDING_TRIALS_PG": "1",
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # they are in the trials' logs
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the trials' logs have them
 }
 
 
 def tune_trials(request: TrialsRequest) -> None:
-    """Run all trials of the request; after a request to stop, wait only for the running ones."""
+    """Run all trials of the request; after a stop request, wait only for the running trials."""
     os.environ.update(_TUNE_ENVIRONMENT)
-    launch, watch = request.launch, _Watch(request)
+    launch, watch = request.launch, _Outcomes(request)
     resources = resources_of(request.cpus_per_trial, request.use_gpu)
     storage = launch.run_dir / LOGS / "ray-tune" if request.address else launch.ray_dir
     tune.Tuner(
@@ -52,8 +52,7 @@ def tune_trials(request: TrialsRequest) -> None:
 def _run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]:
     """Call the request's target for trial `config["number"]`.
 
-    A `RunError` is a result like any other and returned as data. So Tune repeats only crashes, which raise
-    `WorkerError`.
+    A `RunError` is returned as data, like a result. So Tune repeats only crashes, which raise `WorkerError`.
     """
     trial = request.trials[config["number"]]
     os.environ[RUNS_VARIABLE] = str(request.launch.runs)
@@ -62,7 +61,7 @@ def _run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]
         try:
             if worker.stop_requested():
                 raise StoppedError(f"{trial.run_dir}: stopped before the first step.")
-            log_to(trial.run_dir / LOGS / _WORKER_LOG, 0)
+            redirect_output(trial.run_dir / LOGS / _WORKER_LOG, 0)
             change_folder(request.launch.working_dir)
             resolve(request.target)(trial.training, worker)
         except RunError as error:
@@ -70,8 +69,8 @@ def _run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]
     return {}
 
 
-class _Watch(tune.Callback, tune.Stopper):
-    """Writes the outcomes of trials; after a request to stop, stops Tune with the last running trial."""
+class _Outcomes(tune.Callback, tune.Stopper):
+    """Writes the outcomes of trials; after a stop request, stops Tune once no trial runs."""
 
     def __init__(self, request: TrialsRequest) -> None:
         self._request = request
@@ -105,7 +104,7 @@ class _Watch(tune.Callback, tune.Stopper):
 
 
 def _reason(trial: Trial) -> str:
-    # Tune's file of the trial's failures; its last line belongs to the latest traceback.
+    # Tune appends the traceback of each failure to this file.
     last = last_line(Path(trial.error_file)) if trial.error_file else ""
     crash = f"{WorkerError.__name__}: {CRASH}: "
     return last.partition(crash)[2] if crash in last else "its process died: killed, or out of memory"

@@ -11,10 +11,10 @@ from pretrain.common.errors import InputError
 from pretrain.run.arguments import add_run, run_path, store_target
 
 _PREDICT_FIELDS = {
-    "text": "one text",
-    "pair": "the second text of a pair",
-    "question": "one question",
-    "context": "the text that answers the question",
+    "text": "input text",
+    "pair": "second text of a pair",
+    "question": "question",
+    "context": "text that contains the answer",
 }
 
 
@@ -74,7 +74,7 @@ def _export(arguments: argparse.Namespace) -> None:
     print(written.replace(str(local(arguments.out)), str(arguments.out), 1))
 
 
-# ---------------------------------------------------------------- their parsers
+# ---------------------------------------------------------------- parsers
 
 
 def _add_evaluate(commands: Any) -> None:
@@ -99,7 +99,7 @@ def _add_evaluate(commands: Any) -> None:
         type=local_path,
         metavar="DIR",
         help="folder for metrics.json and predictions (default: evaluation/ in the run folder, or "
-        "NAME-evaluation/ beside an export)",
+        "NAME-evaluation/ next to an export)",
     )
 
 
@@ -122,7 +122,7 @@ def _add_predict(commands: Any) -> None:
         "input",
         nargs="?",
         metavar="FILE",
-        help=".csv, .tsv, .jsonl, .json or .parquet with the config's columns, or .txt with one text per line; for "
+        help=".csv, .tsv, .jsonl, .json or .parquet with the config's columns, or .txt with one input per line; for "
         "entities .jsonl, .json, .parquet, .txt or CoNLL columns; without FILE or with -, lines of text or JSON are "
         "read from standard input",
     )
@@ -130,8 +130,8 @@ def _add_predict(commands: Any) -> None:
         "--out",
         type=local_path,
         metavar="FILE",
-        help="file to write, beside files for the task's official scorers: .csv, .tsv, .parquet, or else JSON Lines "
-        "(default: standard output)",
+        help="file to write, and files for the task's official scorers next to it: .csv, .tsv, .parquet, or else JSON "
+        "Lines (default: standard output)",
     )
     for name, purpose in _PREDICT_FIELDS.items():
         parser.add_argument(f"--{name}", metavar="TEXT", help=purpose)
@@ -149,7 +149,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--threshold",
         type=float,
         metavar="P",
-        help="lowest probability of a predicted label, or of the positive one of two classes (default: the model's)",
+        help="minimum probability of a predicted label; of two classes, of the positive one (default: the model's)",
     )
 
 
@@ -169,7 +169,7 @@ def _add_export(commands: Any) -> None:
         "out", type=target_path, metavar="DIR", help="folder or address to write; replaces an earlier export"
     )
     parser.add_argument(
-        "--checkpoint", metavar="NAME", help="of a pretraining run: which checkpoint (default: the latest)"
+        "--checkpoint", metavar="NAME", help="of a pretraining run: its checkpoint (default: the latest)"
     )
     parser.add_argument(
         "--average",
@@ -177,12 +177,12 @@ def _add_export(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="RUN",
-        help="of a pretraining run: write the mean of its weights and the weights of these, such as forks of one run",
+        help="of a pretraining run: average its weights with the weights of these runs, such as forks of one run",
     )
     parser.add_argument(
         "--averaged",
         action="store_true",
-        help="of a pretraining run: write the mean of the last steps' weights (see phases.N.averaged_share)",
+        help="of a pretraining run: write the average of the last steps' weights (see phases.N.averaged_share)",
     )
     parser.add_argument(
         "--onnx",

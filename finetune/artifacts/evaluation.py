@@ -24,11 +24,11 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
     Args:
         model: a fine-tuned model or its run folder.
         file: a labeled file; None: the labeled dev and test sets of the model's config.
-        out: folder to write; None: evaluation/ in the run folder, or NAME-evaluation/ beside an export.
+        out: folder to write; None: evaluation/ in the run folder, or NAME-evaluation/ next to an export.
         options: options of `Predictor`.
 
     Raises:
-        InputError: there is no model, no labeled set, or `out` holds another metrics.json.
+        InputError: there is no model or no labeled set, or the metrics.json in `out` is not from `evaluate`.
     """
     folder = model_folder(model)
     predictor = Predictor(folder, **options)
@@ -53,7 +53,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, **options: Any) ->
 
 
 def _evaluation_folder(folder: Path) -> Path:
-    """Return the folder for results: in the run folder; for an export, beside it, because exports are passed on."""
+    """Return the folder for results: in the run folder, or next to an export, because exports are distributed."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
     return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
@@ -73,7 +73,7 @@ def _read_metrics(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}). Remove it, or choose another --out.") from None
-    if not isinstance(metrics, dict) or not all(isinstance(one, dict) for one in metrics.values()):
+    if not isinstance(metrics, dict) or not all(isinstance(entry, dict) for entry in metrics.values()):
         raise InputError(f"{path}: not metrics written by evaluate. Choose another --out.")
     return metrics
 
@@ -81,4 +81,4 @@ def _read_metrics(path: Path) -> dict[str, Any]:
 def _free_name(name: str, source: str | None, metrics: Mapping[str, Any]) -> str:
     """Return `name`, with the suffix -2, -3, ... if another file than `source` was scored under it."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(one for one in names if one not in metrics or metrics[one].get("file") == source)
+    return next(free for free in names if free not in metrics or metrics[free].get("file") == source)

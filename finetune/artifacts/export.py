@@ -48,8 +48,8 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
     from pretrain.checkpoint.released import unsupported_in_transformers
     from pretrain.checkpoint.weight_files import atomic_folder
 
-    why = unsupported_in_transformers(folder)
-    kind = f"for bertrain's own commands (transformers cannot load it: {why})" if why else "in the Hugging Face layout"
+    reason = unsupported_in_transformers(folder)
+    kind = f"for bertrain only (transformers cannot load it: {reason})" if reason else "in the Hugging Face layout"
     if (folder / MODELING_FILE).is_file():
         kind += f", which transformers loads with trust_remote_code=True, and {ENCODER}/ without"
     written = f"{out}: {kind}"
@@ -123,8 +123,8 @@ def difference_of_logits(model: PaddedModel, path: Path) -> float:
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     inputs = _example(model, [1, 33, 12])
-    fed = {name: values.numpy() for name, values in zip(model.inputs, inputs, strict=True)}
-    actual = [torch.from_numpy(logits) for logits in session.run(list(model.outputs), fed)]
+    feeds = {name: values.numpy() for name, values in zip(model.inputs, inputs, strict=True)}
+    actual = [torch.from_numpy(logits) for logits in session.run(list(model.outputs), feeds)]
     with torch.no_grad():
         expected = model(*inputs)
     if model.head != "sequence":
@@ -164,11 +164,11 @@ def _expect_export(out: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Hide torch.onnx's messages about its internals; the result is checked anyway."""
-    before = logging.root.manager.disable
+    previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous)

@@ -57,12 +57,12 @@ class PaddedModel(PaddedEncoder):
 
     def _layers(self, hidden: Tensor) -> Tensor:
         """Apply the family's layers before the output layer; [..., H]."""
-        layers, weights_of = self.layers_of_head, self.out
+        layers, parameters = self.layers_of_head, self.out
         if layers.activation:
-            hidden = F.linear(hidden, weights_of.dense_weight, weights_of.dense_bias if layers.bias else None)
+            hidden = F.linear(hidden, parameters.dense_weight, parameters.dense_bias if layers.bias else None)
             hidden = activation_function(layers.activation)(hidden)
         if layers.norm:
-            weights = (getattr(weights_of, f"norm_{kind}") for kind in get_norm(layers.norm).parameters)
+            weights = (getattr(parameters, f"norm_{kind}") for kind in get_norm(layers.norm).parameters)
             hidden = norm_function(layers.norm)(hidden, *weights, eps=self.shape.layer_norm_eps)
         return hidden
 

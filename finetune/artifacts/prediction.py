@@ -17,20 +17,20 @@ from pretrain.common.thread_waits import one_thread, sleep_when_contended
 from pretrain.common.wording import counted
 
 STANDARD_INPUT = "-"
-_SHORT = 2_000  # characters of a record, which one thread predicts sooner than others wake up
+_SHORT = 2_000  # characters of a record, below which a single thread is fastest
 
 
 def predict(
     model: Path, source: str, out: Path | None, fields: Mapping[str, str] | None = None, **options: Any
 ) -> None:
-    """Predict, and print JSON Lines or write a file, which is CSV or Parquet if its suffix says so.
+    """Predict, and print JSON Lines or write a file, as CSV or Parquet if it has such a suffix.
 
     Args:
         model: the folder of a fine-tuned model.
-        source: a file; `STANDARD_INPUT` or a pipe is read line by line, and each line is answered immediately. The
-            lines before an invalid one are answered.
-        out: file to write, whole or not at all; its name and the number of its predictions are printed. None prints
-            the predictions.
+        source: a file; `STANDARD_INPUT` or a pipe is read line by line, and the prediction of each line is printed
+            immediately. Lines before an invalid one are predicted.
+        out: file to write atomically; its name and the number of its predictions are printed. None prints the
+            predictions.
         fields: one record, instead of `source`: text, pair, question, context.
         options: options of `Predictor`.
 
@@ -48,7 +48,7 @@ def predict(
         with one_thread() if short else contextlib.nullcontext():
             _write(predictor.stream_lines([(1, record)], "record"), out)
     elif source == STANDARD_INPUT or is_stream(Path(source)):
-        with _opened(source) as (lines, where), sleep_when_contended():
+        with _open_lines(source) as (lines, where), sleep_when_contended():
             records = read_records(lines, where)
             _write(predictor.stream_lines(records, where, live=True), out)
     else:
@@ -67,20 +67,20 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _opened(source: str) -> Iterator[tuple[Iterator[str], str]]:
+def _open_lines(source: str) -> Iterator[tuple[Iterator[str], str]]:
     """Open a file or standard input; yields its lines, and its name for messages."""
     name = "standard input" if source == STANDARD_INPUT else source
     stdin = contextlib.nullcontext(sys.stdin.buffer)
     try:
         with stdin if source == STANDARD_INPUT else Path(source).open("rb") as raw:
-            yield _decoded(raw, name), name
+            yield _decode_lines(raw, name), name
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
         raise InputError(f"{name}: cannot be read ({error.strerror}).") from None
 
 
-def _decoded(raw: Iterable[bytes], name: str) -> Iterator[str]:
+def _decode_lines(raw: Iterable[bytes], name: str) -> Iterator[str]:
     """Decode lines as UTF-8 in every locale: a container's locale may accept invalid bytes."""
     for number, line in enumerate(raw, 1):
         try:
@@ -92,25 +92,25 @@ def _decoded(raw: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 def _write(rows: Iterator[dict[str, Any]], out: Path | None) -> None:
-    """Write to the file `out`, or each line immediately to standard output. Earlier rows precede an `InputError`.
+    """Write rows to the file `out`, or print each one immediately. Rows before an `InputError` are written.
 
-    The file is written whole or not at all if the process is killed or the disk is full.
+    The file is written atomically: a killed process or a full disk leaves no partial file.
     """
     if out is None:
         for row in rows:
             print(as_line(row), flush=True)
         return
-    faults: list[InputError] = []
+    errors: list[InputError] = []
 
-    def before_fault() -> Iterator[dict[str, Any]]:
+    def rows_before_error() -> Iterator[dict[str, Any]]:
         try:
             yield from rows
         except InputError as error:
-            faults.append(error)
+            errors.append(error)
 
-    good = before_fault()
-    first = list(itertools.islice(good, 1))
-    if first or not faults:
-        print(f"{out}: {counted(write_rows(out, itertools.chain(first, good)), 'prediction')}")
-    if faults:
-        raise faults[0]
+    valid = rows_before_error()
+    first = list(itertools.islice(valid, 1))
+    if first or not errors:
+        print(f"{out}: {counted(write_rows(out, itertools.chain(first, valid)), 'prediction')}")
+    if errors:
+        raise errors[0]

@@ -40,7 +40,7 @@ class Predictor:
             (`precision_reason`).
         micro_batch_tokens: maximum tokens per forward pass; 0 is the value of the training.
         compile: use torch.compile: the first call takes a minute, later ones are faster.
-        threshold: lowest probability of a predicted label, or of the positive one of two classes; None: the model's.
+        threshold: minimum probability of a predicted label; of two classes, of the positive one; None: the model's.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Predictor:
         """
         if isinstance(records, str | Mapping):
             return next(self.stream([records]))
-        # All are returned together: small first batches would only be more forward passes.
-        predicted = self._predicted(enumerate(_rows(records), 1), "record", first=MAX_RECORDS)
+        # All are returned together: small first batches would only cause more forward passes.
+        predicted = self._predict_records(enumerate(_rows(records), 1), "record", size=MAX_RECORDS)
         return [{**_identity(record), **prediction} for record, _, prediction in predicted]
 
     def stream(
@@ -87,31 +87,31 @@ class Predictor:
     ) -> Iterator[dict[str, Any]]:
         """Yield predictions in the order of `records`, which are read in batches of at most `MAX_RECORDS`.
 
-        With `live`, no prediction waits for later records: a batch has only the records that have arrived. One
+        With `live`, no prediction waits for later records: a batch has only the records that have arrived. The only
         exception: with `document_context`, a sentence waits until its document is complete.
         """
-        for record, _, prediction in self._predicted(enumerate(_rows(records), 1), where, live=live):
+        for record, _, prediction in self._predict_records(enumerate(_rows(records), 1), where, live=live):
             yield {**_identity(record), **prediction}
 
     def stream_lines(
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Like `stream`, for (line number, record); errors mention the line.
+        """Yield predictions as `stream` does, from (line number, record); errors mention the line.
 
-        Each prediction also has the fields of `Task.record`, in front.
+        Each prediction starts with the fields of `Task.record`.
         """
-        for record, example, prediction in self._predicted(numbered, where, live=live):
+        for record, example, prediction in self._predict_records(numbered, where, live=live):
             yield {**_identity(record), **self.task.record(example), **prediction}
 
-    def _predicted(
-        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False, first: int = 1
+    def _predict_records(
+        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False, size: int = 1
     ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
-        """Yield (record, example, prediction); the first batch has `first` records."""
-        batches = _arrived_batches(numbered) if live else _growing_batches(numbered, first)
-        for records, examples in self._ready(batches, where):
+        """Yield (record, example, prediction); the first batch has `size` records."""
+        batches = _arrived_batches(numbered) if live else _growing_batches(numbered, size)
+        for records, examples in self._complete_examples(batches, where):
             yield from zip(records, examples, self.predict(examples), strict=True)
 
-    def _ready(
+    def _complete_examples(
         self, batches: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
     ) -> Iterator[tuple[list[str | Mapping[str, Any]], list[Any]]]:
         """Yield (records, examples) whose context is complete. An error is raised after the earlier records."""
@@ -121,9 +121,9 @@ class Predictor:
         try:
             for batch in batches:
                 for number, record in batch:
-                    place = f"{where}:{number}"
-                    check_id(_identity(record).get("id"), place)
-                    waiting.append(self.task.example(record, place))
+                    location = f"{where}:{number}"
+                    check_id(_identity(record).get("id"), location)
+                    waiting.append(self.task.example(record, location))
                     records.append(record)
                 ready, waiting = self.task.with_context(waiting, ended=False)
                 if ready:
@@ -145,7 +145,7 @@ class Predictor:
         return self.task.decode(examples, windows, logits)
 
     def evaluate(self, path: str) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
-        """Return (scores, details, predictions) on a labeled file of the same form as the dev file."""
+        """Return (scores, details, predictions) on a labeled file in the format of the dev file."""
         examples = self.task.read_file(path)
         result = SetResult.of(self.task, examples, self.predict(examples))
         return result.scores, result.details, result.predictions
@@ -224,17 +224,17 @@ def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | 
 
     An empty line is an empty string; after the first object, empty lines are skipped.
     """
-    objects = False
+    has_objects = False
     for number, line in enumerate(lines, 1):
         text = line.removesuffix("\n").removesuffix("\r")
         if not text.lstrip().startswith("{"):
-            if text.strip() or not objects:
+            if text.strip() or not has_objects:
                 yield number, text
             continue
-        objects = True
+        has_objects = True
         try:
             yield number, json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"{where}:{number}: not valid JSON ({error}). Write one JSON object or one text per line."
+                f"{where}:{number}: not valid JSON ({error}). Write one JSON object or one string per line."
             ) from None

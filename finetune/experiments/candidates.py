@@ -16,7 +16,7 @@ class Candidate:
 
     base: FinetuneConfig  # the user's config
     point: GridPoint
-    runs: dict[int, Outcome | None]  # trial number -> outcome; None if it is still to run
+    runs: dict[int, Outcome | None]  # trial number -> outcome; None if unfinished
 
     @cached_property
     def scores(self) -> dict[int, float]:
@@ -34,7 +34,7 @@ class Candidate:
 
     @property
     def best_run(self) -> int | None:
-        """Number of the run with the highest score, the first in case of a tie; None without scores."""
+        """Number of the run with the highest score, the first of equals; None without scores."""
         return max(self.scores, key=lambda number: (self.scores[number], -number), default=None)
 
     @property
@@ -58,7 +58,7 @@ def candidates(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> l
 
 
 def rank(unranked: Iterable[Candidate]) -> list[Candidate]:
-    """Sort candidates by fewest failed runs, then by highest mean, without scores last. Ties keep their order."""
+    """Sort candidates by number of failed runs, then by mean, best first; no scores last. Ties keep their order."""
 
     def sort_key(candidate: Candidate) -> tuple[bool, int, float]:
         spread = candidate.spread
@@ -67,12 +67,12 @@ def rank(unranked: Iterable[Candidate]) -> list[Candidate]:
     return sorted(unranked, key=sort_key)
 
 
-def to_drop(of_config: Sequence[Candidate]) -> list[int]:
-    """Return the numbers of finished trials whose models are not needed any more, from candidates of one config.
+def removable(group: Sequence[Candidate]) -> list[int]:
+    """Return the numbers of finished trials whose models are not needed any more, from the candidates of one config.
 
-    The best run of every incomplete candidate stays, and the best run of the leading complete one.
+    The best run of every incomplete candidate is kept, and the best run of the leading complete one.
     """
-    leader = next((candidate for candidate in rank(of_config) if candidate.scores and candidate.is_complete), None)
-    kept = {candidate.best_run for candidate in of_config if candidate is leader or not candidate.is_complete}
-    finished = (number for candidate in of_config for number, outcome in candidate.runs.items() if outcome is not None)
+    leader = next((candidate for candidate in rank(group) if candidate.scores and candidate.is_complete), None)
+    kept = {candidate.best_run for candidate in group if candidate is leader or not candidate.is_complete}
+    finished = (number for candidate in group for number, outcome in candidate.runs.items() if outcome is not None)
     return sorted(number for number in finished if number not in kept)

@@ -70,7 +70,7 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
         return
     finished = runs.has_model(config)
     if finished and arguments.resume:
-        runs.check_same(config, over=True)
+        runs.check_same(config, finished=True)
     plan = runs.plan(config, alone)
     config = preflight.with_resolved_precision(config) if arguments.resume or finished else config
     state = preflight.run_state(config.folder, finished=finished)
@@ -97,7 +97,7 @@ def _run_several(
     run_sweep(configs, start, grid, seeds=arguments.seeds or 1, **common, **options)
 
 
-# ---------------------------------------------------------------- their parsers
+# ---------------------------------------------------------------- parsers
 
 
 def _add_finetune(commands: Any) -> None:
@@ -135,8 +135,8 @@ def _add_sweep(commands: Any) -> None:
     parser.add_argument(
         "--grid",
         choices=("auto", "devlin", "small-bert"),
-        help="auto: 9 points around the config's own learning rate and epochs, which are among them (the default of a "
-        "single config); or the grid of Devlin et al. 2019 (18 points), or of the smaller BERT models (20 points)",
+        help="auto: 9 points around the config's learning rate and epochs, these included (default for a single "
+        "config); or the grid of Devlin et al. 2019 (18 points), or of the smaller BERT models (20 points)",
     )
     parser.add_argument(
         "--grid-set",
@@ -169,7 +169,7 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=1,
         metavar="K",
-        help="cross-validation: K runs, each scored on another part of the training set and trained on the others; "
+        help="cross-validation: K runs, each scored on one part of the training set and trained on the rest; "
         "prints mean and spread, writes folds.jsonl, and keeps no model",
     )
     parser.add_argument(

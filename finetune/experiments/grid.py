@@ -9,8 +9,8 @@ from finetune.training.config import GRIDS, TASKS, FinetuneConfig, TrainingConfi
 from pretrain.common.errors import InputError
 
 _NO_AXES = ("seed", "fold", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
-# Settings of a task that define its scores: scores with different values cannot be compared.
-_MEASURE = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
+# Settings of a task that define its scores: runs that differ in them cannot be compared.
+_SCORING = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 
 Grid = Mapping[str, Sequence[str]]
 """{dotted name of a setting: its values in YAML}"""
@@ -55,26 +55,25 @@ def parse_grid(name: str, axes: Sequence[str]) -> dict[str, list[str]]:
                 f"--grid-set {text}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
             )
         if key.strip().partition(".")[0] in _NO_AXES:
-            instead = f" Use --{key.strip()}s N." if key.strip() in ("seed", "fold") else " Use --set, for all runs."
-            raise InputError(f"--grid-set {text}: is not a setting to compare by.{instead}")
+            advice = f"Use --{key.strip()}s N." if key.strip() in ("seed", "fold") else "Use --set, for all runs."
+            raise InputError(f"--grid-set {text}: cannot be an axis of a grid. {advice}")
         section, _, setting = key.strip().partition(".")
-        if section in TASKS and (not setting or setting.partition(".")[0] in _MEASURE):
+        if section in TASKS and (not setting or setting.partition(".")[0] in _SCORING):
             raise InputError(
-                f"--grid-set {text}: decides what the scores mean, so that they could not be compared. Use --set, for "
-                "all runs."
+                f"--grid-set {text}: defines the scores, so runs could not be compared. Use --set, for all runs."
             )
         grid[key.strip()] = list(dict.fromkeys(values))
     return grid
 
 
-def around(training: TrainingConfig) -> dict[str, list[str]]:
+def auto_grid(training: TrainingConfig) -> dict[str, list[str]]:
     """Return learning rates and epochs around the values of a complete config (`FinetuneConfig.filled`)."""
 
-    def near(value: float, low: float, high: float) -> list[str]:
+    def scaled(value: float, low: float, high: float) -> list[str]:
         return [f"{value * low:.2g}", f"{value:g}", f"{value * high:.2g}"]
 
-    rates = {"training.learning_rate": near(training.learning_rate, 0.5, 2)}
-    return rates if training.steps else {**rates, "training.epochs": near(training.epochs, 2 / 3, 4 / 3)}
+    rates = {"training.learning_rate": scaled(training.learning_rate, 0.5, 2)}
+    return rates if training.steps else {**rates, "training.epochs": scaled(training.epochs, 2 / 3, 4 / 3)}
 
 
 def check_effect(config: FinetuneConfig, point: GridPoint) -> None:

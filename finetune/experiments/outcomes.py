@@ -1,4 +1,4 @@
-"""Trials (each is one of several fine-tunings), their outcomes, and statistics over outcomes."""
+"""Trials (each one of several fine-tunings), their outcomes, and statistics over outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trial:
 class Outcome:
     """The result of a trial: scores, or the error."""
 
-    metric: str = ""  # the score that chooses the checkpoint
+    metric: str = ""  # name of the score that chooses the checkpoint
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> score -> fraction of 1
     error: RunError | None = None
     chosen_on: str = ""  # the set that chose the checkpoint, or the fold; trials are compared only on it
@@ -68,18 +68,18 @@ def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
     """Return {set: {score: statistics over the outcomes that have it}}."""
     values: dict[str, dict[str, list[float]]] = {}
     for outcome in outcomes:
-        for part, scores in (outcome.scores if outcome else {}).items():
+        for split, scores in (outcome.scores if outcome else {}).items():
             for name, value in scores.items():
                 if math.isfinite(value):
-                    values.setdefault(part, {}).setdefault(name, []).append(value)
+                    values.setdefault(split, {}).setdefault(name, []).append(value)
     return {
-        part: {name: spread for name, of_score in scores.items() if (spread := Spread.of(of_score))}
-        for part, scores in values.items()
+        split: {name: spread for name, samples in scores.items() if (spread := Spread.of(samples))}
+        for split, scores in values.items()
     }
 
 
 def failure(outcomes: Sequence[Outcome | None]) -> RunError | None:
-    """Return the error of a command if some runs failed: of their common class, or else `MachineError`."""
+    """Return the error of a command if some runs failed: of the class that their errors share, else `MachineError`."""
     errors = [outcome.error for outcome in outcomes if outcome and outcome.error]
     if not errors:
         return None

@@ -18,7 +18,7 @@ from pretrain.common.wording import counted, score_title, shown_scores
 if TYPE_CHECKING:
     from rich.table import Table
 
-_REMARK = 90  # characters of the reason why a run failed
+_MAX_REMARK = 90  # characters of the reason why a run failed
 
 
 def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked: Sequence[Candidate]) -> dict[str, Any]:
@@ -28,12 +28,13 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
         "metric": next((outcome.metric for outcome in outcomes if outcome and outcome.metric), ""),
         **_counts(outcomes),
         "scores": {
-            part: {name: vars(spread) for name, spread in scores.items()} for part, scores in spreads(outcomes).items()
+            split: {name: vars(spread) for name, spread in scores.items()}
+            for split, scores in spreads(outcomes).items()
         },
         "settings": [
-            {**one.point.settings, "metric": spread.mean, "deviation": spread.deviation, "runs": spread.runs}
-            for one in ranked
-            if (spread := one.spread) is not None
+            {**candidate.point.settings, "metric": spread.mean, "deviation": spread.deviation, "runs": spread.runs}
+            for candidate in ranked
+            if (spread := candidate.spread) is not None
         ],
         "each": [
             {
@@ -52,19 +53,19 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked:
 
 def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
     """Return numbers of runs: all, done with scores, failed, degenerate (included in done), still to run."""
-    over = [outcome for outcome in outcomes if outcome]
-    failed = sum(outcome.error is not None for outcome in over)
+    finished = [outcome for outcome in outcomes if outcome]
+    failed = sum(outcome.error is not None for outcome in finished)
     return {
         "runs": len(outcomes),
-        "done": len(over) - failed,
+        "done": len(finished) - failed,
         "failed": failed,
-        "degenerate": sum(bool(outcome.degenerate) for outcome in over),
+        "degenerate": sum(bool(outcome.degenerate) for outcome in finished),
         "to_run": outcomes.count(None),
     }
 
 
 def count_line(outcomes: Sequence[Outcome | None]) -> str:
-    """Return `5 runs, 4 done, 1 failed`, and the other counts if not 0."""
+    """Return a line such as `5 runs, 4 done, 1 failed`, with the other counts if they are not 0."""
     number = _counts(outcomes)
     line = f"{counted(number['runs'], 'run')}, {number['done']} done, {number['failed']} failed"
     if number["degenerate"]:
@@ -73,18 +74,18 @@ def count_line(outcomes: Sequence[Outcome | None]) -> str:
 
 
 def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
-    """Return the candidates of each config, best first, with the ranking score; for a single one, all scores."""
-    every = [candidate for of_config in ranked for candidate in of_config]
-    statistics = ["mean", "std", "min", "max"] if any(len(one.runs) > 1 for one in every) else ["value"]
+    """Return the candidates of each config, best first, with the ranking score; a single candidate with all scores."""
+    rows = [candidate for group in ranked for candidate in group]
+    statistics = ["mean", "std", "min", "max"] if any(len(row.runs) > 1 for row in rows) else ["value"]
     names = ["config"] if len(ranked) > 1 else []
-    headings = [*names, *(axis.rpartition(".")[2] for axis in every[0].point.settings), "score"]
+    headings = [*names, *(axis.rpartition(".")[2] for axis in rows[0].point.settings), "score"]
     table, notes = _table([*headings, *statistics], left=len(headings)), list[str]()
-    for candidate in every:
-        is_best = any(len(of_config) > 1 and of_config[0] is candidate for of_config in ranked)
+    for candidate in rows:
+        is_best = any(len(group) > 1 and group[0] is candidate for group in ranked)
         chosen = [*([candidate.base.name] if names else []), *candidate.point.settings.values()]
         if remarks := "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values())))):
             notes.append(f"{', '.join(chosen) or candidate.base.name}: {remarks}")
-        for heading, spread in _scores(candidate, all_of_them=len(every) == 1):
+        for heading, spread in _scores(candidate, show_all=len(rows) == 1):
             values = (spread.mean, spread.deviation, spread.least, spread.most) if spread else (None,) * 4
             cells = ["–" if value is None else f"{value:.4f}" for value in values[: len(statistics)]]
             table.add_row(*chosen, heading, *cells, style="bold" if spread and is_best else "")
@@ -94,9 +95,9 @@ def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
 
 def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
     """Return {GLUE task: its best candidate}, over all configs of the task."""
-    scored = [(spread.mean, of_config[0]) for of_config in ranked if (spread := of_config[0].spread) is not None]
+    scored = [(spread.mean, group[0]) for group in ranked if (spread := group[0].spread) is not None]
     best: dict[str, Candidate] = {}
-    for _, leader in sorted(scored, key=lambda one: -one[0]):
+    for _, leader in sorted(scored, key=lambda pair: -pair[0]):
         if task := getattr(leader.base.task_settings, "glue", ""):
             best.setdefault(task, leader)
     return best
@@ -104,50 +105,50 @@ def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
 
 def glue_rows(best: Mapping[str, Candidate], name: str) -> list[list[str]]:
     """Return the table of the BERT paper (Devlin et al., table 1) and a row with the means over each task's runs."""
-    found = {
+    means = {
         task: {
-            part: {score: one.mean for score, one in scores.items()}
-            for part, scores in spreads(candidate.runs.values()).items()
+            split: {score: spread.mean for score, spread in scores.items()}
+            for split, scores in spreads(candidate.runs.values()).items()
         }
         for task, candidate in best.items()
     }
-    return glue.table_rows(found, name=name)
+    return glue.table_rows(means, name=name)
 
 
 def write_submission(best: Mapping[str, Path], folder: Path) -> None:
     """Write the files for GLUE's site from the predictions of the test sets in each task's run folder."""
     written = []
     for task, run in best.items():
-        files = {part: run / PREDICTIONS / f"{part}.jsonl" for part in glue.TASKS[task].test}
+        files = {split: run / PREDICTIONS / f"{split}.jsonl" for split in glue.TASKS[task].test}
         rows = {
-            part: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            for part, path in files.items()
+            split: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            for split, path in files.items()
             if path.is_file()
         }
         written += [path.name for path in glue.write_submission(task, rows, folder)]
     print(f"{folder}: {', '.join(written) or 'nothing, since there are no test sets'}")
-    if absent := [task.title for name, task in glue.TASKS.items() if name not in best]:
-        print(f"  GLUE's site needs all tasks; missing: {', '.join(absent)}")
+    if missing := [task.title for name, task in glue.TASKS.items() if name not in best]:
+        print(f"  GLUE's site needs all tasks; missing: {', '.join(missing)}")
 
 
-def _scores(candidate: Candidate, *, all_of_them: bool) -> Iterator[tuple[str, Spread | None]]:
+def _scores(candidate: Candidate, *, show_all: bool) -> Iterator[tuple[str, Spread | None]]:
     """Yield (set and score, statistics) of the ranking score, or of every score."""
     done = next((outcome for outcome in candidate.runs.values() if outcome and outcome.scores), Outcome())
-    if not all_of_them or not done.scores:
+    if not show_all or not done.scores:
         yield f"{done.chosen_on} {score_title(done.metric, done.positive)}".strip(), candidate.spread
         return
     statistics = spreads(candidate.runs.values())
-    for part, scores in done.scores.items():
+    for split, scores in done.scores.items():
         names = shown_scores(scores, done.metric)
-        for name in sorted(names, key=lambda one: one != done.metric):
-            yield f"{part} {score_title(name, done.positive)}", statistics.get(part, {}).get(name)
+        for name in sorted(names, key=lambda score: score != done.metric):
+            yield f"{split} {score_title(name, done.positive)}", statistics.get(split, {}).get(name)
 
 
 def _remark(outcome: Outcome | None) -> str:
     if outcome is None:
         return "to run"
     if outcome.error is not None:
-        return textwrap.shorten(f"failed: {outcome.error}", _REMARK, placeholder=" ...")
+        return textwrap.shorten(f"failed: {outcome.error}", _MAX_REMARK, placeholder=" ...")
     return outcome.degenerate
 
 

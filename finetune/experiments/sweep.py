@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import Grid, GridPoint, around, check_effect, expand
+from finetune.experiments.candidates import Candidate, candidates, rank, removable
+from finetune.experiments.grid import Grid, GridPoint, auto_grid, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import count_line, glue_best, glue_rows, score_table, summary, write_submission
 from finetune.experiments.trials import raise_failure, run_all, trial_config
@@ -48,7 +48,7 @@ def run_sweep(
     Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 
     Args:
-        auto: add `grid.around` of each config, for settings that `grid` does not name.
+        auto: add `grid.auto_grid` of each config, for settings that `grid` does not name.
         folds: K of a cross-validation, 1 for none: each run becomes K runs, no model is kept, and folds.jsonl has the
             predictions of the best settings' first seed.
         keep: "best" keeps only the model of each config's best run, "all" keeps the models of all runs.
@@ -58,27 +58,27 @@ def run_sweep(
     `InputError` if settings are to be compared without a held-out set.
     """
     plans: Plans = {}
-    members = _read(paths, overrides, grid, seeds, folds, plans if auto else None)
-    configs = list({trial.base.folder: trial.base for trial in members}.values())
+    trials = _read(paths, overrides, grid, seeds, folds, plans if auto else None)
+    configs = list({trial.base.folder: trial.base for trial in trials}.values())
     for config in configs:
-        plan = _plan([trial for trial in members if trial.base is config], plans)
+        plan = _plan([trial for trial in trials if trial.base is config], plans)
         describe = runs.describe_start(config, plan)
         print(runs.describe(config, plan, show_config=show_config) if dry_run else describe)
     if dry_run:
-        print(f"\n{counted(len(members), 'run')}:\n" + "\n".join(f"  {trial.config.folder}" for trial in members))
+        print(f"\n{counted(len(trials), 'run')}:\n" + "\n".join(f"  {trial.config.folder}" for trial in trials))
         return
 
     def remove_models(outcomes: list[Outcome | None]) -> None:
         finished = [number for number, outcome in enumerate(outcomes) if outcome]
-        for of_config in candidates(members, outcomes) if keep == "best" or folds > 1 else ():
-            for number in finished if folds > 1 else to_drop(of_config):
-                shutil.rmtree(members[number].config.folder / MODEL, ignore_errors=True)
+        for group in candidates(trials, outcomes) if keep == "best" or folds > 1 else ():
+            for number in finished if folds > 1 else removable(group):
+                shutil.rmtree(trials[number].config.folder / MODEL, ignore_errors=True)
 
-    outcomes = run_all(configs, members, parallel=parallel, ended=remove_models)
+    outcomes = run_all(configs, trials, parallel=parallel, on_result=remove_models)
     remove_models(outcomes)
-    _report(members, outcomes, submission)
+    _report(trials, outcomes, submission)
     if folds > 1 and None not in outcomes:
-        _write_folds(members, outcomes, folds)
+        _write_folds(trials, outcomes, folds)
     raise_failure(configs[0].folder, outcomes)
 
 
@@ -90,7 +90,7 @@ def sweep_trials(
     seeds: int,
     folds: int = 1,
 ) -> list[Trial]:
-    """Return the trials of all points, the seeds and folds of a point next to each other."""
+    """Return the trials of all points; the seeds and folds of a point are adjacent."""
     trials, folders = [], set()
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
@@ -98,33 +98,33 @@ def sweep_trials(
         if point.folder in folders:
             raise InputError(f"--grid-set: two points would share the folder {point.folder}. Remove one of them.")
         folders.add(point.folder)
-        parts = [f"{number}/{folds}" for number in range(1, folds + 1)] if folds > 1 else [""]
-        for seed, fold in itertools.product(range(config.seed, config.seed + seeds), parts):
-            several = seeds > 1 or not point.settings
-            number = fold and f"fold-{fold.replace('/', '-of-')}"
-            name = "-".join(filter(None, [point.name, f"seed-{seed}" if several else "", number]))
-            label = ", ".join(filter(None, [point.label, f"seed {seed}" if several else "", fold and f"fold {fold}"]))
-            folder = config.folder / point.folder / f"seed-{seed}" / number
-            its_config = trial_config(chosen, name, folder=folder, seed=seed).model_copy(update={"fold": fold})
-            trials.append(Trial(label, its_config, config, point))
+        fold_names = [f"{number}/{folds}" for number in range(1, folds + 1)] if folds > 1 else [""]
+        for seed, fold in itertools.product(range(config.seed, config.seed + seeds), fold_names):
+            show_seed = seeds > 1 or not point.settings
+            suffix = fold and f"fold-{fold.replace('/', '-of-')}"
+            name = "-".join(filter(None, [point.name, f"seed-{seed}" if show_seed else "", suffix]))
+            label = ", ".join(filter(None, [point.label, f"seed {seed}" if show_seed else "", fold and f"fold {fold}"]))
+            folder = config.folder / point.folder / f"seed-{seed}" / suffix
+            run_config = trial_config(chosen, name, folder=folder, seed=seed).model_copy(update={"fold": fold})
+            trials.append(Trial(label, run_config, config, point))
     return trials
 
 
 def _read(
     paths: Sequence[Path], overrides: Sequence[str], grid: Grid, seeds: int, folds: int, plans: Plans | None
 ) -> list[Trial]:
-    """Return the trials of all configs; with `plans`, also over the grid `around` each."""
-    members: list[Trial] = []
+    """Return the trials of all configs; with `plans`, also over the `auto_grid` of each."""
+    trials: list[Trial] = []
     for path in paths:
         config = load_config(path, overrides, imports=True)
-        if any(trial.base.folder == config.folder for trial in members):
-            raise InputError(f"{path}: another of the configs has the run folder {config.folder}, too. Rename one.")
-        plan = None if plans is None else _planned(config, config, plans)
-        near = around(config.filled(plan.model.hidden, plan.units).training) if plan else {}
-        trials = sweep_trials(config, path, overrides, expand({**near, **grid}), seeds, folds)
+        if any(trial.base.folder == config.folder for trial in trials):
+            raise InputError(f"{path}: another config has the same run folder {config.folder}. Rename one of them.")
+        plan = None if plans is None else _cached_plan(config, config, plans)
+        axes = auto_grid(config.filled(plan.model.hidden, plan.units).training) if plan else {}
+        new_trials = sweep_trials(config, path, overrides, expand({**axes, **grid}), seeds, folds)
         prefix = f"{config.name}, " if len(paths) > 1 else ""
-        members += [replace(trial, label=prefix + trial.label) for trial in trials]
-    return members
+        trials += [replace(trial, label=prefix + trial.label) for trial in new_trials]
+    return trials
 
 
 def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
@@ -133,15 +133,15 @@ def _plan(trials: Sequence[Trial], plans: Plans) -> runs.FinetunePlan:
     Raises what `runs.plan` raises, and `InputError` without a held-out set, which chooses the best settings.
     """
     for config in (trial.config for trial in trials):
-        plan = _planned(trials[0].base, config, plans)
+        plan = _cached_plan(trials[0].base, config, plans)
         runs.check_fit(config, plan.model)
         if not plan.held_out and not config.fold and trials[0].point.settings:
             raise InputError(f"{trials[0].base.name}: no dev set, so the settings cannot be compared. Give one.")
-    return _planned(trials[0].base, trials[0].config, plans)
+    return _cached_plan(trials[0].base, trials[0].config, plans)
 
 
-def _planned(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
-    """Return the plan of a config of `base`. Data are read once for all configs with the same windows."""
+def _cached_plan(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs.FinetunePlan:
+    """Return the plan of a config derived from `base`. Data are read once for all configs with the same windows."""
     windows = config.model_dump_json(include={config.task_name, "max_length", "start_from", "fold"})
     key = f"{base.folder} {config.engine.micro_batch_tokens} {windows}"
     if key not in plans:
@@ -149,39 +149,39 @@ def _planned(base: FinetuneConfig, config: FinetuneConfig, plans: Plans) -> runs
     return plans[key]
 
 
-def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:
+def _report(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:
     """Write summary.json and best.yaml, and print the tables."""
-    ranked = [rank(of_config) for of_config in candidates(members, outcomes)]
-    leaders, name = glue_best(ranked), Path(members[0].config.start_from).name
+    ranked = [rank(group) for group in candidates(trials, outcomes)]
+    leaders, name = glue_best(ranked), Path(trials[0].config.start_from).name
     table = glue_rows(leaders, name) if leaders and len(ranked) > 1 else []
     print_table(score_table(ranked))
-    for of_config in ranked:
-        config, best = of_config[0].base, of_config[0]
-        numbers = sorted(number for candidate in of_config for number in candidate.runs)
-        found = [outcomes[number] for number in numbers]
-        values = summary([members[number] for number in numbers], found, of_config)
+    for group in ranked:
+        config, best = group[0].base, group[0]
+        numbers = sorted(number for candidate in group for number in candidate.runs)
+        results = [outcomes[number] for number in numbers]
+        values = summary([trials[number] for number in numbers], results, group)
         write_json(config.folder / SUMMARY, {**values, "glue": table})
-        print(f"{config.folder / SUMMARY}: {count_line(found)}")
+        print(f"{config.folder / SUMMARY}: {count_line(results)}")
         if best.point.settings and best.best_run is not None:
-            _write_best(best, members[best.best_run].config)
+            _write_best(best, trials[best.best_run].config)
     if table:
         print(f"\n{glue.format_table(table)}")
     if submission is not None and None not in outcomes:
-        best_runs = {task: one.best_run for task, one in leaders.items() if one.best_run is not None}
-        write_submission({task: members[number].config.folder for task, number in best_runs.items()}, submission)
+        best_runs = {task: leader.best_run for task, leader in leaders.items() if leader.best_run is not None}
+        write_submission({task: trials[number].config.folder for task, number in best_runs.items()}, submission)
 
 
-def _write_folds(members: Sequence[Trial], outcomes: Sequence[Outcome | None], count: int) -> None:
+def _write_folds(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], count: int) -> None:
     """Write folds.jsonl into each config's folder, in the order of its training set."""
-    for of_config in candidates(members, outcomes):
-        best, config = rank(of_config)[0], of_config[0].base
-        files = [members[number].config.folder / PREDICTIONS / "fold.jsonl" for number in list(best.runs)[:count]]
+    for group in candidates(trials, outcomes):
+        best, config = rank(group)[0], group[0].base
+        files = [trials[number].config.folder / PREDICTIONS / "fold.jsonl" for number in list(best.runs)[:count]]
         if not all(path.is_file() for path in files):
             continue
         task = config.make_task()
-        parts = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
+        lines = [iter(path.read_text(encoding="utf-8").splitlines()) for path in files]
         numbers = task.folds(task.read_train(), count)
-        rows = ({"fold": number + 1, **json.loads(next(parts[number]))} for number in numbers)
+        rows = ({"fold": number + 1, **json.loads(next(lines[number]))} for number in numbers)
         written = write_rows(config.folder / FOLDS, rows)
         print(f"{config.folder / FOLDS}: {counted(written, 'prediction')}, each by a run not trained on the example")
 

@@ -1,7 +1,7 @@
 """Several fine-tunings of one command: find the finished ones, run the others, and return all outcomes.
 
-Each has a run folder below its config's folder. The folders decide: a finished run is not repeated, nor a diverged one,
-since it would diverge again; any other continues from its checkpoint.
+Each has a run folder below its config's folder, which shows its state: a finished run is not repeated, nor a diverged
+one, since it would diverge again; any other run continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int)
     tracking = config.tracking
     wandb_names = {
         "group": tracking.group or config.name,
-        "run_id": tracking.run_id and _labeled(tracking.run_id, label, 64),
+        "run_id": tracking.run_id and _with_label(tracking.run_id, label, 64),
     }
     return config.model_copy(
         update={
-            "name": _labeled(config.name, label, 63),
+            "name": _with_label(config.name, label, 63),
             "run_dir": str(folder),
             "seed": seed,
             "tracking": tracking.model_copy(update=wandb_names),
@@ -52,7 +52,7 @@ def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int)
     )
 
 
-def _labeled(text: str, label: str, limit: int) -> str:
+def _with_label(text: str, label: str, limit: int) -> str:
     """Return `text-label` in at most `limit` characters; `text` is cut first."""
     return f"{text[: max(1, limit - 1 - len(label))]}-{label}"[:limit]
 
@@ -62,15 +62,15 @@ def run_all(
     trials: Sequence[Trial],
     *,
     parallel: int,
-    ended: Callable[[list[Outcome | None]], None],
+    on_result: Callable[[list[Outcome | None]], None],
 ) -> list[Outcome | None]:
     """Run the unfinished trials, and print a line for each result. After a stop, missing outcomes are None.
 
-    The trials are from all `configs`. The first config's folder has Ray's log and the stop file. `ended` is called with
-    all outcomes after each trial. `parallel` is as in `cluster.workers.trials.run_trials`.
+    The trials are from all `configs`. The first config's folder has Ray's log and the stop file. `on_result` is called
+    with all outcomes after each trial. `parallel` is as in `cluster.workers.trials.run_trials`.
 
     Raises:
-        InputError: a run folder holds a run with other settings or data, or another process uses the folders.
+        InputError: a run folder has a run with other settings or data, or another process uses the folders.
         MachineError: Ray cannot start, or has too little capacity.
     """
     expect("several fine-tunings", "deepspeed", "ray")
@@ -86,7 +86,7 @@ def run_all(
         for number in pending:
             _prepare(trials[number].config)
         if pending:
-            _run(configs[0], trials, outcomes, pending, parallel, ended)
+            _run(configs[0], trials, outcomes, pending, parallel, on_result)
     return outcomes
 
 
@@ -102,12 +102,12 @@ def _prepare(config: FinetuneConfig) -> None:
     """Check the folder of a run that starts or continues, and record its config and environment there."""
     with preflight.run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True):
         if checkpoint_names(config.folder):
-            runs.check_same(config, over=False)  # it continues without --resume
+            runs.check_same(config, finished=False)  # it continues without --resume
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
-    """Raise `InputError` if a config cannot have several runs, or not together with the `first` config."""
+    """Raise `InputError` if a config cannot have several runs, or cannot be combined with the `first` config."""
     if config.scheduling.workers > 1:
         raise InputError(
             f"scheduling.workers: {config.scheduling.workers}, but each of several runs is one process. "
@@ -117,21 +117,21 @@ def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
         raise InputError(f"run_dir: {config.address}: several runs have to be in a local folder. Give a local run_dir.")
     if config.scheduling != first.scheduling:
         raise InputError(
-            f"scheduling: differs between {first.name} and {config.name}, which one command runs. Set what differs "
-            "with --set."
+            f"scheduling: differs between {first.name} and {config.name}, but one command runs both. Set the same "
+            "values with --set."
         )
 
 
 def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[Trial]:
     """Replace `auto` by one common precision for all trials, so that their scores are comparable.
 
-    On a cluster, whose nodes may differ, the first trial that starts decides for all trials of later calls.
+    On a cluster, whose nodes may differ, the first trial that starts determines the precision for later calls.
     """
     started = [replace(trial, config=preflight.with_resolved_precision(trial.config)) for trial in trials]
     if not any(trial.config.engine.precision == "auto" for trial in started):
         return started
     pairs = zip(started, trials, strict=True)
-    resolved = (one.config.engine for one, before in pairs if one.config.engine != before.config.engine)
+    resolved = (trial.config.engine for trial, before in pairs if trial.config.engine != before.config.engine)
     chosen: Precision | None = next((engine.resolved_precision for engine in resolved), None)
     if chosen is None:
         if config.scheduling.address:  # other machines train
@@ -165,12 +165,12 @@ def read_outcome(trial: Trial) -> Outcome | None:
         outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=failed, data=data, positive=positive)
     else:
         return None
-    runs.check_same(trial.config, over=True)
+    runs.check_same(trial.config, finished=True)
     return outcome
 
 
 def degenerate(details: dict[str, Any]) -> str:
-    """Return why a run counts as failed by Mosbach et al. 2021, section 3, from details of its sets; "" if it does not.
+    """Return why a run failed as defined by Mosbach et al. 2021, section 3, from the details of its sets; "" if not.
 
     A single-label classifier fails if its accuracy on the first held-out set is not above the share of the most
     frequent class.
@@ -179,12 +179,12 @@ def degenerate(details: dict[str, Any]) -> str:
     if not confusion:
         return ""
     counts: list[list[int]] = confusion["counts"]  # [true][predicted]
-    right = sum(row[number] for number, row in enumerate(counts))
-    frequent = max(range(len(counts)), key=lambda number: sum(counts[number]))
-    if right > sum(counts[frequent]):
+    correct = sum(row[number] for number, row in enumerate(counts))
+    majority = max(range(len(counts)), key=lambda number: sum(counts[number]))
+    if correct > sum(counts[majority]):
         return ""
-    share = sum(counts[frequent]) / sum(map(sum, counts))
-    return f"no better than always {confusion['labels'][frequent]} ({share:.4f})"
+    share = sum(counts[majority]) / sum(map(sum, counts))
+    return f"no better than always {confusion['labels'][majority]} ({share:.4f})"
 
 
 def outcome_line(label: str, outcome: Outcome) -> str:
@@ -202,9 +202,9 @@ def _run(
     outcomes: list[Outcome | None],
     pending: list[int],
     parallel: int,
-    ended: Callable[[list[Outcome | None]], None],
+    on_result: Callable[[list[Outcome | None]], None],
 ) -> None:
-    """Run the pending trials, and fill in their outcomes; after a stop, not all of them."""
+    """Run the pending trials, and fill in their outcomes; after a stop, some stay None."""
     stop_file = config.folder / STOP_FILE
     stopping = False
 
@@ -212,10 +212,10 @@ def _run(
         nonlocal stopping
         for number, error in ((pending[index], error) for index, error in results.items()):
             if not isinstance(error, StoppedError):
-                outcome = outcomes[number] = _end(trials[number], error)
+                outcome = outcomes[number] = _finish(trials[number], error)
                 count = f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)}"
                 print(f"  {count}  {outcome_line(trials[number].label, outcome)}", flush=True)
-                ended(outcomes)
+                on_result(outcomes)
         if not stopping and stop_file.exists():
             stopping = True
             print("  stopping: running trials save a checkpoint; Ctrl-C again kills them immediately", flush=True)
@@ -234,14 +234,14 @@ def _run(
             address=config.scheduling.address,
             max_failures=config.scheduling.max_failures,
         )
-        poll({index: None for index, number in enumerate(pending) if outcomes[number] is None})  # lost by Ray
+        poll({index: None for index, number in enumerate(pending) if outcomes[number] is None})  # not reported by Ray
 
 
 def _request(config: FinetuneConfig) -> TrialRequest:
     return TrialRequest(config.folder, TrainingRequest(config.model_dump(mode="json"), resume=True))
 
 
-def _end(trial: Trial, error: RunError | None) -> Outcome:
+def _finish(trial: Trial, error: RunError | None) -> Outcome:
     if isinstance(error, DivergedError):
         write_json(trial.config.folder / FAILED, {"message": str(error)})
     if error is None and (outcome := read_outcome(trial)):
@@ -261,7 +261,7 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
             digests[key] = runs.digest(config)
         if digests[key] != outcome.data:
             raise InputError(
-                f"{config.folder}: was trained or scored on other data than the files of {config.task_name} hold now. "
+                f"{config.folder}: the files of {config.task_name} have changed since this run was trained and scored. "
                 "Restore the files, choose another name or run_dir, or remove the folder."
             )
 

@@ -1,8 +1,8 @@
 """BLiMP: the preference for the acceptable sentence of a pair (Warstadt et al. 2020, arXiv:1912.00582).
 
 A sentence is scored by its pseudo-log-likelihood (Salazar et al. 2020, "Masked Language Model Scoring", section 2.1):
-each token is masked alone, and the log probabilities of the true tokens are summed, without special tokens. A pair is
-right if the acceptable sentence scores higher; a tie is wrong.
+each token is masked separately, and the log probabilities of the true tokens are summed, without special tokens. A pair
+is correct if the acceptable sentence scores higher; a tie is not.
 """
 
 import json
@@ -17,9 +17,9 @@ import numpy as np
 from finetune.scores.masked_model import Advance, MaskedModel, MaskedSequence, progress_bar, text_digest
 from pretrain.common.errors import InputError
 
-PART = "blimp"  # name of the score
+NAME = "blimp"  # name of the score
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # of a line
-AT_ONCE = 1 << 18  # tokens of masked copies in memory at a time
+MAX_TOKENS = 1 << 18  # tokens of masked copies in memory at a time
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Paradigm:
 
 @dataclass(frozen=True)
 class ParadigmScore:
-    """Number of pairs of a paradigm, and of pairs that a model gets right."""
+    """Number of pairs of a paradigm, and how many of them a model gets right."""
 
     phenomenon: str
     pairs: int
@@ -59,19 +59,19 @@ class BlimpScore:
     @property
     def phenomena(self) -> dict[str, float]:
         """{phenomenon: mean accuracy of its paradigms}, sorted by name."""
-        members: dict[str, list[float]] = {}
-        for one in self.paradigms.values():
-            members.setdefault(one.phenomenon, []).append(one.accuracy)
-        return {name: statistics.fmean(members[name]) for name in sorted(members)}
+        accuracies: dict[str, list[float]] = {}
+        for score in self.paradigms.values():
+            accuracies.setdefault(score.phenomenon, []).append(score.accuracy)
+        return {name: statistics.fmean(accuracies[name]) for name in sorted(accuracies)}
 
     @property
     def overall(self) -> float:
         """Mean accuracy of the paradigms."""
-        return statistics.fmean(one.accuracy for one in self.paradigms.values())
+        return statistics.fmean(score.accuracy for score in self.paradigms.values())
 
     def as_data(self) -> dict[str, Any]:
         """Return the score as data for JSON."""
-        paradigms = {name: {**asdict(one), "accuracy": one.accuracy} for name, one in self.paradigms.items()}
+        paradigms = {name: {**asdict(score), "accuracy": score.accuracy} for name, score in self.paradigms.items()}
         return {"overall": self.overall, "phenomena": self.phenomena, "paradigms": paradigms}
 
 
@@ -80,29 +80,28 @@ def blimp_score(model: MaskedModel, paradigms: Sequence[Paradigm]) -> BlimpScore
 
     Raises `InputError` if the model has too few positions for a sentence.
     """
-    with progress_bar("BLiMP, sentences", sum(2 * len(one.pairs) for one in paradigms)) as advance:
-        return BlimpScore(
-            {
-                one.name: ParadigmScore(one.phenomenon, len(one.pairs), right_pairs(model, one.pairs, advance))
-                for one in paradigms
-            }
-        )
+    with progress_bar("BLiMP, sentences", sum(2 * len(paradigm.pairs) for paradigm in paradigms)) as advance:
+        scores = {}
+        for paradigm in paradigms:
+            right = right_pairs(model, paradigm.pairs, advance)
+            scores[paradigm.name] = ParadigmScore(paradigm.phenomenon, len(paradigm.pairs), right)
+        return BlimpScore(scores)
 
 
 def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
     """Read the paradigms in the .jsonl files of a folder, with their first `limit` pairs (0: all).
 
-    Raises `InputError` if there is none, a line is not a pair of BLiMP, a file has several UIDs, or two have one.
+    Raises `InputError` if there is none, a line is not a pair of BLiMP, a file has several UIDs, or two files have one.
     """
     files = sorted(data.glob("*.jsonl"))
     if not files:
         raise InputError(f"{data}: has no .jsonl file. Give the folder `data` of BLiMP, with a file for each paradigm.")
     paradigms: dict[str, Paradigm] = {}
     for file in files:
-        one = _read_paradigm(file, limit)
-        if one.name in paradigms:
-            raise InputError(f"{file}: another file has the same UID ({one.name}). Remove one of them.")
-        paradigms[one.name] = one
+        paradigm = _read_paradigm(file, limit)
+        if paradigm.name in paradigms:
+            raise InputError(f"{file}: another file has the same UID ({paradigm.name}). Remove one of them.")
+        paradigms[paradigm.name] = paradigm
     return list(paradigms.values())
 
 
@@ -142,15 +141,15 @@ def pseudo_log_likelihoods(
     encoded = [model.encode(sentence) for sentence in sentences]
     distinct: dict[bytes, int] = {}
     numbers = [distinct.setdefault(ids.tobytes(), len(distinct)) for ids, _ in encoded]
-    first = {number: place for place, number in reversed(list(enumerate(numbers)))}
+    first = {number: index for index, number in reversed(list(enumerate(numbers)))}
     copies = [_masked_copies(model, *encoded[first[number]], sentences[first[number]]) for number in range(len(first))]
-    sizes = [len(one) for one in copies]
+    sizes = [len(group) for group in copies]
     scores = np.zeros(len(first))
-    for begin, end in _portions(copies):
-        predictions = model.predict([copy for one in copies[begin:end] for copy in one])
-        owner = np.repeat(np.arange(begin, end), sizes[begin:end])
+    for start, end in _batches(copies):
+        predictions = model.predict([copy for group in copies[start:end] for copy in group])
+        owner = np.repeat(np.arange(start, end), sizes[start:end])
         np.add.at(scores, owner, predictions.log_probabilities)
-        advance(sum(begin <= number < end for number in numbers))
+        advance(sum(start <= number < end for number in numbers))
     return scores[numbers]
 
 
@@ -168,25 +167,25 @@ def _masked_copies(model: MaskedModel, ids: np.ndarray, ordinary: np.ndarray, se
             "Remove it."
         )
     copies = []
-    for place in np.flatnonzero(ordinary):
+    for position in np.flatnonzero(ordinary):
         masked = ids.copy()
-        masked[place] = model.mask_id
-        copies.append(MaskedSequence(masked, np.array([place]), ids[place : place + 1]))
+        masked[position] = model.mask_id
+        copies.append(MaskedSequence(masked, np.array([position]), ids[position : position + 1]))
     return copies
 
 
-def _portions(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int, int]]:
-    """Yield (first, one past the last) sentence of the batches to compute."""
-    begin = tokens = 0
-    for number, one in enumerate(copies):
-        tokens += sum(len(copy.ids) for copy in one)
-        if tokens > AT_ONCE:
-            yield begin, number + 1
-            begin, tokens = number + 1, 0
-    if begin < len(copies):
-        yield begin, len(copies)
+def _batches(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int, int]]:
+    """Yield (first sentence, index after the last) of the batches to compute."""
+    start = tokens = 0
+    for number, group in enumerate(copies):
+        tokens += sum(len(copy.ids) for copy in group)
+        if tokens > MAX_TOKENS:
+            yield start, number + 1
+            start, tokens = number + 1, 0
+    if start < len(copies):
+        yield start, len(copies)
 
 
 def data_digest(paradigms: Sequence[Paradigm]) -> str:
     """Return the SHA-256 of the pairs, as hexadecimal digits."""
-    return text_digest(json.dumps([asdict(one) for one in paradigms]))
+    return text_digest(json.dumps([asdict(paradigm) for paradigm in paradigms]))

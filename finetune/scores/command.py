@@ -30,32 +30,32 @@ def run(arguments: argparse.Namespace) -> None:
     Raises `InputError` for a model or data that cannot be read.
     """
     if arguments.follow:
-        follow(arguments.model, lambda folder: _measured(folder, read_released(folder), arguments), arguments.pid)
+        follow(arguments.model, lambda folder: _measure(folder, read_released(folder), arguments), arguments.pid)
         return
     out, released = arguments.out, read_released(arguments.model)
     model, models = _identity(arguments, released), list[dict[str, Any]]()
     check_model(out, model)
-    for part, result in _measured(arguments.model, released, arguments):
-        models = write_scores(out, model, {part: result})
+    for score_name, result in _measure(arguments.model, released, arguments):
+        models = write_scores(out, model, {score_name: result})
     page = write_scores_page(models, out / PAGE)
     print_table(score_table(models))
     print(f"{out / SCORES}, {page.resolve().as_uri()}")
 
 
-def _measured(folder: Path, released: Released, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each score as soon as it is measured: its name, `how` and `scores`."""
+def _measure(folder: Path, released: Released, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each result as soon as it is measured: (name of the score, {"how": settings, "scores"})."""
     documents = read_documents(arguments.texts)
     paradigms = read_blimp(arguments.blimp, arguments.blimp_limit) if arguments.blimp else []
     model = MaskedModel(folder, arguments.precision, released)
-    parts = arguments.text_scores if documents else ()
+    score_names = arguments.text_scores if documents else ()
     with sleep_when_contended():
-        for part, result in text_scores(model, documents, parts, arguments.length):
+        for score_name, result in text_scores(model, documents, score_names, arguments.length):
             if WHY_NOT in result["scores"]:
-                print(f"skipped: {part.replace('_', ' ')}: {result['scores'][WHY_NOT]}.", file=sys.stderr)
-            yield part, result
+                print(f"skipped: {score_name.replace('_', ' ')}: {result['scores'][WHY_NOT]}.", file=sys.stderr)
+            yield score_name, result
         if paradigms:
             how = {"data": data_digest(paradigms), "limit": arguments.blimp_limit, "precision": model.precision}
-            yield blimp.PART, {"how": how, "scores": blimp_score(model, paradigms).as_data()}
+            yield blimp.NAME, {"how": how, "scores": blimp_score(model, paradigms).as_data()}
 
 
 def _identity(arguments: argparse.Namespace, released: Released) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _identity(arguments: argparse.Namespace, released: Released) -> dict[str, An
     folder, shape = arguments.model, released.model
     name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.")
     if not name:
-        raise InputError(f"{folder}: its name cannot name the results. Give --name.")
+        raise InputError(f"{folder}: this name cannot be used for the results. Give --name.")
     return {
         "name": name,
         "folder": str(folder),

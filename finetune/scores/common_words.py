@@ -1,9 +1,9 @@
 """Bits of common words: prediction of frequent words, comparable across vocabularies.
 
-The words are listed in common_words.txt, which never changes. Their lower-case occurrences between two blanks are
-scored, one masked at a time, in passages of the same characters. Probabilities are normalized over the words of the
+The words are listed in common_words.txt, which never changes. Their lower-case occurrences between two spaces are
+scored, one masked at a time, in the same passages for every model. Probabilities are normalized over the words of the
 list; a word's probability is the sum over all tokens that spell it: in any case, with or without accents, with or
-without a blank before it. So models with different vocabularies answer the same question.
+without a space before it. So the scores of models with different vocabularies are comparable.
 """
 
 import math
@@ -17,11 +17,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, TokenGroups, progress_bar
-from finetune.scores.passages import NoScoreError, PassageSettings, sampled, tokens_of_words, word_tokens
+from finetune.scores.passages import NoScoreError, PassageSettings, sample_words, tokens_of_words, word_tokens
 from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.byte_words import entry_bytes
 
-PART = "common_words"  # name of the score
+NAME = "common_words"  # name of the score
 LIST = Path(__file__).parent / "common_words.txt"
 
 
@@ -30,7 +30,7 @@ class CommonWordScore:
     """Quality of the prediction of common words.
 
     Attributes:
-        bits: mean of -log2 of their probabilities among the list's words; comparable between vocabularies.
+        bits: mean -log2 of the probabilities of the scored words; comparable between vocabularies.
         standard_error: of the mean, over the scored words; it does not include the variance between trainings.
         words: number of scored words.
     """
@@ -42,45 +42,45 @@ class CommonWordScore:
 
 @cache
 def common_words() -> tuple[str, ...]:
-    """Return the list, in alphabetical order."""
+    """Return the words of the list, in alphabetical order."""
     return tuple(LIST.read_text(encoding="utf-8").split())
 
 
 def score_common_words(
     model: MaskedModel, documents: Sequence[str], settings: PassageSettings, words: Sequence[str] | None = None
 ) -> CommonWordScore:
-    """Score a model on documents in which each run of blanks is one; `words`: the list, by default `common_words`.
+    """Score a model on documents with normalized spaces (`read_documents`); `words` are `common_words` by default.
 
-    Raises `NoScoreError` if a word is not one token of the model's vocabulary, or as `sampled` and `word_tokens`.
+    Raises `NoScoreError` if a word is not one token of the vocabulary, or as `sample_words` and `word_tokens` do.
     """
     words = common_words() if words is None else words
     groups, numbers = token_groups(model, words), {word: number for number, word in enumerate(words)}
-    occurrences = sampled(documents, settings, numbers.__contains__)
+    occurrences = sample_words(documents, settings, numbers.__contains__)
     sequences = []
-    for one, (ids, places) in zip(occurrences, word_tokens(model, occurrences), strict=True):
+    for occurrence, (ids, positions) in zip(occurrences, word_tokens(model, occurrences), strict=True):
         masked = ids.copy()
-        masked[places] = model.mask_id
-        sequences.append(MaskedSequence(masked, places, np.array([numbers[one.word]])))
+        masked[positions] = model.mask_id
+        sequences.append(MaskedSequence(masked, positions, np.array([numbers[occurrence.word]])))
     with progress_bar("common words", len(sequences)) as advance:
         bits = -model.predict(sequences, advance, groups).log_probabilities / math.log(2)
     return CommonWordScore(float(bits.mean()), float(bits.std() / math.sqrt(len(bits))), len(bits))
 
 
 def token_groups(model: MaskedModel, words: Sequence[str]) -> TokenGroups:
-    """Return the tokens that spell each word. Raises `NoScoreError` if a word between blanks is not one token."""
+    """Return the tokens that spell each word. Raises `NoScoreError` if a word between spaces is not one token."""
     spell = _speller(model.tokenizer)
     for word, tokens in zip(words, tokens_of_words(model, words), strict=True):
         if len(tokens) != 1 or spell(model.tokenizer.id_to_token(int(tokens[0]))) != word:
             raise NoScoreError(f"the vocabulary lacks {word!r} as a single token")
     numbers = {word: number for number, word in enumerate(words)}
     entries = sorted((token, spell(entry)) for entry, token in model.tokenizer.get_vocab().items())
-    found = [(token, numbers[word]) for token, word in entries if word in numbers]
-    tokens, groups = np.array(found, np.int64).T.copy()
+    pairs = [(token, numbers[word]) for token, word in entries if word in numbers]
+    tokens, groups = np.array(pairs, np.int64).T.copy()
     return TokenGroups(tokens, groups, len(words))
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str | None], str]:
-    """Return a function that spells an entry in lower case, without accents and without the blank before it."""
+    """Return a function that spells a vocabulary entry in lower case, without accents and leading space."""
     is_bytes = is_byte_level(tokenizer)
 
     def spell(entry: str | None) -> str:

@@ -1,6 +1,6 @@
 """Score a run's checkpoints as they are saved: `evaluate-pretrained RUN --follow`, which `pretrain.run.probes` starts.
 
-A due checkpoint is exported, the export is scored as any model, and the scores become a line of the run's probes.jsonl.
+A due checkpoint is exported, the export is scored like any model, and the scores are appended to probes.jsonl.
 """
 
 import contextlib
@@ -25,27 +25,27 @@ from pretrain.common.files import append_open, checkpoint_names, disk_errors, lo
 from pretrain.common.records import drop_records_after, read_records, with_nulls
 from pretrain.common.run_files import CONFIG_FILE, PROBES
 
-# Called with an exported checkpoint; yields the name of each score, and its `scores`, as it is measured.
+# Called with an exported checkpoint; yields the name of each score and its result, as soon as it is measured.
 Measure = Callable[[Path], Iterable[tuple[str, Mapping[str, Any]]]]
 
-_FOLDER = "probes"  # of a run: the lock, and the export that is scored
+_FOLDER = "probes"  # in the run folder: contains the lock, and the export to score
 _POLL_SECONDS, _WATCH_SECONDS = 2.0, 0.5
 # Name of a score -> its field that is written to probes.jsonl (`pretrain.tracking.events`).
-_FIELDS = {common_words.PART: "bits", whole_words.PART: "lower", held_out.PART: "nats_per_token", blimp.PART: "overall"}
+_FIELDS = {common_words.NAME: "bits", whole_words.NAME: "lower", held_out.NAME: "nats_per_token", blimp.NAME: "overall"}
 
 logger = logging.getLogger(__name__)
 
 
 def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
-    """Score the latest due checkpoint repeatedly, until the run's last one is scored, or the process `pid` is gone.
+    """Score each latest due checkpoint until the run's last one is scored, or the process `pid` exits.
 
-    Raises `InputError` if `run` is not a run folder, or another process follows it; with `pid`, wait for that instead.
+    Raises `InputError` if `run` is not a run folder, or another process follows it; with `pid`, waits for that process.
     """
     if pid is not None:
         threading.Thread(target=_exit_with, args=[pid], name="pid", daemon=True).start()
     if not (run / CONFIG_FILE).is_file():
         raise InputError(f"--follow: {run} is not a run folder (no {CONFIG_FILE}). Give one.")
-    refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or end it."
+    refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or stop it."
     with locked(run / _FOLDER / ".lock", "" if pid is not None else refusal):
         drop_records_after(run / PROBES, sys.maxsize)  # drops the partial line of a killed process
         is_last = False
@@ -61,7 +61,7 @@ def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
 
 
 def _exit_with(pid: int) -> None:
-    """Exit this process as soon as the process `pid` is gone, whatever this one is doing."""
+    """Exit this process as soon as the process `pid` has exited, whatever this process is doing."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -70,19 +70,19 @@ def _exit_with(pid: int) -> None:
 
 
 def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
-    """Score the latest checkpoint if it is due; return whether it is the run's last one.
+    """Score the checkpoint if it is due; return whether it is the run's last one.
 
-    Raises a `RunError` or an `OSError` if the checkpoint was removed meanwhile.
+    Raises a `RunError` or an `OSError` if the checkpoint is removed meanwhile.
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)
-    config, done = state["config"], max((one["step"] for one in read_records(run, PROBES)), default=0)
+    config, last = state["config"], max((record["step"] for record in read_records(run, PROBES)), default=0)
     interval = max(config["evaluation"]["every_steps"], config["checkpoint"]["every_steps"])
-    # A checkpoint may have an older config: a fork's first one its parent's, an extended run's the shorter one.
+    # A checkpoint may have an older config: a fork's first checkpoint has its parent's, an extended run's the shorter.
     phases = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))["phases"]
-    is_last, due = step >= sum(phase["steps"] for phase in phases), step // interval - done // interval
-    if step > done and (due or is_last):
+    is_last, num_due = step >= sum(phase["steps"] for phase in phases), step // interval - last // interval
+    if step > last and (num_due or is_last):
         averaged = state.get("averaged") or 0
-        _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, due - 1)})
+        _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, num_due - 1)})
     return is_last
 
 
@@ -92,9 +92,9 @@ def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, in
     shutil.rmtree(model, ignore_errors=True)
     try:
         hf.export_run(run, model, checkpoint.name, averaged=facts["averaged"] > 0)
-        for part, found in measure(model):
-            if (field := _FIELDS[part]) in found["scores"]:
-                scores[part] = found["scores"][field]
+        for score_name, result in measure(model):
+            if (field := _FIELDS[score_name]) in result["scores"]:
+                scores[score_name] = result["scores"][field]
     except Exception as failure:
         if not (model / "config.json").is_file() and not checkpoint.is_dir():  # nothing was exported
             raise InputError(f"{checkpoint}: removed") from failure

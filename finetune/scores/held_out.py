@@ -1,11 +1,11 @@
-"""Held-out masked-language-modeling quality of a checkpoint on plain text, comparable within one vocabulary.
+"""Masked-language-modeling quality of a checkpoint on held-out plain text, comparable within one vocabulary.
 
-Runs of blanks and newlines count as one blank. A document's tokens are cut into sequences of equal length, and each is
+White space is normalized to single spaces. A document's tokens are cut into sequences of equal length, and each is
 masked as in pretraining (Devlin et al. 2019, section 3.1): 15 % of its tokens, 80 % of them replaced by the mask token,
 10 % by a random one. Bits per character divide the information in the predicted tokens by their characters: a token's
-characters run from the previous token's end to its end, so each character, blanks between words included, belongs to
-exactly one token. They still do not compare vocabularies: the other tokens of a word stay visible, so the smaller a
-vocabulary is, the fewer bits it has. `text_scores` does.
+characters run from the previous token's end to its end, so each character, including spaces between words, belongs to
+exactly one token. Even so, they are not comparable between vocabularies: the other tokens of a word stay visible, so
+smaller vocabularies get fewer bits. The other scores of `text_scores` are comparable.
 
 Shape letters: L tokens of a sequence or a document.
 """
@@ -33,7 +33,7 @@ from pretrain.corpus.inputs import Problems
 
 logger = logging.getLogger(__name__)
 
-PART = "held_out"  # name of the score
+NAME = "held_out"  # name of the score
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ class HeldOutScore:
 
 
 class TextSequence(NamedTuple):
-    """A masked sequence with the characters of its tokens."""
+    """A masked sequence, with counts for the score."""
 
     masked: MaskedSequence
     characters: int  # of the tokens to predict
-    tokens: int  # of the text
+    tokens: int  # without special tokens
 
 
 def score_held_out(model: MaskedModel, documents: Sequence[str], settings: HeldOutSettings) -> HeldOutScore:
-    """Score a model on documents in which each run of blanks is one.
+    """Score a model on documents with normalized spaces (`read_documents`).
 
     Raises `InputError` if they have no token, or the model has fewer positions than `settings.length`.
     """
@@ -97,9 +97,9 @@ def score_held_out(model: MaskedModel, documents: Sequence[str], settings: HeldO
 
 
 def read_documents(texts: Sequence[Path]) -> list[str]:
-    """Read the documents of files and folders in a fixed order, each run of blanks and newlines as one blank.
+    """Read the documents of files and folders in a fixed order, with each run of white space as one space.
 
-    Raises `InputError` if a path does not exist or has no text. Faults within files are logged.
+    Raises `InputError` if a path does not exist or has no text. Errors within files are logged.
     """
     documents: list[str] = []
     for path in texts:
@@ -129,16 +129,16 @@ def masked_sequences(
     for document in documents:
         ids, characters = tokens_of(tokenizer, document)
         key = document_key(document, settings.seed)
-        for number, begin in enumerate(range(0, len(ids), size)):
-            cut = slice(begin, begin + size)
-            framed = np.concatenate([before, ids[cut], after])
-            sizes = np.concatenate([np.zeros_like(before), characters[cut], np.zeros_like(after)])
+        for number, start in enumerate(range(0, len(ids), size)):
+            span = slice(start, start + size)
+            framed = np.concatenate([before, ids[span], after])
+            sizes = np.concatenate([np.zeros_like(before), characters[span], np.zeros_like(after)])
             ordinary = np.zeros(len(framed), bool)
             ordinary[len(before) : len(framed) - len(after)] = True
-            yield _masked(masker, framed, ordinary, sizes, draw(key, number))
+            yield _mask(masker, framed, ordinary, sizes, draw(key, number))
 
 
-def _masked(
+def _mask(
     masker: Masker, ids: np.ndarray, ordinary: np.ndarray, characters: np.ndarray, key: np.ndarray
 ) -> TextSequence:
     length = len(ids)
@@ -150,7 +150,7 @@ def _masked(
 
 
 def tokens_of(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids without special tokens, int64 [L]; characters of each, int64 [L], all characters in sum)."""
+    """Return (ids without special tokens, int64 [L]; number of characters of each, int64 [L], which sum to all)."""
     encoded = tokenizer.encode(document, add_special_tokens=False)
     # Several tokens may spell one character: it belongs to the first of them.
     ends = np.maximum.accumulate(np.array([end for _, end in encoded.offsets], np.int64))
@@ -178,13 +178,13 @@ def document_key(document: str, seed: int) -> np.uint64:
 
 
 def _score(model: MaskedModel, sequences: Sequence[TextSequence], documents: int) -> HeldOutScore:
-    predictions = sum(len(one.masked.labels) for one in sequences)
+    predictions = sum(len(sequence.masked.labels) for sequence in sequences)
     if not predictions:
         raise InputError("--texts: has no token. Give documents with words.")
     with progress_bar("held-out text, masked tokens", predictions) as advance:
-        predicted = model.predict([one.masked for one in sequences], advance)
-    nats, characters = -float(predicted.log_probabilities.sum()), sum(one.characters for one in sequences)
-    labels = np.concatenate([one.masked.labels for one in sequences])
+        predicted = model.predict([sequence.masked for sequence in sequences], advance)
+    nats, characters = -float(predicted.log_probabilities.sum()), sum(sequence.characters for sequence in sequences)
+    labels = np.concatenate([sequence.masked.labels for sequence in sequences])
     return HeldOutScore(
         nats_per_token=nats / predictions,
         accuracy=float(predicted.correct.mean()),
@@ -192,6 +192,6 @@ def _score(model: MaskedModel, sequences: Sequence[TextSequence], documents: int
         predictions=predictions,
         characters=characters,
         unknown=float((labels == model.unknown_id).mean()),
-        tokens=sum(one.tokens for one in sequences),
+        tokens=sum(sequence.tokens for sequence in sequences),
         documents=documents,
     )

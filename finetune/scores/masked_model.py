@@ -24,10 +24,10 @@ from pretrain.common.transfers import PendingCopy, arrivals, to_host
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
 
-Advance = Callable[[int], None]  # called with the number of predictions done since the last call
+Advance = Callable[[int], None]  # called with the number of new predictions since the last call
 
 BATCH_TOKENS = 8192
-_LOGITS = 1 << 25  # in memory at a time: 128 MiB of fp32
+_MAX_LOGITS = 1 << 25  # in memory at a time: 128 MiB of fp32
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Predictions:
     """A model's predictions of all masked tokens, in the order of the sequences.
 
     Attributes:
-        log_probabilities: float64 [K], of the labels, in nats.
+        log_probabilities: float64 [K], of the true tokens, in nats.
         correct: bool [K], whether no other token is more probable.
     """
 
@@ -71,13 +71,13 @@ class MaskedModel:
 
     Args:
         folder: a model that `pretrain.checkpoint.released.read_released` reads.
-        precision: of weights and activations, fp32 or bf16; fp32 gives the same scores on every machine, to rounding.
+        precision: of weights and activations, fp32 or bf16; fp32 scores are the same on every machine, up to rounding.
         released: the model of the folder, if it has been read already.
 
     Attributes:
         precision: as passed.
-        tokenizer: of the `tokenizers` library, without truncation and padding; special tokens in the input are ordinary
-            characters, as in a prepared corpus.
+        tokenizer: from the `tokenizers` library, without truncation and padding; special tokens in the input are
+            ordinary characters, as in a prepared corpus.
         special_ids: ids of the special tokens by role.
         mask_id: id of the mask token.
         unknown_id: id of the unknown token; -1 for vocabularies of bytes.
@@ -112,42 +112,42 @@ class MaskedModel:
         if self._device.type == "cpu":
             hold_freed_memory()
         self._model = model.eval().to(self._device, torch_dtype(precision))
-        self._max_predictions = max(1, _LOGITS // released.vocabulary_size)
+        self._max_predictions = max(1, _MAX_LOGITS // released.vocabulary_size)
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int64 [L] with special tokens, bool [L]: False at special tokens)."""
         before, after = frame(self.special_ids)
         inner = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
         ids = np.concatenate([before, inner, after])
-        places = np.arange(len(ids))
-        return ids, (places >= len(before)) & (places < len(ids) - len(after))
+        positions = np.arange(len(ids))
+        return ids, (positions >= len(before)) & (positions < len(ids) - len(after))
 
     def predict(
         self,
         sequences: Sequence[MaskedSequence],
         advance: Advance = lambda count: None,
-        among: TokenGroups | None = None,
+        groups: TokenGroups | None = None,
     ) -> Predictions:
         """Return the probabilities of the true tokens. The grouping into forward passes changes only their rounding.
 
-        With `among`, the labels are groups, and probabilities are normalized over all groups.
+        With `groups`, the labels are numbers of groups, and probabilities are normalized over all groups.
         """
-        counts = np.array([len(one.places) for one in sequences], np.int64)
-        begins = np.concatenate([[0], counts.cumsum()])
-        log_probabilities, correct = np.zeros(begins[-1]), np.zeros(begins[-1], bool)
+        counts = np.array([len(sequence.places) for sequence in sequences], np.int64)
+        starts = np.concatenate([[0], counts.cumsum()])
+        log_probabilities, correct = np.zeros(starts[-1]), np.zeros(starts[-1], bool)
         copies = (
-            (members, self._forward([sequences[number] for number in members], among))
+            (members, self._forward([sequences[number] for number in members], groups))
             for members in self._batches(sequences, counts)
         )
         for members, scores_2K in arrivals(copies):
-            places = np.concatenate([np.arange(begins[number], begins[number + 1]) for number in members])
-            log_probabilities[places], correct[places] = scores_2K.numpy()
-            advance(len(places))
+            rows = np.concatenate([np.arange(starts[number], starts[number + 1]) for number in members])
+            log_probabilities[rows], correct[rows] = scores_2K.numpy()
+            advance(len(rows))
         return Predictions(log_probabilities, correct)
 
     def _batches(self, sequences: Sequence[MaskedSequence], counts: np.ndarray) -> Iterator[list[int]]:
         """Yield the numbers of the sequences that share a forward pass, by length."""
-        lengths = np.array([len(one.ids) for one in sequences], np.int64)
+        lengths = np.array([len(sequence.ids) for sequence in sequences], np.int64)
         members: list[int] = []
         tokens = predictions = 0
         for number in np.argsort(lengths, kind="stable"):
@@ -159,13 +159,13 @@ class MaskedModel:
         if members:
             yield members
 
-    def _forward(self, sequences: Sequence[MaskedSequence], among: TokenGroups | None) -> PendingCopy:
+    def _forward(self, sequences: Sequence[MaskedSequence], groups: TokenGroups | None) -> PendingCopy:
         """Return the two arrays of `Predictions` for these sequences, fp64 [2, K]."""
         batch = masked_batch(sequences).to(self._device)
         with torch.inference_mode():
             logits_KV = self._model.masked_logits(batch).float()
-            if among is not None:
-                logits_KV = among.scores(logits_KV)
+            if groups is not None:
+                logits_KV = groups.scores(logits_KV)
             label_K = logits_KV.gather(1, batch.masked_labels[:, None])[:, 0]
             correct_K = label_K >= logits_KV.amax(-1)
             values_K = label_K.double() - logits_KV.logsumexp(-1).double()
@@ -179,7 +179,7 @@ def frame(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fingerprint(folder: Path, released: Released) -> str:
-    """Return the SHA-256 of the tensors in `folder`, its tokenizer and architecture, as hexadecimal digits."""
+    """Return the SHA-256 of a model's tensors, tokenizer (in `folder`) and architecture, as hexadecimal digits."""
     tokenizer = read_tokenizer(folder, released.vocabulary_size)
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
     tensors = digest({**released.backbone, **heads, **released.pretraining})
@@ -214,5 +214,5 @@ def progress_bar(title: str, total: int) -> Iterator[Advance]:
 
 def _unknown_id(tokenizer: Tokenizer) -> int:
     name = getattr(tokenizer.model, "unk_token", None)
-    found = None if name is None else tokenizer.token_to_id(name)
-    return -1 if found is None else found
+    token_id = None if name is None else tokenizer.token_to_id(name)
+    return -1 if token_id is None else token_id

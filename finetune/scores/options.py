@@ -27,12 +27,12 @@ def add_to(commands: Any) -> None:
         type=local_path,
         default=_OUT,
         metavar="DIR",
-        help=f"folder of all results (default: {_OUT})",
+        help=f"folder for the results of all models (default: {_OUT})",
     )
-    purpose = "score checkpoints of the run MODEL into its probes.jsonl as they are saved, until the last"
-    add_follow(parser, f"{purpose} (evaluation.probes does so from the config)")
-    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: exit when this process is gone")
-    parser.add_argument("--name", metavar="NAME", help="of the model in the results (default: its folder's)")
+    purpose = "score the checkpoints of the run MODEL as they are saved, until the last, into its probes.jsonl"
+    add_follow(parser, f"{purpose} (as evaluation.probes does)")
+    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: exit when this process has exited")
+    parser.add_argument("--name", metavar="NAME", help="name of the model in the results (default: its folder's)")
     _add_scores(parser)
 
 
@@ -42,8 +42,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if not (texts or arguments.blimp):
         raise InputError("evaluate-pretrained: nothing to measure. Give --texts or --blimp.")
     if (arguments.out / CONFIG_FILE).exists():
-        raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
-    needs = {
+        raise InputError(f"--out: {arguments.out} is a run folder, whose {SCORES} is kept. Give another folder.")
+    effects = {
         "--length": (arguments.length, texts, "without --texts"),
         "--text-scores": (arguments.text_scores != _TEXT_SCORES, texts, "without --texts"),
         "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "without --blimp"),
@@ -51,7 +51,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "--out": (str(arguments.out) != _OUT, not follows, "with --follow, which writes into the run"),
         "--name": (arguments.name, not follows, "with --follow, which writes into the run"),
     }
-    check_effects(needs)
+    check_effects(effects)
     for option, paths in {"--texts": arguments.texts, "--blimp": [arguments.blimp]}.items():
         if missing := [path for path in paths if path is not None and not path.exists()]:
             raise InputError(f"{option}: {missing[0]} does not exist.")
@@ -76,7 +76,7 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATH",
         help="score on text that the model was not trained on; bits of common (English) words compare vocabularies: "
-        "plain text (one document a file), JSONL with `text`, "
+        "plain text (one document per file), JSONL with `text`, "
         "WikiExtractor's files, or folders of them",
     )
     parser.add_argument(
@@ -85,14 +85,14 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         choices=_TEXT_SCORES,
         default=_TEXT_SCORES,
         metavar="SCORE",
-        help=f"--texts: only some of {', '.join(_TEXT_SCORES)}",
+        help=f"--texts: scores to compute (default: {', '.join(_TEXT_SCORES)})",
     )
     parser.add_argument(
         "--length",
         type=positive_int,
         default=0,
         metavar="N",
-        help="--texts: tokens of a sequence, for bits per character and accuracy (default: 128, or all positions)",
+        help="--texts: tokens per sequence for held_out (default: 128, or the model's maximum if lower)",
     )
     parser.add_argument("--blimp", type=local_path, metavar="DIR", help="score on BLiMP: folder with its .jsonl files")
     parser.add_argument(

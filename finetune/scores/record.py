@@ -9,7 +9,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import locked, write_json
 from pretrain.common.run_files import SCORES
 
-MODEL = "model"  # key of the model's description, beside its scores
+MODEL = "model"  # key of a model's description, next to its scores
 
 
 def read_models(out: Path) -> list[dict[str, Any]]:
@@ -17,7 +17,7 @@ def read_models(out: Path) -> list[dict[str, Any]]:
     path = out / SCORES
     try:
         models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.is_file() else []
-        return sorted(models, key=lambda one: one[MODEL]["name"])
+        return sorted(models, key=lambda entry: entry[MODEL]["name"])
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: damaged ({error!r}). Remove it, and evaluate the models again.") from None
 
@@ -25,11 +25,11 @@ def read_models(out: Path) -> list[dict[str, Any]]:
 def write_scores(out: Path, model: Mapping[str, Any], scores: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Add or replace scores of a model in the folder `out`, and return the scores of all its models.
 
-    Other processes may write into the folder meanwhile. Raises `InputError` as `check_model`.
+    Other processes may write into the folder at the same time. Raises `InputError` as `check_model` does.
     """
     with locked(out / f".{SCORES}.lock"):
         check_model(out, model)
-        models = {one[MODEL]["name"]: one for one in read_models(out)}
+        models = {entry[MODEL]["name"]: entry for entry in read_models(out)}
         models[model["name"]] = {**models.get(model["name"], {}), MODEL: dict(model), **scores}
         write_json(out / SCORES, {"models": list(models.values())})
         return read_models(out)
@@ -37,10 +37,10 @@ def write_scores(out: Path, model: Mapping[str, Any], scores: Mapping[str, Any])
 
 def check_model(out: Path, model: Mapping[str, Any]) -> None:
     """Raise `InputError` if the folder `out` has scores of other weights under this model's name, or is damaged."""
-    for one in read_models(out):
-        before = one[MODEL]
-        if before["name"] == model["name"] and before["fingerprint"] != model["fingerprint"]:
+    for entry in read_models(out):
+        scored = entry[MODEL]
+        if scored["name"] == model["name"] and scored["fingerprint"] != model["fingerprint"]:
             raise InputError(
-                f"{out / SCORES}: has scores of another model named {before['name']} ({before['folder']}, or what it "
-                "was before). Give another --name or --out."
+                f"{out / SCORES}: has scores of another model named {scored['name']} ({scored['folder']}, or an older "
+                "version of it). Give another --name or --out."
             )

@@ -15,19 +15,19 @@ WHY_NOT = "why_not"  # key of the reason for a missing score
 
 # {name: (scoring function, its settings)}
 _SCORES: dict[str, tuple[Callable[..., Any], Any]] = {
-    common_words.PART: (score_common_words, PassageSettings()),
-    whole_words.PART: (score_whole_words, PassageSettings()),
-    held_out.PART: (score_held_out, HeldOutSettings()),
+    common_words.NAME: (score_common_words, PassageSettings()),
+    whole_words.NAME: (score_whole_words, PassageSettings()),
+    held_out.NAME: (score_held_out, HeldOutSettings()),
 }
 
 
 def text_scores(
-    model: MaskedModel, documents: Sequence[str], parts: Sequence[str] = tuple(_SCORES), length: int = 0
+    model: MaskedModel, documents: Sequence[str], names: Sequence[str] = tuple(_SCORES), length: int = 0
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Compute one part after another, with progress on stderr.
+    """Compute the scores `names` one after another, with progress on stderr.
 
-    Yields (part, {"how": settings, "scores"}); the scores are the fields of the part's class, or `WHY_NOT`: the
-    vocabulary lacks a word, or the documents have none.
+    Yields (name, {"how": settings, "scores"}); "scores" has the fields of the score's class, or `WHY_NOT` if the
+    vocabulary lacks a word, or the documents have no word to score.
 
     Args:
         documents: from `read_documents`.
@@ -37,12 +37,12 @@ def text_scores(
         InputError: the documents have no token, or the model has fewer positions than `length`.
     """
     digest = text_digest(*documents)
-    for part in parts:
-        measure, settings = _SCORES[part]
-        if part == held_out.PART:
+    for name in names:
+        measure, settings = _SCORES[name]
+        if name == held_out.NAME:
             settings = replace(settings, length=length or min(settings.length, model.max_positions))
         try:
             scores = asdict(measure(model, documents, settings))
         except NoScoreError as error:
             scores = {WHY_NOT: str(error)}
-        yield part, {"how": {"texts": digest, **asdict(settings), "precision": model.precision}, "scores": scores}
+        yield name, {"how": {"texts": digest, **asdict(settings), "precision": model.precision}, "scores": scores}

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _TITLES = {
-    common_words.PART: "common words",
-    whole_words.PART: "whole words",
-    held_out.PART: "held-out text",
-    blimp.PART: "BLiMP",
+    common_words.NAME: "common words",
+    whole_words.NAME: "whole words",
+    held_out.NAME: "held-out text",
+    blimp.NAME: "BLiMP",
 }
-# Part -> {format of a row: its title}
+# Score -> {format of a row's values: its title}
 _FORMS = {
-    common_words.PART: {"{bits:.4f} ± {standard_error:.4f}": "common words, bits (English only)"},
-    whole_words.PART: {"{lower:.4f} and {upper:.4f}": "whole words, bits per character, between"},
-    held_out.PART: {
+    common_words.NAME: {"{bits:.4f} ± {standard_error:.4f}": "common words, bits (English only)"},
+    whole_words.NAME: {"{lower:.4f} and {upper:.4f}": "whole words, bits per character, between"},
+    held_out.NAME: {
         "{bits_per_character:.4f}": "held-out text, bits per character (within one vocabulary)",
         "{nats_per_token:.4f}": "held-out text, nats per masked token",
         "{accuracy:.4f}": "held-out text, accuracy",
@@ -35,12 +35,12 @@ _NONE = "–"
 
 
 def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return (title, value for each model); scores measured with different settings are in different rows."""
+    """Return (title, values of all models) of each row; scores with different settings are in different rows."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for part in _TITLES:
+    for score_name in _TITLES:
         for number, model in enumerate(models):
-            how = json.dumps(model.get(part, {}).get("how"), sort_keys=True)
-            for title, value in _values(part, _scores(model, part)):
+            how = json.dumps(model.get(score_name, {}).get("how"), sort_keys=True)
+            for title, value in _values(score_name, _scores(model, score_name)):
                 rows.setdefault((title, how), [_NONE] * len(models))[number] = value
     return [(title, values) for (title, _), values in rows.items()]
 
@@ -48,10 +48,10 @@ def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]
 def score_notes(models: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the reasons why models lack requested scores."""
     return [
-        f"{title}, {model[MODEL]['name']}: no score, {_scores(model, part)[WHY_NOT]}"
-        for part, title in _TITLES.items()
+        f"{title}, {model[MODEL]['name']}: no score, {_scores(model, score_name)[WHY_NOT]}"
+        for score_name, title in _TITLES.items()
         for model in models
-        if WHY_NOT in _scores(model, part)
+        if WHY_NOT in _scores(model, score_name)
     ]
 
 
@@ -64,7 +64,7 @@ def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column("")
     rows = score_rows(models)
     for number, model in enumerate(models):
-        width = max((len(values[number]) for _, values in rows), default=0)  # names are folded, not numbers
+        width = max((len(values[number]) for _, values in rows), default=0)  # long names are wrapped, numbers are not
         table.add_column(model[MODEL]["name"], justify="right", overflow="fold", min_width=width)
     for title, values in rows:
         table.add_row(title, *values)
@@ -86,20 +86,20 @@ def write_scores_page(models: Sequence[Mapping[str, Any]], out: Path) -> Path:
 # ---- rows
 
 
-def _scores(model: Mapping[str, Any], part: str) -> dict[str, Any]:
-    return model.get(part, {}).get("scores", {})
+def _scores(model: Mapping[str, Any], score_name: str) -> dict[str, Any]:
+    return model.get(score_name, {}).get("scores", {})
 
 
-def _values(part: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _values(score_name: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (title, value) of one model."""
     if WHY_NOT in scores or not scores:
         return
-    if part == blimp.PART:
+    if score_name == blimp.NAME:
         yield "BLiMP, all paradigms", f"{scores['overall']:.4f}"
         for name, value in scores["phenomena"].items():
             yield f"  {_readable(name)}", f"{value:.4f}"
     else:
-        for form, title in _FORMS[part].items():
+        for form, title in _FORMS[score_name].items():
             yield title, form.format(**scores)
 
 
@@ -110,9 +110,9 @@ def _readable(name: str) -> str:
 def _facts(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return facts about a model: its description, and the settings and figures of its scores."""
     facts = [(_readable(name), str(value)) for name, value in model[MODEL].items()]
-    for part, title in _TITLES.items():
-        numbers = {name: value for name, value in _scores(model, part).items() if isinstance(value, int | float)}
-        found = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for name, value in numbers.items()}
-        if how := {**model.get(part, {}).get("how", {}), **found}:
+    for score_name, title in _TITLES.items():
+        numbers = {name: value for name, value in _scores(model, score_name).items() if isinstance(value, int | float)}
+        shown = {name: f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for name, value in numbers.items()}
+        if how := {**model.get(score_name, {}).get("how", {}), **shown}:
             facts.append((title, ", ".join(f"{_readable(name)} {value}" for name, value in how.items())))
     return facts

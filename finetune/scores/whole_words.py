@@ -1,9 +1,9 @@
 """Bits per character of whole words, as an interval: all tokens of a word are masked together.
 
 The cost of a word of several tokens follows the chain rule: each token is predicted with the earlier ones revealed and
-the later ones masked. But the number of masks reveals the number of tokens, which is worth more the smaller the
-vocabulary is. So the lower bound omits its cost, and the upper bound adds it: -log2 of its share among all words of
-the same documents, a code that every model could use. The true cost is between the two.
+the later ones masked. But the number of masks reveals the number of tokens, which helps models with small vocabularies
+more. So the lower bound omits the cost of this number, and the upper bound adds it: -log2 of its share among all words
+of the same documents, a code that every model could use. The true cost is between the two.
 """
 
 import math
@@ -18,13 +18,13 @@ from finetune.scores.passages import (
     PassageSettings,
     WordTokens,
     all_words,
-    sampled,
+    sample_words,
     tokens_of_words,
     word_tokens,
 )
 
-PART = "whole_words"  # name of the score
-_BLANK = 1  # a word's characters are its letters and the blank before it
+NAME = "whole_words"  # name of the score
+_SPACE = 1  # a word's characters are its letters and the space before it
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class WholeWordScore:
 
 
 def score_whole_words(model: MaskedModel, documents: Sequence[str], settings: PassageSettings) -> WholeWordScore:
-    """Score a model on documents in which each run of blanks is one.
+    """Score a model on documents with normalized spaces (`read_documents`).
 
-    Raises `NoScoreError` as `sampled` and `word_tokens`.
+    Raises `NoScoreError` as `sample_words` and `word_tokens` do.
     """
-    occurrences = sampled(documents, settings, lambda word: True)
+    occurrences = sample_words(documents, settings, lambda word: True)
     tokens = word_tokens(model, occurrences)
-    counts = np.array([len(places) for _, places in tokens])
-    sequences = [sequence for one in tokens for sequence in _chain(one, model.mask_id)]
+    counts = np.array([len(positions) for _, positions in tokens])
+    sequences = [sequence for word in tokens for sequence in _chain(word, model.mask_id)]
     with progress_bar("whole words, tokens", len(sequences)) as advance:
         token_bits = -model.predict(sequences, advance).log_probabilities / math.log(2)
     lower_bits = np.add.reduceat(token_bits, counts.cumsum() - counts)
     upper_bits = lower_bits + _bits_of_counts(model, documents)[counts]
-    characters = np.array([len(one.word) + _BLANK for one in occurrences])
+    characters = np.array([len(occurrence.word) + _SPACE for occurrence in occurrences])
     upper = upper_bits.sum() / characters.sum()
     error = (upper_bits - upper * characters).std() * math.sqrt(len(upper_bits)) / characters.sum()
     return WholeWordScore(
@@ -68,12 +68,12 @@ def score_whole_words(model: MaskedModel, documents: Sequence[str], settings: Pa
 
 
 def _chain(word: WordTokens, mask_id: int) -> Iterator[MaskedSequence]:
-    """Yield a sequence for each token of the word, in which it and the later ones are masked."""
-    ids, places = word
-    for number, place in enumerate(places):
+    """Yield a sequence for each token of the word, in which this token and the later ones are masked."""
+    ids, positions = word
+    for number, position in enumerate(positions):
         masked = ids.copy()
-        masked[places[number:]] = mask_id
-        yield MaskedSequence(masked, places[number : number + 1], ids[place : place + 1])
+        masked[positions[number:]] = mask_id
+        yield MaskedSequence(masked, positions[number : number + 1], ids[position : position + 1])
 
 
 def _bits_of_counts(model: MaskedModel, documents: Sequence[str]) -> np.ndarray:

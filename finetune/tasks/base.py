@@ -20,13 +20,13 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
-"""sequence: dense, activation, out at the first token of each window. tokens, spans: out at every query position."""
+"""sequence: dense layer, activation, output layer at a window's first token. tokens, spans: output layer at queries."""
 
 Objective = Literal["classes", "labels", "value", "span"]
 """The loss, summed over rows (query positions) times their weights:
 
-    classes  cross-entropy in nats; labels int64 [R], or float32 [R, C], what each class counts
-    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C], the weight of a true one, or 0
+    classes  cross-entropy in nats; labels int64 [R], or weighted soft labels float32 [R, C]
+    labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C]: weight of a true label, else 0
     value    squared error; labels float32 [R], one output
     span     mean of the cross-entropies of start and end over the rows of a window; labels uint8 [R, 2] with one
              1 per window and column. The weight of a window is the weight of its first row.
@@ -83,7 +83,7 @@ Predictions = Sequence[Mapping[str, Any]]
 class Task(ABC, Generic[E]):
     """Turns labeled examples into windows for the model, and logits into predictions and official scores.
 
-    Each task defines its type of example, E. Every fault in a user's file is an `InputError` with the file, the
+    Each task defines its type of example, E. Every error in a user's file is an `InputError` with the file, the
     line or record, what was found and what to do.
 
     Args:
@@ -96,11 +96,11 @@ class Task(ABC, Generic[E]):
     head: Head
     objective: Objective
     metric: str  # the score that chooses the checkpoint; higher is better
-    outputs: int  # width C of the head's last layer
+    outputs: int  # width C of the output layer
     labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
-    columns: Mapping[str, str] = MappingProxyType({})  # key of `record` -> the column in files that it is read from
+    columns: Mapping[str, str] = MappingProxyType({})  # key of `record` -> its column in files
     positive: str = ""  # with two classes: the class whose f1 is computed; "" for none
-    summary: str  # one phrase on what a model of this task does, such as "Finds named entities"
+    summary: str  # phrase that says what a model of this task does, such as "Finds named entities"
     max_windows: int = 1  # of one example in training
     fold: tuple[int, int] | None = None  # (number from 1, K): the part of the training set that is scored instead
     sample: str | dict[str, str]  # input of `example`: a string, or a dict with text, pair, question, context
@@ -127,7 +127,7 @@ class Task(ABC, Generic[E]):
     def read_file(self, path: str, *, labeled: bool = True) -> list[E]:
         """Return the examples of another file, in the format that its suffix and the settings define.
 
-        With `labeled` false (for `predict`), labels may be missing, and a `.txt` may hold one example per line.
+        With `labeled` false (for `predict`), labels may be missing, and a `.txt` may have one example per line.
         Otherwise, records without a label are left out, and their number is logged.
         """
 
@@ -166,7 +166,7 @@ class Task(ABC, Generic[E]):
         return {**({"fold": self._part(in_fold=True)} if self.fold else {}), **self.read_test()}
 
     def folds(self, examples: Sequence[E], count: int) -> list[int]:
-        """Return the fold of each example, from 0, stratified by class; equal contexts or texts share a fold."""
+        """Return the fold of each example, from 0, stratified by class; equal contexts or inputs share a fold."""
         records = [self.record(example) for example in examples]
         golds = (record.get("gold") for record in records)
         classes = [{gold} if isinstance(gold, str) else set(gold) if isinstance(gold, list) else () for gold in golds]
@@ -209,7 +209,7 @@ class Task(ABC, Generic[E]):
     # ------------------------------------------------------------ scores
 
     def set_threshold(self, value: float) -> None:
-        """Replace the threshold from training: the lowest probability of a predicted label. `InputError` if unused."""
+        """Replace the threshold from training: the minimum probability of a predicted label. `InputError` if unused."""
         raise InputError("threshold: is for several labels, or for two classes with classification.positive.")
 
     @property
@@ -249,7 +249,7 @@ class Task(ABC, Generic[E]):
         """Return the state that a trained model keeps besides the settings, ready for JSON: labels, thresholds."""
         return {}
 
-    # ------------------------------------------------------------ for people
+    # ------------------------------------------------------------ descriptions
 
     @property
     def input_fields(self) -> tuple[str, ...]:

@@ -25,8 +25,8 @@ class KIND:
             raise InputError(f"{name}: cannot take two arguments. A score is a function {signature}.") from None
 
 
-def why_no_metric(setting: str, known: Iterable[str]) -> str:
-    """Return why a setting is neither one of the `known` scores nor a custom one; "" if it is valid."""
+def metric_error(setting: str, known: Iterable[str]) -> str:
+    """Return why a setting is neither one of the `known` scores nor a custom score; "" if it is valid."""
     if is_custom(setting):
         fits = re.fullmatch(r"[\w.]+:\w+", setting)
         return "" if fits else f"{setting!r} does not name a custom function, such as my_package.scores:name"

@@ -1,4 +1,4 @@
-"""The list of task kinds. The config has a section for each; `task.kind` names one from another package."""
+"""The list of task kinds. The config has a section for each; `task.kind` is the module of a custom one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_task(settings: Section, state: Mapping[str, Any] | None = None) -> Task
     return kind(settings, state)
 
 
-def own_task(kind: str) -> type[Task[Any]]:
+def custom_task(kind: str) -> type[Task[Any]]:
     """Return the task in the user's module `kind`; raises `InputError` as `load_kind`."""
     task = load_kind(__name__, kind).TASK
     if not is_section(task.settings_type):

@@ -18,11 +18,11 @@ from pretrain.run.results import Run
 
 @dataclass(frozen=True, repr=False)
 class FinetunedRun(Run[FinetuneConfig]):
-    """A finished fine-tuning; `finetune.load` takes it."""
+    """A finished fine-tuning, which `finetune.load` accepts."""
 
     @property
     def scores(self) -> dict[str, dict[str, float]]:
-        """set -> score -> value, of every labeled dev and test set."""
+        """{set: {score: value}} of every labeled dev and test set."""
         return json.loads((self.folder / SCORES).read_text(encoding="utf-8"))["scores"]
 
     def __repr__(self) -> str:

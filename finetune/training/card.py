@@ -16,7 +16,7 @@ from pretrain.common.wording import score_title, shown_scores
 from pretrain.config import ModelConfig
 
 _MAX_CLASSES = 20  # a larger confusion matrix is not shown in full
-_MAX_CONFUSIONS = 20  # number shown of a larger matrix
+_MAX_CONFUSIONS = 20  # errors to list from a larger matrix
 
 # Layouts whose name differs from the family of the model that they contain.
 _TITLES = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
@@ -45,8 +45,8 @@ class CardFacts:
         examples: number of examples of each set; the training set is "train".
         scores, details: of each labeled dev and test set, as the task returns them.
         temperature: divisor of the logits, chosen to calibrate the probabilities on `chosen_on`; 1 for none.
-        own: the settings because of which the model is saved in our layout; "" for a released layout.
-        brings_code: transformers loads it with `trust_remote_code`.
+        unsupported: settings that no released layout supports, so that our own is used; "" for a released layout.
+        brings_code: transformers loads the model with `trust_remote_code`.
     """
 
     family: str
@@ -58,7 +58,7 @@ class CardFacts:
     scores: Scores
     details: Mapping[str, Any]
     temperature: float = 1.0
-    own: str = ""
+    unsupported: str = ""
     brings_code: bool = False
 
 
@@ -85,7 +85,7 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
             dict.fromkeys(name for values in scores.values() for name in shown_scores(values, task.metric))
         ),
         interval=lambda name, score: interval_text(facts.details.get(name, {})) if score == task.metric else "",
-        most_classes=_MAX_CLASSES,
+        max_classes=_MAX_CLASSES,
         confusions=_confusions,
         config_yaml=dump(config).strip(),
     )
@@ -116,7 +116,7 @@ def _template() -> Any:
 
 
 def _metadata(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> dict[str, Any]:
-    library = "bertrain" if facts.own else "transformers"
+    library = "bertrain" if facts.unsupported else "transformers"
     metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": _PIPELINES[task.head]}
     if (base := _hub_name(config.start_from)) and not config.random_weights:
         metadata["base_model"] = base
@@ -124,7 +124,7 @@ def _metadata(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> dict
 
 
 def _hub_name(folder: str) -> str | None:
-    """The Hub's name of a model in its cache (.../models--google-bert--bert-base-uncased/snapshots/86b5e09...)."""
+    """Return the Hub name of a model in its cache (.../models--google-bert--bert-base-uncased/snapshots/86b5e09...)."""
     match = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(Path(folder).absolute()))
     return match and match[1].replace("--", "/")
 
@@ -133,14 +133,14 @@ def _hub_name(folder: str) -> str | None:
 
 
 def _confusions(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tuple[str, str, int]]:
-    """(true, predicted, count) of the most frequent errors."""
+    """Return (true, predicted, count) of the most frequent errors."""
     wrong = [
         (labels[true], labels[predicted], count)
         for true, row in enumerate(counts)
         for predicted, count in enumerate(row)
         if true != predicted and count
     ]
-    return sorted(wrong, key=lambda mistake: -mistake[2])[:_MAX_CONFUSIONS]
+    return sorted(wrong, key=lambda error: -error[2])[:_MAX_CONFUSIONS]
 
 
 def interval_text(details: Mapping[str, Any]) -> str:

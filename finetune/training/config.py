@@ -68,11 +68,11 @@ _MIN_STEPS = 300  # few examples get more epochs than `_EPOCHS`, at most `_MAX_E
 
 
 class TrainingConfig(Section):
-    """Length, batch size and learning rate. `preset` sets the values that are not given."""
+    """Length, batch size and learning rate. `preset` sets the values that are missing."""
 
     preset: Literal["auto", "devlin", "stable", "small-bert"] = Field(
         default="auto",
-        description="Source of the values that are not given: auto chooses learning rate and epochs by the model's "
+        description="Source of the values that are missing: auto chooses learning rate and epochs by the model's "
         "width and the number of examples; the others are published recipes, for thousands of examples (devlin), few "
         "(stable) and models below BERT-Base (small-bert).",
     )
@@ -82,12 +82,12 @@ class TrainingConfig(Section):
         description="Examples per optimizer step over all workers; windows in entities and questions.",
     )
     learning_rate: float = Field(
-        default=0.0, ge=0, description="Peak learning rate; 0 is the preset's, with auto by the model's width."
+        default=0.0, ge=0, description="Peak learning rate; 0 uses the preset's, with auto by the model's width."
     )
     epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Epochs: how often each training example is seen; 0 is the preset's, with auto by their number.",
+        description="Passes over the training set; 0 uses the preset's, with auto by the number of examples.",
     )
     steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 overrides epochs.")
     warmup_share: float = Field(
@@ -101,7 +101,7 @@ class TrainingConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Ratio of a layer's learning rate to the rate of the layer above it; 1 is the same rate for all.",
+        description="Ratio of a layer's learning rate to the rate of the layer above it; 1: same rate for all.",
     )
     patience: int = Field(
         default=0,
@@ -137,12 +137,12 @@ class _Start(RunConfig):
         "sets it, too.",
     )
     random_weights: bool = Field(
-        default=False, description="Take only shape and tokenizer from start_from; weights are initialized at random."
+        default=False, description="Use only shape and tokenizer of start_from; weights are initialized at random."
     )
     max_length: int = Field(
         default=128,
         ge=8,
-        description="Tokens of a window, special tokens included. Longer examples are cut into several windows.",
+        description="Tokens per window, including special tokens. Longer examples are cut into several windows.",
     )
     fold: str = Field(
         default="",
@@ -161,14 +161,14 @@ class _Start(RunConfig):
             try:
                 check_name(str(task.get("kind", "")))
             except ValueError as error:
-                known = ", ".join(one.kind for one in registry.TASKS)
+                known = ", ".join(built_in.kind for built_in in registry.TASKS)
                 raise ValueError(f"kind: {error}. The built-in tasks are the sections {known}") from None
         return task
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
         if self.task is not None:
             yield ("task", "kind"), registry.__name__, str(self.task["kind"])
-        for section in (one.kind for one in registry.TASKS):
+        for section in (built_in.kind for built_in in registry.TASKS):
             if ":" in (metric := getattr(getattr(self, section), "metric", "")):
                 yield (section, "metric"), own_metric.__name__, metric
         yield from super().custom_modules()
@@ -176,7 +176,7 @@ class _Start(RunConfig):
     def narrowed(self) -> type[Section]:
         if self.task is None:
             return type(self)
-        settings_type: Any = registry.own_task(self.task["kind"]).settings_type
+        settings_type: Any = registry.custom_task(self.task["kind"]).settings_type
         section: Any = create_model("Task", __base__=settings_type, kind=(str, ...))
         narrowed: Any = {"task": (section | None, None)}
         return create_model(type(self).__name__, __base__=type(self), **narrowed)
@@ -213,11 +213,11 @@ class FinetuneConfig(_WithTask):
 
     @model_validator(mode="after")
     def _check_task(self) -> FinetuneConfig:
-        given = [name for name in TASKS if getattr(self, name) is not None]
-        if len(given) != 1:
-            present = " and ".join(given) or "none of them"
+        sections = [name for name in TASKS if getattr(self, name) is not None]
+        if len(sections) != 1:
+            present = " and ".join(sections) or "none of them"
             raise ValueError(
-                f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
+                f"{sections[1] if sections else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
                 f"{present}"
             )
         if self.engine.cuda_graphs is True:
@@ -244,16 +244,16 @@ class FinetuneConfig(_WithTask):
         """The task's section."""
         if self.task is None:
             return getattr(self, self.task_name)
-        given = {name: value for name, value in self.task.items() if name != "kind"}
+        values = {name: value for name, value in self.task.items() if name != "kind"}
         try:
-            return registry.own_task(self.task["kind"]).settings_type.model_validate(given)
+            return registry.custom_task(self.task["kind"]).settings_type.model_validate(values)
         except ValidationError as error:
             raise InputError(f"task: {first_problem(error)}") from None
 
     def make_task(self, state: Mapping[str, Any] | None = None) -> registry.Task[Any]:
         """Create the task that the config describes; `state` is its saved state in a trained model."""
         settings = self.task_settings
-        kind = registry.own_task(self.task["kind"]) if self.task else None
+        kind = registry.custom_task(self.task["kind"]) if self.task else None
         task = kind(settings, state) if kind else registry.make_task(settings, state)
         if self.fold:
             number, _, count = self.fold.partition("/")
@@ -277,7 +277,7 @@ class FinetuneConfig(_WithTask):
         return repeated
 
     def filled(self, width: int, examples: int) -> FinetuneConfig:
-        """Return the config with learning rate and epochs; if the preset has none, by model width and training set.
+        """Return the config with learning rate and epochs: by model width and training set if the preset has none.
 
         The rate is BERT-Base's, divided by the square of the relative width. Small training sets get more epochs, so
         that training has enough steps.
@@ -292,12 +292,12 @@ class FinetuneConfig(_WithTask):
         return self.model_copy(update={"training": training.model_copy(update=filled)})
 
     def total_steps(self, examples: int) -> int:
-        """Optimizer steps over a training set of this many examples."""
+        """Return the number of optimizer steps for a training set of this many examples."""
         steps = math.ceil(examples * self.training.epochs / self.training.examples_per_step)
         return self.training.steps or max(1, steps)
 
     def phase(self, examples: int) -> PhaseConfig:
-        """The schedule over a training set of this many examples, as a phase of pretraining."""
+        """Return the schedule for a training set of this many examples, as a phase of pretraining."""
         training, steps = self.training, self.total_steps(examples)
         return PhaseConfig(
             sequence_length=self.max_length,
@@ -308,7 +308,7 @@ class FinetuneConfig(_WithTask):
         )
 
     def evaluate_every_steps(self, examples: int) -> int:
-        """Optimizer steps between two evaluations of a training set of `examples`, at least 1."""
+        """Return the optimizer steps between two evaluations, at least 1, for a training set of this many examples."""
         return math.ceil(examples * self.evaluation.every_epochs / self.training.examples_per_step)
 
 
@@ -324,7 +324,7 @@ def config_type(path: Path | str) -> type[RunConfig]:
     return FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
 
 
-# What may differ between a run and its continuation.
+# Settings that may differ between a run and its continuation.
 ALL_FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     "start_from",
@@ -333,5 +333,5 @@ ALL_FREE_ON_RESUME = (
 
 
 def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig, _done: int = 0) -> list[str]:
-    """List the settings that differ although a resumed run must keep them: dotted name and both values."""
+    """List the settings that differ although a resumed run must keep them, each with its name and both values."""
     return settings.differences(before, keep_precision(after, before), ignore=ALL_FREE_ON_RESUME)

@@ -14,7 +14,7 @@ def find_model(folder: Path) -> Path | None:
 
 
 def model_folder(folder: Path) -> Path:
-    """Return the folder as `find_model` does; `InputError` if there is none."""
+    """Return the folder that `find_model` returns; `InputError` if there is none."""
     if path := find_model(folder):
         return path
     raise InputError(

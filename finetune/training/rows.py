@@ -17,7 +17,7 @@ def as_line(row: Any) -> str:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> int:
-    """Write `rows` atomically and return their number. CSV cells contain nested values as JSON."""
+    """Write `rows` atomically and return their number. Nested values in CSV cells are JSON."""
     count, suffix = 0, path.suffix.lower()
     if suffix == ".parquet":
         return _write_parquet(path, list(rows))

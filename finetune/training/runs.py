@@ -27,8 +27,8 @@ from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
 
-# Training was too short if the last loss is below _STILL_FALLS of the one before, and above _STILL_HIGH of the first.
-_STILL_FALLS, _STILL_HIGH = 0.93, 0.2
+# Training was too short if the final loss is below this share of the loss before, and above this share of the first.
+_MAX_RATIO, _MIN_RATIO = 0.93, 0.2
 _MAX_INTERVAL = 0.1  # width of a score's interval: about 250 examples at an accuracy of 0.8
 
 
@@ -37,9 +37,9 @@ class FinetunePlan:
     """Facts about a run before it trains."""
 
     examples: int
-    units: int  # that a step counts: examples, or windows if the model does not combine an example's windows
-    tokens: int  # of all training examples; 0 if they are not tokenized before the training
-    held_out: dict[str, int]  # examples of each held-out set
+    units: int  # examples as a step counts them: windows if the model does not combine an example's windows
+    tokens: int  # in all training examples; 0 if they are not tokenized before the training
+    held_out: dict[str, int]  # number of examples of each held-out set
     labels: tuple[str, ...]
     steps: int
     short: bool  # as `is_short`
@@ -61,10 +61,10 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
     finished = has_model(config)
     if finished and not resume:
         raise InputError(
-            f"{config.folder}: already holds a finished model. Choose another name or run_dir, or remove it."
+            f"{config.folder}: already has a finished model. Choose another name or run_dir, or remove it."
         )
     if finished:
-        check_same(config, over=True)
+        check_same(config, finished=True)
     return finished
 
 
@@ -73,24 +73,24 @@ def has_model(config: FinetuneConfig) -> bool:
     return (config.folder / MODEL / MANIFEST).is_file()
 
 
-def check_same(config: FinetuneConfig, *, over: bool) -> None:
+def check_same(config: FinetuneConfig, *, finished: bool) -> None:
     """Raise `InputError` if the run in the folder has other settings.
 
-    `over`: the run has finished, so that settings which a resumed run may change must be the same, too.
+    If it has `finished`, settings that a resumed run may change must be the same, too.
     """
     path = config.folder / CONFIG_FILE
     if not path.is_file():
         return
     before = load_recorded(path, FinetuneConfig)
-    others = changed_for_resume(before, config)
+    changes = changed_for_resume(before, config)
     if Path(before.start_from).resolve() != Path(config.start_from).resolve():
-        others.append(f"start_from ({before.start_from} -> {config.start_from})")
+        changes.append(f"start_from ({before.start_from} -> {config.start_from})")
     patience = before.training.patience, config.training.patience
-    if over and patience[0] != patience[1]:
-        others.append(f"training.patience ({patience[0]} -> {patience[1]})")
-    if others:
+    if finished and patience[0] != patience[1]:
+        changes.append(f"training.patience ({patience[0]} -> {patience[1]})")
+    if changes:
         raise InputError(
-            f"{path}: the run had other settings: {', '.join(others)}. Choose another name or run_dir, or remove it."
+            f"{path}: the run had other settings: {', '.join(changes)}. Choose another name or run_dir, or remove it."
         )
 
 
@@ -99,7 +99,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
 
     Args:
         config: the run.
-        alone: this process trains, so the machine does not have to fit separate workers.
+        alone: training runs in this process, so no separate workers have to fit on the machine.
 
     Raises:
         InputError: a file, the checkpoint or a setting is missing or wrong.
@@ -138,7 +138,7 @@ def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
 def _measured(
     config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder
 ) -> tuple[int, int]:
-    """Return `units` and `tokens` of the plan. Windows, which take long, are cut only if units or fit depend on them.
+    """Return `units` and `tokens` of the plan. Windows, which are slow to cut, are cut only if they are needed.
 
     Raises:
         InputError: an example does not fit into a micro-batch.
@@ -215,7 +215,7 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 
 def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
-    """Describe the sets that select the checkpoint, or say that there are none."""
+    """Describe the sets that select the checkpoint, or state that there are none."""
     share = getattr(config.task_settings, "dev_share", None)
     if not plan.held_out:
         hint = f"{config.task_name}.dev" + ("" if share is None else f" or {config.task_name}.dev_share")
@@ -239,7 +239,7 @@ def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 
 def summary(config: FinetuneConfig) -> str:
-    """Summarize the scores, warnings and the folder of the model."""
+    """Return a summary with scores, warnings and the model's folder."""
     saved = load_saved(config.folder)
     try:
         record = json.loads((config.folder / SCORES).read_text(encoding="utf-8"))
@@ -253,13 +253,13 @@ def summary(config: FinetuneConfig) -> str:
         for line in result_lines(task, name, scores, details.get(name, {}))
     ]
     records, interval = read_records(config.folder), details.get(chosen_on, {}).get("interval")
-    lines += course_lines(records, task.metric, step, task.positive)
-    lines += choice_lines(records, task.metric, interval)
+    lines += run_remarks(records, task.metric, step, task.positive)
+    lines += selection_remarks(records, task.metric, interval)
     lines.append(f"{config.folder / MODEL}: finished.")
     return "\n".join(lines)
 
 
-def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
+def run_remarks(records: Sequence[Mapping[str, Any]], metric: str, step: int, positive: str = "") -> list[str]:
     """Return the score of the frozen linear model, and warnings if training did not improve on it or was too short.
 
     `records` are the records of metrics.jsonl; `metric` and `step` belong to the selected checkpoint.
@@ -279,25 +279,26 @@ def course_lines(records: Sequence[Mapping[str, Any]], metric: str, step: int, p
     tail = max(2, len(losses) // 5)
     if len(losses) >= 3 * tail:
         before, last = mean(losses[-2 * tail : -tail]), mean(losses[-tail:])
-        if _STILL_HIGH * losses[0] < last < _STILL_FALLS * before:
+        if _MIN_RATIO * losses[0] < last < _MAX_RATIO * before:
             lines.append(
-                f"  warning: the loss still falls ({before:.3f} to {last:.3f} in the last steps). Train longer "
+                f"  warning: the loss is still falling ({before:.3f} to {last:.3f} in the last steps). Train longer "
                 "(training.epochs)."
             )
     return lines
 
 
-def choice_lines(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
-    """Return a warning if the set that selected the checkpoint is too small to do so.
+def selection_remarks(records: Sequence[Mapping[str, Any]], metric: str, interval: Sequence[float] | None) -> list[str]:
+    """Return a warning if the set that selected the checkpoint is too small for that.
 
-    It is too small if the `interval` of its score is wider than 0.1 and than the range of the checkpoints' scores.
+    It is too small if the `interval` of its score is wider than 0.1 and wider than the range of all checkpoints.
     """
     scores = [record[metric] for record in records if record.get("split") == "validation" and metric in record]
     if interval is None or not scores or interval[1] - interval[0] <= max(_MAX_INTERVAL, max(scores) - min(scores)):
         return []
     return [
-        f"  warning: the dev set is too small to choose by: {metric} is {interval[0]:.2f} to {interval[1]:.2f} on sets "
-        f"like it, and it chose between {min(scores):.2f} and {max(scores):.2f}. Give a larger one, or use --folds 5."
+        f"  warning: the dev set is too small to select a checkpoint: {metric} has the 95 % interval {interval[0]:.2f} "
+        f"to {interval[1]:.2f}, and the checkpoints scored {min(scores):.2f} to {max(scores):.2f}. Give a larger set, "
+        "or use --folds 5."
     ]
 
 

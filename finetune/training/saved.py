@@ -1,7 +1,7 @@
 """Reads and writes fine-tuned models: a Hugging Face folder with `finetune.json`, which has config and task state.
 
 runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
-runs/NAME/scores.json  scores of every labeled dev and test set, their training step, and the set that chose it
+runs/NAME/scores.json  scores of every labeled dev and test set, the model's training step, and the set that chose it
 runs/NAME/predictions/SET.jsonl, and files for the task's official scorers
 """
 
@@ -49,7 +49,7 @@ _ACTIVATION = {"classes": "linear.Identity", "labels": "activation.Sigmoid", "va
 
 @dataclass(frozen=True)
 class SetResult:
-    """The finished model's predictions on a set, with scores if it is labeled."""
+    """The finished model's predictions on a set, with scores if the set is labeled."""
 
     examples: Sequence[Any]
     predictions: list[dict[str, Any]]
@@ -114,7 +114,7 @@ def save_model(
         examples={"train": training_examples, **{name: len(result.examples) for name, result in results.items()}},
         scores={name: result.scores for name, result in results.items() if result.scores},
         details={name: result.details for name, result in results.items() if result.details},
-        own=unsupported_parts(released.model) if released.family == BERTRAIN.family else "",
+        unsupported=unsupported_parts(released.model) if released.family == BERTRAIN.family else "",
         temperature=temperature,
         brings_code=task.head == "sequence" and needs_custom_code(released.family, released.model, released.config),
     )
@@ -186,22 +186,22 @@ def prediction_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each example: the other columns of its file, its record, then the prediction.
 
-    Columns of the file keep their names. A column of ours with the same name is renamed, with a warning.
+    Columns of the file keep their names. Keys of records and predictions with such names are renamed, with a warning.
     """
-    theirs = {name for one in examples for name in task.others(one)}
-    rows = [{**task.record(one), **prediction} for one, prediction in zip(examples, predictions, strict=True)]
-    ours = dict.fromkeys(name for row in rows for name in row)
+    copied = {name for example in examples for name in task.others(example)}
+    rows = [{**task.record(example), **prediction} for example, prediction in zip(examples, predictions, strict=True)]
+    added = dict.fromkeys(name for row in rows for name in row)
     names: dict[str, str] = {}
-    for name in ours:
+    for name in added:
         configured = task.columns.get(name, name)
-        unique = configured if name in theirs and configured not in {*theirs, *ours} else name
-        while unique in theirs or unique in names.values():
+        unique = configured if name in copied and configured not in {*copied, *added} else name
+        while unique in copied or unique in names.values():
             unique = f"predicted_{unique}"
         names[name] = unique
     if changed := [f"{name} is {new}" for name, new in names.items() if new != name]:
-        logger.warning("the file has columns of these names, which stay; in the predictions %s", ", ".join(changed))
-    for one, row in zip(examples, rows, strict=True):
-        yield {**task.others(one), **{names[name]: value for name, value in row.items()}}
+        logger.warning("columns of the file have these names and keep them; in the predictions %s", ", ".join(changed))
+    for example, row in zip(examples, rows, strict=True):
+        yield {**task.others(example), **{names[name]: value for name, value in row.items()}}
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
@@ -232,7 +232,7 @@ def _kept_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _labels(task: Task[Any]) -> dict[str, Any]:
-    """Return config.json's label maps. transformers counts outputs by them, so a regression has one label, too."""
+    """Return config.json's label maps. Their size is the number of outputs, so a regression has one label, too."""
     if task.head == "spans":
         return {}
     names = task.labels or tuple(f"LABEL_{n}" for n in range(task.outputs))

@@ -1,6 +1,6 @@
 """Fine-tunes on one worker: connects checkpoint, task, engine and training loop.
 
-`main` works alike in a single process, under torchrun and under Ray (cluster/workers/launch.py).
+`main` is the same for a single process, torchrun and Ray (cluster/workers/launch.py).
 """
 
 import functools
@@ -70,7 +70,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         )
         job = Finetuning(config, task, examples, encoder, released.model, engine, device)
         config = job.config
-        # Rank 0 looks for a checkpoint, which `run` verifies and reads later.
+        # Rank 0 checks whether a checkpoint exists; `run` verifies and reads it later.
         if fitted and not (request.resume and store.agree(engine.workers, lambda: checkpoint_names(config.folder))):
             weights |= job.fitted_output_layer(released, weights)
         engine.load(InitialWeights(weights))
@@ -91,7 +91,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
-    """Create the initial model: the checkpoint's weights, and random ones for parameters that it lacks.
+    """Create the initial model: the checkpoint's weights, and random weights for parameters that it lacks.
 
     The bias of a new output layer for regression starts at the task's `first_value` of the `examples`.
     """
@@ -106,10 +106,10 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
     with torch.device("meta"):
         model = build()
     fitted = ("head.out_weight", "head.out_bias") if fits_output_layer(config, task, released) else ()
-    later = {name: torch.zeros(model.state_dict()[name].shape) for name in fitted}
-    # Random weights are sampled only where one of them is used, and then all: each follows from those before it.
-    model = model.to_empty(device="cpu") if {*loaded, *later} >= model.state_dict().keys() else build()
-    model.load_state_dict(later | loaded, strict=False)
+    zeros = {name: torch.zeros(model.state_dict()[name].shape) for name in fitted}
+    # If any random weight is used, all are sampled, since each depends on the samples before it.
+    model = model.to_empty(device="cpu") if {*loaded, *zeros} >= model.state_dict().keys() else build()
+    model.load_state_dict(zeros | loaded, strict=False)
     if examples and task.objective == "value" and "head.out_bias" not in loaded:
         with torch.no_grad():
             model.head.out_bias.fill_(task.first_value(examples))
@@ -117,7 +117,7 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
 
 
 def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], layers: int) -> list[dict[str, Any]]:
-    """Return optimizer groups, a pair per depth with a different rate (Howard and Ruder 2018, discriminative rates)."""
+    """Return optimizer groups: for each depth, a pair with its rate (Howard and Ruder 2018, discriminative rates)."""
     decay = config.training.layer_decay
     if decay == 1:
         return parameter_groups(named, config.optimizer.weight_decay)
@@ -160,20 +160,20 @@ class Finetuning:
 
         def fit() -> dict[str, Tensor]:
             model = inference_model(self.task, released, weights, self._device, self.config.engine.resolved_precision)
-            alone = Batches(
+            batches = Batches(
                 self._batches.windows,
                 seed=self.config.seed,
                 budget=self.config.engine.micro_batch_tokens,
                 rank=0,
                 world_size=1,
             )
-            return fit_output_layer(model, alone, self._device)
+            return fit_output_layer(model, batches, self._device)
 
         with self._engine.watch.allow(LONG_SECONDS):
             return store.agree(self._engine.workers, lambda: fit() if self._engine.rank == 0 else {})
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
-        """Compute a digest of the training examples and all scored examples, labeled test sets included."""
+        """Compute a digest of the training examples and all scored examples, including labeled test sets."""
         scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labeled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
@@ -220,20 +220,20 @@ class Finetuning:
         return engine.workers.gather_objects(scores)[0]
 
     def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
-        """Return the predictions on a held-out set and the mean loss on rank 0, and nothing on other ranks.
+        """Return the predictions on a held-out set and the mean loss; on ranks other than 0, ([], 0.0).
 
-        With `tune` the task first tunes itself on this set, such as a threshold for the predictions.
+        With `tune`, the task is first tuned on this set, such as its threshold.
         """
         return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
 
-    def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
-        """Return the predictions of `model`, a copy of which is on every rank, on rank 0, and nothing on others."""
+    def predict_examples(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
+        """Return the predictions of `model`, of which every rank has a copy; on ranks other than 0, []."""
         windows = self._windows(examples)
         logits = self.logits(model, windows)
         return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
 
     def temperature(self, model: TaskModel) -> float:
-        """Return the task's temperature for `model` on the first held-out set, on all ranks; 1 for none."""
+        """Return the task's temperature for `model` on the first held-out set, on all ranks; 1 without such a set."""
         name = self.validation_set()
         if not name or self.task.head != "sequence" or self.task.objective == "value":
             return 1.0
@@ -328,14 +328,14 @@ def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, warm
 def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig, job: Finetuning) -> None:
     if state.get("data") != job.digest:
         raise InputError(
-            f"{checkpoint}: was trained on other data, or with another tokenizer, than {config.start_from} and the "
-            f"files of {config.task_name} give now. Put them back as they were, or choose another name or run_dir."
+            f"{checkpoint}: the files of {config.task_name}, or the tokenizer of {config.start_from}, have changed "
+            "since it was trained. Restore them, or choose another name or run_dir."
         )
     held_out = job.data_digest({})
     if state.get("held_out") != held_out:
         raise InputError(
-            f"{checkpoint}: was scored on another dev set than the files of {config.task_name} give now, and scores on "
-            "it choose the model. Put the dev set back as it was, or choose another name or run_dir."
+            f"{checkpoint}: the dev set of {config.task_name}, whose scores choose the model, has changed since it was "
+            "scored. Restore the dev set, or choose another name or run_dir."
         )
     check_settings(state, checkpoint, config, changed_for_resume)
 
@@ -363,7 +363,7 @@ def _finish(
     state = read_state(engine, checkpoints / name)
     weights = store.read_weights(checkpoints / name)
     if released.token_types == 1:
-        # The second row got no gradient. Equal rows keep the model one with a single token type.
+        # The second row got no gradient. With equal rows, the model still has a single token type.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
 
     def loaded() -> TaskModel:
@@ -375,10 +375,10 @@ def _finish(
         model = loaded()
     predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
     for number, (split, examples) in enumerate(job.held_out.items()):
-        predictions[split] = examples, job.predictions_of(model, examples, tune=number == 0)
+        predictions[split] = examples, job.predict_examples(model, examples, tune=number == 0)
     tests = job.task.test_sets()
     for split, examples in tests.items():
-        predictions[split] = examples, job.predictions_of(model, examples, tune=False)
+        predictions[split] = examples, job.predict_examples(model, examples, tune=False)
     engine.workers.barrier()  # every rank has read the checkpoint
     if engine.rank == 0:
         save_model(
@@ -388,7 +388,7 @@ def _finish(
             weights,
             step=state["step"],
             chosen_on=job.validation_set(),
-            results={split: SetResult.of(job.task, *both) for split, both in predictions.items()},
+            results={split: SetResult.of(job.task, *pair) for split, pair in predictions.items()},
             training_examples=job.training_examples,
             data=job.data_digest(tests),
             temperature=temperature,

@@ -98,10 +98,10 @@ def check_start(config: RunConfig, in_process: bool) -> None:
     check_options(config.callbacks)
     if in_process or config.scheduling.address:
         return
-    from cluster.workers.nodes import nodes_fit
+    from cluster.workers.nodes import choose_cpus
 
     cores = len(os.sched_getaffinity(0))
-    nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
+    choose_cpus([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
 
 
 def trains_in_process(workers: int, no_ray: bool) -> bool:

@@ -149,7 +149,7 @@ def test_a_module_that_hides_ours_is_named(site: Path, tmp_path: Path, monkeypat
             program = ("-c", f"import {package}; {package}.{function}('x')")
             assert run(site, tmp_path, program=program, code=1, PYTHONPATH=str(tmp_path)).endswith(f"Error: {line}")
         with pytest.raises(InputError, match=f"^{own} hides"):
-            launch.drive("cluster.workers.driver", MagicMock(), address="", run_dir=tmp_path / "run")
+            launch.run_driver("cluster.workers.driver", MagicMock(), address="", run_dir=tmp_path / "run")
         own.unlink()
     run(site, tmp_path, "configs", PYTHONPATH=str(tmp_path))  # an empty folder cluster/ hides nothing
 

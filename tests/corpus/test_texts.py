@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.workflows.adaptation.texts import sources_of
+from finetune.workflows.adaptation.texts import find_sources
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
@@ -103,7 +103,7 @@ def test_lines_of_a_chat_without_stops_are_text(tmp_path: Path, language: str) -
     lines = CHATS[language]
     (tmp_path / "chat.txt").write_text("\n\n".join(lines), encoding="utf-8")
     assert read("books", tmp_path / "chat.txt") == (["\n".join(lines)], {})
-    sources_of([tmp_path / "chat.txt"], tmp_path / "pieces.jsonl")
+    find_sources([tmp_path / "chat.txt"], tmp_path / "pieces.jsonl")
     pieces = (tmp_path / "pieces.jsonl").read_text().splitlines()
     assert "\n".join(json.loads(piece)["text"] for piece in pieces).split("\n") == lines
 
@@ -119,7 +119,7 @@ def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summa
     (tmp_path / "many.txt").write_text(text + "\n\nSOME WORDS IN CAPITALS" * 10)
     line, _ = prepared(SourceConfig(kind="books", path=str(tmp_path / "many.txt")), tmp_path / "many")
     assert re.search(r"books-many: 1\d\.\d% of its text was left out as headings \(10 paragraphs\)\. If they", line)
-    sources_of([tmp_path / "many.txt"], tmp_path / "pieces.jsonl")
+    find_sources([tmp_path / "many.txt"], tmp_path / "pieces.jsonl")
     assert "of the text was left out as headings (10 paragraphs)" in capsys.readouterr().out
 
 

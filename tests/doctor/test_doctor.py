@@ -79,7 +79,7 @@ def test_rules_of_versions(changes: dict[str, str], expected: str) -> None:
 
 
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "row_here", lambda: Finding("all-reduce", "1 GB/s"))
+    monkeypatch.setattr(reduce, "local_row", lambda: Finding("all-reduce", "1 GB/s"))
     rows = {row.what: row for row in machine.check(MEASURES, tmp_path)}
     assert rows["torch"].found.startswith("2.")
     assert rows["cores"].found.startswith(f"{CORES}, ")
@@ -95,14 +95,14 @@ def test_a_node_that_holds_no_workers_is_not_measured(tmp_path: Path) -> None:
 
 
 def test_all_reduce_between_processes_here() -> None:
-    row = reduce.row_here()
+    row = reduce.local_row()
     assert row.mark == PASS, row
     assert "GB/s" in row.found
 
 
 def test_all_reduce_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    row = reduce.row_here()
+    row = reduce.local_row()
     assert row.mark == FAIL
     assert "nowhere0" in row.found or "ifa" in row.found
 
@@ -184,8 +184,8 @@ def test_a_cluster_that_is_not_there(address: str, code: int, expected: str, cap
 def test_a_job_without_a_result_is_reported() -> None:
     job = SimpleNamespace(status=SimpleNamespace(value="FAILED"), driver_exit_code=1, message="")
     with pytest.raises(MachineError, match=r"did not run: ModuleNotFoundError: cluster\.doctor"):
-        remote.findings_in("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
-    assert remote.findings_in(f'noise\n{driver.MARK}[{{"what": "a", "found": "b"}}]\n', "d", job) == [Finding("a", "b")]
+        remote.parse_findings("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
+    assert remote.parse_findings(f'x\n{driver.MARK}[{{"what": "a", "found": "b"}}]\n', "d", job) == [Finding("a", "b")]
 
 
 @pytest.mark.parametrize(("is_open", "mark"), [(True, WARN), (False, PASS)])
@@ -235,7 +235,7 @@ def test_rules_of_all_reduce() -> None:
     row = reduce.judge("gloo", [RuntimeError("wait timeout"), RuntimeError("no nowhere0"), 0.1], "nodes")
     assert row.mark == FAIL
     assert row.found == "gloo among 3 nodes: RuntimeError: no nowhere0"
-    assert "one GPU" in reduce.judge("nccl", [0.1], "processes here").found
+    assert "one GPU" in reduce.judge("nccl", [0.1], "local processes").found
 
 
 def storage_row(held: Path, seen: Path) -> tuple[str, str]:

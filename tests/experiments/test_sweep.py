@@ -17,11 +17,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from cluster.workers.trials import trials_that_fit
+from cluster.workers.trials import choose_parallel
 from finetune.cli import build_parsers, main
 from finetune.experiments import results, sweep, trials
-from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import GridPoint, around, expand, parse_grid
+from finetune.experiments.candidates import Candidate, candidates, rank, removable
+from finetune.experiments.grid import GridPoint, auto_grid, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import degenerate
 from finetune.tasks.classification import ClassificationSettings
@@ -135,7 +135,7 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path, monk
     assert isinstance(config.task_settings, ClassificationSettings)
     dev = Path(config.task_settings.dev)
     dev.write_text("\n".join(dev.read_text().splitlines()[:-1]) + "\n")
-    refused(r"seed-0: was trained or scored on other data than the files", run_seeds)
+    refused(r"seed-0: the files of classification have changed since", run_seeds)
 
 
 def run_seeds(*overrides: str) -> None:
@@ -281,8 +281,8 @@ def test_the_usual_grid_lies_around_the_config(work: Path, monkeypatch, capsys: 
     base = sweep.load_config(work / "tiny.yaml")
     given = base.training.model_copy(update={"learning_rate": 1.2e-4, "epochs": 9.6, "steps": 0})
     rates, epochs = ["6e-05", "0.00012", "0.00024"], ["6.4", "9.6", "13"]
-    assert around(given) == {"training.learning_rate": rates, "training.epochs": epochs}
-    assert around(given.model_copy(update={"steps": 5})) == {"training.learning_rate": rates}
+    assert auto_grid(given) == {"training.learning_rate": rates, "training.epochs": epochs}
+    assert auto_grid(given.model_copy(update={"steps": 5})) == {"training.learning_rate": rates}
     chosen = ["--set", "training.learning_rate=0", "--set", "training.epochs=0"]  # by the model and the examples
     monkeypatch.chdir(work)
     assert main(["sweep", "tiny.yaml", *chosen, "--dry-run"]) == 0
@@ -307,7 +307,7 @@ def test_folds_are_runs_whose_predictions_come_together(work: Path, monkeypatch:
             rows = [trial.config.make_task().record(one) for one in trial.config.make_task().test_sets()["fold"]]
             (trial.config.folder / "predictions").mkdir()
             (trial.config.folder / "predictions/fold.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
-            monkeypatch.setattr(runs, "check_same", lambda config, over: None)
+            monkeypatch.setattr(runs, "check_same", lambda config, finished: None)
             outcomes.append(trials.read_outcome(trial))
         return outcomes
 
@@ -332,7 +332,7 @@ def test_axes_are_laid_over_a_grid() -> None:
     assert parse_grid("", ["classification.class_weights=none,balanced"])
 
 
-OF_THE_RUN, OF_THE_SCORES = "is not a setting to compare by", "decides what the scores mean"
+OF_THE_RUN, OF_THE_SCORES = "cannot be an axis of a grid", "defines the scores"
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_configs_that_do_not_go_together_are_refused(work: Path, monkeypatch: py
     monkeypatch.chdir(work)
     tiny, other = Path("tiny.yaml"), Path("other.yaml")
     other.write_text(tiny.read_text())
-    refused(r"other\.yaml: another of the configs has the run folder runs/tiny", sweep.run_sweep, [tiny, other], [], {})
+    refused(r"other\.yaml: another config has the same run folder runs/tiny", sweep.run_sweep, [tiny, other], [], {})
     other.write_text(tiny.read_text().replace("name: tiny", "name: other\nscheduling: {max_failures: 7}"))
     refused("scheduling: differs between tiny and other", sweep.run_sweep, [tiny, other], [], {})
     refused("--parallel", sweep.run_sweep, [tiny], ["scheduling.workers=2"], {})
@@ -444,22 +444,22 @@ def test_settings_that_diverge_rank_behind_those_that_do_not() -> None:
     points = [point for point in expand({"x": ["1", "2"]}) for _ in range(3)]
     outcomes = [FAILED, done(0.91), FAILED, done(0.90), done(0.89), done(0.91)]
     assert [one.point.label for one in rank(given(points, outcomes))] == ["x 2", "x 1"]
-    assert to_drop(given(points, outcomes)) == [0, 1, 2, 3, 4]
+    assert removable(given(points, outcomes)) == [0, 1, 2, 3, 4]
     # What did not diverge is run again: then the first settings may lead after all.
     again = Outcome(error=MachineError("killed"))
-    assert to_drop(given(points, [again, done(0.91), done(0.9), *outcomes[3:]])) == [0, 2, 3, 4]
+    assert removable(given(points, [again, done(0.91), done(0.9), *outcomes[3:]])) == [0, 2, 3, 4]
 
 
 def test_models_are_dropped_once_other_settings_lead() -> None:
     one, two = expand({"x": ["1", "2"]})
     points = [one, one, two, two]
-    assert to_drop(given(points, [done(0.5), None, None, None])) == []
-    assert to_drop(given(points, [done(0.5), done(0.6), None, None])) == [0]
+    assert removable(given(points, [done(0.5), None, None, None])) == []
+    assert removable(given(points, [done(0.5), done(0.6), None, None])) == [0]
     # The second settings are not all over: their best stays, and so do the leading ones'.
-    assert to_drop(given(points, [done(0.5), done(0.6), done(0.9), None])) == [0]
-    assert to_drop(given(points, [done(0.5), done(0.6), done(0.9), done(0.1)])) == [0, 2, 3]
-    assert to_drop(given(points, [done(0.5), done(0.6), done(0.9), FAILED])) == [0, 2, 3]
-    assert to_drop(given(points, [done(0.6), done(0.6), done(0.6), done(0.6)])) == [1, 2, 3], "the first of equals"
+    assert removable(given(points, [done(0.5), done(0.6), done(0.9), None])) == [0]
+    assert removable(given(points, [done(0.5), done(0.6), done(0.9), done(0.1)])) == [0, 2, 3]
+    assert removable(given(points, [done(0.5), done(0.6), done(0.9), FAILED])) == [0, 2, 3]
+    assert removable(given(points, [done(0.6), done(0.6), done(0.6), done(0.6)])) == [1, 2, 3], "the first of equals"
 
 
 @pytest.mark.parametrize(
@@ -516,15 +516,15 @@ def test_a_run_folder_shows_whether_the_run_has_finished(work: Path, monkeypatch
 
 
 def test_trials_take_a_gpu_each_or_a_machine_each() -> None:
-    assert trials_that_fit([(2, 0)], 5, 0, 0, "here") == (1, 2)
-    assert trials_that_fit([(2, 0)], 5, 2, 0, "here") == (2, 1)
-    assert trials_that_fit([(16, 8)], 5, 0, 0, "here") == (5, 3)
-    assert trials_that_fit([(16, 8)], 20, 0, 0, "here") == (8, 2)
-    assert trials_that_fit([(4, 8)], 20, 0, 0, "here") == (4, 1)
-    assert trials_that_fit([(8, 0), (4, 0)], 20, 0, 0, "here") == (2, 4)
+    assert choose_parallel([(2, 0)], 5, 0, 0, "here") == (1, 2)
+    assert choose_parallel([(2, 0)], 5, 2, 0, "here") == (2, 1)
+    assert choose_parallel([(16, 8)], 5, 0, 0, "here") == (5, 3)
+    assert choose_parallel([(16, 8)], 20, 0, 0, "here") == (8, 2)
+    assert choose_parallel([(4, 8)], 20, 0, 0, "here") == (4, 1)
+    assert choose_parallel([(8, 0), (4, 0)], 20, 0, 0, "here") == (2, 4)
     for nodes, parallel, cpus in (([(2, 0)], 3, 0), ([(8, 2)], 3, 0), ([(2, 0)], 0, 4)):
         with pytest.raises(MachineError, match="--parallel"):
-            trials_that_fit(nodes, 5, parallel, cpus, "here")
+            choose_parallel(nodes, 5, parallel, cpus, "here")
 
 
 def test_what_ended_is_not_run_again_and_the_rest_is(work: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -550,7 +550,7 @@ def test_what_ended_is_not_run_again_and_the_rest_is(work: Path, monkeypatch: An
     monkeypatch.setattr(trials, "run_trials", fake)
     seen: list[int] = []
     ended = lambda outcomes: seen.append(sum(map(bool, outcomes)))  # noqa: E731
-    outcomes = trials.run_all([config], members, parallel=3, ended=ended)
+    outcomes = trials.run_all([config], members, parallel=3, on_result=ended)
     assert handed == [("finetune.training.train:main", [0, 2, 3], 3)]
     assert seen == [2, 3]
     assert [outcome and outcome.score for outcome in outcomes] == [0.7, 0.9, None, None]
@@ -565,7 +565,7 @@ def test_what_ended_is_not_run_again_and_the_rest_is(work: Path, monkeypatch: An
     again: list[int] = []
     run = lambda target, tasks, **options: again.extend(task.training.config["seed"] for task in tasks)  # noqa: E731
     monkeypatch.setattr(trials, "run_trials", run)
-    outcomes = trials.run_all([config], members, parallel=0, ended=lambda outcomes: None)
+    outcomes = trials.run_all([config], members, parallel=0, on_result=lambda outcomes: None)
     assert again == [3]
     errors = [outcome.error for outcome in outcomes if outcome]
     assert [type(error) for error in errors] == [type(None), type(None), DivergedError, MachineError]

@@ -92,8 +92,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     outcomes, stopped = run_workers(1, starts, given)[0], "StoppedError: stopped at step 7"
     assert [one[:31] for one in outcomes if "InputError" not in one] == ["", stopped, "", stopped, *[""] * 6]
-    assert "step-00000007: was trained on other data" in outcomes[4]
-    assert "step-00000007: was scored on another dev set" in outcomes[5]
+    assert "step-00000007: the files of classification, or the tokenizer" in outcomes[4]
+    assert "step-00000007: the dev set of classification" in outcomes[5]
     assert "step-00000007: the run was started with other settings: seed (0 -> 9)" in outcomes[6]
     assert run_workers(2, starts, [Start(settings(root, "two"))]) == [[""], [""]]
     return root
@@ -388,7 +388,7 @@ OTHER = ["finetune", "{config}", "--set", "name=other"]
     ("arguments", "message"),
     [
         (["predict", "nowhere", "--text", "a"], "nowhere/finetune.json: not found"),
-        (["finetune", "{config}"], "already holds a finished model"),
+        (["finetune", "{config}"], "already has a finished model"),
         ([*OTHER, "--from", "nowhere"], "nowhere: no such folder"),
         ([*OTHER, "--set", "max_length=96"], "max_length: 96, but .* has 64 positions"),
         (["finetune", "{config}", "--set", "trainng.epochs=2"], "did you mean training"),

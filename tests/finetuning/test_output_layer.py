@@ -18,7 +18,7 @@ from finetune.training.config import FinetuneConfig
 from finetune.training.model.batches import Batches
 from finetune.training.model.output_layer import PENALTY, SHRINK, fit_output_layer, regularization
 from finetune.training.model.task_model import TaskModel
-from finetune.training.runs import choice_lines, course_lines
+from finetune.training.runs import run_remarks, selection_remarks
 from pretrain.checkpoint.layouts import TaskHead
 from pretrain.checkpoint.released import read_released
 
@@ -107,32 +107,32 @@ def record(step: int, accuracy: float) -> dict[str, Any]:
 
 
 def test_a_training_that_does_not_improve_on_the_frozen_model_is_told() -> None:
-    better = course_lines([record(0, 0.9), record(5, 0.95)], "accuracy", 5)
+    better = run_remarks([record(0, 0.9), record(5, 0.95)], "accuracy", 5)
     assert better == ["frozen linear model, before training: accuracy 0.9000"]
-    assert "on it, and the linear model was kept" in course_lines([record(0, 0.9), record(5, 0.85)], "accuracy", 0)[1]
-    assert "on it, and step 5 was kept for" in course_lines([record(0, 0.9), record(5, 0.9)], "accuracy", 5)[1]
-    assert len(course_lines([record(0, 1.0), record(5, 1.0)], "accuracy", 5)) == 1  # nothing is better
-    assert course_lines([record(5, 0.85)], "accuracy", 5) == []  # its output layer was there before
+    assert "on it, and the linear model was kept" in run_remarks([record(0, 0.9), record(5, 0.85)], "accuracy", 0)[1]
+    assert "on it, and step 5 was kept for" in run_remarks([record(0, 0.9), record(5, 0.9)], "accuracy", 5)[1]
+    assert len(run_remarks([record(0, 1.0), record(5, 1.0)], "accuracy", 5)) == 1  # nothing is better
+    assert run_remarks([record(5, 0.85)], "accuracy", 5) == []  # its output layer was there before
 
 
 def test_a_dev_set_too_small_to_choose_by_is_told() -> None:
     records = [record(0, 0.8), record(5, 0.85)]
     assert (
-        "accuracy is 0.70 to 0.95 on sets like it, and it chose between 0.80 and 0.85"
-        in choice_lines(records, "accuracy", (0.7, 0.95))[0]
+        "accuracy has the 95 % interval 0.70 to 0.95, and the checkpoints scored 0.80 to 0.85"
+        in selection_remarks(records, "accuracy", (0.7, 0.95))[0]
     )
-    assert choice_lines(records, "accuracy", (0.8, 0.9)) == []  # narrow
-    assert choice_lines([record(0, 0.3), *records], "accuracy", (0.7, 0.95)) == []  # a clear gain
-    assert choice_lines(records, "accuracy", None) == choice_lines([], "accuracy", (0.7, 0.95)) == []
+    assert selection_remarks(records, "accuracy", (0.8, 0.9)) == []  # narrow
+    assert selection_remarks([record(0, 0.3), *records], "accuracy", (0.7, 0.95)) == []  # a clear gain
+    assert selection_remarks(records, "accuracy", None) == selection_remarks([], "accuracy", (0.7, 0.95)) == []
 
 
 def test_a_loss_that_still_falls_is_told() -> None:
     falling = [{"step": n, "lr": 1e-4, "loss": 2 - n / 10} for n in range(10)]
-    assert "the loss still falls" in course_lines(falling, "accuracy", 9)[0]
+    assert "the loss is still falling" in run_remarks(falling, "accuracy", 9)[0]
     level = [{"step": n, "lr": 1e-4, "loss": max(1.0, 2 - n / 2)} for n in range(10)]
-    assert course_lines(level, "accuracy", 9) == []
+    assert run_remarks(level, "accuracy", 9) == []
     assert (
-        course_lines([{**one, "loss": one["loss"] * 0.1 if n else 20} for n, one in enumerate(falling)], "f1", 9) == []
+        run_remarks([{**one, "loss": one["loss"] * 0.1 if n else 20} for n, one in enumerate(falling)], "f1", 9) == []
     )
 
 
@@ -151,5 +151,5 @@ def test_a_class_that_is_never_predicted_is_told() -> None:
     assert "predicts 'a' for every example" in one
     assert "'b' (1 example): no training example has it" in alone
     assert list(never_predicted(("a", "b"), [[5, 0], [5, 0]], {}, threshold=0.01)) == [
-        "the model predicts 'a' for every example. Its threshold is 0.01; another may do."
+        "the model predicts 'a' for every example. Its threshold is 0.01; try another."
     ]

@@ -25,7 +25,7 @@ import pretrain
 from cluster.jobs import client, entrypoint
 from cluster.jobs.client import Job
 from cluster.jobs.command import follow_log
-from cluster.jobs.submission import make_job, read_words
+from cluster.jobs.submission import make_job, parse_run
 from cluster.workers import local
 from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
@@ -49,7 +49,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def read(config: Path, *more: str, workers: str | None = None) -> Job:
-    command, path, given = read_words(["pretrain", str(config), *more])
+    command, path, given = parse_run(["pretrain", str(config), *more])
     return make_job(job_functions()[command], path, folder="/shared", workers=workers, **given)
 
 
@@ -102,7 +102,7 @@ def given_job(job: client.Job, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cluster_without_the_console_command_is_named() -> None:
     job = ray_job("mini", status=JobStatus.FAILED, driver_exit_code=127, metadata={"resumes": "yes"})
-    code, state = jobs_of().end_of(job)
+    code, state = jobs_of().exit_status(job)
     assert code == MachineError.exit_code
     assert "no `bertrain` on the PATH" in state
 
@@ -516,7 +516,7 @@ def test_ctrl_c_ends_following_quietly(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_head_that_is_away_is_not_a_stranger(error: type[Exception]) -> None:
     cluster = jobs_of()
     advice = r"the cluster does not answer now .* run the same command again later"
-    with pytest.raises(MachineError, match=advice), cluster.answering():
+    with pytest.raises(MachineError, match=advice), cluster.one_line_errors():
         raise error("refused")
 
 
@@ -546,7 +546,7 @@ def test_a_stopped_training_says_what_is_saved(tmp_path: Path, log: str, folder:
         (checkpoint / "manifest.json").touch()
     metadata = {"resumes": "yes", "run_dir": str(tmp_path / "run")}
     jobs = jobs_of(SimpleNamespace(get_job_logs=lambda _: log))
-    found = jobs.end_of(ray_job("mini", status=JobStatus.STOPPED, metadata=metadata))
+    found = jobs.exit_status(ray_job("mini", status=JobStatus.STOPPED, metadata=metadata))
     assert found[0] == code
     assert said in found[1]
 
@@ -561,7 +561,7 @@ def test_dead_nodes_hide_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{**others, "node_id": f"{n:04}", "state": "DEAD" if n < 150 else "ALIVE"} for n in range(300)]
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with dashboard(nodes=nodes) as (address, _):
-        assert [node["node_id"] for node in client.nodes_of(address)] == [node["node_id"] for node in nodes[150:]]
+        assert [node["node_id"] for node in client.alive_nodes(address)] == [node["node_id"] for node in nodes[150:]]
 
 
 def a_node(cpus: float, memory_gib: float = 0, *, head: bool = False) -> dict[str, Any]:
@@ -573,7 +573,7 @@ def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch
     cluster = jobs_of()
     monkeypatch.setattr(client.Jobs, "all", lambda _: [])
     monkeypatch.setattr(client.Jobs, "start", lambda _, name, *__: started.append(name))
-    monkeypatch.setattr(client, "nodes_of", lambda _: [a_node(0, 8, head=True)])
+    monkeypatch.setattr(client, "alive_nodes", lambda _: [a_node(0, 8, head=True)])
     with pytest.raises(MachineError, match=r"has 0 CPU cores.* If nodes will be added, use --wait-for-nodes\."):
         cluster.submit(read(config))
     assert not started

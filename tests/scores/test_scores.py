@@ -92,7 +92,7 @@ def test_pseudo_log_likelihoods_are_those_of_a_loop_over_transformers(tmp_path, 
     np.testing.assert_allclose(together, expected, atol=1e-4)
     # Whatever shares a forward pass.
     monkeypatch.setattr(masked_model, "BATCH_TOKENS", 20)
-    monkeypatch.setattr(blimp, "AT_ONCE", 30)
+    monkeypatch.setattr(blimp, "MAX_TOKENS", 30)
     counted: list[int] = []
     apart = pseudo_log_likelihoods(model, SENTENCES, counted.append)
     np.testing.assert_allclose(apart, expected, atol=1e-4)

@@ -22,7 +22,7 @@ from finetune.cli import main
 from finetune.scores import common_words, masked_model
 from finetune.scores.common_words import LIST, score_common_words, token_groups
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, Predictions, TokenGroups
-from finetune.scores.passages import NoScoreError, PassageSettings, all_words, sampled, tokens_of_words
+from finetune.scores.passages import NoScoreError, PassageSettings, all_words, sample_words, tokens_of_words
 from finetune.scores.text_scores import text_scores
 from finetune.scores.view import score_notes, score_rows, score_table
 from finetune.scores.whole_words import score_whole_words
@@ -43,22 +43,22 @@ def test_the_list_is_fixed_for_ever() -> None:
 def test_the_same_words_in_the_same_passages_are_scored() -> None:
     """Words between blanks, whole words around them; they depend on the document and the place in it alone."""
     text = "The quick fox (who ran) saw a dog, and the other fox saw the end of it."
-    found = sampled([text], PassageSettings(20, 100), lambda word: True)
+    found = sample_words([text], PassageSettings(20, 100), lambda word: True)
     assert " ".join(one.word for one in found) == "quick fox saw a and the other fox saw the end of"
     assert found[2].passage == "(who ran) saw a dog,"
     assert all(f" {one.passage} " in f" {text} " for one in found)
     many = [f"{text} {number} {text}" for number in range(50)]
-    some = sampled(many, PassageSettings(20, 100), ["fox", "saw", "the"].__contains__)
+    some = sample_words(many, PassageSettings(20, 100), ["fox", "saw", "the"].__contains__)
     assert len(some) == 100
-    assert set(sampled(many[::-1], PassageSettings(20, 100), ["fox", "saw", "the"].__contains__)) == set(some)
-    assert sampled(many, PassageSettings(20, 100, seed=1), ["fox", "saw", "the"].__contains__) != some
+    assert set(sample_words(many[::-1], PassageSettings(20, 100), ["fox", "saw", "the"].__contains__)) == set(some)
+    assert sample_words(many, PassageSettings(20, 100, seed=1), ["fox", "saw", "the"].__contains__) != some
     assert list(all_words(many[:1])).count("fox") == 4
 
 
 def test_passages_of_formulas_are_left_out() -> None:
     text = "2 + 2 = 4 is so and 3 * 3 = 9 is 9 " * 5
     with pytest.raises(NoScoreError, match="has none of these words"):
-        sampled([text], PassageSettings(), lambda word: True)
+        sample_words([text], PassageSettings(), lambda word: True)
 
 
 class Oracle:
@@ -135,7 +135,7 @@ def test_an_oracle_has_one_score_in_every_vocabulary(kind: str, size: int) -> No
     """What it knows of words is the same, whatever their tokens are."""
     model: Any = oracle(kind, size)
     how, words = PassageSettings(words=1000), model.words
-    occurrences = sampled(made_text(), how, lambda word: True)
+    occurrences = sample_words(made_text(), how, lambda word: True)
     expected = -sum(math.log2(words[one.word] / words.total()) for one in occurrences)
     characters = sum(len(one.word) + 1 for one in occurrences)
     whole = score_whole_words(model, made_text(), how)
@@ -153,7 +153,7 @@ def test_an_oracle_has_one_score_in_every_vocabulary(kind: str, size: int) -> No
                 score_common_words(model, made_text(), how, chosen)
             continue
         score = score_common_words(model, made_text(), how, chosen)
-        occurrences = sampled(made_text(), how, set(chosen).__contains__)
+        occurrences = sample_words(made_text(), how, set(chosen).__contains__)
         total = sum(words[word] for word in chosen)
         expected = -sum(math.log2(words[one.word] / total) for one in occurrences) / len(occurrences)
         assert score.bits == pytest.approx(expected, abs=1e-6)
@@ -181,10 +181,10 @@ def test_scores_are_those_of_a_loop_over_transformers(tmp_path: Path, monkeypatc
 
     def passage(one: Any) -> tuple[np.ndarray, int]:
         ids, _ = ours.encode(one.passage)
-        return ids, 1 + len(ours.encode(one.passage[: one.begin])[0]) - 2
+        return ids, 1 + len(ours.encode(one.passage[: one.start])[0]) - 2
 
     listed, bits = [ours.tokenizer.token_to_id(word) for word in words], 0.0
-    occurrences = sampled([text], how, words.__contains__)
+    occurrences = sample_words([text], how, words.__contains__)
     for one in occurrences:
         ids, place = passage(one)
         ids[place] = SPECIALS.index("[MASK]")
@@ -195,7 +195,7 @@ def test_scores_are_those_of_a_loop_over_transformers(tmp_path: Path, monkeypatc
     assert score_common_words(ours, [text], how, words).bits == pytest.approx(score.bits, abs=1e-5)
 
     nats = characters = 0.0
-    for one in sampled([text], how, lambda word: True):
+    for one in sample_words([text], how, lambda word: True):
         ids, place = passage(one)
         count = len(ours.tokenizer.encode(one.word, add_special_tokens=False).ids)
         for first in range(place, place + count):

@@ -84,7 +84,7 @@ CLASSES: dict[str, list[tuple[dict[str, Any], list[Any] | str, list[Any], str]]]
     ],
     "several annotators": [
         ({}, PAIRS, ["a", "b", "b"], f"1 of 4 {OUT}: 1 disputed by annotators"),
-        (MOOD, minimal(*"aabbab", annotators=2), ["a", "b"], f"4 of 6 {OUT}: 2 merged with another of their text, 2 d"),
+        (MOOD, minimal(*"aabbab", annotators=2), ["a", "b"], f"4 of 6 {OUT}: 2 merged with another annotation, 2 d"),
         (
             {},
             answered(*DISPUTE, text="t") + texts("a", "b"),

@@ -874,14 +874,14 @@ def test_a_text_of_a_megabyte_works_and_training_reports_skipped_windows(tokeniz
     places = [next(n for n in range(1, len(every)) if shown(every, n, 0) == shown(trained, k, 0)) for k in range(1, 6)]
     last = len(every) - 1
     assert places == (1 + np.linspace(0, last - 1, 5).round().astype(int)).tolist()
-    assert f"1 of 2 examples are longer than 5 windows (max_windows): training sees 5 of their {last}" in caplog.text
+    assert f"1 of 2 examples are longer than 5 windows (max_windows): training uses 5 of their {last}" in caplog.text
     alone = two_classes(max_windows=1).windows(examples, encoder, training=True)
     assert [shown(alone, n, 0) for n in range(2)] == [shown(every, n, 0) for n in range(2)]
 
 
 def test_windows_without_room_for_an_overlap_are_refused(tokenizer: Tokenizer) -> None:
     given = [Example("word11", None, "a", "")], TextEncoder(tokenizer, 5)
-    refused("max_length: windows hold 3 tokens", two_classes().windows, *given, training=False)
+    refused("max_length: windows fit 3 tokens", two_classes().windows, *given, training=False)
 
 
 def test_labels_have_the_form_of_the_objective(tokenizer: Tokenizer) -> None:

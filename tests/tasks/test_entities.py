@@ -354,7 +354,7 @@ def test_boundaries_inside_of_words_are_counted(tmp_path):
     assert task.remarks == [
         f'{tmp_path}/a.jsonl:2, "NY": an entity has a boundary inside a word; such entities are extended to whole '
         "words; 6 in all, this is the first",
-        f'{tmp_path}/a.jsonl:4, "Paris": an entity shares a word with the previous one and is left out; give '
+        f'{tmp_path}/a.jsonl:4, "Paris": an entity shares a word with the previous entity and is skipped; give '
         "`tokens` that separate them; 2 in all, this is the first",
     ]
 
@@ -405,7 +405,7 @@ def test_a_file_to_predict_may_hold_texts(tmp_path):
     assert [(one.words, one.tags) for one in labeled] == [(one.words, one.tags) for one in unlabeled]
     assert labeled[0].words == ["Ann", "B."]
     refused(
-        r"d.txt:1: lines end with CR alone",
+        r"d.txt:1: lines end with CR only",
         task.read_file,
         write(tmp_path / "d.txt", "Ann left\rBob saw\r"),
         labeled=False,
@@ -434,8 +434,8 @@ GOOD = "Ann B-PER\nleft O\n"
         ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a tag of bioes, but the scheme is iob2"),
         ("Ann B-PER\nRome B-LOC\n", {"labels": ("PER",)}, r"a.txt:2: the type 'LOC' is not in labels \(PER\)"),
         ("id\ttext\n1\tAnn left\n", {}, r"a.txt:1: 'text' is not a tag.* each line has one word and its tag\."),
-        ("Ann B-PER\rleft O\r\rBob B-PER\r", {}, r"a.txt:1: lines end with CR alone. Convert"),
-        ("Ann B-PER\r\nleft O\rBob O\r\n", {}, r"a.txt:2: lines end with CR alone. Convert"),
+        ("Ann B-PER\rleft O\r\rBob B-PER\r", {}, r"a.txt:1: lines end with CR only. Convert"),
+        ("Ann B-PER\r\nleft O\rBob O\r\n", {}, r"a.txt:2: lines end with CR only. Convert"),
         (GOOD, {"label_column": 2}, r"a.txt:1: the line has 2 columns, numbered from 0, but label_column is 2\."),
         (GOOD, {"token_column": -3}, r"a.txt:1: the line has 2 columns, numbered from 0, but token_column is -3\."),
     ],
@@ -833,7 +833,7 @@ def test_an_error_in_reading_comes_after_the_waiting_records():
 
 def test_windows_too_short_for_a_word_are_refused():
     refused(
-        "windows of 2 tokens hold no word",
+        "windows of 2 tokens fit no word",
         make_task().windows,
         [Sentence(["a"], None, "it")],
         make_encoder(2),
@@ -979,7 +979,7 @@ def test_decoded_tags_are_valid_and_differ_from_the_most_probable_ones_only_wher
         assert is_valid(ours)
         assert ours == plain or not is_valid(plain)
     for one, prediction in zip(sentences, predictions, strict=True):
-        spans = metrics.find(metrics.tagged([prediction["tags"]], ["PER", "LOC"]))
+        spans = metrics.find_entities(metrics.encode_tags([prediction["tags"]], ["PER", "LOC"]))
         found = [(e["first_word"], e["last_word"] + 1, e["type"]) for e in prediction["entities"]]
         assert found == [
             (first, behind, ("PER", "LOC")[kind])

@@ -18,11 +18,11 @@ from finetune.tasks.entities.metrics import (
     EntityCounts,
     EntitySpans,
     count,
-    detect,
-    find,
+    detect_scheme,
+    encode_tags,
+    find_entities,
     scheme_violations,
-    tagged,
-    write,
+    write_prefixes,
 )
 
 TYPES = ("-PER", "-LOC", "-a-b")
@@ -31,8 +31,8 @@ BARE = (*TYPES, "")  # seqeval calls the type of a bare prefix `_`
 
 def compare(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Any = "conlleval") -> EntityCounts:
     """`count` for tags as text."""
-    truth = tagged(gold)
-    return count(truth, tagged(predicted, truth.names), rule)
+    truth = encode_tags(gold)
+    return count(truth, encode_tags(predicted, truth.names), rule)
 
 
 def tags_of(prefixes: str, types: tuple[str, ...] = TYPES) -> st.SearchStrategy[str]:
@@ -77,8 +77,8 @@ def test_default_mode_is_seqevals(pairs):
     if any(tag != "O" for sentence in gold + predicted for tag in sentence):  # seqeval's report fails without any
         assert_equal_to_seqeval(compare(gold, predicted), seqeval_report(gold, predicted))
     if any(gold):
-        truth = tagged(gold)
-        ours = metrics.accuracy(truth, tagged(predicted, truth.names))
+        truth = encode_tags(gold)
+        ours = metrics.accuracy(truth, encode_tags(predicted, truth.names))
         assert ours == pytest.approx(accuracy_score(gold, predicted))
 
 
@@ -149,13 +149,13 @@ def test_nothing_to_find_scores_zero(rule):
     for gold in ([["O", "O"]], [[]], []):
         assert compare(gold, gold, rule).overall == {"precision": 0.0, "recall": 0.0, "f1": 0.0}
         assert compare(gold, gold, rule).macro_f1 == 0.0
-    assert metrics.accuracy(tagged([]), tagged([])) == 0.0
+    assert metrics.accuracy(encode_tags([]), encode_tags([])) == 0.0
 
 
 @pytest.mark.parametrize("tag", ["X-PER", "", "Org"])
 def test_what_cannot_be_scored_is_refused(tag):
     with pytest.raises(ValueError, match=f"'{tag}' is not a tag"):
-        tagged([[tag]])
+        encode_tags([[tag]])
 
 
 @st.composite
@@ -180,14 +180,14 @@ def entities(draw: st.DrawFn) -> tuple[EntitySpans, np.ndarray]:
 @given(entities(), st.sampled_from(["iob1", "iob2", "bioes"]))
 def test_every_scheme_gives_back_what_was_written(case, scheme):
     spans, starts = case
-    prefixes = write(spans, starts, scheme)
+    prefixes = write_prefixes(spans, starts, scheme)
     types = np.full(len(prefixes), -1)
     for first, behind, kind in zip(spans.first, spans.end, spans.types, strict=True):
         types[first:behind] = kind
     tags = metrics.TaggedSentences(prefixes, types, starts, ("PER", "LOC"))
     rules: list[metrics.Rule] = ["conlleval", "iob2"] if scheme == "iob2" else ["conlleval"]
     for rule in rules:
-        found = find(tags, rule)
+        found = find_entities(tags, rule)
         for ours, expected in ((found.first, spans.first), (found.end, spans.end), (found.types, spans.types)):
             assert ours.tolist() == expected.tolist()
     assert len(scheme_violations(tags, scheme)) == 0
@@ -206,7 +206,7 @@ def test_every_scheme_gives_back_what_was_written(case, scheme):
     ],
 )
 def test_the_scheme_is_seen(tags, scheme):
-    assert detect(tagged([tags.split()])) == scheme
+    assert detect_scheme(encode_tags([tags.split()])) == scheme
 
 
 @pytest.mark.parametrize(
@@ -219,4 +219,4 @@ def test_the_scheme_is_seen(tags, scheme):
     ],
 )
 def test_slips_are_found_where_they_are(sentences, scheme, slips):
-    assert scheme_violations(tagged(sentences), scheme).tolist() == slips
+    assert scheme_violations(encode_tags(sentences), scheme).tolist() == slips

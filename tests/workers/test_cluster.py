@@ -29,11 +29,11 @@ from cluster.workers.actors import (
     WorkersFailedError,
     WorkersNotStartedError,
 )
-from cluster.workers.launch import Signals, drive, end_session, last_line, run
-from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
+from cluster.workers.launch import Signals, end_session, last_line, run, run_driver
+from cluster.workers.nodes import Node, choose_cpus, choose_elastic_cpus
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, error_from, one_line
 from cluster.workers.request import Attempt, LaunchRequest, TrialRequest
-from cluster.workers.supervisor import AttemptCrashed, cause_of
+from cluster.workers.supervisor import AttemptCrashed, failure_cause
 from cluster.workers.target import RankAssignment, run_worker
 from cluster.workers.trials import run_trials
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
@@ -166,7 +166,7 @@ def test_a_driver_outlives_signals_whatever_handlers_a_library_sets(
                 (folder / stage).unlink(missing_ok=True)
 
     usual = request_of(folder)
-    drive("stand_in", lambda launch: replace(usual, launch=launch), address="", run_dir=folder / "run", poll=poll)
+    run_driver("stand_in", lambda launch: replace(usual, launch=launch), address="", run_dir=folder / "run", poll=poll)
     assert sent == ["start", "during", "after"]
 
 
@@ -404,10 +404,10 @@ def test_cores_are_divided_among_workers(
     nodes: list[tuple[int, int]], workers: int, requested: int, each: int | str
 ) -> None:
     if isinstance(each, int):
-        assert nodes_fit(nodes, workers, requested, "here") == each
+        assert choose_cpus(nodes, workers, requested, "here") == each
         return
     with pytest.raises(MachineError, match=each):
-        nodes_fit(nodes, workers, requested, "here")
+        choose_cpus(nodes, workers, requested, "here")
 
 
 @pytest.mark.parametrize("kind", [InputError, MachineError, DivergedError, StoppedError, RunError])
@@ -431,7 +431,7 @@ def test_errors_come_back_as_themselves(kind: type[RunError]) -> None:
     ],
 )
 def test_the_cause_is_to_blame(failures: dict[int, Exception], kind: type[Exception], text: str) -> None:
-    cause = cause_of(failures)
+    cause = failure_cause(failures)
     assert type(cause) is kind
     said = f"worker {cause.rank}: {cause.reason}" if isinstance(cause, AttemptCrashed) else str(cause)
     assert said.startswith(text)
@@ -460,7 +460,7 @@ def test_code_that_does_not_load_is_no_dead_process(monkeypatch: pytest.MonkeyPa
     group.actors = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_: "reference"))]
     with pytest.raises(WorkersFailedError) as caught:
         group.run(Attempt(request_of(tmp_path), 0, 1, TrainingRequest({}, False), frozenset()))
-    cause = cause_of(caught.value.failures)
+    cause = failure_cause(caught.value.failures)
     assert isinstance(cause, AttemptCrashed)
     assert cause.reason == "ImportError: no module named cluster"
 
@@ -471,7 +471,7 @@ FITS += [([(64, 8)], 4, 8, 8)]  # eight GPUs hold eight workers
 
 @pytest.mark.parametrize(("nodes", "low", "high", "each"), FITS)
 def test_cpus_are_divided_among_as_many_workers_as_possible(nodes, low: int, high: int, each: int) -> None:
-    assert cpus_that_fit(nodes, low, high, 0, "here") == each
+    assert choose_elastic_cpus(nodes, low, high, 0, "here") == each
 
 
 def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
@@ -481,12 +481,12 @@ def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
 
     nodes = [Node("a", 4, 0, False, 1, 0), Node("b", 4, 0, False, 0, 0), Node("c", 4, 0, True, 4, 0)]
     assert count(nodes, 12, 1) == 8
-    assert count(nodes, 12, 1, held={}) == 1
-    assert count(nodes, 12, 1, held={"a": 3, "b": 2}) == 6
+    assert count(nodes, 12, 1, ours={}) == 1
+    assert count(nodes, 12, 1, ours={"a": 3, "b": 2}) == 6
     assert count(nodes, 12, 1, avoid={"b"}) == 4
-    assert count([Node("a", 16, 4, False, 12, 1)], 4, 4, held={"a": 1}) == 2
-    assert count([Node("a", 64, 8, False, 60, 0)], 8, 4, held={}, use_gpu=None) == 0, "all GPUs are in use"
-    assert count([Node("a", 64, 8, False, 60, 1), Node("b", 8, 0, False, 8, 0)], 8, 4, held={}, use_gpu=True) == 1
+    assert count([Node("a", 16, 4, False, 12, 1)], 4, 4, ours={"a": 1}) == 2
+    assert count([Node("a", 64, 8, False, 60, 0)], 8, 4, ours={}, use_gpu=None) == 0, "all GPUs are in use"
+    assert count([Node("a", 64, 8, False, 60, 1), Node("b", 8, 0, False, 8, 0)], 8, 4, ours={}, use_gpu=True) == 1
     assert count([Node("a", 64, 8, False, 64, 8)], 32, 4, use_gpu=False) == 16, "its workers were started without GPUs"
 
 
@@ -591,7 +591,7 @@ def test_workers_and_launcher_have_one_folder_for_runs(tmp_path: Path, monkeypat
     for name in ("BERTRAIN_RUNS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "of the cluster")
     seen: list[str] = []
-    monkeypatch.setattr(target, "log_to", lambda *_: None)
+    monkeypatch.setattr(target, "redirect_output", lambda *_: None)
     monkeypatch.setattr(target, "bind_gloo", lambda _: None)
     monkeypatch.setattr(target, "resolve", lambda _: lambda *_: seen.append(os.environ["BERTRAIN_RUNS"]))
     assert target.run_worker(attempt, target.RankAssignment(0, 1, 0, 1, "127.0.0.1", "127.0.0.1", 1)) is None

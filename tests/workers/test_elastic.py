@@ -21,7 +21,7 @@ from cluster.workers import capacity, supervisor
 from cluster.workers.actors import WorkerActor, WorkerLocation, WorkersNotStartedError, assign_ranks
 from cluster.workers.capacity import ScaleUp, wait_for_capacity
 from cluster.workers.crash_history import CrashHistory
-from cluster.workers.launch import drive
+from cluster.workers.launch import run_driver
 from cluster.workers.nodes import Node
 from cluster.workers.request import Attempt, Launch, LaunchRequest
 from cluster.workers.supervisor import AttemptCrashed
@@ -450,7 +450,7 @@ def test_a_stop_file_of_an_earlier_launch_stops_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr("cluster.workers.launch.subprocess.Popen", Child)
     monkeypatch.setattr("cluster.workers.launch.end_session", lambda _: None)
     for _ in range(2):
-        drive("module", lambda launch: make_request(tmp_path, launch=launch), address="", run_dir=tmp_path)
+        run_driver("module", lambda launch: make_request(tmp_path, launch=launch), address="", run_dir=tmp_path)
     first, second = (request.launch for request in requests)
     assert not stop.exists()
     stop.touch()

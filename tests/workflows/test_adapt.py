@@ -12,7 +12,7 @@ import pytest
 from finetune.cli import build_parsers, main
 from finetune.workflows.adaptation import settings
 from finetune.workflows.adaptation.stages import check_arguments, run
-from finetune.workflows.adaptation.texts import held_out_share, sources_of
+from finetune.workflows.adaptation.texts import find_sources, held_out_share
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import write_manifest
@@ -138,55 +138,55 @@ def test_the_format_of_a_text_follows_from_its_name_or_beginning(tmp_path: Path)
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     paths = [tmp_path / name for name in texts]
-    kinds = {source["name"]: source["kind"] for source in sources_of(paths, tmp_path / "pieces.jsonl")}
+    kinds = {source["name"]: source["kind"] for source in find_sources(paths, tmp_path / "pieces.jsonl")}
     assert kinds == {"a": "jsonl", "b": "csv", "c": "jsonl", "d": "mediawiki", "wiki_00": "wikiextractor"}
-    with pytest.raises(InputError, match="holds files of several formats: books, csv, jsonl, mediawiki"):
-        sources_of([tmp_path], tmp_path / "none.jsonl")
-    refused("nowhere: no such file or folder", sources_of, [tmp_path / "nowhere"], tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="has files of several formats: books, csv, jsonl, mediawiki"):
+        find_sources([tmp_path], tmp_path / "none.jsonl")
+    refused("nowhere: no such file or folder", find_sources, [tmp_path / "nowhere"], tmp_path / "none.jsonl")
 
 
 def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -> None:
     lines = [f"Sentence number {number} of a long text that goes on and on." for number in range(3000)]
     (tmp_path / "long.txt").write_text("\n\n".join(lines))
     pieces = tmp_path / "pieces.jsonl"
-    (source,) = sources_of([tmp_path / "long.txt"], pieces)
+    (source,) = find_sources([tmp_path / "long.txt"], pieces)
     assert source == {"kind": "jsonl", "name": "long", "path": str(pieces)}
     documents = [json.loads(line)["text"] for line in pieces.read_text().splitlines()]
     assert len(documents) == 21
     assert "\n".join(documents).split("\n") == lines
     for text in ("\n".join(lines), "\r\n".join(lines)):  # a sentence on each line, without blank ones
         (tmp_path / "lines.txt").write_bytes(text.encode())
-        sources_of([tmp_path / "lines.txt"], pieces)
+        find_sources([tmp_path / "lines.txt"], pieces)
         assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == documents
     queries = [f"best film number {number}" for number in range(1000)]  # in a book, these would be titles
     (tmp_path / "queries.txt").write_text("\n".join(queries))
-    sources_of([tmp_path / "queries.txt"], pieces)
+    find_sources([tmp_path / "queries.txt"], pieces)
     assert "\n".join(json.loads(line)["text"] for line in pieces.read_text().splitlines()).split("\n") == queries
-    sources_of([tmp_path / "long.txt"], pieces)
+    find_sources([tmp_path / "long.txt"], pieces)
     before = pieces.stat().st_mtime_ns
-    sources_of([tmp_path / "long.txt"], pieces)
+    find_sources([tmp_path / "long.txt"], pieces)
     assert pieces.stat().st_mtime_ns == before
     (tmp_path / "long.txt").write_text("\n\n".join(lines[:3]))
-    sources_of([tmp_path / "long.txt"], pieces)
+    find_sources([tmp_path / "long.txt"], pieces)
     assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == lines[:3]
     (tmp_path / "empty.txt").write_text(" \n\n")
-    refused(r"empty\.txt: no text", sources_of, [tmp_path / "empty.txt"], pieces)
-    sources_of([tmp_path / "long.txt", tmp_path / "empty.txt"], pieces)
+    refused(r"empty\.txt: no text", find_sources, [tmp_path / "empty.txt"], pieces)
+    find_sources([tmp_path / "long.txt", tmp_path / "empty.txt"], pieces)
     assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == lines[:3]
     many = write_text(tmp_path / "many", WORDS, documents=100)
-    assert sources_of([many], tmp_path / "no.jsonl") == [{"kind": "books", "name": "many", "path": str(many)}]
+    assert find_sources([many], tmp_path / "no.jsonl") == [{"kind": "books", "name": "many", "path": str(many)}]
     assert not (tmp_path / "no.jsonl").exists()
 
 
 def test_a_short_text_is_cut_into_documents_enough_to_hold_some_out(tmp_path: Path) -> None:
     pieces, note = tmp_path / "pieces.jsonl", tmp_path / "note.txt"
     note.write_text("\n\n".join(f"This is what paragraph number {number} of a note says." for number in range(60)))
-    sources_of([note], pieces)
+    find_sources([note], pieces)
     assert len(pieces.read_text().splitlines()) == 15  # of four paragraphs each
     note.write_text("One line.\n\nAnother line.\n")
-    refused(r"note\.txt: 2 paragraphs; at least 3 are needed, as 2 are held out", sources_of, [note], pieces)
+    refused(r"note\.txt: 2 paragraphs; at least 3 are needed, as 2 are held out", find_sources, [note], pieces)
     (tmp_path / "more.jsonl").write_text('{"text": "x"}\n')
-    assert len(sources_of([note, tmp_path / "more.jsonl"], pieces)) == 2  # other documents are there
+    assert len(find_sources([note, tmp_path / "more.jsonl"], pieces)) == 2  # other documents are there
 
 
 def test_the_held_out_share_shrinks_with_the_text() -> None:
@@ -258,11 +258,11 @@ def test_steps_follow_from_the_prepared_text(tmp_path, monkeypatch, tokens, repl
     values = settings.run_values(arguments, {"dir": str(tmp_path)}, ModelConfig(size="mini"), 1)
     values["adaptation"] |= {"replay_corpus": "g", "replay_share": replay}
     path.write_text(json.dumps(values))
-    assert settings.steps_of(load_config(path), arguments) == pytest.approx(expected, abs=1)
+    assert settings.choose_steps(load_config(path), arguments) == pytest.approx(expected, abs=1)
 
 
 def test_wider_models_learn_at_lower_rates() -> None:
-    assert [settings.rate_of(width) for width in (256, 384, 512, 768, 1024)] == [3e-4, 3e-4, 2e-4, 1e-4, 5e-5]
+    assert [settings.peak_rate(width) for width in (256, 384, 512, 768, 1024)] == [3e-4, 3e-4, 2e-4, 1e-4, 5e-5]
 
 
 def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> None:

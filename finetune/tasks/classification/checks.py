@@ -7,8 +7,8 @@ from finetune.tasks.datasets.labels import Label
 from finetune.tasks.datasets.table import Table, listed
 from pretrain.common.wording import counted
 
-_SEVERAL = 5  # warn if a class with at least so many examples is never predicted
-_MAX_PLACES = 5  # listed in a message
+_MIN_EXAMPLES = 5  # warn if a class with at least this many examples is never predicted
+_MAX_LISTED = 5  # lines or labels in a message
 _ADVICE = (
     "Train longer (training.epochs) or with another training.learning_rate; if one class is frequent, set "
     "classification.class_weights: balanced."
@@ -16,7 +16,7 @@ _ADVICE = (
 
 
 def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: str) -> Iterator[str]:
-    """Warn about labels with no training example, and about labels with a single one.
+    """Warn about labels without a training example, and about labels with a single one.
 
     Args:
         names: all labels.
@@ -25,24 +25,24 @@ def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: st
     """
     counts = Counter(name for label in labels for name in (label if isinstance(label, tuple) else (label,)))
     names = list(names)
-    for number, found in ((0, "no training example"), (1, "only one training example")):
+    for number, problem in ((0, "no training example"), (1, "only one training example")):
         rare = [repr(name) for name in names if counts[name] == number]
         if rare:
-            which = "label has" if len(rare) == 1 else "labels have"
-            yield f"{source}: {len(rare)} {which} {found}: {listed(rare)}. Add examples, or remove such labels."
+            subject = "label has" if len(rare) == 1 else "labels have"
+            yield f"{source}: {len(rare)} {subject} {problem}: {listed(rare)}. Add examples, or remove such labels."
 
 
 def empty_texts(table: Table) -> Iterator[str]:
     """Warn if a cell of the columns text and pair is empty or blank."""
     columns = [table.columns[name] for name in ("text", "pair") if name in table.columns]
-    every = enumerate(zip(*columns, strict=True))
+    numbered_cells = enumerate(zip(*columns, strict=True))
     # Cells that are not strings are refused elsewhere.
-    rows = [row for row, cells in every if any(isinstance(cell, str) and not cell.strip() for cell in cells)]
+    rows = [row for row, cells in numbered_cells if any(isinstance(cell, str) and not cell.strip() for cell in cells)]
     if not rows:
         return
-    unit = table.place.strip(": ") or "line"
-    places = ", ".join(f"{table.places[row]:,}" for row in rows[:_MAX_PLACES]) + ", ..." * (len(rows) > _MAX_PLACES)
-    where = f"{unit}{'s' * (len(rows) > 1)} {places}"
+    unit = table.separator.strip(": ") or "line"
+    numbers = ", ".join(f"{table.numbers[row]:,}" for row in rows[:_MAX_LISTED]) + ", ..." * (len(rows) > _MAX_LISTED)
+    where = f"{unit}{'s' * (len(rows) > 1)} {numbers}"
     yield (
         f"{table.source}: {len(rows):,} of {counted(len(table), 'example')} with an empty text: {where}. "
         "Fill them in, or remove them."
@@ -54,10 +54,10 @@ def never_predicted(
 ) -> Iterator[str]:
     """Warn, with the cause, if the model predicts one class for every example, or never predicts a frequent class.
 
-    From example counts [true][predicted], [C][C], training examples of each class (if known), and the threshold of the
-    positive one of two classes.
+    `counts` are examples by [true][predicted] class, `trained` the training examples of each class (if known),
+    `threshold` is for the positive one of two classes.
     """
-    advice = _ADVICE if threshold == 0.5 else f"Its threshold is {threshold:g}; another may do."
+    advice = _ADVICE if threshold == 0.5 else f"Its threshold is {threshold:g}; try another."
     totals = {name: sum(row) for name, row in zip(labels, counts, strict=True)}
     predicted = [name for name, column in zip(labels, zip(*counts, strict=True), strict=True) if any(column)]
     if len(predicted) == 1 and sum(map(bool, totals.values())) > 1:
@@ -66,12 +66,12 @@ def never_predicted(
     for name in [name for name, total in totals.items() if total and name not in predicted]:
         if trained and not trained.get(name):
             causes.setdefault(": no training example has it. Add some.", []).append(name)
-        elif totals[name] >= _SEVERAL and trained and trained[name] < _SEVERAL:
+        elif totals[name] >= _MIN_EXAMPLES and trained and trained[name] < _MIN_EXAMPLES:
             cause = f": only {counted(trained[name], 'training example')} of each. Add some."
             causes.setdefault(cause, []).append(name)
-        elif totals[name] >= _SEVERAL and len(predicted) > 1:
+        elif totals[name] >= _MIN_EXAMPLES and len(predicted) > 1:
             causes.setdefault(f". {advice}", []).append(name)
     for cause, names in causes.items():
-        shown = ", ".join(map(repr, names[:_MAX_PLACES])) + ", ..." * (len(names) > _MAX_PLACES)
+        shown = ", ".join(map(repr, names[:_MAX_LISTED])) + ", ..." * (len(names) > _MAX_LISTED)
         examples = counted(sum(totals[name] for name in names), "example")
         yield f"the model never predicts {shown} ({examples}){cause}"

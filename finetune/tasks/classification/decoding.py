@@ -9,8 +9,8 @@ import numpy as np
 from finetune.tasks.classification import metrics as metrics
 from finetune.tasks.datasets.labels import Label, Problem
 
-THRESHOLD = 0.5  # lowest probability of a predicted label, unless another is set or tuned
-_PRIOR = 0.5  # standard deviation of the logarithm of a temperature
+THRESHOLD = 0.5  # minimum probability of a predicted label, unless another is set or tuned
+_PRIOR = 0.5  # standard deviation of the prior on the logarithm of a temperature
 _CANDIDATES = 100  # thresholds to try on the dev set, besides the multiples of 0.01
 
 Predictions = Sequence[Mapping[str, Any]]
@@ -20,16 +20,16 @@ Predictions = Sequence[Mapping[str, Any]]
 class Outputs:
     """The meaning of a model's C outputs.
 
-    True labels, `true` below, are class numbers int64 [N], sets of labels bool [N, C], or values float64 [N].
+    True labels (`true` in the methods) are class numbers int64 [N], sets of labels bool [N, C], or values float64 [N].
     """
 
     problem: Problem
     names: tuple[str, ...]  # C labels; none for a regression
-    positive: str  # the class for which f1 is computed, if there are two; "" computes none
-    threshold: float  # lowest probability of a predicted label, or of the positive one of two classes
+    positive: str  # of two classes, the one for which f1 is computed; "" for no f1
+    threshold: float  # minimum probability of a predicted label; of two classes, of the positive one
 
-    def true(self, labels: Sequence[Label | None]) -> np.ndarray:
-        """Return true labels as an array, see the class; zeros for missing ones."""
+    def encode(self, labels: Sequence[Label | None]) -> np.ndarray:
+        """Encode true labels as an array, see the class; missing labels are zeros."""
         if self.problem == "regression":
             return np.array([label or 0.0 for label in labels], np.float64)
         numbers: dict[Any, int] = {name: number for number, name in enumerate(self.names)}
@@ -52,7 +52,7 @@ class Outputs:
             return [{"value": value} for value in logits_NC[:, 0].tolist()]
         if self.problem == "multi_label":
             probabilities_NC = 0.5 * (1 + np.tanh(logits_NC / 2))  # the logistic function, without overflow
-            return [self._set(probabilities) for probabilities in probabilities_NC.tolist()]
+            return [self._label_set(probabilities) for probabilities in probabilities_NC.tolist()]
         probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
         probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
         best_N = logits_NC.argmax(1)
@@ -105,15 +105,15 @@ class Outputs:
         return len(self.names) == 2 and bool(self.positive)
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
-        """multi_label: return the common threshold with the best `metric`; ties go to the one nearest to 0.5."""
+        """multi_label: return the common threshold with the best `metric`, of equals the one nearest to 0.5."""
         probabilities_NC = self.probabilities(predictions)
         # All thresholds between two adjacent probabilities give the same sets: try their midpoint. If there are many,
-        # try some, and the nearest below each multiple of 0.01, since most probabilities of rare labels are near 0.
+        # try a sample, and the nearest below each multiple of 0.01: most probabilities of rare labels are near 0.
         values = np.unique(probabilities_NC)
-        between = (values[1:] + values[:-1]) / 2
-        some = np.linspace(0, len(between) - 1, min(_CANDIDATES, len(between))).round().astype(int)
-        hundredths = np.searchsorted(between, np.arange(1, 100) / 100, side="right") - 1
-        candidates = [THRESHOLD, *between[np.union1d(some, hundredths[hundredths >= 0])].tolist()]
+        midpoints = (values[1:] + values[:-1]) / 2
+        sample = np.linspace(0, len(midpoints) - 1, min(_CANDIDATES, len(midpoints))).round().astype(int)
+        hundredths = np.searchsorted(midpoints, np.arange(1, 100) / 100, side="right") - 1
+        candidates = [THRESHOLD, *midpoints[np.union1d(sample, hundredths[hundredths >= 0])].tolist()]
         candidates.sort(key=lambda candidate: abs(candidate - THRESHOLD))
         scores = [metrics.LABEL_SCORES[metric](true, probabilities_NC >= candidate) for candidate in candidates]
         return candidates[int(np.argmax(scores))]
@@ -137,13 +137,13 @@ class Outputs:
             best = min((best + np.linspace(-width, width, 21)).tolist(), key=loss)
         return float(np.exp(best))
 
-    def _set(self, probabilities: Sequence[float]) -> dict[str, Any]:
+    def _label_set(self, probabilities: Sequence[float]) -> dict[str, Any]:
         by_name = dict(zip(self.names, probabilities, strict=True))
         return {"labels": [name for name in self.names if by_name[name] >= self.threshold], "scores": by_name}
 
     def probabilities(self, predictions: Predictions) -> np.ndarray:
-        """Return float64 [N, C]."""
-        rows = [[one["scores"][name] for name in self.names] for one in predictions]
+        """Return the predicted probabilities, float64 [N, C]."""
+        rows = [[prediction["scores"][name] for name in self.names] for prediction in predictions]
         return np.array(rows, np.float64).reshape(len(rows), len(self.names))
 
     def predicted(self, predictions: Predictions) -> np.ndarray:

@@ -51,7 +51,7 @@ class ClassCounts:
 
 
 def confusion(true: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """int64 [C, C] from class indices [N]: rows are true classes, columns are predicted classes."""
+    """Return counts, int64 [C, C], from class indices [N]: rows are true classes, columns are predicted classes."""
     return np.bincount(true * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
@@ -86,23 +86,23 @@ def subset_accuracy(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def calibration(probabilities: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """nll (nats), brier and ece of probabilities [N, C]; lower is better.
+    """Return nll (nats), brier and ece of probabilities [N, C]; lower is better.
 
     `true` has class numbers int64 [N], or sets of labels bool [N, C], where each label is a separate decision.
     nll and brier are scikit-learn's log_loss and brier_score_loss; ece has 15 bins of equal width (Guo et al. 2017,
     "On Calibration of Modern Neural Networks", equation 3), for labels over the probability of each label.
     """
     if true.ndim == 1:
-        given_N = probabilities[np.arange(len(true)), true]
-        brier = ((probabilities**2).sum(1) - 2 * given_N + 1).mean() / (2 if probabilities.shape[1] == 2 else 1)
+        likelihood_N = probabilities[np.arange(len(true)), true]
+        brier = ((probabilities**2).sum(1) - 2 * likelihood_N + 1).mean() / (2 if probabilities.shape[1] == 2 else 1)
         confidences, right = probabilities.max(1), probabilities.argmax(1) == true
     else:
         confidences, right = probabilities.ravel(), true.ravel()
-        given_N = np.where(right, confidences, 1 - confidences)
-        brier = ((1 - given_N) ** 2).mean()
+        likelihood_N = np.where(right, confidences, 1 - confidences)
+        brier = ((1 - likelihood_N) ** 2).mean()
     bins = np.minimum((confidences * _BINS).astype(int), _BINS - 1)
     gaps = np.bincount(bins, right - confidences, _BINS)
-    nll = -np.log(np.maximum(given_N, np.finfo(np.float64).tiny)).mean()
+    nll = -np.log(np.maximum(likelihood_N, np.finfo(np.float64).tiny)).mean()
     return {"nll": float(nll), "brier": float(brier), "ece": float(np.abs(gaps).sum() / len(right))}
 
 

@@ -14,7 +14,7 @@ from finetune.tasks.datasets.files import is_encoding
 from finetune.tasks.datasets.glue import Name as GlueName
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.table import Format
-from finetune.tasks.own_metric import why_no_metric
+from finetune.tasks.own_metric import metric_error
 from pretrain.common.sections import MULTILINE, LocalPath, Section
 
 # Scores of each problem. The first one chooses the checkpoint unless the settings name another.
@@ -49,16 +49,16 @@ class ClassificationSettings(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Without dev: fraction of the training set to hold out instead, of every class.",
+        description="Without dev: fraction of the training set to hold out, stratified by class.",
     )
     train_examples: int = Field(
         default=0,
         ge=0,
-        description="Train on this number of examples only, drawn from every class by a hash; 0 takes all.",
+        description="Train on this number of examples only, drawn from every class by a hash; 0 uses all.",
     )
     format: Format = Field(
         default="",
-        description="Format of the files; empty goes by their suffix.",
+        description="Format of the files; empty: determined by their suffix.",
     )
     encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
     header: bool = Field(
@@ -84,7 +84,7 @@ class ClassificationSettings(Section):
     )
     problem_type: Problem = Field(
         default="single_label",
-        description="What each text has: one class, any number of labels, or a number. glue sets it.",
+        description="Kind of label: one class, any number of labels, or a value per example. glue sets it.",
     )
     labels: tuple[str, ...] = Field(
         default=(),
@@ -93,7 +93,7 @@ class ClassificationSettings(Section):
     label_separator: str = Field(
         default="",
         json_schema_extra=MULTILINE,
-        description="multi_label: what separates labels in a cell; empty for cells that are JSON lists.",
+        description="multi_label: separator of labels in a cell; empty for cells that are JSON lists.",
     )
     class_weights: Literal["none", "balanced"] | dict[str, float] = Field(
         default="none",
@@ -110,17 +110,17 @@ class ClassificationSettings(Section):
     max_windows: int = Field(
         default=8,
         ge=1,
-        description="Training sees at most this many windows per example, spread evenly; predictions see all.",
+        description="Training uses at most this many windows per example, evenly spaced; predictions use all.",
     )
     positive: str = Field(
-        default="", description="Of two classes, the one to find: f1 is its f1. Empty: no f1, but for GLUE's tasks."
+        default="", description="Of two classes, the positive one, for f1. Empty: no f1, except for GLUE's tasks."
     )
     threshold: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Lowest probability of a predicted label; 0 chooses it on the dev set. With two classes, the "
-        "lowest probability of `positive`; 0 is 0.5.",
+        description="Minimum probability of a predicted label; 0 chooses it on the dev set. With two classes, the "
+        "minimum probability of `positive`; 0 means 0.5.",
     )
     metric: str = Field(
         default="",
@@ -130,7 +130,7 @@ class ClassificationSettings(Section):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The labels that the settings name, as in the files; () if they name none."""
+        """The labels in the settings, as in the files; () if there are none."""
         return self.labels or tuple(map(str, self.label_columns))
 
     @field_validator("class_weights", mode="before")
@@ -192,6 +192,6 @@ class ClassificationSettings(Section):
             raise ValueError("label_smoothing: is for single_label")
         if self.threshold and kind != "multi_label" and not self.positive:
             raise ValueError("threshold: is for several labels, or for two classes with positive")
-        if problem := why_no_metric(self.metric, SCORES[kind] if not self.glue else glue.TASKS[self.glue].scores):
+        if problem := metric_error(self.metric, SCORES[kind] if not self.glue else glue.TASKS[self.glue].scores):
             raise ValueError(f"metric: {problem}")
         return self

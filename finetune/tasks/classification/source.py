@@ -13,9 +13,9 @@ from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.table_source import TableSource
 from finetune.tasks.datasets import glue, splits
-from finetune.tasks.datasets.annotations import Missing, left_out
-from finetune.tasks.datasets.labels import Label, Problem, ordered, parse, renamed, settled, shown, without_vectors
-from finetune.tasks.datasets.surrogates import check_id, check_whole
+from finetune.tasks.datasets.annotations import Missing, left_out_line
+from finetune.tasks.datasets.labels import Label, Problem, decode_vectors, parse, rename, shown, sort_labels, unwrap
+from finetune.tasks.datasets.surrogates import check_id, check_surrogates
 from finetune.tasks.datasets.table import Key, Table, listed
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text or pair; `label` is None if it has none."""
+    """One document or pair; `label` is None if it has none."""
 
     text: str
     pair: str | None
@@ -54,7 +54,7 @@ class ExampleSource:
         # Training examples of each class or label, once they are read.
         self.examples: dict[str, int] = dict(state.get("examples", {})) if state else {}
         self.tables = TableSource(settings)
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._names: dict[str, str] | None = None  # label in the files -> its name, in order of the outputs
         if state is not None:
             self._names = dict(zip(state["values"], state["labels"], strict=True))
@@ -87,47 +87,47 @@ class ExampleSource:
 
     def read_train(self) -> list[Example]:
         """Return the training set without the part that `dev_share` holds out, or `train_examples` of it."""
-        table = self._labeled(self.tables.read("train"))
+        table = self._drop_unlabeled(self.tables.read("train"))
         raw = self._raw_labels(table)
         if self._names is None:
-            # In the order of the data set's classes, if it has any.
-            self._names = {name: name for name in table.classes.get("label") or ordered(raw)}
+            # In the order of the data set's classes, if it defines any.
+            self._names = {name: name for name in table.classes.get("label") or sort_labels(raw)}
         examples = self._examples(table, raw)
         if self._settings.dev_share:
             self.tables.check_no_dev()
-            examples = [one for one, out in zip(examples, self._held_out(examples), strict=True) if not out]
+            examples = [example for example, held in zip(examples, self._held_out(examples), strict=True) if not held]
         if not examples:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} leaves no training examples. Lower it."
             )
-        examples = self._drawn(examples, table.source)
+        examples = self._subsample(examples, table.source)
         self._check_labels(examples, table.source)
         self._check_settings(table.source)
         _log(checks.empty_texts(table))
         if self._problem != "regression":
-            _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
-        self.examples = dict(Counter(name for one in examples for name in _classes(one)))
+            _log(checks.rare_labels(self.names.values(), [example.label for example in examples], table.source))
+        self.examples = dict(Counter(name for example in examples for name in _classes(example)))
         return examples
 
     def read_held_out(self) -> dict[str, list[Example]]:
         """Return the dev sets, or the part of the training set that `dev_share` holds out."""
         if not self._settings.dev_share:
-            sets = {part: self._labeled(self.tables.read(part)) for part in self.tables.parts("dev")}
-            return {part: self._varied(self._examples(table, warn=True), table) for part, table in sets.items()}
+            sets = {part: self._drop_unlabeled(self.tables.read(part)) for part in self.tables.parts("dev")}
+            return {part: self._check_varied(self._examples(table, warn=True), table) for part, table in sets.items()}
         self.tables.check_no_dev()
-        table = self._labeled(self.tables.read("train"))
+        table = self._drop_unlabeled(self.tables.read("train"))
         examples = self._examples(table)
-        held_out = [one for one, out in zip(examples, self._held_out(examples), strict=True) if out]
+        held_out = [example for example, held in zip(examples, self._held_out(examples), strict=True) if held]
         if not held_out:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples leaves the "
                 "dev set empty; one example of each class is for training. Raise it, or add examples."
             )
-        return {"dev": self._varied(held_out, table)}
+        return {"dev": self._check_varied(held_out, table)}
 
-    def _varied(self, examples: list[Example], table: Table) -> list[Example]:
+    def _check_varied(self, examples: list[Example], table: Table) -> list[Example]:
         """Return `examples`; `InputError` if all have the same value, so that no correlation is defined."""
-        if self._problem == "regression" and len({one.label for one in examples}) == 1:
+        if self._problem == "regression" and len({example.label for example in examples}) == 1:
             raise InputError(
                 f"{table.source}: every example held out has the value {examples[0].label}, so that no correlation "
                 "can choose a checkpoint. Give a dev set with several values."
@@ -135,7 +135,7 @@ class ExampleSource:
         return examples
 
     def read_test(self) -> dict[str, list[Example]]:
-        """Return the test sets. Labels that are missing or unknown are left out, with a warning in the log."""
+        """Return the test sets. Missing and unknown labels become None, with a warning in the log."""
         sets = {part: self.tables.read_unlabeled(part) for part in self.tables.parts("test")}
         return {
             part: self._examples(table, self._known_labels(table), warn=True)
@@ -146,21 +146,21 @@ class ExampleSource:
     def read_file(self, path: str, *, labeled: bool = True) -> list[Example]:
         """Read another file, or a folder written by save_to_disk (its split `dev`).
 
-        Without `labeled`, labels that are unknown are left out, with a warning in the log.
+        Without `labeled`, unknown labels become None, with a warning in the log.
         """
         table = self.tables.read_file(path, labeled=labeled)
         if labeled:
-            return self._examples(self._labeled(table))
+            return self._examples(self._drop_unlabeled(table))
         raw, name = self._known_labels(table), str(self.tables.keys.get("label", ""))
         cells = [None if isinstance(cell, Missing) else cell for cell in table.columns.get("label", ())]
         if name and any(label is None and cell not in (None, "") for cell, label in zip(cells, raw, strict=False)):
-            # The column does not hold the model's labels: it stays as it is.
-            others = [{**one, name: cell} for one, cell in zip(table.others, cells, strict=False)]
+            # The column does not contain the model's labels: it is copied unchanged.
+            others = [{**other_cells, name: cell} for other_cells, cell in zip(table.others, cells, strict=False)]
             table = replace(table, others=others)
         return self._examples(table, raw)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
-        """Return an example from a string, or from a record with `text` and `pair` or with the columns' names."""
+        """Return an example from a string, or a record with the keys `text` and `pair` or the names of the columns."""
         pair_column = self.tables.pair_column
         if isinstance(record, str):
             if pair_column is not None:
@@ -176,26 +176,26 @@ class ExampleSource:
         return Example(text, None, None, where)
 
     def _held_out(self, examples: Sequence[Example]) -> list[bool]:
-        texts = [f"{one.text}\0{one.pair or ''}" for one in examples]
+        texts = [f"{example.text}\0{example.pair or ''}" for example in examples]
         count = round(self._settings.dev_share * len(set(texts)))
-        return splits.held_out(texts, [_classes(one) for one in examples], count)
+        return splits.held_out(texts, [_classes(example) for example in examples], count)
 
-    def _labeled(self, table: Table) -> Table:
+    def _drop_unlabeled(self, table: Table) -> Table:
         """Return `table` without unlabeled rows, and log their number."""
         if "label" not in table.columns:
             return table
-        cells = [settled(cell, self._problem) for cell in table.columns["label"]]
+        cells = [unwrap(cell, self._problem) for cell in table.columns["label"]]
         table = replace(table, columns={**table.columns, "label": cells})
         missing = [cell for cell in cells if isinstance(cell, Missing)]
         if not missing:
             return table
-        line = left_out(table.source, len(table), missing)
+        line = left_out_line(table.source, len(table), missing)
         if len(missing) == len(table):
             raise InputError(f"{line}. Give a file with labels.")
-        if line not in self._said:  # with dev_share, the file is read twice
+        if line not in self._logged:  # with dev_share, the file is read twice
             logger.warning("%s", line)
-        self._said.add(line)
-        return table.only([row for row, cell in enumerate(cells) if not isinstance(cell, Missing)])
+        self._logged.add(line)
+        return table.select([row for row, cell in enumerate(cells) if not isinstance(cell, Missing)])
 
     def _raw_labels(self, table: Table) -> list[Label | None]:
         """Return the labels as in the files; None for rows without any."""
@@ -205,8 +205,8 @@ class ExampleSource:
             for row, cell in enumerate(self._cells(table))
         ]
 
-    def _cells(self, table: Table, wrong: dict[int, str] | None = None) -> list[Any]:
-        """Return the labels' cells, with 0-1 vectors replaced by lists of names; all None without a column.
+    def _cells(self, table: Table, errors: dict[int, str] | None = None) -> list[Any]:
+        """Return the label column, with 0-1 vectors replaced by lists of names; all None without such a column.
 
         With `wrong`, errors of rows are collected there instead of raised.
         """
@@ -215,33 +215,33 @@ class ExampleSource:
             return [None] * len(table)
         if self._problem != "multi_label":
             return cells
-        separator, sure = self._settings.label_separator, bool(self._settings.label_columns)
-        return without_vectors(cells, separator, list(self._names or ()), table.where, sure=sure, wrong=wrong)
+        separator, strict = self._settings.label_separator, bool(self._settings.label_columns)
+        return decode_vectors(cells, separator, list(self._names or ()), table.where, strict=strict, errors=errors)
 
     def _known_labels(self, table: Table) -> list[Label | None]:
         """Return the labels as in the files, None where the label is missing or unknown to the model."""
         raw: list[Label | None] = [None] * len(table)
-        cells = [settled(cell, self._problem) for cell in table.columns.get("label", [])]
+        cells = [unwrap(cell, self._problem) for cell in table.columns.get("label", [])]
         if all(isinstance(cell, Missing) or cell == "" for cell in cells):
             return raw
-        wrong = {row: f"{table.where(row)}: {cell.why}" for row, cell in enumerate(cells) if isinstance(cell, Missing)}
-        named = [None if row in wrong else cell for row, cell in enumerate(cells)]
-        table = replace(table, columns={**table.columns, "label": named})
-        for row, cell in enumerate(self._cells(table, wrong)):
-            if row in wrong:
+        errors = {row: f"{table.where(row)}: {cell.why}" for row, cell in enumerate(cells) if isinstance(cell, Missing)}
+        cells = [None if row in errors else cell for row, cell in enumerate(cells)]
+        table = replace(table, columns={**table.columns, "label": cells})
+        for row, cell in enumerate(self._cells(table, errors)):
+            if row in errors:
                 continue
             try:
                 raw[row] = parse(cell, self._problem, self._settings.label_separator, table.where(row))
-                renamed(raw[row], self.names, table.where(row))
+                rename(raw[row], self.names, table.where(row))
             except InputError as error:
                 raw[row] = None
-                wrong[row] = str(error)
-        if wrong:
+                errors[row] = str(error)
+        if errors:
             logger.warning(
                 "%d of %d labels are missing or unknown, and left out; the first: %s",
-                len(wrong),
+                len(errors),
                 len(table),
-                wrong[min(wrong)],
+                errors[min(errors)],
             )
         return raw
 
@@ -261,28 +261,28 @@ class ExampleSource:
             check_id(ids[row], where)
             identity = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
             others = table.others[row] if table.others else None
-            examples.append(Example(text, pair, renamed(label, self.names, where), where, identity, others))
+            examples.append(Example(text, pair, rename(label, self.names, where), where, identity, others))
         if warn:
             _log(checks.empty_texts(table))
         return examples
 
-    def _drawn(self, examples: list[Example], source: str) -> list[Example]:
-        """Draw `train_examples` of them by class, in their original order."""
+    def _subsample(self, examples: list[Example], source: str) -> list[Example]:
+        """Select `train_examples` of the examples, stratified by class, in their original order."""
         count = self._settings.train_examples
         if not count:
             return examples
         if count > len(examples):
-            found = counted(len(examples), "training example")
+            total = counted(len(examples), "training example")
             raise InputError(
-                f"classification.train_examples: {count}, but {source} has {found}. Lower it, or set 0 for all."
+                f"classification.train_examples: {count}, but {source} has {total}. Lower it, or set 0 for all."
             )
 
-        texts = [json.dumps([0, number, one.text, one.pair]) for number, one in enumerate(examples)]
-        out = splits.held_out(texts, [_classes(one) for one in examples], len(examples) - count)
-        return [one for one, is_out in zip(examples, out, strict=True) if not is_out][:count]
+        texts = [json.dumps([0, number, example.text, example.pair]) for number, example in enumerate(examples)]
+        dropped = splits.held_out(texts, [_classes(example) for example in examples], len(examples) - count)
+        return [example for example, is_dropped in zip(examples, dropped, strict=True) if not is_dropped][:count]
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
-        """Refuse a training set whose labels are all the same."""
+        """Raise `InputError` if all labels of the training set are the same."""
         if self._problem == "multi_label":
             if not self.names:
                 raise InputError(f"{source}: no example has a label. Give a training set with labels.")
@@ -324,7 +324,7 @@ class ExampleSource:
 
 
 def _classes(example: Example) -> tuple[str, ...]:
-    """Return its class or labels; () for a value."""
+    """Return the example's class or labels; () for a value."""
     label = example.label
     return label if isinstance(label, tuple) else (label,) if isinstance(label, str) else ()
 
@@ -335,7 +335,7 @@ def _log(warnings: Iterable[str]) -> None:
 
 
 def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
-    """Return the string under the first of `names` that the record has."""
+    """Return the string of the first key in `names` that the record has."""
     for name in names:
         if isinstance(name, str) and name in record:
             return _text(record[name], where, repr(name))
@@ -345,5 +345,5 @@ def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
 def _text(value: Any, where: str, name: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{where}: {name} is {shown(value)}, not text. Correct or remove it.")
-    check_whole(value, name, where)
+    check_surrogates(value, name, where)
     return value

@@ -45,9 +45,9 @@ class TableSource:
         """Read a labeled set that must exist."""
         table = self._read(part, labeled=True)
         if table is None:
-            wanted = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
+            expected = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
             hint = " or set dev_share" if part == "dev" else ""
-            raise InputError(f"classification.glue_dir: no {wanted}. Download it{hint}.")
+            raise InputError(f"classification.glue_dir: no {expected}. Download it{hint}.")
         return table
 
     def read_unlabeled(self, part: str) -> Table | None:
@@ -57,34 +57,34 @@ class TableSource:
     def read_file(self, path: str, *, labeled: bool = True) -> Table:
         """Read another file, or a folder written by save_to_disk (its split `dev`).
 
-        A file with the training file's suffix is read with the same settings, any other as its suffix says. Without
+        A file with the training file's suffix is read with the same settings, any other by its suffix. Without
         `labeled`, the label may be missing, the columns may be `text` and `pair`, and `.txt` has one example per line.
         """
-        settings, place = self._settings, Path(path).expanduser()
+        settings, file = self._settings, Path(path).expanduser()
         keys = self.keys
-        if place.is_dir():
+        if file.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
-            table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
-            return self._named(table)
-        kind, layout = tables.format_of(place), self._layout
+            table = read_dataset(str(file), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
+            return self._rename_columns(table)
+        kind, layout = tables.format_of(file), self._layout
         if kind and kind != tables.format_of(settings.train):
             quoting = settings.quoting if kind == "tsv" else "auto"
             layout = TableFormat(encoding=settings.encoding, quoting=quoting, header=settings.header)
         if not labeled and not kind and not layout.format:
-            refuse_spreadsheet(place)
-            if plain_suffix(place) == ".txt" and "pair" not in keys:
-                return tables.read_texts(place, settings.encoding)
+            refuse_spreadsheet(file)
+            if plain_suffix(file) == ".txt" and "pair" not in keys:
+                return tables.read_lines(file, settings.encoding)
             if not settings.glue:
-                raise InputError(self._formless(path))
+                raise InputError(self._unknown_format(path))
         if settings.glue and kind in ("", "tsv"):
-            return glue.read_file(settings.glue, place, labeled=labeled)
+            return glue.read_file(settings.glue, file, labeled=labeled)
         aliases = {} if labeled else {keys[name]: name for name in ("text", "pair") if name in keys}
-        table = self._read_table(place, layout, labeled=labeled, aliases=aliases, others=True)
-        return self._named(table)
+        table = self._read_table(file, layout, labeled=labeled, aliases=aliases, others=True)
+        return self._rename_columns(table)
 
-    def _formless(self, path: str) -> str:
+    def _unknown_format(self, path: str) -> str:
         known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
-        plain = "" if self.pair_column is not None else ", or .txt for one text per line"
+        plain = "" if self.pair_column is not None else ", or .txt for one input per line"
         return f"{path}: its suffix does not name a table format. {known}{plain}, or give its lines on standard input."
 
     def origin(self, name: str) -> str:
@@ -92,13 +92,13 @@ class TableSource:
         settings = self._settings
         if settings.glue:
             return f"GLUE {settings.glue} in {settings.glue_dir}"
-        named = getattr(settings, name, "")
-        if name != "train" and settings.dev_share and not named:
+        setting = getattr(settings, name, "")
+        if name != "train" and settings.dev_share and not setting:
             return f"{settings.dev_share:.0%} of the training set, by class"
         if settings.dataset:
             where = " ".join(part for part in (settings.dataset, settings.subset) if part)
-            return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")
-        return named
+            return f"{where}, split {setting or 'train'}" + (f", {settings.revision}" if settings.revision else "")
+        return setting
 
     def check_no_dev(self) -> None:
         """Raise `InputError` if `dev_share` is set for a task that has an official dev set."""
@@ -111,15 +111,15 @@ class TableSource:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
-        named = getattr(settings, part)
+        setting = getattr(settings, part)
         if not settings.dataset:
-            return self._named(self._read_table(named, self._layout, labeled=labeled))
-        return self._named(
+            return self._rename_columns(self._read_table(setting, self._layout, labeled=labeled))
+        return self._rename_columns(
             read_dataset(
                 settings.dataset,
                 [*self.keys.values()],
                 subset=settings.subset,
-                split=named or "train",
+                split=setting or "train",
                 revision=settings.revision,
                 where="classification",
                 optional=self._optional(labeled=labeled),
@@ -136,10 +136,10 @@ class TableSource:
         others: bool = False,
     ) -> Table:
         keys, optional = [*self.keys.values()], self._optional(labeled=labeled)
-        spare = ["id"] if keys.count("id") == 1 else []  # not named by a setting
+        if_unique = ["id"] if keys.count("id") == 1 else []  # not named by a setting
         layout = replace(layout, forms=self._forms())
         return tables.read_table(
-            path, keys, layout=layout, optional=optional, aliases=aliases, others=others, spare=spare
+            path, keys, layout=layout, optional=optional, aliases=aliases, others=others, if_unique=if_unique
         )
 
     def _forms(self) -> ReadForms | None:
@@ -161,7 +161,7 @@ class TableSource:
 
     @property
     def keys(self) -> dict[str, Key]:
-        """{our name of the column: its name in the files}; ours for `label_columns` are label:0, label:1, ..."""
+        """{our name of a column: its name in the files}; `label_columns` are named label:0, label:1, ..."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
         if self._glue:
@@ -172,7 +172,7 @@ class TableSource:
         one_hot = {f"label:{number}": key for number, key in enumerate(settings.label_columns)}
         return {"text": text, **(one_hot or {"label": label}), **pair, "id": "id"}
 
-    def _named(self, table: Table) -> Table:
+    def _rename_columns(self, table: Table) -> Table:
         """Return `table` with our names of the columns and of GLUE's labels."""
         keys = self.keys
         columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}

@@ -30,7 +30,7 @@ _OBJECTIVES: dict[Problem, Objective] = {
 
 
 class Classification(Task[Example]):
-    """The task of predicting classes, labels or values of documents or pairs.
+    """Predicts classes, labels or values of documents or pairs.
 
     Args:
         state: labels and threshold of a trained model, as returned by `state()`.
@@ -51,7 +51,7 @@ class Classification(Task[Example]):
         self.max_windows: int = settings.max_windows
         f1_task = self._glue if self._glue and "f1" in self._glue.scores else None
         self.positive = settings.positive or (list(f1_task.labels.values())[-1] if f1_task else "")
-        # Lowest probability of a predicted label, or of the positive one of two classes.
+        # Minimum probability of a predicted label; of two classes, of the positive one.
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem, state)
         keys = self._source.tables.keys.items()
@@ -88,11 +88,11 @@ class Classification(Task[Example]):
             raise InputError(f"threshold: {value:g}; expected a probability above 0 and below 1.")
         self.threshold = value
 
-    # ------------------------------------------------------------ for people
+    # ------------------------------------------------------------ descriptions
 
     @property
     def summary(self) -> str:
-        return "Classifies pairs of texts" if self.takes_pairs else "Classifies texts"
+        return "Classifies pairs of texts" if self.takes_pairs else "Classifies text"
 
     @property
     def sample(self) -> str | dict[str, str]:
@@ -146,8 +146,8 @@ class Classification(Task[Example]):
     def tune(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> None:
         """multi_label: choose the threshold, one for all labels, with the best `metric` on these examples.
 
-        With a custom metric, micro F1 decides instead.
-        Ties go to the one nearest to 0.5. A threshold in the settings stays.
+        With a custom metric, micro F1 is used instead. Of equal thresholds, the one nearest to 0.5 is chosen. A
+        threshold in the settings is kept.
         """
         if not self.tunes or not examples:
             return
@@ -156,9 +156,9 @@ class Classification(Task[Example]):
         self.threshold = self._outputs().best_threshold(self._true(examples), predictions, tuned)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the official scores of a GLUE task, otherwise all of `problem`, over the labeled examples.
+        """Return the official scores of a GLUE task, otherwise all scores of `problem`, over the labeled examples.
 
-        {} without labels. Sets of labels follow from the probabilities and the current threshold.
+        {} without labels. Sets of labels are computed from the probabilities and the current threshold.
         """
         if not self.is_labeled(examples):
             return {}
@@ -204,7 +204,7 @@ class Classification(Task[Example]):
         return self._true([example for example, _ in pairs]), [prediction for _, prediction in pairs]
 
     def _true(self, examples: Sequence[Example]) -> np.ndarray:
-        return self._outputs().true([example.label for example in examples])
+        return self._outputs().encode([example.label for example in examples])
 
     # ------------------------------------------------------------ windows
 
@@ -263,8 +263,8 @@ class Classification(Task[Example]):
         if not long.any():
             return cut
         logger.warning(
-            "%d of %d examples are longer than %d windows (max_windows): training sees %d of their %d windows, "
-            "evenly spread; predictions see all",
+            "%d of %d examples are longer than %d windows (max_windows): training uses %d of their %d windows, "
+            "evenly spaced; predictions use all",
             long.sum(),
             examples,
             limit,
@@ -289,5 +289,5 @@ def _slices(column: Column, text: np.ndarray, start: np.ndarray, length: np.ndar
 def _overlap(capacity: int) -> int:
     """Return the number of tokens that adjacent windows of a long document share."""
     if capacity < 4:
-        raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
+        raise InputError(f"max_length: windows fit {capacity} tokens of text; at least 4 are needed. Raise it.")
     return capacity // 4

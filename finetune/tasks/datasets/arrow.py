@@ -36,7 +36,7 @@ def read_dataset(
             raise InputError(f"{name}: has no splits, so no {split!r}. Give a folder written by a DatasetDict.")
         dataset = saved_dataset(str(folder), split)
         names = dataset.column_names
-        present = list(requested.among(names, label).values())
+        present = list(requested.resolve(names, label).values())
         values = dataset.with_format(None).select_columns(present)[:]
     else:
         if not revision:
@@ -47,9 +47,9 @@ def read_dataset(
         dataset = hub_dataset(where, name, subset, split, revision)
         rows = list(dataset)
         names = list(rows[0] if rows else dict.fromkeys(columns))
-        present = requested.among(names, label).values()
+        present = requested.resolve(names, label).values()
         values = {column: [row.get(column) for row in rows] for column in present}
-    return _with_classes(values, requested.among(names, label), dataset.features or {}, label)
+    return _with_classes(values, requested.resolve(names, label), dataset.features or {}, label)
 
 
 def read_parquet(path: Path, requested: RequestedColumns) -> Table:
@@ -64,7 +64,7 @@ def read_parquet(path: Path, requested: RequestedColumns) -> Table:
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            present = requested.among(schema.names, str(path))
+            present = requested.resolve(schema.names, str(path))
             table = file.read(None if requested.others else list(present.values()))
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None

@@ -31,22 +31,22 @@ def read_columns(
         labeled: tags are required.
     """
     width, tabs = 0, False
-    words_alone = not labeled and _has_one_column(lines)
+    words_only = not labeled and _has_one_column(lines)
     sentences: list[Sentence] = []
     document: list[Sequence[str]] = []
     words: list[str] = []
     tags: list[str] | None = []
-    tokens_at = labels_at = 0
+    token_index = label_index = 0
     for number, line in enumerate([*lines, ""], 1):
         line = line.rstrip(" \t\r")
-        if not words and _is_comment(line, width, tabs, token_column, label_column, words_alone=words_alone):
+        if not words and _is_comment(line, width, tabs, token_column, label_column, words_only=words_only):
             document = [] if _NEW_DOCUMENT.match(line) else document
             continue
         if not line or line.startswith("-DOCSTART-"):
             if words:
                 document.append(words)
-                first, place = number - len(words), len(document) - 1
-                sentences.append(Sentence(words, tags, path, first, lined=True, document=document, place=place))
+                first, index = number - len(words), len(document) - 1
+                sentences.append(Sentence(words, tags, path, first, lined=True, document=document, index=index))
                 words, tags = [], None if tags is None else []
             if line:
                 document = []
@@ -58,12 +58,12 @@ def read_columns(
             if width:
                 raise InputError(_ragged(path, number, len(fields), width, tabs))
             width = len(fields)
-            tokens_at = 0 if words_alone else _column(path, number, "token_column", token_column, width)
-            labels_at = 0 if words_alone else _column(path, number, "label_column", label_column, width)
-            tags = None if labels_at == tokens_at else []
-        words.append(fields[tokens_at])
+            token_index = 0 if words_only else _column(path, number, "token_column", token_column, width)
+            label_index = 0 if words_only else _column(path, number, "label_column", label_column, width)
+            tags = None if label_index == token_index else []
+        words.append(fields[token_index])
         if tags is not None:
-            tags.append(fields[labels_at])
+            tags.append(fields[label_index])
     return _without_language(sentences, remarks)
 
 
@@ -74,12 +74,12 @@ def _fields(line: str, tabs: bool) -> list[str]:
 
 def _has_one_column(lines: list[str]) -> bool:
     """Return whether the first line that cannot be a comment has one column; all others must then have one too."""
-    word_lines = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
-    first = next(word_lines, "").rstrip(" \t\r")
+    lined = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
+    first = next(lined, "").rstrip(" \t\r")
     return len(_fields(first, "\t" in first)) == 1
 
 
-def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_alone: bool) -> bool:
+def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_only: bool) -> bool:
     """Return whether a line before a sentence is a comment: it starts with `#`, and lacks the columns or tag of a word.
 
     `width` and `tabs` describe the file, 0 and False before its first word. `words_alone`: the file has one column.
@@ -88,7 +88,7 @@ def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_colu
         return False
     fields = _fields(line, tabs if width else "\t" in line)
     if len(fields) == 1:
-        return width > 1 or not (width or words_alone)
+        return width > 1 or not (width or words_only)
     if (width and len(fields) != width) or not -len(fields) <= label_column < len(fields):
         return True
     return label_column % len(fields) != token_column % len(fields) and not _TAG.fullmatch(fields[label_column])
@@ -97,7 +97,7 @@ def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_colu
 def are_tagged(lines: list[str], label_column: int) -> bool:
     """Return whether all lines have the same number of columns and a tag in `label_column`, unlike plain text.
 
-    A lone B or I is a tag only if there is an O, too: "so do I" is plain text.
+    B or I without a type is a tag only if there is an O, too: "so do I" is plain text.
     """
     rows = [
         _BLANKS.split(line.strip(" \t\r"))
@@ -133,10 +133,10 @@ def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sente
     if not sentences or not (match := _LANGUAGE.match(sentences[0].words[0])):
         return sentences
     prefix = match[0]
-    if not all(word.startswith(prefix) and word != prefix for one in sentences for word in one.words):
+    if not all(word.startswith(prefix) and word != prefix for sentence in sentences for word in sentence.words):
         return sentences
     remarks.add(f"every word starts with {prefix!r}, as in WikiANN's files; it is removed", sentences[0].where())
-    for one in sentences:
+    for sentence in sentences:
         # In place, because the documents share these lists.
-        one.words[:] = [word[len(prefix) :] for word in one.words]  # pyright: ignore[reportIndexIssue]
+        sentence.words[:] = [word[len(prefix) :] for word in sentence.words]  # pyright: ignore[reportIndexIssue]
     return sentences

@@ -20,14 +20,14 @@ def read_delimited(
     kind: Format,
     layout: TableFormat,
     requested: RequestedColumns,
-    skipped: Callable[[str], None] | None,
+    on_skipped: Callable[[str], None] | None,
 ) -> Table:
     """Return the columns `requested` from the content of a .csv or .tsv file; `skipped` as in `tables.read_table`."""
-    text, declared = _declared(text)
+    text, declared = _split_declaration(text)
     delimiter = layout.delimiter or declared or ("\t" if kind == "tsv" else ",")
     quoting = _quoting(path, text, kind, layout, delimiter)
-    # Blank rows are left out, except between other rows of a file with one column: they are empty cells.
-    rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(opened(text), delimiter)
+    # Blank rows are skipped, except between other rows of a file with one column, where they are empty cells.
+    rows = _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(iterate_lines(text), delimiter)
     first_line, first = next(rows)
     names = first if layout.header else []
     if not names:
@@ -35,39 +35,39 @@ def read_delimited(
     width = len(first)
     positions = _positions(path, requested, names, width)
     cells: list[list[str]] = [[] for _ in positions]
-    rest = {str(name): at for at, name in enumerate(names or range(width)) if at not in positions.values()}
+    extra = {str(name): index for index, name in enumerate(names or range(width)) if index not in positions.values()}
     others: list[dict[str, str]] = []
     lines = []
-    filled = list(zip(cells, positions.values(), strict=True))
+    targets = list(zip(cells, positions.values(), strict=True))
     for line, fields in rows:
         if len(fields) != width:
-            if skipped is None:
+            if on_skipped is None:
                 raise InputError(_ragged(path, line, len(fields), width, names, kind))
-            skipped(f"{path}:{line}")
+            on_skipped(f"{path}:{line}")
             continue
         lines.append(line)
-        for column, position in filled:
+        for column, position in targets:
             column.append(fields[position])
         if requested.others:
-            others.append({name: fields[position] for name, position in rest.items()})
+            others.append({name: fields[position] for name, position in extra.items()})
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others)
 
 
-def _declared(text: str) -> tuple[str, str]:
-    """Return (text, delimiter that Excel declares in the first line); in the text, that line is then blank."""
-    found = _DECLARED.match(text)
-    return (text[found.end() - 1 :], found[1]) if found else (text, "")
+def _split_declaration(text: str) -> tuple[str, str]:
+    """Return (text, delimiter that Excel declared in its first line); the declaration is removed from the text."""
+    match = _DECLARED.match(text)
+    return (text[match.end() - 1 :], match[1]) if match else (text, "")
 
 
 def _quoting(path: Path, text: str, kind: Format, layout: TableFormat, delimiter: str) -> Quoting:
     if layout.quoting != "auto":
         return layout.quoting
     if kind == "tsv":
-        refuse_quoted(opened(text), delimiter, path, "classification.quoting")
+        refuse_quoted(iterate_lines(text), delimiter, path, "classification.quoting")
     return "standard" if kind == "csv" else "none"
 
 
-def opened(text: str) -> Iterable[str]:
+def iterate_lines(text: str) -> Iterable[str]:
     """Return the lines of `text` with their line ends, as `pretrain.common.quoting` expects them."""
     return io.StringIO(text, newline="")
 
@@ -75,7 +75,7 @@ def opened(text: str) -> Iterable[str]:
 def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield rows as RFC 4180 defines them."""
     try:
-        yield from quoted_rows(opened(text), delimiter)
+        yield from quoted_rows(iterate_lines(text), delimiter)
     except QuotingError as error:
         raise InputError(
             f"{path}:{error.line}: not CSV ({error.reason}). Double the quotes inside quoted cells, or set "
@@ -90,7 +90,7 @@ def _positions(path: Path, requested: RequestedColumns, names: list[str], width:
         if isinstance(column, int) and 0 <= column < width:
             positions[column] = column
             continue
-        name = requested.single(column, names, f"{path}:1")
+        name = requested.find_unique(column, names, f"{path}:1")
         if isinstance(name, str):
             positions[column] = names.index(name)
             continue

@@ -1,4 +1,4 @@
-"""Text files of labeled sets: plain or compressed, in any encoding. Errors are one line."""
+"""Text files of labeled sets: plain or compressed, in any encoding."""
 
 import bz2
 import codecs
@@ -32,7 +32,7 @@ def refuse_spreadsheet(path: Path) -> None:
 
 
 def is_encoding(name: str) -> bool:
-    """Return whether Python has an encoding of strings by this name; not codecs such as rot13 and base64."""
+    """Return whether Python has a text encoding of this name; codecs such as rot13 and base64 are not."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
     except (LookupError, ValueError):
@@ -45,8 +45,8 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
 
     Args:
         path: the file.
-        encoding: name of a Python text encoding; for utf-8, a byte-order mark of UTF-16 is obeyed.
-        advice: another remedy for wrongly encoded bytes, appended to the error.
+        encoding: name of a Python text encoding; with utf-8, a file with a byte-order mark of UTF-16 is read as UTF-16.
+        advice: further advice about wrongly encoded bytes, appended to the error.
 
     Raises:
         InputError: the file is missing, damaged, or not in this encoding.
@@ -60,7 +60,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
             raw: bytes = file.read()  # pyright: ignore[reportAssignmentType]
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
-        raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its rights.") from None
+        raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its permissions.") from None
     if codecs.lookup(encoding).name == "utf-8" and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "utf-16"  # UTF-8 cannot start with these bytes
     mark = codecs.BOM_UTF8 if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8) else b""
@@ -72,5 +72,5 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
         raise InputError(
             f"{path}:{line}: byte {at} (0x{raw[at]:02x}) is not {encoding.upper()}. Save the file as UTF-8{advice}."
         ) from None
-    except UnicodeError as error:  # of encodings that say less, such as punycode
+    except UnicodeError as error:  # from codecs that report no position, such as punycode
         raise InputError(f"{path}: not {encoding.upper()} ({error}). Save the file as UTF-8{advice}.") from None

@@ -35,7 +35,7 @@ class GlueTask:
     pair: Key | None = "sentence2"
     label: Key = "label"
     scores: tuple[str, ...] = ("accuracy",)  # reported by GLUE
-    metric: str = "accuracy"  # the mean of two scores, as in GLUE's overall score (Wang et al., section 3)
+    metric: str = "accuracy"  # for two scores, their mean, as in GLUE's overall score (Wang et al., section 3)
     folders: tuple[str, ...] = ()  # other names of its folder
     dev: tuple[str, ...] = ("dev",)
     test: tuple[str, ...] = ("test",)
@@ -138,15 +138,15 @@ def _task_folder(name: str, folder: Path | str) -> Path:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise InputError(f"classification.glue_dir: {folder}: no such folder. Give the folder of GLUE's downloads.")
-    below = {_plain(item.name): item for item in sorted(folder.iterdir()) if item.is_dir()}
-    for known in (name, *TASKS[name].folders):
-        if known in below:
-            return below[known]
+    subfolders = {_plain(item.name): item for item in sorted(folder.iterdir()) if item.is_dir()}
+    for folder_name in (name, *TASKS[name].folders):
+        if folder_name in subfolders:
+            return subfolders[folder_name]
     if _plain(folder.resolve().name) in (name, *TASKS[name].folders) or _find(folder, "train.tsv"):
         return folder
     raise InputError(
         f"classification.glue_dir: {folder}: has no folder {TASKS[name].title}. Its folders: "
-        f"{', '.join(item.name for item in below.values()) or 'none'}."
+        f"{', '.join(item.name for item in subfolders.values()) or 'none'}."
     )
 
 
@@ -164,28 +164,28 @@ def _find_diagnostic(task_folder: Path) -> Path | None:
     folders = [item for item in sorted(task_folder.parent.iterdir()) if item.is_dir()]
     folders = [item for item in folders if _plain(item.name) in ("ax", "diagnostic")]
     folders = [task_folder, task_folder.parent, *folders]
-    candidates = (_find(one, name) for one in folders for name in ("ax.tsv", "diagnostic.tsv"))
+    candidates = (_find(folder, name) for folder in folders for name in ("ax.tsv", "diagnostic.tsv"))
     return next((path for path in candidates if path), None)
 
 
 def _read(path: Path, name: str, text: Key, *, labeled: bool = True, may_lack_labels: bool = False) -> Table:
     task = TASKS[name]
     columns = {"text": text, "pair": task.pair, "label": task.label if labeled else None}
-    names = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
+    names = {column: header for column, header in columns.items() if header is not None}
     layout = TableFormat("tsv", quoting="none", header=isinstance(text, str))
     # The official training set of QQP has broken rows; `datasets` skips them too (glue.py, _generate_examples).
     broken: list[str] = []
-    skipped = broken.append if name == "qqp" and labeled else None
+    on_skipped = broken.append if name == "qqp" and labeled else None
     optional = [task.label] if may_lack_labels else []
-    table = read_table(path, list(names.values()), layout=layout, optional=optional, skipped=skipped)
+    table = read_table(path, list(names.values()), layout=layout, optional=optional, on_skipped=on_skipped)
     if broken:
         logger.warning("%s: skipped %d broken rows; the first is %s", path, len(broken), broken[0])
     cells: dict[Key, list[Any]] = {
-        ours: table.columns[theirs] for ours, theirs in names.items() if theirs in table.columns
+        column: table.columns[header] for column, header in names.items() if header in table.columns
     }
     if "label" in cells and task.labels:
         cells["label"] = [task.labels.get(value, value) for value in cells["label"]]
-    return Table(cells, table.source, table.places, table.place)
+    return Table(cells, table.source, table.numbers, table.separator)
 
 
 # ---------------------------------------------------------------- submission
@@ -217,12 +217,12 @@ def write_submission(
         task: a key of `TASKS`.
         predictions: from `Classification.decode`, by the set's name in `read_test`. A set whose length differs from the
             official one is written with a warning, because the site rejects it.
-        folder: where to write them.
+        folder: folder to write.
     """
-    official = {ours: theirs for theirs, ours in TASKS[task].labels.items()}
+    official = {label: official_label for official_label, label in TASKS[task].labels.items()}
     paths = []
-    for part, items in predictions.items():
-        name, rows = _SUBMISSIONS[task, part]
+    for split, items in predictions.items():
+        name, rows = _SUBMISSIONS[task, split]
         if len(items) != rows:
             logger.warning("%s: %d predictions, but the official test set has %d rows", name, len(items), rows)
         path = Path(folder) / name
@@ -230,8 +230,8 @@ def write_submission(
         with atomic_open(path) as file:
             file.write(b"index\tprediction\n")
             for index, item in enumerate(items):
-                written = official[item["label"]] if official else f"{min(max(item['value'], 0.0), 5.0):.3f}"
-                file.write(f"{index}\t{written}\n".encode())
+                text = official[item["label"]] if official else f"{min(max(item['value'], 0.0), 5.0):.3f}"
+                file.write(f"{index}\t{text}\n".encode())
         paths.append(path)
     return paths
 
@@ -270,12 +270,12 @@ def paper_row(results: Results) -> list[float | None]:
 
 
 def table_rows(results: Results, *, name: str) -> list[list[str]]:
-    """Return headings, the paper's rows and ours; averages are over the columns that ours has."""
+    """Return headings, the paper's rows and our row; averages are over the columns that our row has."""
     rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, dev": paper_row(results)}
-    ours = rows[f"{name}, dev"]
-    lines = [["", *(heading for heading, *_ in COLUMNS), "average of ours" if None in ours else "average"]]
+    our_row = rows[f"{name}, dev"]
+    lines = [["", *(heading for heading, *_ in COLUMNS), "average of ours" if None in our_row else "average"]]
     for title, values in rows.items():
-        known = [value for value, own in zip(values, ours, strict=True) if value is not None and own is not None]
+        known = [value for value, ours in zip(values, our_row, strict=True) if value is not None and ours is not None]
         lines.append([title, *map(_cell, values), _cell(sum(known) / len(known) if known else None)])
     return lines
 

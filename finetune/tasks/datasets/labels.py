@@ -1,4 +1,4 @@
-"""Labels in files: a class name, a set of label names, or a value."""
+"""Parses labels in files: a class name, a set of label names, or a value."""
 
 import json
 import math
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from finetune.tasks.datasets.annotations import UNLABELED, Missing
-from finetune.tasks.datasets.surrogates import check_whole
+from finetune.tasks.datasets.surrogates import check_surrogates
 from finetune.tasks.datasets.table import listed
 from pretrain.common.errors import InputError
 from pretrain.common.wording import nearest
 
 Problem = Literal["single_label", "multi_label", "regression"]
 
-_TRUTHS: dict[Any, bool] = {0: False, 1: True}  # also of 0.0 and True
+_TRUTHS: dict[Any, bool] = {0: False, 1: True}  # 0.0 and True are equal to these keys
 _TEXT_TRUTHS: dict[Any, bool] = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 Label = str | tuple[str, ...] | float
@@ -29,20 +29,20 @@ def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
     """
     if problem == "single_label":
         return _name(cell, where)
-    return _value(cell, where) if problem == "regression" else _set(cell, separator, where)
+    return _value(cell, where) if problem == "regression" else _label_set(cell, separator, where)
 
 
-def settled(cell: Any, problem: Problem) -> Any:
-    """Return `cell`, or the only item of a list if examples have one label; `Missing` if there is none."""
+def unwrap(cell: Any, problem: Problem) -> Any:
+    """Return `cell`, or the only item of a list if examples have one label; `Missing` if there is no label."""
     if isinstance(cell, list) and problem != "multi_label" and (len(cell) != 1 or isinstance(cell[0], str | None)):
         if len(cell) > 1:
             return Missing("with several labels")
         cell = cell[0] if cell else None
-    blank = isinstance(cell, str) and problem != "multi_label" and not cell.strip()
-    return UNLABELED if blank or cell is None or cell != cell else cell  # NaN differs from itself
+    is_blank = isinstance(cell, str) and problem != "multi_label" and not cell.strip()
+    return UNLABELED if is_blank or cell is None or cell != cell else cell  # NaN differs from itself
 
 
-def ordered(labels: Iterable[Label | None]) -> list[str]:
+def sort_labels(labels: Iterable[Label | None]) -> list[str]:
     """Return the distinct names in `labels`, sorted, numerically if all are numbers."""
     names = {str(name) for label in labels for name in (label if isinstance(label, tuple) else (label,))}
     try:
@@ -54,42 +54,42 @@ def ordered(labels: Iterable[Label | None]) -> list[str]:
     return sorted(names, key=lambda name: (numbers[name], name))
 
 
-def renamed(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:
-    """Map a file's label to our names; `InputError` with the closest known label if it is unknown."""
+def rename(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:
+    """Convert a label in a file to our name; `InputError` with the closest known label if it is unknown."""
     if isinstance(label, tuple):
-        return tuple(_renamed(name, names, where) for name in label)
-    return _renamed(label, names, where) if isinstance(label, str) else label
+        return tuple(_rename(name, names, where) for name in label)
+    return _rename(label, names, where) if isinstance(label, str) else label
 
 
-def without_vectors(
+def decode_vectors(
     cells: Sequence[Any],
     separator: str,
     names: Sequence[str],
     where: Callable[[int], str],
     *,
-    sure: bool,
-    wrong: dict[int, str] | None = None,
+    strict: bool,
+    errors: dict[int, str] | None = None,
 ) -> list[Any]:
-    """Convert label sets that are vectors, rows of 0 and 1 of the same length, to lists of names.
+    """Convert label sets given as 0-1 vectors of equal length to lists of names.
 
     Args:
         separator: as in `parse`.
         names: labels in the order of the vectors; empty if unknown.
         where: returns the location of a row, for errors.
-        sure: the cells must be vectors; otherwise, rows of anything else are names.
-        wrong: collects the error of each invalid row, instead of raising `InputError`.
+        strict: the cells must be vectors; otherwise, cells of any other form are names.
+        errors: collects the error of each invalid row, instead of raising `InputError`.
     """
     filled = {row: cell for row, cell in enumerate(cells) if cell is not None and cell != ""}
-    vectors = {row: _truths(_parts(cell, separator), strings=sure or bool(separator)) for row, cell in filled.items()}
+    vectors = {row: _truths(_parts(cell, separator), strings=strict or bool(separator)) for row, cell in filled.items()}
     widths = {None if truths is None else len(truths) for truths in vectors.values()}
-    if not sure and (len(widths) != 1 or None in widths or (widths == {1} and len(names) != 1)):
+    if not strict and (len(widths) != 1 or None in widths or (widths == {1} and len(names) != 1)):
         return list(cells)
     converted = list(cells)
     for row, truths in vectors.items():
         if error := _vector_error(truths, names):
-            if wrong is None:
+            if errors is None:
                 raise InputError(f"{where(row)}: labels is {shown(cells[row])}{error}")
-            wrong[row] = f"{where(row)}: labels is {shown(cells[row])}{error}"
+            errors[row] = f"{where(row)}: labels is {shown(cells[row])}{error}"
         else:
             converted[row] = [name for name, truth in zip(names, truths or (), strict=True) if truth]
     return converted
@@ -120,25 +120,25 @@ def _name(cell: Any, where: str) -> str:
         return json.dumps(cell)
     if not isinstance(cell, str) or not (name := cell.strip()):
         raise InputError(f"{where}: label is {shown(cell)}. Give each example the name of its label, or remove it.")
-    check_whole(name, "the label", where)
+    check_surrogates(name, "the label", where)
     return name
 
 
-def _set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
+def _label_set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
     parts = _parts(cell, separator)
     if not isinstance(parts, list):
         raise InputError(f"{where}: labels is {shown(cell)}, not a JSON list. Write one, or set `label_separator`.")
     names = tuple(_name(part, where) for part in parts)
     if len(set(names)) < len(names):
         raise InputError(
-            f"{where}: labels is {shown(cell)}, where one occurs twice. Give each once; or if they are vectors of 0 "
-            "and 1, give every row the same number of them."
+            f"{where}: labels is {shown(cell)}, where one occurs twice. Give each once; or if they are 0-1 vectors, "
+            "give all of them the same length."
         )
     return names
 
 
 def _parts(cell: Any, separator: str) -> Any:
-    """Return the items of a cell with a set; not a list if the cell is invalid."""
+    """Return the items of a cell with a set of labels, as a list unless the cell is invalid."""
     if not isinstance(cell, str):
         return cell
     if separator:
@@ -150,7 +150,7 @@ def _parts(cell: Any, separator: str) -> Any:
 
 
 def _truths(values: Any, *, strings: bool) -> list[bool] | None:
-    """Return the values of a vector of 0 and 1, also as strings if `strings`; None for anything else."""
+    """Return the values of a 0-1 vector, which may be strings if `strings`; None for anything else."""
     known = _TRUTHS | (_TEXT_TRUTHS if strings else {})
     plain = isinstance(values, list) and all(isinstance(value, int | float | str) for value in values)
     keys = [value.strip().lower() if isinstance(value, str) else value for value in values] if plain else []
@@ -167,7 +167,7 @@ def _value(cell: Any, where: str) -> float:
     return value
 
 
-def _renamed(value: str, names: Mapping[str, str], where: str) -> str:
+def _rename(value: str, names: Mapping[str, str], where: str) -> str:
     if (name := names.get(value)) is not None:
         return name
     suggestions = nearest(value, names)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from finetune.tasks.datasets.conll import are_tagged, read_columns
 from finetune.tasks.datasets.files import plain_suffix, read_text
-from finetune.tasks.datasets.sentence_records import json_records, of_records, of_texts, parquet_records
-from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
+from finetune.tasks.datasets.sentence_records import from_lines, from_records, json_records, parquet_records
+from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence
 from finetune.tasks.datasets.table import TableFormat
 from finetune.tasks.datasets.tables import format_of, read_table
 from finetune.tasks.datasets.words import cut_words
@@ -29,13 +29,13 @@ def read_sentences(
     encoding: str = "utf-8",
     labeled: bool = True,
     plain: bool = False,
-    cut: Cut = cut_words,
+    cut: Segmenter = cut_words,
     tag_names: Sequence[str] = (),
 ) -> list[Sentence]:
     """Read the sentences of a file: .jsonl, .json and .parquet as records, .csv as a table, anything else as columns.
 
-    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are returned as in the file. If `labeled` is False, the
-    only column of a file holds the words, whatever the column settings say.
+    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are returned as in the file. If `labeled` is False, a file
+    with a single column has only words, regardless of the column settings.
 
     Args:
         plain: read a .txt without a tag on every line as one document per line, not as columns.
@@ -43,34 +43,34 @@ def read_sentences(
         tag_names: names of tags that are numbers, in records.
 
     Raises:
-        InputError: no such file, bytes invalid in `encoding`, ragged columns, a record of another form, spans that do
+        InputError: no such file, bytes invalid in `encoding`, ragged columns, an unknown form of record, spans that do
             not fit their text, no sentences.
     """
     path = Path(path).expanduser()
     kind = format_of(path)
     if kind == "parquet":
-        sentences = of_records(parquet_records(path), remarks, cut, tag_names)
+        sentences = from_records(parquet_records(path), remarks, cut, tag_names)
         return _non_empty(sentences, path)
     if kind == "csv":
         return _non_empty(_word_rows(path, encoding, labeled=labeled), path)
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
     if kind in ("jsonl", "json"):
-        sentences = of_records(json_records(path, text, kind), remarks, cut, tag_names)
+        sentences = from_records(json_records(path, text, kind), remarks, cut, tag_names)
         return _non_empty(sentences, path)
     lines = _lines(path, text)
     if plain and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
-        sentences = of_texts(str(path), lines, cut)
+        sentences = from_lines(str(path), lines, cut)
     else:
         sentences = read_columns(str(path), lines, token_column, label_column, remarks, labeled=labeled)
     return _non_empty(sentences, path)
 
 
 def _word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
-    """Read the sentences of a table with one word per row; the sentence may be named only in its first row."""
+    """Read the sentences of a table with one word per row; only a sentence's first row needs the sentence name."""
     names = list(itertools.chain.from_iterable(_ROW_COLUMNS))
     table = read_table(path, names, layout=TableFormat(encoding=encoding), optional=names)
-    found = [next((table.columns[name] for name in every if name in table.columns), None) for every in _ROW_COLUMNS]
-    sentence_names, words, tags = found
+    cells = [next((table.columns[name] for name in aliases if name in table.columns), None) for aliases in _ROW_COLUMNS]
+    sentence_names, words, tags = cells
     if sentence_names is None or words is None or (labeled and tags is None):
         raise InputError(
             f"{path}: needs the columns Sentence #, Word and Tag, with a word in each row. Rename them, or give .jsonl "
@@ -81,7 +81,8 @@ def _word_rows(path: Path, encoding: str, *, labeled: bool) -> list[Sentence]:
     for _, group in itertools.groupby(range(len(table)), numbers.__getitem__):
         rows = list(group)
         row_tags = None if tags is None else [tags[row].strip() for row in rows]
-        sentences.append(Sentence([words[row] for row in rows], row_tags, str(path), table.places[rows[0]], lined=True))
+        row_words, line = [words[row] for row in rows], table.numbers[rows[0]]
+        sentences.append(Sentence(row_words, row_tags, str(path), line, lined=True))
     return sentences
 
 
@@ -89,7 +90,7 @@ def _lines(path: Path, text: str) -> list[str]:
     lines = text.split("\n")  # not splitlines: U+2028 and others may be words
     for number, line in enumerate(lines, 1):
         if "\r" in line.rstrip("\r"):
-            raise InputError(f"{path}:{number}: lines end with CR alone. Convert the file to LF.")
+            raise InputError(f"{path}:{number}: lines end with CR only. Convert the file to LF.")
     return lines
 
 

@@ -1,7 +1,7 @@
 """Sentences from records: JSON, Parquet rows, or a single object or string.
 
-JSON lines have one object per sentence, and so does a list in a .json file. Adjacent ones with the same `document`
-(a string or a number) form a document:
+JSON Lines have one object per sentence, and so does a list in a .json file. Adjacent sentences with the same
+`document` (a string or a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from finetune.tasks.datasets.annotations import Missing, refuse_ids, settle, subject
-from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence, in_documents
-from finetune.tasks.datasets.span_forms import in_characters, named_tags, usual_form
-from finetune.tasks.datasets.surrogates import check_id, replaced
+from finetune.tasks.datasets.annotations import Missing, example_key, merge_annotations, refuse_label_ids
+from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence, group_documents
+from finetune.tasks.datasets.span_forms import convert_offsets, name_tags, normalize_record
+from finetune.tasks.datasets.surrogates import check_id, replace_surrogates
 from finetune.tasks.datasets.table import Format, shown
 from finetune.tasks.datasets.tables import json_values, read_table
 from finetune.tasks.datasets.words import cut_words
@@ -35,7 +35,7 @@ _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # of a Parquet file
 
 
-def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
+def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Segmenter = cut_words) -> Sentence:
     """Return a sentence from plain text, which `cut` splits into words, or from one JSON object, see above.
 
     It has no context until `in_documents` groups the sentences.
@@ -44,16 +44,16 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         InputError: there is neither text nor tokens; the numbers of tags and tokens differ; an entity is outside the
             text or overlaps another.
     """
-    return _sentence({"text": record} if isinstance(record, str) else usual_form(record), where, remarks, cut)
+    return _sentence({"text": record} if isinstance(record, str) else normalize_record(record), where, remarks, cut)
 
 
-def _sentence(record: Any, where: str, remarks: Remarks, cut: Cut) -> Sentence:
+def _sentence(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sentence:
     if not isinstance(record, Mapping):
         raise InputError(f'{where}: {shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     if isinstance(missing := record.get("entities"), Missing):
-        bare = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
-        return replace(_sentence(bare, where, remarks, cut), missing=missing)
-    refuse_ids(record, where)
+        unlabeled = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
+        return replace(_sentence(unlabeled, where, remarks, cut), missing=missing)
+    refuse_label_ids(record, where)
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
     # A record without words may have an empty list of tags.
@@ -61,25 +61,25 @@ def _sentence(record: Any, where: str, remarks: Remarks, cut: Cut) -> Sentence:
     if text is not None and (without_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are strings. Give such tokens, or entities.")
-        one, tags = _from_text(text, where, cut), None
+        parsed, tags = _from_text(text, where, cut), None
     elif tokens is not None:
         if text is not None and entities is not None:
             tags = None
-        one = _from_tokens(tokens, tags, text, where, "text" if entities is None else "tokens")
+        parsed = _from_tokens(tokens, tags, text, where, "text" if entities is None else "tokens")
     else:
         raise InputError(
             f'{where}: has neither "text" nor "tokens". Its keys: {", ".join(map(str, list(record)[:10])) or "none"}.'
         )
     check_id(record.get("id"), where)
-    one = replace(one, name=_document_name(record, where), id=record.get("id"))
-    return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
+    parsed = replace(parsed, name=_document_name(record, where), id=record.get("id"))
+    return parsed if tags is not None or entities is None else _with_spans(parsed, entities, where, remarks)
 
 
 def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
     """Yield (path, line from 1, value) of each non-blank line, or (place, 0, item) of the list in a .json file."""
-    place, numbered = json_values(path, text, kind)
+    separator, numbered = json_values(path, text, kind)
     for number, value in numbered:
-        yield (str(path), number, value) if place == ":" else (f"{path}{place}{number}", 0, value)
+        yield (str(path), number, value) if separator == ":" else (f"{path}{separator}{number}", 0, value)
 
 
 def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
@@ -91,28 +91,28 @@ def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
         yield table.where(row), 0, {name: cells[row] for name, cells in table.columns.items()}
 
 
-def of_records(
-    records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut, tag_names: Sequence[str] = ()
+def from_records(
+    records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Segmenter, tag_names: Sequence[str] = ()
 ) -> list[Sentence]:
     """Return sentences from (source, line or 0, record); `tag_names` are the names of tags that are numbers."""
-    listed = [(source, line, usual_form(named_tags(record, tag_names, _TAGS))) for source, line, record in records]
-    usual = [record for _, _, record in listed]
-    in_code_points = in_characters(usual, cut)
+    items = [(source, line, normalize_record(name_tags(record, tag_names, _TAGS))) for source, line, record in records]
+    normalized = [record for _, _, record in items]
+    converted_records = convert_offsets(normalized, cut)
     sentences: list[Sentence] = []
-    for (source, line, record), converted in zip(listed, in_code_points, strict=True):
+    for (source, line, record), converted_record in zip(items, converted_records, strict=True):
         where = f"{source}:{line}" if line else source
-        if converted is not record:
+        if converted_record is not record:
             remarks.add("offsets count UTF-16 units, as in JavaScript; they are converted to characters", where)
-        sentences.append(replace(_sentence(converted, where, remarks, cut), source=source, line=line))
-    values = [one.missing if one.tags is None else one.tags for one in sentences]
-    settle(values, [subject(record, ["text"]) for record in usual])
+        sentences.append(replace(_sentence(converted_record, where, remarks, cut), source=source, line=line))
+    values = [parsed.missing if parsed.tags is None else parsed.tags for parsed in sentences]
+    merge_annotations(values, [example_key(record, ["text"]) for record in normalized])
     settled = zip(sentences, values, strict=True)
-    return in_documents(
-        replace(one, tags=None, missing=value) if isinstance(value, Missing) else one for one, value in settled
+    return group_documents(
+        replace(parsed, tags=None, missing=value) if isinstance(value, Missing) else parsed for parsed, value in settled
     )
 
 
-def of_texts(path: str, lines: list[str], cut: Cut) -> list[Sentence]:
+def from_lines(path: str, lines: list[str], cut: Segmenter) -> list[Sentence]:
     """Return one document per line; an empty line is an empty document."""
     numbered = enumerate(lines if lines[-1] else lines[:-1], 1)
     return [
@@ -130,12 +130,12 @@ def _document_name(record: Mapping[str, Any], where: str) -> str | None:
     return str(name)
 
 
-def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, redundant: str) -> Sentence:
-    """Return words with their tags; if `text` is given, their offsets are found in it from left to right."""
+def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, conflicting_key: str) -> Sentence:
+    """Return words with their tags; if `text` is given, it is searched for the words from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise InputError(f"{where}: tokens is {shown(tokens)}; expected a list of strings.")
-    words = [replaced(token) for token in tokens]
-    text, offsets = (None, None) if text is None else _find(words, text, where, redundant)
+    words = [replace_surrogates(token) for token in tokens]
+    text, offsets = (None, None) if text is None else _find(words, text, where, conflicting_key)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
@@ -150,40 +150,40 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, redundant: str) 
     return Sentence(words, tags, where, text=text, offsets=offsets)
 
 
-def _find(words: list[str], text: Any, where: str, redundant: str) -> tuple[str, np.ndarray]:
+def _find(words: list[str], text: Any, where: str, conflicting_key: str) -> tuple[str, np.ndarray]:
     """Return (text, character offsets of each word, int64 [W, 2])."""
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {shown(text)}; expected text.")
-    text, after = replaced(text), 0
+    text, end = replace_surrogates(text), 0
     offsets = np.zeros((len(words), 2), np.int64)
     for number, word in enumerate(words):
-        begin = text.find(word, after)
-        if begin < 0:
+        start = text.find(word, end)
+        if start < 0:
             raise InputError(
-                f"{where}: token {number}, {shown(word)}, is not in the text from character {after} on. Leave out "
-                f'"{redundant}", or give the tokens exactly as in the text.'
+                f"{where}: token {number}, {shown(word)}, is not in the text from character {end} on. Leave out "
+                f'"{conflicting_key}", or give the tokens exactly as in the text.'
             )
-        after = begin + len(word)
-        offsets[number] = begin, after
+        end = start + len(word)
+        offsets[number] = start, end
     return text, offsets
 
 
-def _from_text(text: Any, where: str, cut: Cut) -> Sentence:
+def _from_text(text: Any, where: str, cut: Segmenter) -> Sentence:
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {shown(text)}; expected text.")
-    text = replaced(text)
+    text = replace_surrogates(text)
     offsets = cut(text)
-    words = [text[begin:end] for begin, end in offsets.tolist()]
+    words = [text[start:end] for start, end in offsets.tolist()]
     return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
 
 
-def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
-    text, offsets = one.characters()
+def _with_spans(parsed: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
+    text, offsets = parsed.characters()
     spans = _spans(entities, text, where)
-    if one.text is None:
+    if parsed.text is None:
         _check_edges(spans, offsets, where)
     tags = _tags_of(spans, text, offsets, where, remarks)
-    return replace(one, tags=tags, from_spans=True)
+    return replace(parsed, tags=tags, from_spans=True)
 
 
 def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
@@ -198,26 +198,26 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
             raise InputError(f"{name} is {shown(entity)}; expected {form}.")
         kind = entity.get("type", entity.get("label"))
         kind = kind.strip() if isinstance(kind, str) else kind
-        begin, end = entity.get("start"), entity.get("end")
-        if not isinstance(kind, str) or not kind or type(begin) is not int or type(end) is not int:
+        start, end = entity.get("start"), entity.get("end")
+        if not isinstance(kind, str) or not kind or type(start) is not int or type(end) is not int:
             raise InputError(f"{name} is {shown(entity)}; expected {form}.")
-        if not 0 <= begin < end <= len(text):
+        if not 0 <= start < end <= len(text):
             raise InputError(
-                f"{name} is from {begin} to {end}, but the text has {len(text)} characters. Count Unicode "
+                f"{name} is from {start} to {end}, but the text has {len(text)} characters. Count Unicode "
                 f"characters from 0; `end` is the index after the last."
             )
         expected = entity.get("text")
-        if isinstance(expected, str) and replaced(expected) != text[begin:end]:
+        if isinstance(expected, str) and replace_surrogates(expected) != text[start:end]:
             raise InputError(
-                f"{name} is {shown(expected)}, but {begin} to {end} of the text is {shown(text[begin:end])}. "
+                f"{name} is {shown(expected)}, but {start} to {end} of the text is {shown(text[start:end])}. "
                 f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
             )
-        spans.append((begin, end, kind))
+        spans.append((start, end, kind))
     spans.sort()
-    for (begin, end, kind), (other_begin, other_end, other) in itertools.pairwise(spans):
-        if other_begin < end:
+    for (start, end, kind), (other_start, other_end, other) in itertools.pairwise(spans):
+        if other_start < end:
             raise InputError(
-                f"{where}: entities {kind} from {begin} to {end} and {other} from {other_begin} to {other_end} "
+                f"{where}: entities {kind} from {start} to {end} and {other} from {other_start} to {other_end} "
                 f"overlap. A word can have one tag: keep one of them."
             )
     return spans
@@ -225,11 +225,11 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
 
 def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
     """Check that entities align with tokens: without `text`, other offsets probably count tokens."""
-    begins, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
-    for begin, end, kind in spans:
-        if begin not in begins or end not in ends:
+    starts, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
+    for start, end, kind in spans:
+        if start not in starts or end not in ends:
             raise InputError(
-                f"{where}: the entity {kind} from {begin} to {end} does not begin and end with a token. "
+                f"{where}: the entity {kind} from {start} to {end} does not begin and end with a token. "
                 f"Count characters of the tokens joined by spaces, not tokens; or give tags."
             )
 
@@ -239,29 +239,29 @@ def _tags_of(
 ) -> list[str]:
     """Return IOB2 tags of the words at `offsets`; a word belongs to the first entity that covers any part of it."""
     tags = ["O"] * len(offsets)
-    begins, ends = offsets[:, 0], offsets[:, 1]
-    taken = 0
-    for begin, end, kind in spans:
-        first = int(np.searchsorted(ends, begin, "right"))
-        stop = int(np.searchsorted(begins, end, "left"))
-        quoted = shown(text[begin:end])
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    next_free = 0
+    for start, end, kind in spans:
+        first = int(np.searchsorted(ends, start, "right"))
+        stop = int(np.searchsorted(starts, end, "left"))
+        quoted = shown(text[start:end])
         if first >= stop:
-            raise InputError(f"{where}: the entity {kind} from {begin} to {end} is {quoted}, which contains no word.")
-        if stop <= taken:
+            raise InputError(f"{where}: the entity {kind} from {start} to {end} is {quoted}, which contains no word.")
+        if stop <= next_free:
             remarks.add(
-                "an entity shares a word with the previous one and is left out; give `tokens` that separate them",
+                "an entity shares a word with the previous entity and is skipped; give `tokens` that separate them",
                 f"{where}, {quoted}",
             )
             continue
-        if begins[first] < begin or ends[stop - 1] > end:
+        if starts[first] < start or ends[stop - 1] > end:
             remarks.add(
                 "an entity has a boundary inside a word; such entities are extended to whole words",
                 f"{where}, {quoted}",
             )
-        first = max(first, taken)
+        first = max(first, next_free)
         for word in range(first, stop):
             tags[word] = f"I-{kind}" if word > first else f"B-{kind}"
-        taken = stop
+        next_free = stop
     return tags
 
 
@@ -270,4 +270,4 @@ def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _are_objects(tokens: Any) -> bool:
-    return isinstance(tokens, list) and bool(tokens) and all(isinstance(one, Mapping) for one in tokens)
+    return isinstance(tokens, list) and bool(tokens) and all(isinstance(token, Mapping) for token in tokens)

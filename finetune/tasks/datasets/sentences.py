@@ -10,28 +10,28 @@ import numpy as np
 from finetune.tasks.datasets.annotations import UNLABELED, Missing
 from finetune.tasks.datasets.words import joined
 
-Cut = Callable[[str], np.ndarray]
+Segmenter = Callable[[str], np.ndarray]
 """Segments text into words: int64 [W, 2], as `cut_words` returns."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sentence:
-    """W words, and their tags if they are known."""
+    """A sentence of W words, with their tags if known."""
 
     words: Sequence[str]
     tags: Sequence[str] | None  # [W]; None: unlabeled
-    source: str  # a file, or the name of a single record
-    line: int = 0  # of the record, or of the first word if `lined`; 0 if `source` has it
-    lined: bool = False  # one line per word
+    source: str  # a file, or the location of a single record
+    line: int = 0  # line of the record, or of the first word if `lined`; 0 if `source` includes it
+    lined: bool = False  # the file has one line per word
     text: str | None = None  # None: the words joined by spaces
     offsets: np.ndarray | None = None  # int64 [W, 2], offsets of the words in `text`
-    document: Sequence[Sequence[str]] = ()  # words of all sentences of its document, this one included
-    place: int = 0  # index of this sentence in `document`
-    name: str | None = None  # of its document, if the record has one
-    id: Any = None  # of the record
+    document: Sequence[Sequence[str]] = ()  # words of all sentences of its document, including this one
+    index: int = 0  # index of this sentence in `document`
+    name: str | None = None  # name of its document, if the record has one
+    id: Any = None  # id of the record
     from_spans: bool = False  # tags come from character spans: IOB2 whatever the scheme of the file
     missing: Missing = UNLABELED  # why it has no tags, if it has none
-    from_text: bool = False  # the words were segmented from the text, not given
+    from_text: bool = False  # the words were segmented from the text
 
     def __post_init__(self) -> None:
         if not self.document:
@@ -68,15 +68,15 @@ class Remarks:
         ]
 
 
-def in_documents(sentences: Iterable[Sentence]) -> list[Sentence]:
-    """Group sentences into documents, as context of each other: adjacent ones with the same name form a document.
+def group_documents(sentences: Iterable[Sentence]) -> list[Sentence]:
+    """Group sentences into documents, as context of each other: adjacent sentences with the same document name.
 
     A sentence without a name is a separate document.
     """
     grouped: list[Sentence] = []
-    for one in sentences:
-        same = bool(grouped) and one.name is not None and one.name == grouped[-1].name
-        document: list[Sequence[str]] = grouped[-1].document if same else []  # pyright: ignore[reportAssignmentType]
-        document.append(one.words)
-        grouped.append(replace(one, document=document, place=len(document) - 1))
+    for sentence in sentences:
+        joins = bool(grouped) and sentence.name is not None and sentence.name == grouped[-1].name
+        document: list[Sequence[str]] = grouped[-1].document if joins else []  # pyright: ignore[reportAssignmentType]
+        document.append(sentence.words)
+        grouped.append(replace(sentence, document=document, index=len(document) - 1))
     return grouped

@@ -9,26 +9,26 @@ spaCy         ["", {"entities": [[0, 3, "PER"]]}], and {"text": "", "ents": [{"s
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from finetune.tasks.datasets.annotations import Missing, is_answered, is_task, of_task, state
-from finetune.tasks.datasets.sentences import Cut
-from finetune.tasks.datasets.surrogates import replaced, utf16_places
+from finetune.tasks.datasets.annotations import Missing, is_label_studio, is_prodigy, read_annotations, unused_reason
+from finetune.tasks.datasets.sentences import Segmenter
+from finetune.tasks.datasets.surrogates import replace_surrogates, utf16_indices
 
-_ONE_SPAN = Missing("with an answer about one span alone")
+_ONE_SPAN = Missing("with an answer about a single span")
 _TAGS = ("tags", "labels", "ner_tags")
 _SPANS = ("entities", "spans", "ents", "label", "labels")
 _NAMES = {"start": ("start", "start_offset"), "end": ("end", "end_offset"), "type": ("type", "label", "labels")}
 
 
-def usual_form(record: Any) -> Any:
+def normalize_record(record: Any) -> Any:
     """Return `record` with its spans as `entities`; records of other forms are returned unchanged."""
     if isinstance(record, Sequence) and len(record) == 2 and isinstance(record[1], Mapping):
         record = {"text": record[0], **record[1]}
     if not isinstance(record, Mapping):
         return record
-    if is_task(record):
+    if is_label_studio(record):
         record = _of_label_studio(record)
-    missing = state(record)
-    if missing is None and is_answered(record):
+    missing = unused_reason(record)
+    if missing is None and is_prodigy(record):
         missing = _ONE_SPAN if record.get("_view_id") == "ner" else None
         record = record if record.keys() & {*_SPANS, *_TAGS} else {**record, "entities": []}
     if missing is not None:
@@ -39,38 +39,38 @@ def usual_form(record: Any) -> Any:
         return record
     return {
         **{key: value for key, value in record.items() if key != name},
-        "entities": [_span(one) for one in record[name]],
+        "entities": [_span(span) for span in record[name]],
     }
 
 
-def in_characters(records: list[Any], cut: Cut) -> list[Any]:
-    """Convert offsets from UTF-16 units, as in JavaScript, to code points, if spans after emoji fit words better so.
+def convert_offsets(records: list[Any], cut: Segmenter) -> list[Any]:
+    """Convert offsets from UTF-16 units, as in JavaScript, to code points, if then more spans match word boundaries.
 
-    Spans start and end at word boundaries more often in the right unit.
+    Only spans of strings with characters outside the BMP, such as emoji, are compared.
     """
     converted_records, gain = list(records), 0
     for number, record in enumerate(records):
         text, spans = (record.get("text"), record.get("entities")) if isinstance(record, Mapping) else (None, None)
         if not isinstance(text, str) or not isinstance(spans, list) or max(text, default="") <= "\uffff":
             continue
-        places = utf16_places(text)
-        converted = [_moved(span, places) for span in spans]
-        begins, ends = (set(edges) for edges in cut(replaced(text)).T.tolist())
+        indices = utf16_indices(text)
+        converted = [_with_code_points(span, indices) for span in spans]
+        starts, ends = (set(edges) for edges in cut(replace_surrogates(text)).T.tolist())
         for candidates, sign in ((spans, -1), (converted, 1)):
-            places = [(one.get("start"), one.get("end")) for one in candidates if isinstance(one, Mapping)]
-            gain += sign * sum(begin in begins and end in ends for begin, end in places)
+            bounds = [(span.get("start"), span.get("end")) for span in candidates if isinstance(span, Mapping)]
+            gain += sign * sum(start in starts and end in ends for start, end in bounds)
         converted_records[number] = {**record, "entities": converted}
     return converted_records if gain > 0 else records
 
 
-def _moved(span: Any, places: Sequence[int]) -> Any:
+def _with_code_points(span: Any, index: Sequence[int]) -> Any:
     if not isinstance(span, Mapping):
         return span
     ends = {key: span.get(key) for key in ("start", "end")}
-    return {**span, **{key: places[at] for key, at in ends.items() if type(at) is int and 0 <= at < len(places)}}
+    return {**span, **{key: index[unit] for key, unit in ends.items() if type(unit) is int and 0 <= unit < len(index)}}
 
 
-def named_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
+def name_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
     """Replace tag numbers under one of `keys` in `record` by their names; unknown numbers stay as they are."""
 
     def named(tag: Any) -> Any:
@@ -86,11 +86,11 @@ def _of_label_studio(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text, and the spans that all annotations agree on."""
     data = record["data"]
     text = data.get("text", next((value for value in data.values() if isinstance(value, str)), None))
-    return {"id": record.get("id"), "text": text, "entities": of_task(record, _labels)}
+    return {"id": record.get("id"), "text": text, "entities": read_annotations(record, _labels)}
 
 
 def _labels(result: list[Any]) -> list[Any]:
-    values = [one.get("value") for one in result if isinstance(one, Mapping) and one.get("type", "labels") == "labels"]
+    values = [row.get("value") for row in result if isinstance(row, Mapping) and row.get("type", "labels") == "labels"]
     return sorted(values, key=repr)
 
 
@@ -98,17 +98,17 @@ def _are_spans(record: Mapping[str, Any], name: str) -> bool:
     value = record.get(name)
     if not isinstance(value, list):
         return False
-    if not value:  # empty: no entities, unless `labels` may be tags of no words
+    if not value:  # empty: no entities, unless it is `labels` and may be the tags of an empty sentence
         return name != "labels" or bool(record.get("text") and not record.get("tokens"))
-    return all(isinstance(one, Mapping) or (isinstance(one, list) and len(one) == 3) for one in value)
+    return all(isinstance(item, Mapping) or (isinstance(item, list) and len(item) == 3) for item in value)
 
 
 def _span(entity: Any) -> Any:
     if isinstance(entity, list):
         return dict(zip(_NAMES, entity, strict=True))
-    found = {
+    fields = {
         name: next((entity[key] for key in keys if entity.get(key) is not None), None) for name, keys in _NAMES.items()
     }
-    if isinstance(found["type"], list) and len(found["type"]) == 1:
-        found["type"] = found["type"][0]
-    return {**entity, **found}
+    if isinstance(fields["type"], list) and len(fields["type"]) == 1:
+        fields["type"] = fields["type"][0]
+    return {**entity, **fields}

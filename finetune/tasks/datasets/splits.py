@@ -1,7 +1,7 @@
 """Stratified splits of a training set: held-out sets and folds of a cross-validation.
 
-They depend on hashes of the strings, so they are the same in every run, in whatever order the examples are. Examples
-with equal strings stay together. An example has one class, several (its labels, the types of its entities) or none.
+They depend on hashes of the strings, so they are the same in every run and for any order of the examples. Examples with
+equal strings stay together. An example has one class, several (its labels, the types of its entities) or none.
 """
 
 import hashlib
@@ -16,20 +16,20 @@ def held_out(texts: Sequence[str], classes: Classes, count: int) -> list[bool]:
 
     At least one string of each class is not held out.
     """
-    others: list[str] = []
+    candidates: list[str] = []
     seen: set[str] = set()
     for text, names in _by_class(texts, classes).items():
         if names <= seen:
-            others.append(text)
+            candidates.append(text)
         seen |= names
-    count = min(count, len(others))
-    bounds = [number * count // max(1, len(others)) for number in range(len(others) + 1)]
-    taken = {text for text, low, high in zip(others, bounds[:-1], bounds[1:], strict=True) if high > low}
-    return [text in taken for text in texts]
+    count = min(count, len(candidates))
+    bounds = [number * count // max(1, len(candidates)) for number in range(len(candidates) + 1)]
+    chosen = {text for text, low, high in zip(candidates, bounds[:-1], bounds[1:], strict=True) if high > low}
+    return [text in chosen for text in texts]
 
 
 def folds(texts: Sequence[str], classes: Classes, count: int) -> list[int]:
-    """Return the fold of each example, from 0 to `count` - 1: every class is spread over all of them."""
+    """Return the fold of each example, from 0 to `count` - 1: every class is spread over all folds."""
     fold = {text: number % count for number, text in enumerate(_by_class(texts, classes))}
     return [fold[text] for text in texts]
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.tasks.datasets.annotations import UNLABELED, Missing, left_out, state
+from finetune.tasks.datasets.annotations import UNLABELED, Missing, left_out_line, unused_reason
 from finetune.tasks.datasets.files import plain_suffix, read_text
-from finetune.tasks.datasets.surrogates import check_whole
+from finetune.tasks.datasets.surrogates import check_surrogates
 from finetune.tasks.datasets.tables import json_values, read_table
 from pretrain.common.errors import InputError
 
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a context. answers: () if the context has none, None if unlabeled."""
+    """A question about a context. `answers` is () if the context has no answer, None if unlabeled."""
 
     id: str
     text: str
@@ -75,25 +75,25 @@ def read(path: str, *, labeled: bool) -> list[Question]:
         InputError: the file cannot be read, is not UTF-8, not JSON, has another format or is empty; two questions have
             the same id; with `labeled`, all questions are unlabeled.
     """
-    records = _READERS.get(plain_suffix(Path(path)), _document)(path)
+    records = _READERS.get(plain_suffix(Path(path)), _read_json)(path)
     questions: list[Question] = []
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     contexts: dict[str, str] = {}
     missing: list[Missing] = []
-    for place, record, context in records:
-        question = _question(record, context, place, labeled=labeled)
+    for location, record, context in records:
+        question = _question(record, context, location, labeled=labeled)
         if labeled and question.answers is None:
-            missing.append(state(record) or UNLABELED)
+            missing.append(unused_reason(record) or UNLABELED)
             continue
-        if question.id in places:
+        if question.id in locations:
             raise InputError(
-                f"{place}: id {question.id!r} is already used in {places[question.id]}. Predictions are "
+                f"{location}: id {question.id!r} is already used in {locations[question.id]}. Predictions are "
                 f"identified by their ids: make them unique."
             )
-        places[question.id] = place
+        locations[question.id] = location
         shared = contexts.setdefault(question.context, question.context)
         questions.append(replace(question, context=shared))
-    line = left_out(path, len(questions) + len(missing), missing) if missing else ""
+    line = left_out_line(path, len(questions) + len(missing), missing) if missing else ""
     if not questions:
         raise InputError(f"{line}. Give answers to questions." if line else f"{path}: has no questions. Give {_FORMS}.")
     if line:
@@ -101,15 +101,15 @@ def read(path: str, *, labeled: bool) -> list[Question]:
     return questions
 
 
-def from_record(record: Any, place: str) -> Question:
-    """Return an unlabeled question from one JSON object; without an id, its `place` is the id."""
+def from_record(record: Any, location: str) -> Question:
+    """Return an unlabeled question from one JSON object; without an id, its location is the id."""
     if not isinstance(record, Mapping):
         raise InputError(
-            f"{place}: is {_kind(record)}. A span question needs a context: "
+            f"{location}: is {_describe(record)}. A span question needs a context: "
             f'write {{"question": "...", "context": "..."}}.'
         )
     bare = {key: value for key, value in record.items() if key != "answers"}
-    return _question({"id": place, **bare}, record.get("context"), place, labeled=False)
+    return _question({"id": location, **bare}, record.get("context"), location, labeled=False)
 
 
 def without_bad_answers(
@@ -130,16 +130,16 @@ def without_bad_answers(
         InputError: policy is "stop" and there are bad answers, or "skip" leaves no question to train on. The message
             has their number and the first ones.
     """
-    faults = [
-        f"question {question.id}: {fault}"
+    errors = [
+        f"question {question.id}: {error}"
         for question in questions
         for answer in question.answers or ()
-        if (fault := _fault(question.context, answer, training=training))
+        if (error := _answer_error(question.context, answer, training=training))
     ]
-    if not faults:
+    if not errors:
         return list(questions)
     total = sum(len(question.answers or ()) for question in questions)
-    summary = f"{path}: {len(faults)} of {total} answers are not at their answer_start ({_first(faults)})"
+    summary = f"{path}: {len(errors)} of {total} answers are not at their answer_start ({_join_first(errors)})"
     if policy == "stop":
         raise InputError(
             f"{summary}. Correct answer_start, which counts characters (Unicode code points) from 0, or skip them "
@@ -152,7 +152,7 @@ def without_bad_answers(
     kept = [question for question in good if question is not None]
     logger.warning("%s; skipped, with %d questions that have no other answer.", summary, len(questions) - len(kept))
     if not kept:
-        raise InputError(f"{path}: no question has a good answer ({_first(faults)}).")
+        raise InputError(f"{path}: no question has a good answer ({_join_first(errors)}).")
     return kept
 
 
@@ -162,13 +162,13 @@ def without_bad_answers(
 def _with_good_answers(question: Question) -> Question | None:
     """Return the question with only its good answers; None if it has only bad ones."""
     answers = question.answers or ()
-    good = tuple(answer for answer in answers if not _fault(question.context, answer, training=True))
+    good = tuple(answer for answer in answers if not _answer_error(question.context, answer, training=True))
     if len(good) == len(answers):
         return question
     return replace(question, answers=good) if good else None
 
 
-def _fault(context: str, answer: Answer, *, training: bool) -> str:
+def _answer_error(context: str, answer: Answer, *, training: bool) -> str:
     """Return why an answer is bad, "" if it is good."""
     text, start = answer.text, answer.start
     if training and not text.strip():
@@ -176,83 +176,83 @@ def _fault(context: str, answer: Answer, *, training: bool) -> str:
     actual = context[start : start + len(text)] if start >= 0 else ""
     if actual == text:
         return ""
-    fault = f"{_quoted(text)} at {start}, where the context of {len(context)} characters has {_quoted(actual)}"
-    places = [context.rfind(text, 0, max(start, 0) + len(text)), context.find(text, max(start, 0))]
-    if nearest := sorted((abs(place - start), place) for place in places if place >= 0):
-        return f"{fault}; it is at {nearest[0][1]}"
+    error = f"{_quoted(text)} at {start}, where the context of {len(context)} characters has {_quoted(actual)}"
+    starts = [context.rfind(text, 0, max(start, 0) + len(text)), context.find(text, max(start, 0))]
+    if nearest := sorted((abs(position - start), position) for position in starts if position >= 0):
+        return f"{error}; it is at {nearest[0][1]}"
     if "".join(text.split()) == "".join(actual.split()):
-        return f"{fault}; only white space differs"
-    return f"{fault}; the context does not contain it"
+        return f"{error}; only white space differs"
+    return f"{error}; the context does not contain it"
 
 
 # ---------------------------------------------------------------- files
 
 
-def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place, record, context) for every question of a .json file."""
+def _read_json(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (location, record, context) for every question of a .json file."""
     text = _text(path)
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         hint = ' A file with one object per line must be named ".jsonl".' if "Extra data" in str(error) else ""
         raise InputError(f"{path}: not JSON ({error}).{hint}") from None
-    alone = isinstance(document, dict) and "data" not in document and document.keys() & {"paragraphs", "qas"}
-    items = [document] if alone else document.get("data") if isinstance(document, dict) else document
+    is_single = isinstance(document, dict) and "data" not in document and document.keys() & {"paragraphs", "qas"}
+    items = [document] if is_single else document.get("data") if isinstance(document, dict) else document
     if not isinstance(items, list):
-        kind = f"an object of {_keys(document)}" if isinstance(document, dict) else _kind(document)
+        kind = f"an object of {_keys(document)}" if isinstance(document, dict) else _describe(document)
         raise InputError(f"{path}: is {kind}; expected {_FORMS}.")
     name = "data" if isinstance(document, dict) else "record"
     for number, item in enumerate(items):
-        place = f"{path}: {name}[{number}]"
+        location = f"{path}: {name}[{number}]"
         if not isinstance(item, dict):
-            raise InputError(f"{place}: is {_kind(item)}; expected {_FORMS}.")
-        if not (found := list(_item(item, place, str(number + 1)))) and not item.keys() & {"paragraphs", "qas"}:
-            raise InputError(f"{place}: is an object of {_keys(item)}; expected {_FORMS}.")
-        yield from found
+            raise InputError(f"{location}: is {_describe(item)}; expected {_FORMS}.")
+        if not (rows := list(_questions(item, location, str(number + 1)))) and not item.keys() & {"paragraphs", "qas"}:
+            raise InputError(f"{location}: is an object of {_keys(item)}; expected {_FORMS}.")
+        yield from rows
 
 
-def _item(item: dict[str, Any], place: str, identity: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place, record, context) for every question of an article, a paragraph or a flat record; else nothing."""
+def _questions(item: dict[str, Any], location: str, identity: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (location, record, context) for every question of an article, paragraph or flat record; else nothing."""
     if "paragraphs" in item:
-        for number, paragraph in enumerate(_list(item, "paragraphs", place)):
-            inner = f"{place}.paragraphs[{number}]"
+        for number, paragraph in enumerate(_list(item, "paragraphs", location)):
+            inner = f"{location}.paragraphs[{number}]"
             if not isinstance(paragraph, dict):
-                raise InputError(f"{inner}: is {_kind(paragraph)}; expected an object of context and qas.")
+                raise InputError(f"{inner}: is {_describe(paragraph)}; expected an object of context and qas.")
             yield from _paragraph(paragraph, inner)
     elif "qas" in item:
-        yield from _paragraph(item, place, identity)
+        yield from _paragraph(item, location, identity)
     elif "question" in item and "context" in item:
-        yield place, {"id": identity, **item}, item["context"]
+        yield location, {"id": identity, **item}, item["context"]
 
 
-def _paragraph(paragraph: dict[str, Any], place: str, identity: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for count, record in enumerate(_list(paragraph, "qas", place)):
+def _paragraph(paragraph: dict[str, Any], location: str, identity: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for count, record in enumerate(_list(paragraph, "qas", location)):
         if identity and isinstance(record, dict):
             record = {"id": f"{identity}.{count + 1}", **record}
-        yield f"{place}.qas[{count}]", record, paragraph.get("context")
+        yield f"{location}.qas[{count}]", record, paragraph.get("context")
 
 
-def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place, record, context) for every question in a .jsonl file."""
+def _read_jsonl(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (location, record, context) for every question in a .jsonl file."""
     for number, record in json_values(Path(path), _text(path), "jsonl")[1]:
-        place = f"{path}:{number}"
-        found = list(_item(record, place, str(number))) if isinstance(record, dict) else []
-        if not found:
-            kind = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
+        location = f"{path}:{number}"
+        rows = list(_questions(record, location, str(number))) if isinstance(record, dict) else []
+        if not rows:
+            kind = f"an object of {_keys(record)}" if isinstance(record, dict) else _describe(record)
             is_nested = isinstance(record, dict) and "data" in record
             hint = ' A nested SQuAD file must be named ".json".' if is_nested else ""
             raise InputError(
-                f"{place}: is {kind}; expected a flat record with id, question, context and answers.{hint}"
+                f"{location}: is {kind}; expected a flat record with id, question, context and answers.{hint}"
             )
-        yield from found
+        yield from rows
 
 
-def _table(path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (place, record, context) for every row of a table."""
+def _read_rows(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (location, record, context) for every row of a table."""
     table = read_table(path, _COLUMNS, optional=_COLUMNS[2:])
     for row, cells in enumerate(zip(*table.columns.values(), strict=True)):
         record = {
-            "id": str(table.places[row]),
+            "id": str(table.numbers[row]),
             **{str(name): cell for name, cell in zip(table.columns, cells, strict=True) if cell is not None},
         }
         if isinstance(record.get("answers"), str):
@@ -260,21 +260,21 @@ def _table(path: str) -> Iterator[tuple[str, Any, Any]]:
         yield table.where(row), record, record.get("context")
 
 
-def _answers_cell(cell: str, place: str) -> Any:
+def _answers_cell(cell: str, location: str) -> Any:
     if not cell.strip():
         return None
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):
         raise InputError(
-            f'{place}: answers is {_quoted(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
+            f'{location}: answers is {_quoted(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
             "the cell empty."
         ) from None
 
 
 _READERS = {
-    **dict.fromkeys((".jsonl", ".ndjson"), _lines),
-    **dict.fromkeys((".parquet", ".csv", ".tsv"), _table),
+    **dict.fromkeys((".jsonl", ".ndjson"), _read_jsonl),
+    **dict.fromkeys((".parquet", ".csv", ".tsv"), _read_rows),
 }
 
 
@@ -288,46 +288,46 @@ def _text(path: str) -> str:
 # ---------------------------------------------------------------- records
 
 
-def _question(record: Any, context: Any, place: str, *, labeled: bool) -> Question:
+def _question(record: Any, context: Any, location: str, *, labeled: bool) -> Question:
     if not isinstance(record, Mapping):
-        raise InputError(f"{place}: is {_kind(record)}; expected an object of id, question and answers.")
+        raise InputError(f"{location}: is {_describe(record)}; expected an object of id, question and answers.")
     identity = record.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
-    place_of = f"{place} (id {identity})" if isinstance(identity, str) and identity != place else place
-    text = _string(record.get("question"), "question", place_of)
+    full_location = f"{location} (id {identity})" if isinstance(identity, str) and identity != location else location
+    text = _string(record.get("question"), "question", full_location)
     return Question(
-        id=_string(identity, "id", place),
+        id=_string(identity, "id", location),
         text=text,
-        context=_string(context, "context", place_of),
-        answers=_answers(record, place_of, labeled=labeled),
+        context=_string(context, "context", full_location),
+        answers=_answers(record, full_location, labeled=labeled),
     )
 
 
-def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[Answer, ...] | None:
+def _answers(record: Mapping[str, Any], location: str, *, labeled: bool) -> tuple[Answer, ...] | None:
     listed, impossible = record.get("answers"), record.get("is_impossible")
     if listed is None:
-        listed = [] if impossible is True else _single_answer(record, place)
-    if listed is None or state(record) is not None:
+        listed = [] if impossible is True else _single_answer(record, location)
+    if listed is None or unused_reason(record) is not None:
         return None
     if isinstance(listed, dict):
-        listed = _rows(listed, place)
+        listed = _answer_rows(listed, location)
     if not isinstance(listed, list):
-        raise InputError(f'{place}: answers is {_kind(listed)}; expected [{{"text", "answer_start"}}].')
-    found = [_answer(item, place) for item in listed]
+        raise InputError(f'{location}: answers is {_describe(listed)}; expected [{{"text", "answer_start"}}].')
+    parsed = [_answer(item, location) for item in listed]
     # Converters write a blank answer at -1 for questions without an answer.
-    answers = tuple(answer for answer in found if answer.text.strip() or answer.start != -1)
+    answers = tuple(answer for answer in parsed if answer.text.strip() or answer.start != -1)
     if not (answers or labeled or impossible in (None, True)):
         return None
     if impossible is not None and bool(impossible) == bool(answers):
         raise InputError(
-            f"{place}: is_impossible is {json.dumps(impossible)}, but there are {len(answers)} answers. "
+            f"{location}: is_impossible is {json.dumps(impossible)}, but there are {len(answers)} answers. "
             f"Correct one of them."
         )
     return answers
 
 
-def _single_answer(record: Mapping[str, Any], place: str) -> Any:
+def _single_answer(record: Mapping[str, Any], location: str) -> Any:
     """Return the answer of a record with answer_text and answer_start, as a list; None if one is missing."""
     text, start = record.get("answer_text"), record.get("answer_start")
     if text is None or start is None or (isinstance(start, str) and not start.strip()) or start != start:
@@ -335,50 +335,50 @@ def _single_answer(record: Mapping[str, Any], place: str) -> Any:
     try:
         return [{"text": text, "answer_start": start if isinstance(start, bool) else int(float(start))}]
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{place}: answer_start is {_quoted(str(start))}; expected a character index.") from None
+        raise InputError(f"{location}: answer_start is {_quoted(str(start))}; expected a character index.") from None
 
 
-def _rows(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def _answer_rows(columns: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
     """Return [{"text", "answer_start"}] from {"text": [], "answer_start": []}."""
     texts, starts = columns.get("text"), columns.get("answer_start")
     if not isinstance(texts, list) or not isinstance(starts, list):
         raise InputError(
-            f'{place}: answers is an object of {_keys(columns)}; expected {{"text": [...], "answer_start": [...]}}.'
+            f'{location}: answers is an object of {_keys(columns)}; expected {{"text": [...], "answer_start": [...]}}.'
         )
     if len(texts) != len(starts):
         raise InputError(
-            f"{place}: answers has {len(texts)} text and {len(starts)} answer_start; expected the same number."
+            f"{location}: answers has {len(texts)} text and {len(starts)} answer_start; expected the same number."
         )
     return [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
 
 
-def _answer(item: Any, place: str) -> Answer:
+def _answer(item: Any, location: str) -> Answer:
     if not isinstance(item, dict):
-        raise InputError(f'{place}: an answer is {_kind(item)}; expected {{"text", "answer_start"}}.')
+        raise InputError(f'{location}: an answer is {_describe(item)}; expected {{"text", "answer_start"}}.')
     start = item.get("answer_start")
     if not isinstance(start, int) or isinstance(start, bool):
-        raise InputError(f"{place}: answer_start is {_kind(start)}; expected a character index.")
-    return Answer(_string(item.get("text"), "the text of an answer", place), start)
+        raise InputError(f"{location}: answer_start is {_describe(start)}; expected a character index.")
+    return Answer(_string(item.get("text"), "the text of an answer", location), start)
 
 
-def _string(value: Any, name: str, place: str) -> str:
+def _string(value: Any, name: str, location: str) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{place}: {name} is {_kind(value)}; expected text.")
-    check_whole(value, name, place)
+        raise InputError(f"{location}: {name} is {_describe(value)}; expected text.")
+    check_surrogates(value, name, location)
     return value
 
 
-def _list(holder: dict[str, Any], key: str, place: str) -> list[Any]:
+def _list(holder: dict[str, Any], key: str, location: str) -> list[Any]:
     value = holder.get(key)
     if not isinstance(value, list):
-        raise InputError(f"{place}: {key} is {_kind(value)}; expected a list.")
+        raise InputError(f"{location}: {key} is {_describe(value)}; expected a list.")
     return value
 
 
 # ---------------------------------------------------------------- wording
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     if value is None:
         return "missing"
     if isinstance(value, str):
@@ -397,5 +397,5 @@ def _quoted(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 
-def _first(faults: Sequence[str]) -> str:
-    return "; ".join(faults[:_SHOWN]) + ("; ..." if len(faults) > _SHOWN else "")
+def _join_first(errors: Sequence[str]) -> str:
+    return "; ".join(errors[:_SHOWN]) + ("; ..." if len(errors) > _SHOWN else "")

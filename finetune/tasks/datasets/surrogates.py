@@ -1,4 +1,4 @@
-r"""Half surrogate pairs, which JSON can hold ("\ud83d") and no encoding can write."""
+r"""Lone surrogates: halves of surrogate pairs, which JSON can contain ("\ud83d") but UTF-8 cannot encode."""
 
 import json
 import re
@@ -9,19 +9,19 @@ from pretrain.common.errors import InputError
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-def replaced(text: str) -> str:
-    """Replace half surrogate pairs in `text` by replacement characters. The length stays the same."""
+def replace_surrogates(text: str) -> str:
+    """Replace lone surrogates in `text` by replacement characters. The length stays the same."""
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def utf16_places(text: str) -> list[int]:
+def utf16_indices(text: str) -> list[int]:
     """Return the index in `text` of each of its UTF-16 units, and finally its length."""
-    places = [place for place, one in enumerate(text) for _ in range(1 + (one > "\uffff"))]
-    return [*places, len(text)]
+    indices = [index for index, character in enumerate(text) for _ in range(1 + (character > "\uffff"))]
+    return [*indices, len(text)]
 
 
-def check_whole(text: str, name: str, where: str) -> None:
-    """Raise `InputError` if `text` has half of a surrogate pair."""
+def check_surrogates(text: str, name: str, where: str) -> None:
+    """Raise `InputError` if `text` has a lone surrogate."""
     if text.isascii():
         return
     if half := _SURROGATES.search(text):
@@ -32,8 +32,8 @@ def check_whole(text: str, name: str, where: str) -> None:
 
 
 def check_id(value: Any, where: str) -> None:
-    """Apply `check_whole` to a record's id, which may be any JSON."""
+    """Apply `check_surrogates` to a record's id, which may be any JSON."""
     if isinstance(value, list | dict):
         value = json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, str):
-        check_whole(value, "the id", where)
+        check_surrogates(value, "the id", where)

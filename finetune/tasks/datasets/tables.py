@@ -1,6 +1,6 @@
-"""Labeled rows as columns, from CSV, TSV, JSON and Parquet.
+"""Reads labeled rows of CSV, TSV, JSON and Parquet files as columns.
 
-Nothing is skipped or guessed: an invalid row is an `InputError` with its file and line.
+No invalid row is skipped or repaired: it is an `InputError` with its file and line.
 """
 
 import json
@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from finetune.tasks.datasets.arrow import read_parquet
-from finetune.tasks.datasets.delimited import opened, read_delimited
+from finetune.tasks.datasets.delimited import iterate_lines, read_delimited
 from finetune.tasks.datasets.files import plain_suffix, read_text, refuse_spreadsheet
-from finetune.tasks.datasets.surrogates import replaced
+from finetune.tasks.datasets.surrogates import replace_surrogates
 from finetune.tasks.datasets.table import Format, Key, ReadForms, RequestedColumns, Table, TableFormat, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
@@ -38,19 +38,19 @@ def read_table(
     layout: TableFormat = _BY_SUFFIX,
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
-    spare: Collection[Key] = (),
+    if_unique: Collection[Key] = (),
     others: bool = False,
-    skipped: Callable[[str], None] | None = None,
+    on_skipped: Callable[[str], None] | None = None,
 ) -> Table:
     """Read the named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
 
     Args:
         optional: subset of `columns` that may be missing.
         aliases: fallback names of `columns`.
-        spare: subset of `optional` that counts as missing if it occurs more than once; other duplicates are errors.
+        if_unique: subset of `optional` that counts as missing if repeated; other repeated columns are errors.
         others: also read all other columns, as `Table.others`.
-        skipped: called with the location of each row with a wrong number of columns, which is then left out;
-            None makes such a row an error.
+        on_skipped: called with the location of each row with a wrong number of columns, which is then skipped; None
+            makes such a row an error.
 
     Raises:
         InputError: no such file, unknown format, bytes invalid in the encoding, ragged rows, a missing or duplicate
@@ -58,7 +58,7 @@ def read_table(
     """
     path = Path(path).expanduser()
     kind = layout.format or _known_format(path)
-    requested = RequestedColumns(columns, optional, aliases, others, spare)
+    requested = RequestedColumns(columns, optional, aliases, others, if_unique)
     if kind == "parquet":
         return read_parquet(path, requested)
     text = read_text(path, layout.encoding, _OTHER_ENCODING)
@@ -67,25 +67,25 @@ def read_table(
     if kind in ("jsonl", "json"):
         return _read_json(path, text, kind, requested, layout.forms)
     if layout.forms and layout.header and "annotation_id" in text.partition("\n")[0]:
-        table = read_delimited(path, text, kind, layout, replace(requested, others=True), skipped)
-        return _settled(table, layout.forms)
-    return read_delimited(path, text, kind, layout, requested, skipped)
+        table = read_delimited(path, text, kind, layout, replace(requested, others=True), on_skipped)
+        return _merge_annotators(table, layout.forms)
+    return read_delimited(path, text, kind, layout, requested, on_skipped)
 
 
-def _settled(table: Table, forms: ReadForms) -> Table:
+def _merge_annotators(table: Table, forms: ReadForms) -> Table:
     """Merge the rows of all annotators in Label Studio's CSV into the labels that they agree on."""
     cells = zip(*table.columns.values(), strict=True)
     records = [
-        {**rest, **dict(zip(table.columns, row, strict=True))} for rest, row in zip(table.others, cells, strict=True)
+        {**other, **dict(zip(table.columns, row, strict=True))} for other, row in zip(table.others, cells, strict=True)
     ]
     rows = forms(records, table.where)
     return replace(table, columns={key: [row.get(key) for row in rows] for key in table.columns})
 
 
-def read_texts(path: Path | str, encoding: str = "utf-8") -> Table:
+def read_lines(path: Path | str, encoding: str = "utf-8") -> Table:
     """Read a file with one document per line as the column `text`; an empty line is an empty document."""
     path = Path(path).expanduser()
-    lines = list(split_lines(opened(read_text(path, encoding, _OTHER_ENCODING))))
+    lines = list(split_lines(iterate_lines(read_text(path, encoding, _OTHER_ENCODING))))
     return Table({"text": lines}, str(path), range(1, 1 + len(lines)), ":")
 
 
@@ -110,28 +110,28 @@ def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tupl
 
     Returns (separator of file and number in messages, (number, value) of each line or item).
     """
-    whole = _parsed(text) if kind == "json" else None
-    if isinstance(whole, list):
-        return ": record ", enumerate(whole, 1)
-    return ":", _line_records(path, text, whole)
+    document = _parsed(text) if kind == "json" else None
+    if isinstance(document, list):
+        return ": record ", enumerate(document, 1)
+    return ":", _line_records(path, text, document)
 
 
 def _read_json(path: Path, text: str, kind: Format, requested: RequestedColumns, forms: ReadForms | None) -> Table:
-    before, numbered = json_values(path, text, kind)
+    sep, numbered = json_values(path, text, kind)
     values = list(numbered)
-    places, records = [place for place, _ in values], [record for _, record in values]
+    numbers, records = [number for number, _ in values], [record for _, record in values]
     if forms:
-        records = forms(records, lambda row: f"{path}{before}{places[row]}")
-    for place, record in zip(places, records, strict=True):
+        records = forms(records, lambda row: f"{path}{sep}{numbers[row]}")
+    for number, record in zip(numbers, records, strict=True):
         if not isinstance(record, dict):
-            raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(requested.columns)}.")
+            raise InputError(f"{path}{sep}{number}: {shown(record)}, not an object with {listed(requested.columns)}.")
     cells: dict[Key, list[Any]] = {}
-    used = {name for record in records for column in requested.columns if (name := requested.name(column, record))}
-    rest = [{key: value for key, value in one.items() if key not in used} for one in records if requested.others]
-    whole = json.loads(replaced(json.dumps(rest, ensure_ascii=False)))
-    table = Table(cells, str(path), places, before, others=whole)
+    used = {name for record in records for column in requested.columns if (name := requested.find(column, record))}
+    extra = [{key: value for key, value in record.items() if key not in used} for record in records if requested.others]
+    others = json.loads(replace_surrogates(json.dumps(extra, ensure_ascii=False)))
+    table = Table(cells, str(path), numbers, sep, others=others)
     for column in requested.columns:
-        names = [requested.name(column, record) for record in records]
+        names = [requested.find(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]
         if column in requested.optional and all(value is None for value in values):
             continue
@@ -150,9 +150,9 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _line_records(path: Path, text: str, whole: Any) -> Iterator[tuple[int, Any]]:
-    if whole is not None:
-        yield 1, whole
+def _line_records(path: Path, text: str, document: Any) -> Iterator[tuple[int, Any]]:
+    if document is not None:
+        yield 1, document
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line and not line.isspace():

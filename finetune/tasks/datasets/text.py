@@ -28,7 +28,7 @@ class Column:
 
 
 class TextEncoder:
-    """A tokenizer, with the special tokens that it adds to a single document or a pair.
+    """A tokenizer and the special tokens that it adds to a document or a pair.
 
     Args:
         tokenizer: with its post-processor; the encoder disables its truncation and padding.
@@ -55,21 +55,21 @@ class TextEncoder:
             ids[first[-1] + 1 : second[0]],
             ids[second[-1] + 1 :],
         )
-        # Byte-level BPE: a word has other tokens at the beginning of a string than within it.
+        # Byte-level BPE: a word has different tokens at the start of a string and within it.
         first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
         self._begins_with_space = first + second != both
         self.by_word = _cuts_at_spaces(tokenizer)
 
     def capacity(self, *, pair: bool) -> int:
-        """Return the number of tokens that fit a window besides special tokens; of a pair, both halves together."""
+        """Return the number of tokens that fit in a window besides special tokens; for a pair, of both halves."""
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 
     def encode(self, texts: Sequence[str]) -> Column:
         """Tokenize strings in the tokenizer's threads; repeated strings are tokenized once."""
         if self.by_word:
             return self._encode_by_word(texts)
-        once, indices = distinct(texts)
-        return _gather(self.encode_whole(once), indices)
+        unique, indices = distinct(texts)
+        return _gather(self.encode_whole(unique), indices)
 
     def encode_words(self, words: Sequence[str]) -> Column:
         """Tokenize pre-split words, each as a separate string.
@@ -88,26 +88,26 @@ class TextEncoder:
         numbers = (known.setdefault(word, len(known)) for text in texts for word in text.split(" "))
         word_W = np.fromiter(numbers, np.int32, first_word_N[-1])
         distinct, characters = self._encode_distinct(list(known))
-        place_W = np.concatenate([[0], np.cumsum(characters[word_W] + 1)])  # with the space after each word
-        place_W = place_W[:-1] - np.repeat(place_W[first_word_N[:-1]], np.diff(first_word_N))
+        offset_W = np.concatenate([[0], np.cumsum(characters[word_W] + 1)])  # with the space after each word
+        offset_W = offset_W[:-1] - np.repeat(offset_W[first_word_N[:-1]], np.diff(first_word_N))
         count_W = np.diff(distinct.starts)[word_W]
         rows = ragged(distinct.starts[word_W], count_W)
         return Column(
             ids=distinct.ids[rows],
             starts=np.concatenate([[0], np.cumsum(count_W)])[first_word_N],
-            offsets=distinct.offsets[rows] + np.repeat(place_W, count_W).astype(np.int32)[:, None],
+            offsets=distinct.offsets[rows] + np.repeat(offset_W, count_W).astype(np.int32)[:, None],
         )
 
     def _encode_distinct(self, words: list[str]) -> tuple[Column, np.ndarray]:
-        """Return the tokens of each word, and its characters, int64 [words]; tokenizes many words per call."""
+        """Return the tokens of each word, and its length in characters, int64 [words]; batches words for speed."""
         lines = [" ".join(words[n : n + _WORDS_PER_LINE]) for n in range(0, len(words), _WORDS_PER_LINE)]
         column = self.encode_whole(lines)
         characters = np.fromiter(map(len, words), np.int64, len(words))
         ends = np.cumsum(characters + 1)
         begins = ends - characters - 1  # of each word, in all lines joined with spaces
         line_T = np.repeat(np.arange(len(lines)), np.diff(column.starts))
-        place_T = column.offsets[:, 0] + begins[line_T * _WORDS_PER_LINE]
-        word_T = np.searchsorted(ends, place_T, side="right")
+        offset_T = column.offsets[:, 0] + begins[line_T * _WORDS_PER_LINE]
+        word_T = np.searchsorted(ends, offset_T, side="right")
         within = (begins[word_T] - begins[line_T * _WORDS_PER_LINE]).astype(np.int32)
         starts = np.searchsorted(word_T, np.arange(len(words) + 1))
         return Column(column.ids, starts, column.offsets - within[:, None]), characters
@@ -119,7 +119,7 @@ class TextEncoder:
             for encoding in self.tokenizer.encode_batch(texts[first : first + _CHUNK], add_special_tokens=False):
                 ids.append(np.array(encoding.ids, np.int32))
                 offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
-        starts = np.cumsum([len(one) for one in ids], dtype=np.int64)
+        starts = np.cumsum([len(chunk_ids) for chunk_ids in ids], dtype=np.int64)
         return Column(np.concatenate(ids), starts, np.concatenate(offsets))
 
 
@@ -141,16 +141,16 @@ Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
 def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> FramedWindows:
     """Build windows of `first`, or of `first` and `second`, with the tokenizer's special tokens."""
     count = len(first[1])
-    pieces = [_constant(encoder.prefix, count), first]
+    parts = [_constant(encoder.prefix, count), first]
     if second is not None:
-        pieces += [_constant(encoder.between, count), second]
-    pieces.append(_constant(encoder.suffix, count))
-    lengths_PF = np.stack([length for _, _, length in pieces])
+        parts += [_constant(encoder.between, count), second]
+    parts.append(_constant(encoder.suffix, count))
+    lengths_PF = np.stack([length for _, _, length in parts])
     starts = np.concatenate([[0], np.cumsum(lengths_PF.sum(0))])
     begins_PF = starts[:-1] + np.cumsum(lengths_PF, 0) - lengths_PF
     ids = np.empty(starts[-1], np.int32)
-    for (source, begin, length), at in zip(pieces, begins_PF, strict=True):
-        ids[ragged(at, length)] = source[ragged(begin, length)]
+    for (source, start, length), target in zip(parts, begins_PF, strict=True):
+        ids[ragged(target, length)] = source[ragged(start, length)]
     types = np.zeros(len(ids), np.uint8)
     if second is not None and encoder.segments:
         types[ragged(begins_PF[3], lengths_PF[3] + lengths_PF[4])] = 1

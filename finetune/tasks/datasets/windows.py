@@ -24,9 +24,9 @@ def cut_pairs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Cut pairs of documents of `first` and `second` tokens, int64 [N] each, into windows.
 
-    If the shorter one fits in half of the window, every window has all of it, and the longer one slides through the
-    rest. If both are longer than half a window, each slides through one half, with half the overlap. A window of one
-    is paired with the window of the other at the same relative position, so the longer one determines their number.
+    If the shorter document fits in half of the window, every window contains it, and the longer one slides through the
+    rest. If both are longer than half a window, each slides through one half, with half the overlap. Windows at the
+    same relative position are paired, so the longer document determines their number.
 
     Returns:
         (pair, start in first, length, start in second, length), int64 [F] each, in order of the pairs.

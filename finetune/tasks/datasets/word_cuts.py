@@ -1,12 +1,12 @@
 """Word segmentation of plain text, learned from the words of a training set.
 
-Training sets segment differently: "U.S.", "anti-Spanish" and "@ann" are one word in some sets and several in others.
+Training sets are segmented differently: "U.S.", "anti-Spanish" and "@ann" are one word in some and several in others.
 The model tags the first token of each word, so plain text must be segmented like the training set.
 
 The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece is a class (word, number,
-initial, ideograph, or a letter of another script without blanks) or a symbol. A word is a sequence of pieces; its
-probability is the product of its trigrams'. Words of several pieces that occur more than once have a separate count
-("Mr.", "'s"). Text is split at white space, and each chunk is segmented into the most probable words (Viterbi).
+initial, ideograph, or a letter of another script without spaces) or a symbol. A word is a sequence of pieces; its
+probability is the product of its trigrams' probabilities. Words of several pieces that occur more than once have a
+separate count ("Mr.", "'s"). Text is split at white space, and each chunk into the most probable words (Viterbi).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _START, _END = "start", "end"
 _WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
 _KATAKANA, _HIRAGANA, _COMPLEX = "katakana", "hiragana", "complex"
 _SPELLED = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH, _KATAKANA, _HIRAGANA, _COMPLEX}
-_LETTER = math.log(1 / 50)  # log probability of any one letter; each symbol is a class
+_LETTER = math.log(1 / 50)  # log probability of each letter; each symbol is a separate class
 _UNSEEN = 0.1  # count of a symbol that is not in the training set
 # A training set does not show the spaces around a symbol: "a - b" and "a-b" may be the same three words. A symbol
 # between two words without spaces is rarely a separate word.
@@ -40,12 +40,12 @@ _NOT_AT_WORD_END = re.compile(rf"{_NOT}(?!\w)")
 
 
 class WordCuts:
-    """Segments text into words as its training set does.
+    """Segments text into words as in the training set that it was learned from.
 
     Args:
         total: number of words in the training set.
         trigrams: counts of three consecutive classes or symbols in a word; a word of several pieces counts once.
-        kept: counts of words of several pieces.
+        kept: counts of words of several pieces that occur more than once.
     """
 
     def __init__(self, total: int, trigrams: Mapping[tuple[str, str, str], int], kept: Mapping[str, int]) -> None:
@@ -96,7 +96,7 @@ class WordCuts:
         )
 
     def state(self) -> dict[str, Any]:
-        """{"total", "trigrams": [[class, class, class, count]], "kept": {word: count}}, ready for JSON."""
+        """Return {"total", "trigrams": [[class, class, class, count]], "kept": {word: count}}, ready for JSON."""
         trigrams = [[*key, count] for key, count in self._trigrams.items()]
         return {"total": self._total, "trigrams": trigrams, "kept": self._kept}
 
@@ -105,12 +105,12 @@ class WordCuts:
         pieces = cut_words(text)
         if len(pieces) < 2:
             return pieces
-        begins = np.flatnonzero(np.concatenate([[True], pieces[1:, 0] > pieces[:-1, 1]]))
-        counts = np.diff(np.append(begins, len(pieces)))
-        words = [pieces[begins[counts == 1]]]
-        for first, count in zip(begins[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
-            begin, end = int(pieces[first, 0]), int(pieces[first + count - 1, 1])
-            bounds = begin + np.array((0, *self._word_ends(text[begin:end])), np.int64)
+        starts = np.flatnonzero(np.concatenate([[True], pieces[1:, 0] > pieces[:-1, 1]]))
+        counts = np.diff(np.append(starts, len(pieces)))
+        words = [pieces[starts[counts == 1]]]
+        for first, count in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+            start, end = int(pieces[first, 0]), int(pieces[first + count - 1, 1])
+            bounds = start + np.array((0, *self._word_ends(text[start:end])), np.int64)
             words.append(np.stack([bounds[:-1], bounds[1:]], axis=1))
         spans = np.concatenate(words)
         return spans[np.argsort(spans[:, 0])]
@@ -125,19 +125,19 @@ class WordCuts:
         return ends
 
     def _viterbi(self, chunk: str) -> tuple[int, ...]:
-        bounds = self._places(chunk)
-        pieces = [chunk[begin:end] for begin, end in pairwise(bounds)]
+        bounds = self._possible_bounds(chunk)
+        pieces = [chunk[start:end] for start, end in pairwise(bounds)]
         classes = [_class_of(piece) for piece in pieces]
         count = len(pieces)
-        best, before = [0.0, *[-math.inf] * count], [0] * (count + 1)
+        best, previous = [0.0, *[-math.inf] * count], [0] * (count + 1)
         for first in range(count):
             for end, log_probability in self._words(chunk, bounds, pieces, classes, first):
                 if best[first] + log_probability > best[end]:
-                    best[end], before[end] = best[first] + log_probability, first
+                    best[end], previous[end] = best[first] + log_probability, first
         ends = []
         while count:
             ends.append(bounds[count])
-            count = before[count]
+            count = previous[count]
         return tuple(reversed(ends))
 
     def _words(
@@ -162,7 +162,7 @@ class WordCuts:
             if log_prefix == -math.inf and end - first >= self._longest_kept:
                 return
 
-    def _places(self, chunk: str) -> list[int]:
+    def _possible_bounds(self, chunk: str) -> list[int]:
         """Return possible word boundaries: all piece boundaries, and before "n't" if the training set splits there."""
         bounds = {0, *cut_words(chunk)[:, 1].tolist()}
         if _NOT in self._kept:
@@ -171,7 +171,7 @@ class WordCuts:
 
 
 def _pieces(word: str) -> list[str]:
-    return [word[begin:end] for begin, end in cut_words(word).tolist()]
+    return [word[start:end] for start, end in cut_words(word).tolist()]
 
 
 def _class_of(piece: str) -> str:
@@ -186,13 +186,13 @@ def _class_of(piece: str) -> str:
     return _INITIAL if len(piece) == 1 and piece.isupper() else _WORD
 
 
-def _is_enclosed(classes: list[str], place: int) -> bool:
+def _is_enclosed(classes: list[str], index: int) -> bool:
     """Return whether the piece is a symbol directly between two words."""
     return (
-        classes[place] not in _SPELLED
-        and 0 < place < len(classes) - 1
-        and classes[place - 1] in _SPELLED
-        and classes[place + 1] in _SPELLED
+        classes[index] not in _SPELLED
+        and 0 < index < len(classes) - 1
+        and classes[index - 1] in _SPELLED
+        and classes[index + 1] in _SPELLED
     )
 
 

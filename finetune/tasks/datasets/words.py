@@ -15,7 +15,7 @@ def cut_words(text: str) -> np.ndarray:
     Follows BERT's pre-tokenizer (google-research/bert tokenization.py, BasicTokenizer): white space separates words;
     each punctuation mark and CJK character is a word; any other run of characters is one word. Unlike in BERT, each
     symbol (currency, arrow, emoji) is a word too, because entities end at them, and so is each letter of a script
-    without blanks (kana, Thai, Khmer). Combining marks, joiners and control characters belong to the character before.
+    without spaces (kana, Thai, Khmer). Combining marks, joiners and control characters belong to the character before.
     """
     if not text:
         return np.zeros((0, 2), np.int64)
@@ -28,9 +28,9 @@ def cut_words(text: str) -> np.ndarray:
     orphans = (kinds == _MARK) & (carried == _SPACE)
     solid = np.where(orphans, _RUN, carried)
     before = np.concatenate([[_SPACE], solid[:-1]])
-    begins = (solid != _SPACE) & ((before == _SPACE) | ((kinds != _MARK) & ((solid == _ALONE) | (before == _ALONE))))
-    first = np.flatnonzero(begins)
-    stops = np.append(np.flatnonzero(begins | (solid == _SPACE)), len(text))
+    is_start = (solid != _SPACE) & ((before == _SPACE) | ((kinds != _MARK) & ((solid == _ALONE) | (before == _ALONE))))
+    first = np.flatnonzero(is_start)
+    stops = np.append(np.flatnonzero(is_start | (solid == _SPACE)), len(text))
     return np.stack([first, stops[np.searchsorted(stops, first, "right")]], axis=1)
 
 

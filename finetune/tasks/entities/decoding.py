@@ -29,7 +29,7 @@ class Decoder:
 
     Attributes:
         types: entity types in the order of the outputs.
-        outside_penalty: nats to subtract from the logits of O first.
+        outside_penalty: nats to subtract from the logits of O before decoding.
     """
 
     types: tuple[str, ...]
@@ -42,7 +42,7 @@ class Decoder:
         return _predictions(self.types, examples, starts, log_probabilities, self._tags(log_probabilities, starts))
 
     def best_penalty(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray, metric: str) -> float:
-        """Return the one of `PENALTIES` with the best `metric` on these labeled examples; ties: the nearest to 0.
+        """Return the element of `PENALTIES` with the best `metric` on these labeled examples, of equals nearest to 0.
 
         If entities are rare, the threshold with the best F1 is below a probability of one half (Lipton et al. 2014,
         arXiv:1402.1892).
@@ -88,31 +88,31 @@ def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndar
     lengths = np.diff(starts)
     order = np.argsort(-lengths, kind="stable")  # longest first: the sentences with a word at a position are a prefix
     first, lengths = starts[:-1][order], lengths[order]
-    with_word = [int(np.searchsorted(-lengths, -place, "left")) for place in range(int(lengths.max(initial=0)))]
+    lengths_at = [int(np.searchsorted(-lengths, -position, "left")) for position in range(int(lengths.max(initial=0)))]
     outputs = log_probabilities.shape[1]
-    before = np.zeros(log_probabilities.shape, np.int64)  # best label of the previous word, by label of this word
+    pointers = np.zeros(log_probabilities.shape, np.int64)  # best label of the previous word, by label of this word
     total = np.full((len(lengths), outputs), -np.inf)
-    for place, number in enumerate(with_word):
-        at = first[:number] + place
-        if place == 0:
-            reached = np.zeros((number, outputs))
-            reached[:, _INSIDE] = -np.inf
+    for position, number in enumerate(lengths_at):
+        at = first[:number] + position
+        if position == 0:
+            best_before = np.zeros((number, outputs))
+            best_before[:, _INSIDE] = -np.inf
         else:
-            past = total[:number]
-            best = past.argmax(-1)
-            before[at] = best[:, None]
-            reached = np.repeat(past.max(-1)[:, None], outputs, axis=1)
-            continues = past[:, _INSIDE] > past[:, _BEGIN]
-            reached[:, _INSIDE] = np.where(continues, past[:, _INSIDE], past[:, _BEGIN])
-            before[at, _INSIDE] = np.arange(1, outputs, 2) + continues
-        total[:number] = reached + log_probabilities[at]
+            previous = total[:number]
+            best = previous.argmax(-1)
+            pointers[at] = best[:, None]
+            best_before = np.repeat(previous.max(-1)[:, None], outputs, axis=1)
+            continues = previous[:, _INSIDE] > previous[:, _BEGIN]
+            best_before[:, _INSIDE] = np.where(continues, previous[:, _INSIDE], previous[:, _BEGIN])
+            pointers[at, _INSIDE] = np.arange(1, outputs, 2) + continues
+        total[:number] = best_before + log_probabilities[at]
     tags = np.zeros(len(log_probabilities), np.int64)
     last = total.argmax(-1)
-    for place in reversed(range(len(with_word))):
-        number = with_word[place]
-        at = first[:number] + place
+    for position in reversed(range(len(lengths_at))):
+        number = lengths_at[position]
+        at = first[:number] + position
         tags[at] = last[:number]
-        last[:number] = before[at, last[:number]]
+        last[:number] = pointers[at, last[:number]]
     return tags
 
 
@@ -128,12 +128,12 @@ def _predictions(
         {"entities": [], "tags": names[first:end]}
         for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ]
-    spans = metrics.find(_tagged(types, tags, starts))
+    spans = metrics.find_entities(_tagged(types, tags, starts))
     probability = np.exp(log_probabilities[np.arange(len(tags)), tags])
     total = np.concatenate([[0.0], np.cumsum(probability)])
     scores = (total[spans.end] - total[spans.first]) / (spans.end - spans.first)
     owner = np.searchsorted(starts, spans.first, "right") - 1
-    for number, group in _groups(owner):
+    for number, group in _runs(owner):
         text, offsets = examples[number].characters()
         columns = (
             spans.types[group].tolist(),
@@ -149,23 +149,23 @@ def _predictions(
 
 
 def conll_columns(examples: Sequence[Sentence], predictions: Predictions) -> str:
-    """Return columns separated by blanks: word, gold tag if all words have one, predicted tag; IOB2."""
+    """Return columns separated by spaces: word, gold tag if all words have one, predicted tag; IOB2."""
     lines = []
-    for one, prediction in zip(examples, predictions, strict=True):
-        gold = [one.tags] if one.tags is not None else []
-        rows = zip(one.words, *gold, prediction["tags"], strict=True)
+    for sentence, prediction in zip(examples, predictions, strict=True):
+        gold = [sentence.tags] if sentence.tags is not None else []
+        rows = zip(sentence.words, *gold, prediction["tags"], strict=True)
         lines += [" ".join(map(_as_field, row)) for row in rows] + [""]
     return "\n".join(lines) + "\n"
 
 
 def score(types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions) -> dict[str, float]:
     """Return precision, recall, f1 (conlleval, seqeval's default), macro_f1, strict_* (IOB2), accuracy of tags."""
-    return _scores(*both(types, examples, predictions))
+    return _scores(*gold_and_predicted(types, examples, predictions))
 
 
 def details(types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions) -> dict[str, Any]:
     """Return {"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
-    gold, predicted = both(types, examples, predictions)
+    gold, predicted = gold_and_predicted(types, examples, predictions)
     counts = metrics.count(gold, predicted)
     return {
         "types": counts.by_type,
@@ -177,7 +177,7 @@ def details(types: tuple[str, ...], examples: Sequence[Sentence], predictions: P
 
 def _word_starts(examples: Sequence[Sentence]) -> np.ndarray:
     """Return the first word of each sentence, int64 [N + 1]."""
-    counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
+    counts = np.fromiter((len(sentence.words) for sentence in examples), np.int64, len(examples))
     return np.concatenate([[0], np.cumsum(counts)])
 
 
@@ -187,18 +187,18 @@ def _tagged(types: tuple[str, ...], tags: np.ndarray, starts: np.ndarray) -> met
 
 
 def _gold(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.TaggedSentences:
-    for one in examples:
-        if one.tags is None:
-            raise InputError(f"{one.where()}: no labels, so predictions cannot be scored. Give each sentence its tags.")
-    return metrics.tagged([cast(Sequence[str], one.tags) for one in examples], types)
+    for sentence in examples:
+        if sentence.tags is None:
+            raise InputError(f"{sentence.where()}: no labels, so predictions cannot be scored. Add its tags.")
+    return metrics.encode_tags([cast(Sequence[str], sentence.tags) for sentence in examples], types)
 
 
-def both(
+def gold_and_predicted(
     types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions
 ) -> tuple[metrics.TaggedSentences, metrics.TaggedSentences]:
     """Return gold and predicted tags."""
     gold = _gold(types, examples)
-    return gold, metrics.tagged([prediction["tags"] for prediction in predictions], gold.names)
+    return gold, metrics.encode_tags([prediction["tags"] for prediction in predictions], gold.names)
 
 
 def _scores(gold: metrics.TaggedSentences, predicted: metrics.TaggedSentences) -> dict[str, float]:
@@ -217,7 +217,7 @@ def _as_field(word: str) -> str:
     return "_".join(word.split()) or "_"
 
 
-def _groups(owner: np.ndarray) -> Iterator[tuple[int, slice]]:
+def _runs(owner: np.ndarray) -> Iterator[tuple[int, slice]]:
     """Yield (number, slice) of each run of equal numbers."""
     edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(owner)]
     for first, end in pairwise(edges):

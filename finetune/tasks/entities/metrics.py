@@ -1,7 +1,7 @@
 """Entities from columns of tags, and their official scores, as in conlleval and in both modes of seqeval.
 
 Tags are `O`, or a prefix and a type: `B-PER`. Prefixes are B and I; BIOES also has E and S. All functions work on the
-concatenated words of all sentences (W words), because a set has 100,000 words or more and a Python loop is slow.
+concatenated words of all sentences (W words): a set has 100,000 words or more, for which Python loops are slow.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,14 +43,14 @@ class TaggedSentences:
 
 @dataclass(frozen=True)
 class EntitySpans:
-    """E entities of N sentences, in order of position."""
+    """The spans and types of E entities of N sentences, in order of position."""
 
     first: np.ndarray  # int64 [E], first word, counted over all sentences
     end: np.ndarray  # int64 [E], index after the last word
     types: np.ndarray  # int64 [E]
 
 
-def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> TaggedSentences:
+def encode_tags(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> TaggedSentences:
     """Encode the tags of `sentences` as integers; types that are not in `names` are appended.
 
     Raises:
@@ -65,17 +65,17 @@ def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> Tag
         np.int64,
         starts[-1],
     )
-    places = {name: place for place, name in enumerate(names)}
+    indices = {name: index for index, name in enumerate(names)}
     prefixes, types = np.zeros(len(numbers), np.uint8), np.full(len(numbers), -1, np.int64)
     for tag, number in numbers.items():
-        prefix, name = split(tag)
+        prefix, name = parse_tag(tag)
         prefixes[number] = prefix
         if prefix != OUTSIDE:
-            types[number] = places.setdefault(name, len(places))
-    return TaggedSentences(prefixes[flat], types[flat], starts, tuple(places))
+            types[number] = indices.setdefault(name, len(indices))
+    return TaggedSentences(prefixes[flat], types[flat], starts, tuple(indices))
 
 
-def split(tag: str) -> tuple[int, str]:
+def parse_tag(tag: str) -> tuple[int, str]:
     """Return a tag's prefix, as an index into PREFIXES, and its type; ValueError if the prefix is unknown."""
     prefix = PREFIXES.find(tag[0]) if tag else -1
     if prefix < 0 or (tag[1:2] not in ("", "-")):
@@ -83,24 +83,24 @@ def split(tag: str) -> tuple[int, str]:
     return prefix, tag[2:] or "_"
 
 
-def find(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpans:
+def find_entities(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpans:
     """Return the entities in `tags`, decoded by `rule`."""
     prefixes = tags.prefixes
-    previous, same = _before(tags)
+    previous, same = _previous_tags(tags)
     if rule == "conlleval":
         inside = prefixes != OUTSIDE
         continues = inside & same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
-        begins = inside & ~continues
+        is_start = inside & ~continues
     else:
-        begins = prefixes == BEGIN
+        is_start = prefixes == BEGIN
         continues = same & (prefixes == INSIDE)
-    first = np.flatnonzero(begins)
+    first = np.flatnonzero(is_start)
     stops = np.append(np.flatnonzero(~continues), len(tags))
     end = stops[np.searchsorted(stops, first, "right")]
     return EntitySpans(first, end, tags.types[first])
 
 
-def write(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
+def write_prefixes(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
     """Return the prefixes of `spans` in `scheme`, uint8 [W], for sentences that start at `starts` [N + 1]."""
     prefixes = np.full(starts[-1], OUTSIDE, np.uint8)
     lengths = spans.end - spans.first
@@ -119,10 +119,10 @@ def write(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
 
 def scheme_violations(tags: TaggedSentences, scheme: Scheme) -> np.ndarray:
     """Return the words whose prefix violates `scheme`, int64, given the entities that conlleval decodes."""
-    return np.flatnonzero(write(find(tags), tags.starts, scheme) != tags.prefixes)
+    return np.flatnonzero(write_prefixes(find_entities(tags), tags.starts, scheme) != tags.prefixes)
 
 
-def detect(tags: TaggedSentences) -> Scheme:
+def detect_scheme(tags: TaggedSentences) -> Scheme:
     """Return BIOES if there is an E or S, else IOB1 or IOB2, whichever fewer tags violate.
 
     In valid IOB2, no entity starts with I; in IOB1, almost all do.
@@ -149,13 +149,13 @@ class EntityCounts:
     @property
     def overall(self) -> dict[str, float]:
         """Precision, recall and f1 over all entities (micro), as fractions of 1; 0 if undefined."""
-        return shares(int(self.correct.sum()), int(self.predicted.sum()), int(self.gold.sum()))
+        return precision_recall_f1(int(self.correct.sum()), int(self.predicted.sum()), int(self.gold.sum()))
 
     @property
     def by_type(self) -> dict[str, dict[str, float]]:
         """Precision, recall, f1 and support of each type that occurs in gold or prediction, by name."""
         return {
-            name: {**shares(int(correct), int(predicted), int(gold)), "support": int(gold)}
+            name: {**precision_recall_f1(int(correct), int(predicted), int(gold)), "support": int(gold)}
             for name, gold, predicted, correct in sorted(
                 zip(self.names, self.gold, self.predicted, self.correct, strict=True)
             )
@@ -165,34 +165,34 @@ class EntityCounts:
     @property
     def macro_f1(self) -> float:
         """Mean of the types' f1 (seqeval average="macro")."""
-        scores = [of["f1"] for of in self.by_type.values()]
+        scores = [scores_of_type["f1"] for scores_of_type in self.by_type.values()]
         return sum(scores) / len(scores) if scores else 0.0
 
 
 def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval") -> EntityCounts:
     """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
-    true, guessed, right = _matched(gold, predicted, rule)
+    true, guesses, right = _matched(gold, predicted, rule)
     size = len(predicted.names)
     return EntityCounts(
         predicted.names,
         gold=np.bincount(true.types, minlength=size),
-        predicted=np.bincount(guessed.types, minlength=size),
-        correct=np.bincount(guessed.types[right], minlength=size),
+        predicted=np.bincount(guesses.types, minlength=size),
+        correct=np.bincount(guesses.types[right], minlength=size),
     )
 
 
 def f1_interval(gold: TaggedSentences, predicted: TaggedSentences) -> tuple[float, float] | None:
     """Return the bootstrap interval of f1 over all entities, from resampled sentences."""
-    true, guessed, right = _matched(gold, predicted, "conlleval")
+    true, guesses, right = _matched(gold, predicted, "conlleval")
     sentences = len(gold.starts) - 1
     # Word i is in the sentence with the last start at or before it; empty sentences have none.
     numbered = (
-        np.searchsorted(gold.starts, first, "right") - 1 for first in (true.first, guessed.first, guessed.first[right])
+        np.searchsorted(gold.starts, first, "right") - 1 for first in (true.first, guesses.first, guesses.first[right])
     )
-    total, predictions, correct = (np.bincount(one, minlength=sentences) for one in numbered)
+    total, predictions, correct = (np.bincount(index, minlength=sentences) for index in numbered)
 
     def f1(rows: np.ndarray) -> float:
-        return shares(int(correct[rows].sum()), int(predictions[rows].sum()), int(total[rows].sum()))["f1"]
+        return precision_recall_f1(int(correct[rows].sum()), int(predictions[rows].sum()), int(total[rows].sum()))["f1"]
 
     return bootstrap(f1, sentences)
 
@@ -201,10 +201,10 @@ def _matched(
     gold: TaggedSentences, predicted: TaggedSentences, rule: Rule
 ) -> tuple[EntitySpans, EntitySpans, np.ndarray]:
     """Return (true entities, predicted ones, whether each predicted one is correct)."""
-    true, guessed = find(gold, rule), find(predicted, rule)
+    true, guesses = find_entities(gold, rule), find_entities(predicted, rule)
     end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
     end[true.first], types[true.first] = true.end, true.types
-    return true, guessed, (end[guessed.first] == guessed.end) & (types[guessed.first] == guessed.types)
+    return true, guesses, (end[guesses.first] == guesses.end) & (types[guesses.first] == guesses.types)
 
 
 def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:
@@ -214,7 +214,7 @@ def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:
     return float(((gold.prefixes == predicted.prefixes) & (gold.types == predicted.types)).mean())
 
 
-def shares(correct: int, predicted: int, gold: int) -> dict[str, float]:
+def precision_recall_f1(correct: int, predicted: int, gold: int) -> dict[str, float]:
     """Return precision, recall and F1, as fractions of 1, from numbers of entities; 0 where a denominator is 0."""
     precision = correct / predicted if predicted else 0.0
     recall = correct / gold if gold else 0.0
@@ -222,7 +222,7 @@ def shares(correct: int, predicted: int, gold: int) -> dict[str, float]:
     return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / total if total else 0.0}
 
 
-def _before(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
+def _previous_tags(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
     """Return (previous word's prefix, O at the start of a sentence; whether its type is the same), [W] each."""
     previous, same = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
     previous[1:], same[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]

@@ -7,11 +7,11 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from finetune.tasks.datasets.files import is_encoding
-from finetune.tasks.own_metric import why_no_metric
+from finetune.tasks.own_metric import metric_error
 from pretrain.common.sections import LocalPath, Section
 
 _FORM = (
-    ".jsonl, .json and .parquet hold records (tokens and tags, or text and entities); .csv a word in each row; any "
+    ".jsonl, .json and .parquet have records (tokens and tags, or text and entities); .csv a word in each row; any "
     "other file CoNLL columns. May be compressed (.gz, .bz2, .xz)."
 )
 
@@ -28,7 +28,7 @@ class EntitiesSettings(Section):
         default=0, description="Column of the words, counted from 0; negative numbers count from the last."
     )
     label_column: int = Field(
-        default=-1, description="Column of the tags, counted likewise; a test file of one column has no labels."
+        default=-1, description="Column of the tags, counted the same way; a test file with one column has no labels."
     )
     scheme: Literal["auto", "iob1", "iob2", "bioes"] = Field(
         default="auto",
@@ -38,7 +38,7 @@ class EntitiesSettings(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Without dev: fraction of the training sentences to hold out instead, of every type.",
+        description="Without dev: fraction of the training sentences to hold out, stratified by entity type.",
     )
     tag_names: tuple[str, ...] = Field(
         default=(), description="Names of tags that are numbers in records, in order, such as [O, B-PER, I-PER]."
@@ -56,8 +56,8 @@ class EntitiesSettings(Section):
     )
     tune_outside: bool = Field(
         default=False,
-        description="Subtract from the logits of O what gives the best `metric` on the dev set, between -1 and 4 nats. "
-        "It finds more entities where they are rare. The score on the dev set becomes a little too favorable.",
+        description="Subtract a penalty from the logits of O, from -1 to 4 nats, chosen for the best `metric` on the "
+        "dev set. Finds more entities where they are rare. The score on the dev set becomes a little too favorable.",
     )
     metric: str = Field(
         default="f1",
@@ -69,7 +69,7 @@ class EntitiesSettings(Section):
     @field_validator("metric")
     @classmethod
     def _check_metric(cls, metric: str) -> str:
-        if problem := why_no_metric(metric, ("f1", "macro_f1", "strict_f1", "accuracy")):
+        if problem := metric_error(metric, ("f1", "macro_f1", "strict_f1", "accuracy")):
             raise ValueError(problem)
         return metric
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from finetune.tasks.datasets import splits
-from finetune.tasks.datasets.annotations import left_out
+from finetune.tasks.datasets.annotations import left_out_line
 from finetune.tasks.datasets.sentence_files import read_sentences
-from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
-from finetune.tasks.datasets.surrogates import check_whole, replaced
+from finetune.tasks.datasets.sentences import Remarks, Segmenter, Sentence
+from finetune.tasks.datasets.surrogates import check_surrogates, replace_surrogates
 from finetune.tasks.datasets.word_cuts import WordCuts
 from finetune.tasks.datasets.words import cut_words
 from finetune.tasks.entities import metrics as metrics
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _BILOU = str.maketrans("LU", "ES")
 
 Part = Literal["train", "dev", "other"]
-"""Use of a file. Types that the model does not know are an error in a dev set, and a remark elsewhere."""
+"""Use of a file. Entity types that the model does not know are an error in a dev set, and a remark elsewhere."""
 
 
 class SentenceSource:
@@ -52,12 +52,12 @@ class SentenceSource:
         self._is_trained = state is not None
 
     @property
-    def cut(self) -> Cut:
-        """Segments plain text into words like those of the training set."""
+    def cut(self) -> Segmenter:
+        """Function that segments plain text into words as in the training set."""
         return self._cuts or cut_words
 
     def state(self) -> dict[str, Any]:
-        """{"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}."""
+        """Return {"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}."""
         cuts = {"word_cuts": self._cuts.state()} if self._cuts else {}
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 
@@ -66,7 +66,7 @@ class SentenceSource:
         if not self._settings.train:
             raise InputError("train: empty. Give the file of labeled training sentences.")
         sentences = self._read(self._settings.train, labeled=True, part="train")
-        self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
+        self._cuts = WordCuts.learn(chain.from_iterable(sentence.words for sentence in sentences))
         self._is_trained = True
         return self._part(sentences, held_out=False) if self._settings.dev_share else sentences
 
@@ -79,10 +79,10 @@ class SentenceSource:
     def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
         """Return the sentences that `dev_share` holds out, stratified by entity type, or the others."""
         share = self._settings.dev_share
-        types = [{metrics.split(tag)[1] for tag in cast(Sequence[str], one.tags) if tag != "O"} for one in sentences]
-        texts = ["\0".join(one.words) for one in sentences]
-        is_out = splits.held_out(texts, types, round(share * len(set(texts))))
-        part = [one for one, out in zip(sentences, is_out, strict=True) if out == held_out]
+        types = [{metrics.parse_tag(tag)[1] for tag in sentence.tags or () if tag != "O"} for sentence in sentences]
+        texts = ["\0".join(sentence.words) for sentence in sentences]
+        flags = splits.held_out(texts, types, round(share * len(set(texts))))
+        part = [sentence for sentence, flag in zip(sentences, flags, strict=True) if flag == held_out]
         if not part:  # a sentence of each type stays in the training set
             sentence_count = counted(len(sentences), "sentence")
             raise InputError(
@@ -111,16 +111,17 @@ class SentenceSource:
         )
         if settings.document_context:
             _check_documents(sentences, remarks)
-        tagged = [one for one in sentences if one.tags is not None]
+        tagged = [sentence for sentence in sentences if sentence.tags is not None]
         lines = []
         if labeled and len(tagged) < len(sentences):
-            lines.append(left_out(path, len(sentences), (one.missing for one in sentences if one.tags is None)))
+            missing = (sentence.missing for sentence in sentences if sentence.tags is None)
+            lines.append(left_out_line(path, len(sentences), missing))
             if not tagged:
                 raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
         if tagged:
-            converted = iter(self._with_iob2(tagged, remarks, part))
-            sentences = [next(converted) if one.tags is not None else one for one in (tagged if labeled else sentences)]
-        for line in (one for one in (*lines, *remarks.lines()) if one not in self.remarks):
+            converted, kept = iter(self._with_iob2(tagged, remarks, part)), tagged if labeled else sentences
+            sentences = [sentence if sentence.tags is None else next(converted) for sentence in kept]
+        for line in (line for line in (*lines, *remarks.lines()) if line not in self.remarks):
             self.remarks.append(line)
             logger.warning("%s", line)
         return sentences
@@ -133,18 +134,18 @@ class SentenceSource:
             self._learn_types(sentences, tags)
         self._check_types(sentences, tags, remarks if part == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
-        prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")
+        prefixes = metrics.write_prefixes(metrics.find_entities(tags), tags.starts, "iob2")
         names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
         written = names[prefixes, np.where(prefixes == metrics.OUTSIDE, -1, tags.types)].tolist()
         bounds = zip(tags.starts[:-1].tolist(), tags.starts[1:].tolist(), strict=True)
-        return [replace(one, tags=written[first:end]) for one, (first, end) in zip(sentences, bounds, strict=True)]
+        return [replace(old, tags=written[first:end]) for old, (first, end) in zip(sentences, bounds, strict=True)]
 
     def _scheme_of(self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool) -> metrics.Scheme:
-        scheme = "iob2" if all(one.from_spans for one in sentences) else self._scheme
+        scheme = "iob2" if all(sentence.from_spans for sentence in sentences) else self._scheme
         # A file may use another scheme than the training file: conlleval finds the same entities in both.
         differs = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
         if scheme is None or differs:
-            scheme = metrics.detect(tags)
+            scheme = metrics.detect_scheme(tags)
             if is_train:
                 self._scheme = scheme
         return scheme
@@ -168,9 +169,9 @@ class SentenceSource:
         if remarks is not None:
             names = ", ".join(name for name in tags.names if name not in self.types)
             remark = f"the model does not know the types {names}; they stay as gold, and scores count them as not found"
-            return remarks.add(remark, _place(sentences, tags, word))
+            return remarks.add(remark, _location(sentences, tags, word))
         raise InputError(
-            f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
+            f"{_location(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
             f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "
             f"Correct it, or train with `labels` set to all types."
         )
@@ -178,29 +179,29 @@ class SentenceSource:
 
 def _read_tags(sentences: list[Sentence]) -> metrics.TaggedSentences:
     """Return the tags of all sentences; BILOU's L and U become E and S."""
-    distinct = {tag for one in sentences for tag in cast(Sequence[str], one.tags)}
+    distinct = {tag for sentence in sentences for tag in cast(Sequence[str], sentence.tags)}
     known = {tag: tag[:1].upper().translate(_BILOU) + tag[1:] for tag in distinct}
     _check_tags(sentences, distinct)
-    return metrics.tagged([[known[tag] for tag in cast(Sequence[str], one.tags)] for one in sentences])
+    return metrics.encode_tags([[known[tag] for tag in cast(Sequence[str], sentence.tags)] for sentence in sentences])
 
 
 def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
     wrong = {tag for tag in distinct if not _is_tag(tag)}
     if not wrong:
         return
-    for one in sentences:
-        for number, tag in enumerate(cast(Sequence[str], one.tags)):
+    for sentence in sentences:
+        for number, tag in enumerate(cast(Sequence[str], sentence.tags)):
             if tag in wrong:
-                check_whole(tag, "the tag", one.where(number))
-                advice = "Check label_column; each line has one word and its tag." if one.lined else "Correct it."
+                check_surrogates(tag, "the tag", sentence.where(number))
+                advice = "Check label_column; each line has one word and its tag." if sentence.lined else "Correct it."
                 raise InputError(
-                    f"{one.where(number)}: {tag!r} is not a tag; expected O, or a prefix and a type such as B-PER. "
-                    f"{advice}"
+                    f"{sentence.where(number)}: {tag!r} is not a tag; expected O, or a prefix and a type such as "
+                    f"B-PER. {advice}"
                 )
 
 
 def _is_tag(tag: str) -> bool:
-    typed = tag[1:2] == "-" and tag[2:] != "" and tag == replaced(tag)
+    typed = tag[1:2] == "-" and tag[2:] != "" and tag == replace_surrogates(tag)
     return tag in ("O", "o") or (tag[:1].upper() in set("BIESLU") and (tag[1:] == "" or typed))
 
 
@@ -208,11 +209,11 @@ def _check_scheme(
     sentences: list[Sentence], tags: metrics.TaggedSentences, scheme: metrics.Scheme, remarks: Remarks
 ) -> None:
     if scheme != "bioes" and metrics.has_ends(tags):
-        where = _place(sentences, tags, int(np.flatnonzero(tags.prefixes > metrics.INSIDE)[0]))
+        where = _location(sentences, tags, int(np.flatnonzero(tags.prefixes > metrics.INSIDE)[0]))
         raise InputError(f"{where}: a tag of bioes, but the scheme is {scheme}. Set `scheme: bioes` or auto.")
     scheme_violations = metrics.scheme_violations(tags, scheme)
     if len(scheme_violations):
-        where = _place(sentences, tags, int(scheme_violations[0]))
+        where = _location(sentences, tags, int(scheme_violations[0]))
         remarks.add(
             f"a tag that does not follow {scheme}; it is read as conlleval reads it", where, len(scheme_violations)
         )
@@ -221,17 +222,17 @@ def _check_scheme(
 def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
     """Report documents that are interrupted by others."""
     seen: set[str] = set()
-    for one in sentences:
-        if one.place == 0 and one.name is not None:
-            if one.name in seen:
+    for sentence in sentences:
+        if sentence.index == 0 and sentence.name is not None:
+            if sentence.name in seen:
                 remarks.add(
-                    f"document {one.name!r} continues after another one; its parts are not context for each other",
-                    one.where(),
+                    f"document {sentence.name!r} continues after another one; its parts are not context for each other",
+                    sentence.where(),
                 )
-            seen.add(one.name)
+            seen.add(sentence.name)
 
 
-def _place(sentences: list[Sentence], tags: metrics.TaggedSentences, word: int) -> str:
+def _location(sentences: list[Sentence], tags: metrics.TaggedSentences, word: int) -> str:
     """Return file and line of a word, counted over all sentences."""
     number = int(np.searchsorted(tags.starts, word, "right")) - 1
     return sentences[number].where(word - int(tags.starts[number]))

@@ -1,7 +1,7 @@
 """Named entities: a tag for every word, predicted at its first subword (Devlin et al. 2018, section 5.3).
 
 The labels are IOB2 over the types, whatever the scheme of the files. Gold tags of other schemes are converted without
-changing the entities that conlleval finds. Words without a token (control characters, unusual blanks) are O.
+changing the entities that conlleval finds. Words without a token (control characters, unusual spaces) are O.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from finetune.tasks.base import Head, Objective, Predictions, Task, Windows
 from finetune.tasks.datasets.arrays import ragged
 from finetune.tasks.datasets.sentence_records import sentence
-from finetune.tasks.datasets.sentences import Remarks, Sentence, in_documents
+from finetune.tasks.datasets.sentences import Remarks, Sentence, group_documents
 from finetune.tasks.datasets.text import Column, TextEncoder, frame
 from finetune.tasks.datasets.windows import slide
 from finetune.tasks.entities import decoding
@@ -27,19 +27,16 @@ from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
-_OVERLAP = 64  # tokens of context on each side where a sentence longer than the window is cut; a quarter at most
+_OVERLAP = 64  # tokens of context on each side where a long sentence is cut, at most a quarter of the window
 
 
 class Entities(Task[Sentence]):
-    """The task of finding named entities. An example is a `Sentence` with IOB2 tags.
-
-    A prediction:
+    """Finds named entities. An example is a `Sentence` with IOB2 tags. A prediction is:
 
         {"entities": [{"type", "text", "score", "start", "end", "first_word", "last_word"}], "tags": ["O", ...]}
 
-    `start` and `end` (exclusive) count characters of the text, or of the tokens joined by blanks if there is no text;
-    `last_word` is inclusive. `score` is the mean probability of the words' tags. With `decoding: argmax`, tags may
-    break IOB2; entities are decoded from them as conlleval does.
+    `start` and `end` (exclusive) are indices of characters in the text, or in the tokens joined by spaces if there is
+    no text; `last_word` is inclusive. `score` is the mean probability of the words' tags.
 
     Plain text is segmented into words like the training set, see `WordCuts`.
     """
@@ -95,7 +92,7 @@ class Entities(Task[Sentence]):
             if self.tunes:
                 raise InputError("entities.tune_outside: true, but there is no dev set to tune on. Give entities.dev.")
             return {}
-        if not any(set(cast(Sequence[str], one.tags)) - {"O"} for one in sentences):
+        if not any(set(cast(Sequence[str], sentence.tags)) - {"O"} for sentence in sentences):
             raise InputError(
                 f"{self.origin('dev')}: no entity in {counted(len(sentences), 'sentence')}, so nothing to choose a "
                 "checkpoint by. "
@@ -123,13 +120,13 @@ class Entities(Task[Sentence]):
         if not ended and self.settings.document_context and examples and (name := examples[-1].name) is not None:
             while ready and examples[ready - 1].name == name:
                 ready -= 1
-        return in_documents(examples[:ready]), list(examples[ready:])
+        return group_documents(examples[:ready]), list(examples[ready:])
 
     def is_labeled(self, examples: Sequence[Sentence]) -> bool:
-        return any(one.tags is not None for one in examples)
+        return any(example.tags is not None for example in examples)
 
     def record(self, example: Sentence) -> dict[str, Any]:
-        """Return {"id", "text", "gold": its tags}, without unknown ones."""
+        """Return {"id", "text", "gold": tags}, without values that are unknown."""
         record = {"id": example.id, "text": example.characters()[0]}
         gold = {} if example.tags is None else {"gold": list(example.tags)}
         return {key: value for key, value in record.items() if value is not None} | gold
@@ -154,7 +151,7 @@ class Entities(Task[Sentence]):
 
     def scorer_files(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return columns for conlleval; {} for unlabeled text, which has no official segmentation into words."""
-        if all(one.from_text and one.tags is None for one in examples):
+        if all(example.from_text and example.tags is None for example in examples):
             return {}
         return {".tags.conll": decoding.conll_columns(*_labeled(examples, predictions))}
 
@@ -162,11 +159,11 @@ class Entities(Task[Sentence]):
         """Return precision, recall, f1 (conlleval, seqeval's default), macro_f1, strict_* (IOB2), accuracy of tags."""
         examples, predictions = _labeled(examples, predictions)
         scores = decoding.score(self._source.types, examples, predictions)
-        tags = [one.tags for one in examples], [one["tags"] for one in predictions]
+        tags = [sentence.tags for sentence in examples], [sentence["tags"] for sentence in predictions]
         return scores | own_score(self.settings.metric, *tags)
 
     def interval(self, examples: Sequence[Sentence], predictions: Predictions) -> tuple[float, float] | None:
-        tags = decoding.both(self._source.types, examples, predictions)
+        tags = decoding.gold_and_predicted(self._source.types, examples, predictions)
         return metrics.f1_interval(*tags) if self.metric == "f1" else None
 
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -176,13 +173,13 @@ class Entities(Task[Sentence]):
     # ------------------------------------------------------------ windows
 
     def windows(self, examples: Sequence[Sentence], encoder: TextEncoder, *, training: bool) -> Windows:
-        """Build windows that query every word with tokens once, at its first token, in the window with most context.
+        """Build windows in which every word with tokens is queried once: at its first token, where it has most context.
 
-        In training, each window counts as an example, so a sentence of any length fits into micro-batches.
+        In training, each window is an example, so a sentence of any length fits into micro-batches.
         """
         capacity = encoder.capacity(pair=False)
         if capacity < 1:
-            raise InputError(f"max_length: windows of {encoder.max_length} tokens hold no word. Raise it.")
+            raise InputError(f"max_length: windows of {encoder.max_length} tokens fit no word. Raise it.")
         sentences = _align(examples, encoder, with_documents=bool(self.settings.document_context))
         example, start, length = self._cut(sentences, capacity)
         window, word = _assign(sentences, example, start, length)
@@ -212,7 +209,7 @@ class Entities(Task[Sentence]):
         overlap = 2 * min(_OVERLAP, capacity // 4)
         example, start, length = slide(end - first, capacity, overlap)
         start = start + first[example]
-        # The last window of a long sentence is extended to the left until it is full.
+        # Extend the last window of a long sentence to the left until it is full.
         is_long = (end - first > capacity)[example]
         short_by = np.where(is_long, capacity - length, 0)
         start, length = start - short_by, length + short_by
@@ -224,13 +221,13 @@ class Entities(Task[Sentence]):
             length = np.where(is_long, length, around_length[example])
         return example, start, length
 
-    def _numbers(self, examples: Sequence[Sentence], example: np.ndarray, word: np.ndarray) -> np.ndarray:
+    def _numbers(self, examples: Sequence[Sentence], item: np.ndarray, word: np.ndarray) -> np.ndarray:
         """Return the label of each row, int64 [R], from its example and the word's index; 0 if unlabeled or unknown."""
         numbers = {tag: number for number, tag in enumerate(self.labels)}
-        counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
-        tags = chain.from_iterable(one.tags if one.tags is not None else ["O"] * len(one.words) for one in examples)
+        counts = np.fromiter((len(item.words) for item in examples), np.int64, len(examples))
+        tags = chain.from_iterable(item.tags if item.tags is not None else ["O"] * len(item.words) for item in examples)
         gold = np.fromiter((numbers.get(tag, 0) for tag in tags), np.int64, int(counts.sum()))
-        return gold[(np.cumsum(counts) - counts)[example] + word]
+        return gold[(np.cumsum(counts) - counts)[item] + word]
 
 
 def _labeled(
@@ -255,24 +252,24 @@ class _AlignedSentences:
 
 def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentences:
     if with_documents:
-        documents = list({id(one.document): one.document for one in examples}.values())
-        numbers = {id(document): number for number, document in enumerate(documents)}
+        documents = list({id(sentence.document): sentence.document for sentence in examples}.values())
+        numbers = {id(doc): number for number, doc in enumerate(documents)}
         sizes = np.fromiter(map(len, documents), np.int64, len(documents))
-        of = np.fromiter((numbers[id(one.document)] for one in examples), np.int64, len(examples))
+        doc = np.fromiter((numbers[id(sentence.document)] for sentence in examples), np.int64, len(examples))
         pieces = list(chain.from_iterable(documents))
-        piece = (np.cumsum(sizes) - sizes)[of] + np.fromiter((one.place for one in examples), np.int64, len(examples))
+        piece = (np.cumsum(sizes) - sizes)[doc] + np.fromiter((row.index for row in examples), np.int64, len(examples))
     else:
-        pieces = [one.words for one in examples]
+        pieces = [sentence.words for sentence in examples]
         sizes = np.ones(len(pieces), np.int64)
-        piece = of = np.arange(len(pieces))
+        piece = doc = np.arange(len(pieces))
     bounds = np.concatenate([[0], np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))])
     document_bounds = bounds[np.concatenate([[0], np.cumsum(sizes)])]
     return _AlignedSentences(
         column=encoder.encode_words(list(chain.from_iterable(pieces))),
         first=bounds[piece],
         end=bounds[piece + 1],
-        document_first=document_bounds[of],
-        document_end=document_bounds[of + 1],
+        document_first=document_bounds[doc],
+        document_end=document_bounds[doc + 1],
     )
 
 
@@ -281,7 +278,7 @@ def _with_neighbors(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (first token, number of tokens) of each sentence with its context: whole words of its document.
 
-    At most `limit` tokens on each side. Both sides get the same number; if one is too short, the other gets the rest.
+    At most `limit` tokens on each side. Both sides get the same number; if one side has fewer, the other gets more.
     """
     starts = sentences.column.starts
     before = np.minimum(first - starts[sentences.document_first], limit)
@@ -300,7 +297,7 @@ def _assign(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (window, word), int64 [R] each, in order: every word that has a token, once.
 
-    If several windows show a word, it goes to the one with the largest context on its smaller side
+    If several windows contain a word, the window with the largest context on the word's smaller side is chosen
     (google-research/bert run_squad.py, _check_is_max_context).
     """
     starts = sentences.column.starts
@@ -315,12 +312,12 @@ def _assign(
     rival = np.flatnonzero(shared)
     if not len(rival):
         return window, word
-    one, it = window[rival], word[rival]
-    # The bounds of a sentence need no exception: the first and the last window miss nothing there.
-    before, after = starts[it] - start[one], start[one] + length[one] - starts[it + 1]
-    order = np.lexsort((one, -np.minimum(before, after), it, example[one]))
+    windows, words = window[rival], word[rival]
+    # The bounds of a sentence need no special case: the first and last windows have all of the sentence there.
+    before, after = starts[words] - start[windows], start[windows] + length[windows] - starts[words + 1]
+    order = np.lexsort((windows, -np.minimum(before, after), words, example[windows]))
     is_first = np.ones(len(order), bool)
-    is_first[1:] = (np.diff(it[order]) != 0) | (np.diff(example[one][order]) != 0)
+    is_first[1:] = (np.diff(words[order]) != 0) | (np.diff(example[windows][order]) != 0)
     kept = ~shared
     kept[rival[order[is_first]]] = True
     return window[kept], word[kept]

@@ -18,7 +18,7 @@ from finetune.tasks.questions.metrics import Golds, best_threshold, means, score
 from pretrain.common.errors import InputError
 
 N_BEST = 20  # start and end positions to combine in each window, and answers to list (run_squad.py)
-CELLS = 1 << 22  # of the largest table in decoding: 32 MiB of float64
+CELLS = 1 << 22  # maximum size of a table in decoding: 32 MiB of float64
 
 Predictions = Sequence[Mapping[str, Any]]
 
@@ -29,7 +29,7 @@ class AnswerDecoder:
 
     max_answer_tokens: int
     unanswerable: bool  # whether a question may have no answer (SQuAD v2.0)
-    threshold: float  # no answer if its score exceeds the best answer's by more
+    threshold: float  # predict no answer if its score exceeds the best answer's by more than this
 
     def predictions(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """Return one prediction per question, as `Questions.decode` describes it, from logits float32 [R, 2]."""
@@ -47,14 +47,14 @@ class AnswerDecoder:
     def _prediction(self, question: Question, entries: list[_Entry], null: float, windows: int) -> dict[str, Any]:
         # Without a candidate, add one with logits of 0 (run_squad.py, "nonce prediction").
         best = entries[0] if entries else _Entry("", 0, 0, 0.0)
-        nothing = _Entry("", 0, 0, null)
+        no_answer_entry = _Entry("", 0, 0, null)
         no_answer = null - best.score if self.unanswerable else 0.0
         if self.unanswerable or not entries:
             before = sum(entry.score >= null for entry in entries)
-            entries = [*entries[:before], nothing, *entries[before:]]
-            entries = entries[:N_BEST] if before < N_BEST else [*entries[:N_BEST], nothing]
+            entries = [*entries[:before], no_answer_entry, *entries[before:]]
+            entries = entries[:N_BEST] if before < N_BEST else [*entries[:N_BEST], no_answer_entry]
         probabilities = _softmax([entry.score for entry in entries])
-        answer = nothing if not best.text or self._is_nothing(no_answer) else best
+        answer = no_answer_entry if not best.text or self._is_nothing(no_answer) else best
         return {
             "id": question.id,
             "answer": answer.text,
@@ -75,17 +75,17 @@ class AnswerDecoder:
         files = {".answers.json": _json(self._answers(predictions))}
         if self.unanswerable:
             files[".no-answer.json"] = _json(
-                {one["id"]: _logistic(float(one["no_answer_score"])) for one in predictions}
+                {prediction["id"]: _logistic(float(prediction["no_answer_score"])) for prediction in predictions}
             )
         return files
 
     def best_threshold(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> float:
         """Return the threshold with the best `metric`, f1 or exact."""
-        golds, by_id = _golds(examples), {one["id"]: one for one in predictions}
-        best = {question: one["best_non_empty"] for question, one in by_id.items()}
+        golds, by_id = _golds(examples), {prediction["id"]: prediction for prediction in predictions}
+        best = {question: prediction["best_non_empty"] for question, prediction in by_id.items()}
         column = 0 if metric == "exact" else 1
         scores = {q: score_v2(texts, best[q])[column] for q, texts in golds.items() if q in best}
-        no_answer = {question: float(one["no_answer_score"]) for question, one in by_id.items()}
+        no_answer = {question: float(prediction["no_answer_score"]) for question, prediction in by_id.items()}
         highest, threshold = best_threshold(golds, best, scores, no_answer)
         if highest > sum(not texts for texts in golds.values()) / len(scores):
             return threshold
@@ -97,20 +97,20 @@ class AnswerDecoder:
         golds, answers = _golds(examples), self._answers(predictions)
         if not any(question in answers for question in golds):
             raise InputError(
-                "predictions: none of the questions has one. Give predictions with the ids of the questions."
+                "predictions: there are none for these questions. Give predictions with the ids of the questions."
             )
         if not self.unanswerable:
             return squad_v1(golds, answers)
-        best = {one["id"]: one["best_non_empty"] for one in predictions}
-        no_answer = {one["id"]: float(one["no_answer_score"]) for one in predictions}
+        best = {prediction["id"]: prediction["best_non_empty"] for prediction in predictions}
+        no_answer = {prediction["id"]: float(prediction["no_answer_score"]) for prediction in predictions}
         thresholds = squad_v2(golds, best, no_answer)
         return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
 
     def score_each(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> np.ndarray:
         """Return f1 or exact match of each question, float64 [N]; `score` has their mean."""
-        one = score_v2 if self.unanswerable else score_v1
+        score_answer = score_v2 if self.unanswerable else score_v1
         golds, answers = self.compared(examples, predictions)
-        scores = [one(texts, answer) for texts, answer in zip(golds, answers, strict=True)]
+        scores = [score_answer(texts, answer) for texts, answer in zip(golds, answers, strict=True)]
         return np.array(scores, np.float64).reshape(-1, 2)[:, int(metric == "f1")]
 
     def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
@@ -122,11 +122,11 @@ class AnswerDecoder:
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
         """Return {"answerable": {"HasAns" | "NoAns": {"exact", "f1", "total"}}, "threshold"}."""
         answers = self._answers(predictions)
-        one_score = score_v2 if self.unanswerable else score_v1
+        score_answer = score_v2 if self.unanswerable else score_v1
         groups: dict[str, list[tuple[float, float]]] = {}
         for question, texts in _golds(examples).items():
             if question in answers:
-                groups.setdefault("HasAns" if texts else "NoAns", []).append(one_score(texts, answers[question]))
+                groups.setdefault("HasAns" if texts else "NoAns", []).append(score_answer(texts, answers[question]))
         return {
             "answerable": {name: {**means(groups[name]), "total": len(groups[name])} for name in sorted(groups)},
             "threshold": self.threshold if self.unanswerable else None,
@@ -135,8 +135,8 @@ class AnswerDecoder:
     def _answers(self, predictions: Predictions) -> dict[str, str]:
         """Return {id: answer} at the current threshold."""
         return {
-            one["id"]: "" if self._is_nothing(float(one["no_answer_score"])) else one["best_non_empty"]
-            for one in predictions
+            entry["id"]: "" if self._is_nothing(float(entry["no_answer_score"])) else entry["best_non_empty"]
+            for entry in predictions
         }
 
     def _is_nothing(self, no_answer_score: float) -> bool:
@@ -157,7 +157,7 @@ class _Spans:
 
 
 def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
-    """Combine the `N_BEST` start and end positions of each window to answers of at most `max_tokens` tokens.
+    """Combine the `N_BEST` start and end positions of each window into answers of at most `max_tokens` tokens.
 
     If these give an example no answer, all its positions are combined.
     """
@@ -167,8 +167,8 @@ def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
     parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]
     parts += _combined(windows, logits, np.arange(len(windows)), starting_T, min(N_BEST, widest), max_tokens)
     answered = np.concatenate([part[0] for part in parts])
-    silent = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered))
-    parts += _combined(windows, logits, silent, starting_T, widest, max_tokens)
+    unanswered = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered))
+    parts += _combined(windows, logits, unanswered, starting_T, widest, max_tokens)
     examples, first, last, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.lexsort((-scores, examples))  # stable: of equals, the earlier window and the better start
     return _Spans(examples[order], first[order], last[order], scores[order])
@@ -179,17 +179,17 @@ def _combined(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (examples, first, last, scores) as in `_Spans`, of the windows `chosen`, unordered.
 
-    starting_T: bool, whether an answer may start here, for the context tokens of all windows end to end.
+    starting_T: bool, whether an answer may start at each context token of all windows, concatenated.
     """
     length_F = windows.extra["context_length"]
-    open_F = np.cumsum(length_F) - length_F
+    context_start_F = np.cumsum(length_F) - length_F
     starting_T = np.append(starting_T, False)  # an entry to index even if no context has a token
     at = np.arange(max(1, int(length_F.max(initial=0))))
     step = max(1, CELLS // max(len(at), n * n))
-    for low in range(0, len(chosen), step):
-        window = chosen[low : low + step]
+    for first in range(0, len(chosen), step):
+        window = chosen[first : first + step]
         inside = at < length_F[window, None]
-        may_start = inside & starting_T[np.where(inside, open_F[window, None] + at, 0)]
+        may_start = inside & starting_T[np.where(inside, context_start_F[window, None] + at, 0)]
         row = np.where(inside, windows.extra["context_row"][window, None] + at, 0)
         starts, ends = (
             np.where(mask, logits[row, column].astype(np.float64), -np.inf)
@@ -214,8 +214,8 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
     """Return which tokens have more context in their window than in any other one, bool [sum of lengths].
 
     As in _check_is_max_context of run_squad.py, the context of a token is the smaller of its two sides; of equal
-    windows, the first wins. The script adds a hundredth of the window's length, which makes no difference: only the
-    last window is shorter.
+    windows, the first is chosen. The script adds a hundredth of the window's length, which makes no difference: only
+    the last window is shorter.
     """
     total = int(lengths.sum())
     owned = np.ones(total, bool)
@@ -224,14 +224,14 @@ def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarr
         return owned
     window = np.flatnonzero(several)
     length = lengths[window]
-    place = ragged(np.zeros(len(window), np.int64), length)
-    context = np.minimum(place, np.repeat(length, length) - 1 - place)
+    position = ragged(np.zeros(len(window), np.int64), length)
+    context = np.minimum(position, np.repeat(length, length) - 1 - position)
     # Number the tokens of each example: its first window starts where its context does.
     firsts, number = np.unique(examples[window], return_inverse=True)
-    begin = tokens[window] - tokens[np.searchsorted(examples, firsts)][number]
+    start = tokens[window] - tokens[np.searchsorted(examples, firsts)][number]
     size = np.zeros(len(firsts), np.int64)
-    np.maximum.at(size, number, begin + length)
-    key = np.repeat((np.cumsum(size) - size)[number] + begin, length) + place
+    np.maximum.at(size, number, start + length)
+    key = np.repeat((np.cumsum(size) - size)[number] + start, length) + position
     largest = np.full(size.sum(), -1)
     np.maximum.at(largest, key, context)
     best = np.flatnonzero(context == largest[key])[::-1]
@@ -260,12 +260,12 @@ class _Texts:
         offsets = windows.extra["offsets"]
         stop_N = np.zeros(len(examples), np.int64)  # end of the last token of each example's context
         stop_F = windows.extra["context_token"] + windows.extra["context_length"]
-        stop_N[windows.examples] = stop_F  # an example's last window is written last
-        begins = np.append(offsets[:, 0], 0)
+        stop_N[windows.examples] = stop_F  # the last window of each example is written last
+        starts = np.append(offsets[:, 0], 0)
         is_last = spans.last + 1 >= stop_N[spans.examples]
         self._start = offsets[spans.first, 0].tolist()
         self._end = offsets[spans.last, 1].tolist()
-        self._next = np.where(is_last, np.iinfo(np.int32).max, begins[spans.last + 1]).tolist()
+        self._next = np.where(is_last, np.iinfo(np.int32).max, starts[spans.last + 1]).tolist()
         self._scores = spans.scores.tolist()
 
     def best(self, number: int, n: int) -> list[_Entry]:
@@ -286,7 +286,7 @@ class _Texts:
             start, end = self._start[span], self._end[span]
             if not context.isascii():
                 end = _with_marks(context, end, self._next[span])
-            # Tokens of SentencePiece may start with the blank before the word.
+            # Tokens of SentencePiece may include the space before the word.
             while start < end and context[start].isspace():
                 start += 1
             while start < end and context[end - 1].isspace():

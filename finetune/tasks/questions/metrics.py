@@ -29,19 +29,19 @@ def normalize_answer(text: str) -> str:
 
 
 def squad_v1(golds: Golds, answers: Mapping[str, str]) -> dict[str, float]:
-    """evaluate-v1.1.py: exact_match and f1, means over all questions of `golds`, each with a gold answer."""
+    """Return exact_match and f1 of evaluate-v1.1.py: means over all questions of `golds`, which all have answers."""
     exact = f1 = 0.0
     for question, texts in golds.items():
         if question in answers:
-            one = score_v1(texts, answers[question])
-            exact, f1 = exact + one[0], f1 + one[1]
+            pair = score_v1(texts, answers[question])
+            exact, f1 = exact + pair[0], f1 + pair[1]
     return {"exact_match": exact / len(golds), "f1": f1 / len(golds)}
 
 
 def squad_v2(
     golds: Golds, answers: Mapping[str, str], no_answer_scores: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """evaluate-v2.0.py: exact, f1 and total over all, HasAns_ and NoAns_ questions; best_ with `no_answer_scores`.
+    """Return scores of evaluate-v2.0.py: exact, f1, total, also of HasAns_ and NoAns_; best_ with `no_answer_scores`.
 
     Args:
         golds: gold answers of each question.
@@ -59,14 +59,14 @@ def squad_v2(
         raise ValueError("no question has a prediction")
     result = means(list(scores.values()))
     for prefix, answerable in (("HasAns", True), ("NoAns", False)):
-        part = [one for question, one in scores.items() if bool(golds[question]) is answerable]
-        if part:
-            result |= {f"{prefix}_{name}": value for name, value in means(part).items()}
+        group = [pair for question, pair in scores.items() if bool(golds[question]) is answerable]
+        if group:
+            result |= {f"{prefix}_{name}": value for name, value in means(group).items()}
     if no_answer_scores is not None:
         for column, name in enumerate(("exact", "f1")):
-            single = {question: one[column] for question, one in scores.items()}
-            best, at = best_threshold(golds, answers, single, no_answer_scores)
-            result |= {f"best_{name}": best, f"best_{name}_thresh": at}
+            column_scores = {question: pair[column] for question, pair in scores.items()}
+            best, threshold = best_threshold(golds, answers, column_scores, no_answer_scores)
+            result |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
     return result
 
 

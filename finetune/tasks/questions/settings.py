@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from finetune.tasks.own_metric import why_no_metric
+from finetune.tasks.own_metric import metric_error
 from pretrain.common.sections import LocalPath, Section
 
 
@@ -45,7 +45,7 @@ class QuestionsSettings(Section):
     )
     bad_answers: Literal["stop", "skip"] = Field(
         default="stop",
-        description="What to do with answers that are not at their answer_start: stop, or skip them.",
+        description="Action for answers that are not at their answer_start: stop, or skip them.",
     )
     metric: str = Field(
         default="f1",
@@ -56,6 +56,6 @@ class QuestionsSettings(Section):
     @field_validator("metric")
     @classmethod
     def _check_metric(cls, metric: str) -> str:
-        if problem := why_no_metric(metric, ("f1", "exact")):
+        if problem := metric_error(metric, ("f1", "exact")):
             raise ValueError(problem)
         return metric

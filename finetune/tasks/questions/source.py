@@ -9,13 +9,13 @@ from pretrain.common.errors import InputError
 
 
 class QuestionSource:
-    """Questions of one config. The first labeled set decides whether a question may have no answer.
+    """Questions of one config. The first labeled set determines whether a question may have no answer.
 
     Args:
-        unanswerable: the trained model's value of the attribute; None before training.
+        unanswerable: the value for the trained model; None before training.
 
     Attributes:
-        unanswerable: whether a question may have no answer; None until decided.
+        unanswerable: whether a question may have no answer; None until known.
     """
 
     def __init__(self, settings: QuestionsSettings, unanswerable: bool | None) -> None:

@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Questions(Task[Question]):
-    """The task of marking the answer to a question in its context.
+    """Finds the answer to a question as a span of its context.
 
-    A window is `[CLS] question [SEP] part of the context [SEP]`. The head scores each row as the answer's start and
-    as its end. The first row, [CLS], stands for no answer in this window.
+    A window is `[CLS] question [SEP] part of the context [SEP]`. The head scores each row as start and as end of the
+    answer. The first row, [CLS], means that this window has no answer.
 
     Args:
         settings: the section `questions` of the config.
@@ -80,7 +80,7 @@ class Questions(Task[Question]):
         return squad.from_record(record, where)
 
     def is_labeled(self, examples: Sequence[Question]) -> bool:
-        return any(one.answers is not None for one in examples)
+        return any(example.answers is not None for example in examples)
 
     def record(self, example: Question) -> dict[str, Any]:
         """Return {"id", "question", "context", "gold": its answers as strings, [] if it has none}."""
@@ -96,7 +96,7 @@ class Questions(Task[Question]):
 
         answer: `context[start:end]`, or "" with 0, 0.
         score: its probability among the n best.
-        no_answer_score: the score of no answer minus the best answer's; 0 if there always is an answer.
+        no_answer_score: the score of no answer minus the score of the best answer; 0 if there always is an answer.
         best_non_empty: the best answer, whatever the threshold.
         nbest: {"text", "start", "end", "probability"}, best first.
         windows: number of windows of the question.
@@ -105,15 +105,15 @@ class Questions(Task[Question]):
         (examples/pytorch/question-answering/utils_qa.py) mostly agree. Where they differ, we follow Google in two
         points: an answer starts only in the window with most context around it, and equal answers are listed once. We
         follow transformers in using the original characters. Unlike both, we take the best n start and end positions
-        among the context's rows, not among all rows; if none of these make an answer, further ones are tried.
+        of the context's rows, not of all rows; if none of them form an answer, all positions are tried.
         """
         return self._decoder().predictions(examples, windows, logits)
 
     def scorer_files(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return {id: answer} for evaluate-v1.1.py or -v2.0.py; for the latter also {id: probability of no answer}.
 
-        The probability compares no answer with the best answer alone, so it orders questions as `no_answer_score`
-        does. None exceeds 1, the script's own threshold, so the script scores the answers as they are.
+        The probability compares no answer with the best answer only, so it orders questions as `no_answer_score` does.
+        None exceeds 1, the script's default threshold, so the script scores the answers as they are.
         """
         return self._decoder().scorer_files(predictions)
 
@@ -156,18 +156,18 @@ class Questions(Task[Question]):
     # ------------------------------------------------------------ windows
 
     def windows(self, examples: Sequence[Question], encoder: TextEncoder, *, training: bool) -> Windows:
-        """Build windows that share `stride` tokens of context, the same ones for training and prediction.
+        """Build windows that share `stride` tokens of context, the same windows for training and prediction.
 
-        In training each window counts as an example, as run_qa's features do: a context may be of any length.
-        A window that does not hold the whole answer is labeled as having none (transformers
-        examples/pytorch/question-answering/run_qa.py, prepare_train_features). Of several answers the first counts.
+        In training each window is an example, like run_qa's features: a context may be of any length. A window that
+        does not contain the whole answer is labeled as having none (transformers
+        examples/pytorch/question-answering/run_qa.py, prepare_train_features). Of several answers the first is used.
 
         Raises:
             InputError: windows are too short for the questions and the overlap.
         """
         self._expect_room(encoder)
-        questions, question_N = distinct([one.text.strip() for one in examples])
-        passages, context_N = distinct([one.context for one in examples])
+        questions, question_N = distinct([example.text.strip() for example in examples])
+        passages, context_N = distinct([example.context for example in examples])
         encoded, contexts = encoder.encode(questions), encoder.encode(passages)
         full_N = np.diff(encoded.starts)[question_N]
         kept_N = np.minimum(full_N, self.settings.max_question_tokens)
@@ -208,13 +208,13 @@ class Questions(Task[Question]):
         """Return (labels uint8 [T, 2], weights float32 [T]) of windows `cut` (example, start, length; int64 [F])."""
         example, start, length = cut
         first, last, counted_N = _answer_tokens(examples, contexts, context_N)
-        holds = (first[example] >= start) & (last[example] < start + length)
-        self._report_divided(examples, first >= 0, example[holds])
+        contains = (first[example] >= start) & (last[example] < start + length)
+        self._report_divided(examples, first >= 0, example[contains])
         labels = np.zeros((len(framed.ids), 2), np.uint8)
         weights = np.zeros(len(framed.ids), np.float32)
         cls, counted = framed.starts[:-1], counted_N[example]
         for column, token in enumerate((first, last)):
-            row = np.where(holds, framed.second + token[example] - start, cls)
+            row = np.where(contains, framed.second + token[example] - start, cls)
             labels[row[counted], column] = 1
         weights[cls[counted]] = 1
         return labels, weights
@@ -228,7 +228,7 @@ class Questions(Task[Question]):
         if capacity - max_tokens < 2:
             fitting = f"max_question_tokens to at most {capacity // 4} and stride to at most {capacity // 4}"
         raise InputError(
-            f"questions: a window of {encoder.max_length} tokens holds {capacity} tokens of text. With "
+            f"questions: a window of {encoder.max_length} tokens fits {capacity} tokens of text. With "
             f"max_question_tokens {max_tokens} and stride {stride}, adjacent windows would show no new context. Raise "
             f"max_length, or set {fitting}."
         )
@@ -247,7 +247,7 @@ class Questions(Task[Question]):
             )
 
     def _report_divided(self, examples: Sequence[Question], answered: np.ndarray, held: np.ndarray) -> None:
-        """Warn about answers that fit no window; `held`: the examples of windows with an answer, int64."""
+        """Warn about answers that fit into no window; `held`: the examples of windows with an answer, int64."""
         whole = np.bincount(held, minlength=len(examples)) > 0
         divided = np.flatnonzero(answered & ~whole)
         if len(divided):

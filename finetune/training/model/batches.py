@@ -37,7 +37,7 @@ class LabeledBatch:
     query_rows: np.ndarray  # int64 [R], index of each row in `Windows.queries`
 
     def to(self, device: torch.device) -> LabeledBatch:
-        """A copy on `device`."""
+        """Return a copy on `device`."""
         return moved(self, device)
 
 
@@ -45,10 +45,10 @@ class LabeledBatch:
 class LabeledStep:
     """One rank's part of an optimizer step, with the global weight that normalizes the loss (invariant 3)."""
 
-    micro_batches: tuple[LabeledBatch, ...]  # the same number on every rank
-    sequences: int  # examples over all ranks
-    tokens: int  # over all ranks
-    weight: float  # over all ranks
+    micro_batches: tuple[LabeledBatch, ...]  # as many on every rank
+    sequences: int  # examples of all ranks
+    tokens: int  # of all ranks
+    weight: float  # of all ranks
     epoch: int  # of the first example
 
     def to(self, device: torch.device) -> LabeledStep:
@@ -63,10 +63,10 @@ class Batches:
     Example i of that sequence is a pure function of (seed, i), so the state of the data is one integer (invariant 1).
 
     Args:
-        windows: the set.
-        seed: determines the order and dropout.
+        windows: the set of windows.
+        seed: seed of the order and of dropout.
         budget: maximum tokens per micro-batch.
-        rank, world_size: of this worker.
+        rank, world_size: rank of this worker, and number of workers.
     """
 
     def __init__(self, windows: Windows, *, seed: int, budget: int, rank: int, world_size: int) -> None:
@@ -92,7 +92,7 @@ class Batches:
             )
 
     def step(self, first: int, count: int) -> LabeledStep:
-        """This rank's part of the examples `first` to `first + count - 1` of the sequence."""
+        """Return this rank's part of the examples `first` to `first + count - 1` of the sequence."""
         numbers = np.arange(first, first + count)
         epochs, slots = np.divmod(numbers, self.examples)
         members = permute(slots, self.examples, draw(self._order_key, epochs))
@@ -109,7 +109,7 @@ class Batches:
         )
 
     def largest(self) -> LabeledStep:
-        """One micro-batch of the longest examples, as full as the budget allows."""
+        """Return a step with one micro-batch of the longest examples, as full as the budget allows."""
         by_length = np.argsort(-self._tokens_N, kind="stable")
         fitting = max(1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right")))
         members = by_length[:fitting]
@@ -118,19 +118,19 @@ class Batches:
         return LabeledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
 
     def every_window(self) -> Iterator[LabeledBatch]:
-        """Yield every window once over all ranks, by length. Every rank yields the same number of batches.
+        """Yield every window on one of the ranks, by length. Every rank yields the same number of batches.
 
         A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
         forward passes.
         """
         by_length = np.argsort(self._lengths_F, kind="stable")
-        batches, begin = [], 0
-        while begin < len(by_length):
+        batches, start = [], 0
+        while start < len(by_length):
             # Lengths ascend; take as many windows as fit into the budget.
-            tokens = np.cumsum(self._lengths_F[by_length[begin:]])
-            end = begin + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
-            batches.append(by_length[begin:end])
-            begin = end
+            tokens = np.cumsum(self._lengths_F[by_length[start:]])
+            end = start + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
+            batches.append(by_length[start:end])
+            start = end
         for first in range(0, len(batches), self.world_size):
             members = batches[min(first + self.rank, len(batches) - 1)]
             owners = np.arange(len(members))
@@ -148,22 +148,22 @@ class Batches:
         return self._make(windows, owners, keys_S)
 
     def _windows_in(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(windows, example index of each window) of the examples `members`."""
+        """Return (windows, index in `members` of the example of each window)."""
         counts = self._windows_of[members + 1] - self._windows_of[members]
         return ragged(self._windows_of[members], counts), np.repeat(np.arange(len(members)), counts)
 
     def _weights_of(self, windows: np.ndarray) -> np.ndarray:
-        begins = self._first_query[windows]
-        return self.windows.weights[ragged(begins, self._first_query[windows + 1] - begins)]
+        starts = self._first_query[windows]
+        return self.windows.weights[ragged(starts, self._first_query[windows + 1] - starts)]
 
     def _make(self, windows: np.ndarray, owners: np.ndarray, keys_S: np.ndarray) -> LabeledBatch:
         lengths = self._lengths_F[windows]
         tokens = ragged(self.windows.starts[windows], lengths)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
-        begins, ends = self._first_query[windows], self._first_query[windows + 1]
-        query_rows = ragged(begins, ends - begins)
-        sequence = np.repeat(np.arange(len(windows)), ends - begins)
+        first_queries, end_queries = self._first_query[windows], self._first_query[windows + 1]
+        query_rows = ragged(first_queries, end_queries - first_queries)
+        sequence = np.repeat(np.arange(len(windows)), end_queries - first_queries)
         rows = self.windows.queries[query_rows] - self.windows.starts[windows][sequence] + starts[sequence]
         token_keys = draw(np.repeat(keys_S, lengths), positions).astype(np.uint32).view(np.int32)
         labels = self.windows.labels[query_rows]

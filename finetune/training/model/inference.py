@@ -32,10 +32,10 @@ def inference_model(
         weights: fp32, by `TaskModel`'s names.
         precision: of the model; the weights are rounded to it.
     """
-    with torch.device("meta"):  # no random weights, which take longer than all else
+    with torch.device("meta"):  # skips random initialization, which would take most of the time
         model = TaskModel.of(task, released, compile=compile)
     with one_thread():
-        # A copy has torch's alignment, with which the products of a file's tensors do not vary.
+        # A copy has torch's memory alignment; results would depend on the alignment of a tensor in its file.
         copies = {name: tensor.to(device, torch_dtype(precision), copy=True) for name, tensor in weights.items()}
     model.load_state_dict(copies, assign=True)
     return model.eval()
@@ -46,16 +46,16 @@ def predict_logits(
     batches: Batches,
     outputs: int,
     device: torch.device,
-    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    gather: Callable[[Any], list[Any]] = lambda local: [local],
 ) -> np.ndarray:
     """Return the logits of every query position of a set, float32 [R, C], on all ranks.
 
-    The same windows share a forward pass for every number of ranks, so the logits do not depend on it.
+    The windows of a forward pass are the same for any number of ranks, so the logits do not depend on it.
     """
     copies = ((batch.query_rows, to_host(forward(batch.to(device)).logits.float())) for batch in batches.every_window())
-    mine = [(query_rows, values.numpy().copy()) for query_rows, values in arrivals(copies)]
+    local = [(query_rows, values.numpy().copy()) for query_rows, values in arrivals(copies)]
     logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
-    for part in gather(mine):
+    for part in gather(local):
         for query_rows, values in part:
             logits[query_rows] = values
     return logits

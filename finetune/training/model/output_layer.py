@@ -23,9 +23,9 @@ PENALTY = 0.15
 """L2 penalty added to the summed loss, for features of mean squared length 1 (C = 3.3); decision 0155."""
 
 SHRINK = 0.3
-"""Factor of the fitted weights of classes: the decisions stay the same, but less confident ones leave a gradient."""
+"""Factor of the fitted weights of classes: decisions stay the same, but less confident, so that gradients remain."""
 
-_ENOUGH = 16  # training rows per class at which penalty and factor have these values
+_FULL_ROWS = 16  # training rows per class, from which on penalty and factor have these values
 
 _MAX_ITERATIONS = 100  # of L-BFGS
 
@@ -36,17 +36,17 @@ def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -
     Args:
         model: in evaluation mode, on `device`; its output layer is not read.
         batches: of the training set; the first examples of its first epoch are used.
-        device: of the features and the fit.
+        device: device of the features and of the fit.
     """
-    seen = [(model.features(batch), batch) for batch in _first_batches(batches, device)]
-    features_RH = torch.cat([rows_RH for rows_RH, _ in seen])
+    features = [(model.features(batch), batch) for batch in _first_batches(batches, device)]
+    features_RH = torch.cat([rows_RH for rows_RH, _ in features])
     center_H = features_RH.mean(0)
-    # Not the length of the centered features: if all examples are similar, that would allow weights of any size.
+    # Of the features before centering: if all examples are similar, centered ones would allow weights of any size.
     scale = features_RH.square().sum(1).mean().sqrt().clamp_min(1e-12)
-    scaled = [((rows_RH - center_H) / scale, batch) for rows_RH, batch in seen]
+    scaled = [((rows_RH - center_H) / scale, batch) for rows_RH, batch in features]
     total = sum(float(batch.weights.sum()) for _, batch in scaled) or 1.0
     penalty, factor = regularization(model.objective, total / len(model.head.out_bias))
-    weight_CH, bias_C = _minimized(model, scaled, penalty, total)
+    weight_CH, bias_C = _minimize(model, scaled, penalty, total)
     weight_CH = weight_CH / scale
     fitted = {"head.out_weight": weight_CH, "head.out_bias": bias_C - weight_CH @ center_H}
     return {name: tensor.cpu() * factor for name, tensor in fitted.items()}
@@ -55,9 +55,9 @@ def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -
 def regularization(objective: str, rows: float) -> tuple[float, float]:
     """Return (L2 penalty, factor of the fitted weights) for the mean number of training rows per class.
 
-    Fewer rows are further apart, and fine-tuning on them has few steps, which change less; measured in decision 0155.
+    With few rows, features are further apart, and fine-tuning has few steps, which change less; see decision 0155.
     """
-    few = min(1.0, rows / _ENOUGH) if objective == "classes" else 1.0
+    few = min(1.0, rows / _FULL_ROWS) if objective == "classes" else 1.0
     return PENALTY * few**3, 1.0 if objective == "value" else SHRINK * (2 - few)
 
 
@@ -72,11 +72,11 @@ def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabeledBa
         first += count
 
 
-def _minimized(
-    model: TaskModel, seen: Sequence[tuple[Tensor, LabeledBatch]], penalty: float, total: float
+def _minimize(
+    model: TaskModel, features: Sequence[tuple[Tensor, LabeledBatch]], penalty: float, total: float
 ) -> tuple[Tensor, Tensor]:
-    """Fit (weight [C, H], bias [C]) with L-BFGS from zeros; features have mean squared length 1 and weight `total`."""
-    first = seen[0][0]
+    """Fit weight [C, H] and bias [C] by L-BFGS from zeros, to features of mean squared length 1 and weight `total`."""
+    first = features[0][0]
     outputs = len(model.head.out_bias)
     weight_CH = torch.zeros(outputs, first.shape[1], device=first.device, requires_grad=True)
     bias_C = torch.zeros(outputs, device=first.device, requires_grad=True)
@@ -84,7 +84,7 @@ def _minimized(
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        losses = [model.loss(F.linear(rows_RH, weight_CH, bias_C), batch) for rows_RH, batch in seen]
+        losses = [model.loss(F.linear(rows_RH, weight_CH, bias_C), batch) for rows_RH, batch in features]
         loss = (torch.stack(losses).sum() + penalty * weight_CH.square().sum()) / total
         loss.backward()
         return loss

@@ -1,4 +1,4 @@
-"""The start of a fine-tuning: the tensors that it loads from a checkpoint, and the table of them."""
+"""The start of a fine-tuning: the tensors that it loads from a checkpoint, and a table of them for the user."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def is_short(
 ) -> bool:
     """Return whether training is too short to benefit from compilation, or from a warm-up step on the largest batch.
 
-    Depends only on config and data, so that a resumed run decides as its first start did. Always false on a GPU, where
-    it has not been measured.
+    Depends only on config and data, so that the result is the same after a resume. Always false on a GPU, where the
+    benefit has not been measured.
     """
     import torch
 
@@ -74,9 +74,9 @@ def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -
 
 
 def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
-    """Return whether the output layer is new and `finetune.training.model.output_layer` initializes it.
+    """Return whether the output layer is new and is initialized by `finetune.training.model.output_layer`.
 
-    It does not if the encoder's weights are random, since their features are useless.
+    False if the encoder's weights are random, since their features are useless.
     """
     new = "head.out_weight" not in initial_state(config, task, released)
     return not config.random_weights and new

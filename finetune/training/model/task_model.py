@@ -26,7 +26,7 @@ from pretrain.model.norms import get_norm
 from pretrain.model.parameters import Parameter, linear_parameters
 
 _NO_DROPOUT = HeadDropout()
-_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # streams of a token's key that the encoder does not use
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # random streams of a token's key that the encoder does not use
 
 
 class Output(NamedTuple):
@@ -93,9 +93,9 @@ class TaskModel(Encoder):
 
 
 class OutputHead(nn.Module):
-    """A task's head: the layers that the family has, then a linear layer, at each row or once for each window."""
+    """A task's head: the family's layers, then a linear layer, for each row or each window."""
 
-    # also norm_weight [H] and norm_bias [H] if the family has them
+    # Also norm_weight [H] and norm_bias [H] if the family has them.
     dense_weight: nn.Parameter  # [H, H]
     dense_bias: nn.Parameter
     out_weight: nn.Parameter  # [C, H]
@@ -147,7 +147,7 @@ def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple
 
 
 def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """fp32 [S, X]: the mean of the rows of each window."""
+    """Return the mean of the rows of each window, fp32 [S, X]."""
     lengths_S = cu_seqlens.diff().long()
     windows_S = torch.arange(len(lengths_S), device=values_TX.device)
     # Without output_size, the host would wait for the device to compute it.
@@ -158,7 +158,7 @@ def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def window_maxima(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """fp32 [S, X]: the maximum of the rows of each window."""
+    """Return the maximum of the rows of each window, fp32 [S, X]."""
     return pool_tokens(values_TX.float(), cu_seqlens, "max")
 
 
@@ -183,7 +183,7 @@ def pool(logits_RC: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor, Tensor
 
 
 def class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
-    """Sum of the weighted cross-entropies of all rows, in nats, fp32 scalar; logits fp32 [R, C]."""
+    """Return the sum of the weighted cross-entropies of all rows, in nats, fp32 scalar; logits fp32 [R, C]."""
     return (F.cross_entropy(logits_RC, batch.labels.long(), reduction="none") * batch.weights).sum()
 
 
@@ -195,7 +195,7 @@ def pooled_class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
 
 
 def labels_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
-    """Sum over examples of the weighted mean binary cross-entropy of their C labels, in nats, fp32 scalar."""
+    """Return the sum over examples of the weighted mean binary cross-entropy of C labels, in nats, fp32 scalar."""
     logits_EC, labels_EC, weights_E = pool(logits_RC, batch)
     true_EC = labels_EC > 0
     weight_EC = torch.where(true_EC, labels_EC, 1.0)
@@ -204,13 +204,13 @@ def labels_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
 
 
 def value_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
-    """Sum over examples of the weighted squared error, fp32 scalar; logits fp32 [R, 1]."""
+    """Return the sum over examples of the weighted squared error, fp32 scalar; logits fp32 [R, 1]."""
     values_E1, labels_E, weights_E = pool(logits_RC, batch)
     return ((values_E1[:, 0] - labels_E.float()).square() * weights_E).sum()
 
 
 def span_loss(logits_R2: Tensor, batch: LabeledBatch) -> Tensor:
-    """Mean cross-entropy of start and end, each a softmax over a window's rows."""
+    """Return the weighted sum of the mean cross-entropies of start and end, each a softmax over a window's rows."""
     starts = batch.cu_seqlens[:-1].long()  # every token of a window is a query position
     windows = len(starts)
     tops_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)

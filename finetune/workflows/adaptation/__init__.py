@@ -1,1 +1,1 @@
-"""The command `adapt`: continues a checkpoint on the user's text, from raw files to a model and its gains."""
+"""The command `adapt`: continues pretraining on the user's text, from raw files to a model and a comparison."""

@@ -24,7 +24,7 @@ _EXAMPLES = """
 
 def add_to(commands: Any) -> None:
     """Add `adapt` to the subcommands of a parser."""
-    purpose = "continue a checkpoint on your text; show gain and loss"
+    purpose = "continue pretraining on your text; show gain and loss"
     parser = add_command(commands, "adapt", _run, purpose, _EXAMPLES)
     parser.add_argument(
         "texts",
@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
         help="text to adapt to: plain text, JSONL, CSV, Parquet, a Wikipedia dump or WikiExtractor's files, or folders",
     )
     add_start(parser, "checkpoint to continue from", type=run_path, required=True)
-    parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help="folder of all that is written")
+    parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help="folder for all output")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--steps", type=positive_int, metavar="N", help="optimizer steps (default: by the size of the text)"
@@ -43,14 +43,14 @@ def add_to(commands: Any) -> None:
         "--minutes",
         type=float,
         metavar="M",
-        help="train about this long on this machine: time a few steps first, then choose how many",
+        help="train about this long on this machine: time a few steps, then choose the number of steps",
     )
     parser.add_argument(
         "--general",
         action="append",
         type=local_path,
         metavar="TEXT",
-        help="text like the checkpoint's training data; may be repeated; shows what is lost",
+        help="text like the checkpoint's training data, to measure forgetting; may be repeated",
     )
     parser.add_argument(
         "--replay",

@@ -15,11 +15,11 @@ from pretrain.planning.text import mean_lengths, measured_phases
 CONFIG_FILE = "adapt.yaml"
 _LENGTH = 128
 _SEQUENCES = 32  # maximum per step; fewer if the text has fewer
-# Passes over the text, as (below this number of tokens, passes): more for less text, as in Gururangan et al. 2020,
-# "Don't Stop Pretraining": one pass over gigabytes of a domain, 100 over the text of a task.
-_PASSES = ((1e6, 10), (1e7, 5), (1e8, 2))
+# Epochs, as (for fewer tokens than this, epochs): more for less text, as in Gururangan et al. 2020, "Don't Stop
+# Pretraining": one epoch for gigabytes of a domain, 100 for the text of a task.
+_EPOCHS = ((1e6, 10), (1e7, 5), (1e8, 2))
 _STEPS = (100, 50_000)  # minimum and maximum
-# Peak rates by maximum width: about half of the rates used here to pretrain models of that width from random weights.
+# (maximum width, peak rate): about half of the rates used here to pretrain models of that width from random weights.
 _RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
 
 
@@ -41,7 +41,7 @@ def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, 
 
 
 def with_length(config: PretrainConfig) -> PretrainConfig:
-    """Return `config` with the run's sequence length, at which the card of its corpus counts sequences."""
+    """Return `config` with the run's sequence length, for which the corpus card counts sequences."""
     length = min(_LENGTH, config.model.max_positions)
     return config.model_copy(update={"phases": (config.phases[0].model_copy(update={"sequence_length": length}),)})
 
@@ -53,49 +53,49 @@ def run_values(
     steps: int,
     sequences: int = _SEQUENCES,
 ) -> dict[str, Any]:
-    """Return the config of the run; `corpus` is the section of the prepared corpus, `sequences` the number per step."""
+    """Return the config of the run; `corpus` is the section of the prepared corpus, `sequences` are per step."""
     out: Path = arguments.out
     workers = min(default_workers(), sequences) if arguments.workers is None else arguments.workers
     adaptation: dict[str, Any] = {}
     if arguments.general:
         adaptation = {"replay_corpus": str(out / "general"), "replay_share": arguments.replay}
-    every = max(1, steps // 5)
+    interval = max(1, steps // 5)
     return {
         "name": "adapt",
         "run_dir": str(out / "run"),
         "start_from": str(arguments.start_from),
         "corpus": corpus,
         "pairs": {"objective": "none"},
-        "phases": [_phase(steps, rate_of(model.hidden), min(_LENGTH, model.max_positions), sequences)],
+        "phases": [_phase(steps, peak_rate(model.hidden), min(_LENGTH, model.max_positions), sequences)],
         "engine": {"micro_batch_tokens": 4096},
-        "evaluation": {"every_steps": every, "sequences": 512},
-        "checkpoint": {"every_steps": every},
+        "evaluation": {"every_steps": interval, "sequences": 512},
+        "checkpoint": {"every_steps": interval},
         "scheduling": {"workers": workers},
         "adaptation": adaptation,
     }
 
 
 def write_config(path: Path, config: PretrainConfig, *, started: bool) -> None:
-    """Write the config of a stage; `InputError` if the stage was `started` with a different one."""
+    """Write the config of a stage; `InputError` if the stage was `started` with a different config."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if started and path.is_file():
-        others = settings.differences(load_config(path), config, ignore=())
-        if others:
+        changes = settings.differences(load_config(path), config, ignore=())
+        if changes:
             raise InputError(
-                f"{path}: was started with other options: {', '.join(others)}. Give the same ones, or another --out."
+                f"{path}: was started with other options: {', '.join(changes)}. Give the same ones, or another --out."
             )
     with atomic_open(path, "w") as file:
         file.write(settings.dump(config))
 
 
-def sequences_of(config: PretrainConfig) -> int:
+def sequences_per_step(config: PretrainConfig) -> int:
     """Return the sequences per step: at most as many as the prepared text has, including replayed text."""
-    # Counted as in training; the number of tokens is not enough, since a document of 1.4 sequences becomes two.
+    # Counted as in training. The number of tokens is not enough: a document of 1.4 sequences becomes two.
     return min(_SEQUENCES, int(measured_phases(config)[0].samples_per_epoch))
 
 
-def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
-    """Return the steps of a run: from --steps, as many as fit into --minutes here, or by the size of the text."""
+def choose_steps(config: PretrainConfig, arguments: argparse.Namespace) -> int:
+    """Return the steps of a run: from --steps, as many as fit into --minutes, or by the size of the text."""
     if arguments.steps:
         return arguments.steps
     lengths = mean_lengths(config)
@@ -104,12 +104,12 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     phase, shards = config.phases[0], read_manifest(config.corpus.folder)["shards"]
     tokens = sum(shard["tokens"] for shard in shards if shard["split"] == "train")
     tokens = tokens / (1 - config.adaptation.replay_share)
-    passes = next((passes for limit, passes in _PASSES if tokens < limit), 1)
-    steps = passes * tokens / (phase.global_sequences * lengths[0])
+    epochs = next((epochs for limit, epochs in _EPOCHS if tokens < limit), 1)
+    steps = epochs * tokens / (phase.global_sequences * lengths[0])
     return round(min(max(steps, _STEPS[0]), _STEPS[1]))
 
 
-def rate_of(width: int) -> float:
+def peak_rate(width: int) -> float:
     """Return the peak learning rate for a model of this hidden size."""
     return next((rate for limit, rate in _RATES if width <= limit), 5e-5)
 

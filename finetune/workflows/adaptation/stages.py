@@ -1,6 +1,6 @@
 """Runs the stages of `adapt`: prepare, pretrain, export, report.
 
-Running the same command again continues where an earlier one stopped.
+The same command continues where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from finetune.workflows.adaptation.settings import (
     CONFIG_FILE,
+    choose_steps,
     corpus_values,
     run_values,
-    sequences_of,
-    steps_of,
+    sequences_per_step,
     with_length,
     write_config,
 )
-from finetune.workflows.adaptation.texts import held_out_share, sources_of
+from finetune.workflows.adaptation.texts import find_sources, held_out_share
 from pretrain.common import settings
 from pretrain.common.addresses import hub_hint
 from pretrain.common.commands import program
@@ -98,12 +98,12 @@ class Stages:
 
     def _corpus(self, name: str, texts: Sequence[Path], added_words: int) -> Path:
         """Write the config of a corpus; returns its path."""
-        sources = sources_of(texts, self._out / f"{name}.jsonl")
+        sources = find_sources(texts, self._out / f"{name}.jsonl")
         size = sum(file.stat().st_size for path in texts for file in ([path] if path.is_file() else path.rglob("*")))
         values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
-        overrides = [one for one in self._arguments.set if one.startswith("corpus.") and one[:10] != "corpus.dir"]
+        overrides = [item for item in self._arguments.set if item.startswith("corpus.") and item[:10] != "corpus.dir"]
         config = with_length(pretraining.read_config(values, overrides))
         for number, source in enumerate(config.corpus.sources):
             find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the text column
@@ -115,18 +115,18 @@ class Stages:
         return self._out / f"{name}.yaml"
 
     def _run_config(self, corpus: Path) -> Path:
-        """Write the config of the run, whose batch and steps follow from the prepared text; returns its path."""
+        """Write the config of the run, with batch size and steps for the prepared text; returns its path."""
         arguments, path = self._arguments, self._out / CONFIG_FILE
         section = settings.read_values(corpus)["corpus"]
         section["vocabulary"] = {"added_words": arguments.new_words}
         model = load_config(corpus).model
-        sequences = sequences_of(pretraining.read_config(run_values(arguments, section, model, 1), arguments.set))
+        sequences = sequences_per_step(pretraining.read_config(run_values(arguments, section, model, 1), arguments.set))
         started = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have refused the config
         if started and not arguments.steps:
             steps = load_config(path).total_steps
         else:
             one_step = run_values(arguments, section, model, 1, sequences)
-            steps = steps_of(pretraining.read_config(one_step, arguments.set), arguments)
+            steps = choose_steps(pretraining.read_config(one_step, arguments.set), arguments)
         values = run_values(arguments, section, model, steps, sequences)
         write_config(path, pretraining.read_config(values, arguments.set), started=started)
         return path
@@ -137,13 +137,13 @@ def _finish(arguments: argparse.Namespace, started: float) -> None:
     from pretrain.reporting import report
 
     out: Path = arguments.out
-    with contextlib.suppress(OSError):  # where links do not exist, the report shows no predictions
+    with contextlib.suppress(OSError):  # without symbolic links, the report shows no predictions
         (out / "run" / "export").symlink_to(Path("..") / "model")
     page = report.write_report([out / "run"], out / "run" / "report.html")
     print(f"\n{report.summary([out / 'run'])}")
     print("\n".join(["\nGained and lost", *(f"  {line}" for line in gain_lines(out / "run"))]))
     if not arguments.general:
-        print("  What the model lost on other text is unknown: name some with --general.")
+        print("  The loss on other text is unknown: give some with --general.")
     print(f"\nAll stages took {time.monotonic() - started:.0f} s. Curves and scores: {page.resolve().as_uri()}")
     next_command = shlex.join(["finetune", "CONFIG", "--from", str(out / "model")])
     print(f"{out / 'model'}: finished. Next: {program()} {next_command}")

@@ -1,4 +1,4 @@
-"""Extracts three labeled sets from the demo's embedded corpus, without downloads or annotators.
+"""Extracts three labeled sets from the demo's corpus, without downloads or annotators.
 
 packages  the package that a passage of documentation comes from
 names     code names in prose: the words that the author put in backticks, which are removed
@@ -46,7 +46,7 @@ class _Docstring:
 def write_sets(folder: Path) -> dict[str, dict[str, int]]:
     """Write {packages,names,returns}-{train,dev}.jsonl to `folder`; returns set -> split -> number of examples.
 
-    A module belongs to one split, by a hash of its path, so that no text is in both.
+    Each module is in one split, by a hash of its path, so that no text is in both.
     """
     extractors = {"packages": _packages, "names": _names, "returns": _returns}
     docstrings = list(_docstrings())
@@ -73,12 +73,12 @@ def _write_split(path: Path, records: list[dict[str, Any]], held_out: bool, limi
 
 
 def _packages(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Extract passages of documentation, the same number from each package."""
+    """Extract passages of documentation, equally many from each package."""
     passages: dict[str, dict[str, str]] = defaultdict(dict)
-    for one in docstrings:
-        for paragraph in running_text(one.text):
+    for docstring in docstrings:
+        for paragraph in running_text(docstring.text):
             if len(paragraph.split()) >= 12:
-                passages[one.package].setdefault(paragraph, one.module)
+                passages[docstring.package].setdefault(paragraph, docstring.module)
     count = min(map(len, passages.values()), default=0)
     return [
         {"text": text, "label": package, "document": module}
@@ -90,46 +90,46 @@ def _packages(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 def _names(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
     """Extract paragraphs with one to six code names in backticks."""
     records: dict[str, dict[str, Any]] = {}
-    for one in docstrings:
-        for paragraph in one.text.split("\n\n"):
+    for docstring in docstrings:
+        for paragraph in docstring.text.split("\n\n"):
             flat = " ".join(paragraph.split())
             if not 40 <= len(flat) <= 400 or flat.count("`") > 24 or ">>>" in flat or "::" in flat or ":`" in flat:
                 continue
             text, entities = _without_backticks(flat)
             if 1 <= len(entities) <= 6 and "`" not in text:
-                records.setdefault(text, {"text": text, "entities": entities, "document": one.module})
+                records.setdefault(text, {"text": text, "entities": entities, "document": docstring.module})
     return list(records.values())
 
 
 def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
-    out, at, entities = "", 0, []
+    plain, end, entities = "", 0, []
     for match in _CODE.finditer(text):
-        out += text[at : match.start()]
-        entities.append({"start": len(out), "end": len(out) + len(match["code"]), "type": "CODE"})
-        out += match["code"]
-        at = match.end()
-    return out + text[at:], entities
+        plain += text[end : match.start()]
+        entities.append({"start": len(plain), "end": len(plain) + len(match["code"]), "type": "CODE"})
+        plain += match["code"]
+        end = match.end()
+    return plain + text[end:], entities
 
 
 def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
     """Extract functions whose docstring describes the return value in one phrase."""
     records: dict[str, dict[str, Any]] = {}
-    for one in docstrings:
-        if not one.name or one.name.startswith("_"):
+    for docstring in docstrings:
+        if not docstring.name or docstring.name.startswith("_"):
             continue
-        context = " ".join(" ".join(running_text(one.text)).split()[:120])
+        context = " ".join(" ".join(running_text(docstring.text)).split()[:120])
         match = _RETURN.search(context)
         if match is None or len(match["what"].split()) > 14:
             continue
-        question = f"What does {one.name.replace('_', ' ')} return?"
+        question = f"What does {docstring.name.replace('_', ' ')} return?"
         records.setdefault(
             context,
             {
-                "id": _hash(one.module + one.name)[:12],
+                "id": _hash(docstring.module + docstring.name)[:12],
                 "question": question,
                 "context": context,
                 "answers": {"text": [match["what"]], "answer_start": [match.start("what")]},
-                "document": one.module,
+                "document": docstring.module,
             },
         )
     unique = {record["id"]: record for record in records.values()}
@@ -148,18 +148,18 @@ def _docstrings() -> Iterator[_Docstring]:
 
 
 def named_docstrings(source: bytes) -> list[tuple[str, str]]:
-    """(the function's name or "", docstring) of the parts of a module, outer ones first; none if it does not parse."""
-    found: list[tuple[str, str]] = []
+    """Return (function name or "", docstring) of a module's parts, outer parts first; [] if it does not parse."""
+    docstrings: list[tuple[str, str]] = []
     if b'"""' not in source:
-        return found
+        return docstrings
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), syntax_tree(source) as tree:
         nodes: list[ast.AST] = [tree]
-        for node in nodes:  # which grows
+        for node in nodes:  # grows during the loop
             if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
-                found.append((node.name if isinstance(node, _FUNCTIONS) else "", text))
-            # As `ast.walk`, without expressions: they have no docstrings.
+                docstrings.append((node.name if isinstance(node, _FUNCTIONS) else "", text))
+            # Like `ast.walk`, but without expressions, which have no docstrings.
             nodes += [statement for name in _BLOCKS for statement in getattr(node, name, ())]
-    return found
+    return docstrings
 
 
 def _package(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs the whole demo: pretrains on the embedded corpus, then fine-tunes on three labeled sets extracted from it.
+"""Runs the whole demo: pretrains on Python docstrings, then fine-tunes on three labeled sets extracted from them.
 
 Each model is trained from the pretrained weights and from random ones, with the same data and steps. The difference
 in scores is the benefit of pretraining.
@@ -31,9 +31,9 @@ _CONFIG = "tiny"
 _MINUTES = 6.0  # of pretraining
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
 DATA = "labeled"  # folder of the labeled sets, in the run folder
-_COUNTS = "counts.json"  # of the labeled sets, written after all of them
+_COUNTS = "counts.json"  # sizes of the labeled sets, written after all of them
 _NUM_SHOWN = 4  # predictions of each task in the report
-_MAX_CHARACTERS = 320  # of an example in the report
+_MAX_CHARACTERS = 320  # length of an example in the report
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
             try:
                 _train(task, start, folder, data)
             finally:  # a report of an unfinished demo shows the scores that exist
-                write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in TASKS])
+                write_json(folder / FINETUNED, [_result(other, folder, counts[other.name]) for other in TASKS])
         print(f"      {_line(_result(task, folder, sizes))}", flush=True)
 
 
@@ -154,11 +154,11 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
 
 
 def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return a task's part of the report: scores of the finished models, and examples once the first is finished."""
+    """Return a task's part of the report: scores of the finished models, and examples of the pretrained one."""
     runs = {start: folder / "finetuned" / f"{task.name}-{start}" for start in STARTS}
     finished = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
     scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished.items()}
-    metric = next((one["metric"] for one in scores.values()), "")
+    metric = next((record["metric"] for record in scores.values()), "")
     examples = []
     if "pretrained" in finished:
         predictions = _read_lines(finished["pretrained"] / "predictions" / "dev.jsonl")
@@ -168,7 +168,7 @@ def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, An
         "metric": metric.replace("_", " "),
         "train": sizes["train"],
         "dev": sizes["dev"],
-        "scores": {start: one["scores"]["dev"][metric] for start, one in scores.items()},
+        "scores": {start: record["scores"]["dev"][metric] for start, record in scores.items()},
         "examples": examples,
     }
 
@@ -199,8 +199,8 @@ def _package_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[st
 
 
 def _names_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    predicted = [(one["start"], one["end"]) for one in prediction["entities"]]
-    truth = {(one["start"], one["end"]) for one in row["entities"]}
+    predicted = [(entity["start"], entity["end"]) for entity in prediction["entities"]]
+    truth = {(entity["start"], entity["end"]) for entity in row["entities"]}
     note = f"{len(truth.intersection(predicted))} of {len(truth)} found, {len(set(predicted) - truth)} wrong"
     return {"pieces": _pieces(row["text"], predicted), "note": note}
 
@@ -212,9 +212,9 @@ def _returns_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[st
 
 
 def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> list[list[str]]:
-    """Split `text` into [piece, mark]; the mark is "found" inside of `spans`, else ""."""
-    pieces, at = [], 0
+    """Split `text` into [piece, mark]; the mark is "found" within `spans`, else ""."""
+    pieces, position = [], 0
     for start, end in sorted(spans):
-        pieces += [[text[at:start], ""], [text[start:end], "found"]]
-        at = end
-    return [piece for piece in [*pieces, [text[at:], ""]] if piece[0]]
+        pieces += [[text[position:start], ""], [text[start:end], "found"]]
+        position = end
+    return [piece for piece in [*pieces, [text[position:], ""]] if piece[0]]

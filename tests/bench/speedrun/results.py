@@ -74,7 +74,7 @@ def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
         return Scores()
     parts = text_scores(MaskedModel(config.folder), read_documents(texts))
     found = {part: one["scores"] for part, one in parts}
-    loss = found.pop(held_out.PART)
+    loss = found.pop(held_out.NAME)
     return Scores(
         nats=loss["nats_per_token"],
         accuracy=loss["accuracy"],
@@ -85,7 +85,7 @@ def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
 
 def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The fields of `Scores` from those of `text_scores`."""
-    common, whole = found[common_words.PART], found[whole_words.PART]
+    common, whole = found[common_words.NAME], found[whole_words.NAME]
     why_not = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}" for part, one in found.items() if WHY_NOT in one]
     return {
         "common_word_bits": common.get("bits"),
