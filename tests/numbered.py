@@ -69,8 +69,8 @@ def times_read(shards: TokenShards, made: Sampler | SourceSamples, samples: np.n
     bases = np.cumsum([0, *(len(shard.tokens) for shard in shards.shards)])
     plan = made.plan(samples)
     for shard, begin, length in (
-        (plan.shard_a, plan.begin_a, plan.length_a),
-        (plan.shard_b, plan.begin_b, plan.length_b),
+        (plan.shard_a, plan.start_a, plan.length_a),
+        (plan.shard_b, plan.start_b, plan.length_b),
     ):
         np.add.at(counts, bases[shard] + begin, 1)
         np.add.at(counts, bases[shard] + begin + length, -1)

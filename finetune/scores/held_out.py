@@ -122,7 +122,7 @@ def masked_sequences(
 ) -> Iterator[TextSequence]:
     """Yield the masked sequences of all documents in order; a pure function of document and settings."""
     before, after = frame(special_ids)
-    masker = Masker.of_texts(_vocabulary(tokenizer, special_ids), settings.share, settings.length)
+    masker = Masker.without_corpus(_vocabulary(tokenizer, special_ids), settings.share, settings.length)
     size = settings.length - len(before) - len(after)
     if size < 1:
         raise InputError(f"--length: {settings.length} leaves no room for text besides the special tokens. Raise it.")

@@ -1,10 +1,10 @@
 """Balancing: assign the sequences of a global batch to ranks and micro-batches (invariants 2 and 3).
 
 There are two levels, so that the work of a rank does not grow with the number of ranks. First a batch is divided into
-parts of neighboring samples for groups of neighboring ranks, whatever the lengths. Then the sequences of a part are
-balanced across its ranks and micro-batches, which needs only the lengths of this part. Samples are numbered in random
-order, so parts of thousands of sequences have nearly the same number of tokens. A smaller batch is one part. With
-several machines, a part is the samples that a machine reads (`source.SourceSamples.owners`).
+parts: consecutive samples for a group of consecutive ranks, regardless of their lengths. Then the sequences of a part
+are balanced across its ranks and micro-batches, which needs only the lengths in this part. Samples are numbered in
+random order, so parts of thousands of sequences have nearly the same number of tokens. A smaller batch is one part.
+With several machines, a part has the samples that one machine reads (`source.SourceSamples.owners`).
 """
 
 import heapq
@@ -14,28 +14,27 @@ import numpy as np
 
 # Parts of n sequences differ by about s / sqrt(n) if the relative deviation of lengths is s: by 0.3 % for s = 0.3.
 PART_SEQUENCES = 8192
-# With fewer micro-batches at a time, a heap is faster.
-_MIN_VECTORIZED = 32
-_SHORT = 1 << 15  # numpy sorts 16-bit numbers in linear time
+_MIN_VECTORIZED = 32  # sequences per vectorized step; for fewer, a heap is faster
+_INT16_END = 1 << 15  # lengths below this are sorted as 16-bit numbers, in linear time
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Samples of a global batch, neighbors or of one machine, and the neighboring ranks that share them."""
+    """Samples of a global batch, and the consecutive ranks that share them."""
 
-    first: int  # sample, counted within the batch
-    sequences: int  # from `first` on
+    first: int  # index of the first sample in the batch
+    sequences: int  # number of consecutive samples
     first_rank: int
     ranks: int
-    machine: int = -1  # only samples of this machine; -1: all
+    machine: int = -1  # only the samples of this machine; -1 for all
 
 
 @dataclass(frozen=True)
 class Assignment:
     """The sequences of a part, assigned to its ranks' micro-batches. Rank r of R has the micro-batches r, r + R, ..."""
 
-    descending: np.ndarray  # int64 [B], the sequences by length
-    micro_batch: np.ndarray  # int64 [B], of each sequence in this order
+    descending: np.ndarray  # int64 [B], the sequences by descending length
+    micro_batch: np.ndarray  # int64 [B], the micro-batch of each sequence, in this order
     micro_batches: int  # micro-batches of each rank
 
     def members(self, micro_batch: int) -> np.ndarray:
@@ -44,13 +43,13 @@ class Assignment:
 
 
 def parts(sequences: int, world_size: int) -> list[BatchPart]:
-    """Return the parts of a batch of `sequences` >= `world_size`: of about `PART_SEQUENCES`, or one for each rank."""
+    """Divide a batch of `sequences` >= `world_size` into parts of about `PART_SEQUENCES`, at most one per rank."""
     count = number_of_parts(sequences, world_size)
     return [balanced_part(number, count, sequences, world_size) for number in range(count)]
 
 
 def part_of(rank: int, sequences: int, world_size: int) -> BatchPart:
-    """Return the part that `rank` shares, without computing the others."""
+    """Return the part of `rank`, without computing the others."""
     count = number_of_parts(sequences, world_size)
     return balanced_part(((rank + 1) * count - 1) // world_size, count, sequences, world_size)
 
@@ -61,7 +60,7 @@ def number_of_parts(sequences: int, world_size: int) -> int:
 
 
 def part_of_machine(machine: int, machines: int, sequences: int, world_size: int) -> BatchPart:
-    """Return the samples of a batch that belong to a machine, for its ranks."""
+    """Return the part of a machine: the samples of a batch that it reads, shared by its ranks."""
     ranks = world_size // machines
     return BatchPart(0, sequences, machine * ranks, ranks, machine)
 
@@ -69,16 +68,16 @@ def part_of_machine(machine: int, machines: int, sequences: int, world_size: int
 def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int = 1) -> Assignment:
     """Distribute sequences over `ranks` * M micro-batches of at most `budget` tokens.
 
-    M is as small as possible, but at least `micro_batches`. The longest sequence goes first, each to the micro-batch
-    with the fewest tokens (Graham's LPT rule), so that all have nearly the same number. If M is enough, any larger
-    number is, too: the emptiest of more micro-batches is never fuller.
+    M is as small as possible, but at least `micro_batches`. Sequences are assigned in descending order of length, each
+    to the micro-batch with the fewest tokens (Graham's LPT rule), so that all get nearly the same number of tokens. If
+    M micro-batches suffice, so does any larger number: with more micro-batches, the smallest one is never larger.
 
     Args:
         lengths: tokens of each sequence, int64 [B]; B >= `ranks` * `micro_batches`, no length above `budget`, and none
             above half of it if B is not a multiple of `ranks`. Under these conditions no micro-batch is empty.
     """
     longest = int(lengths.max())
-    descending = np.argsort(-lengths.astype(np.int16 if longest < _SHORT else np.int64), kind="stable")
+    descending = np.argsort(-lengths.astype(np.int16 if longest < _INT16_END else np.int64), kind="stable")
     ordered = lengths[descending]
     micro_batches = max(micro_batches, -(-int(ordered.sum()) // (ranks * budget)))
     while (assignment := _longest_first(ordered, ranks * micro_batches, budget)) is None:
@@ -87,7 +86,7 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
 
 
 def balanced_part(number: int, count: int, sequences: int, world_size: int) -> BatchPart:
-    """Return part `number` of `count`: all have the same number of ranks, to within one, and of samples per rank."""
+    """Return part `number` of `count`. Numbers of ranks, and of samples per rank, differ by at most one."""
     first_rank, end = number * world_size // count, (number + 1) * world_size // count
     first = first_rank * sequences // world_size
     return BatchPart(first, end * sequences // world_size - first, first_rank, end - first_rank)
@@ -96,39 +95,39 @@ def balanced_part(number: int, count: int, sequences: int, world_size: int) -> B
 def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarray | None:
     """Assign each of these lengths to one of `count` bins, int64 [B]; None if one would exceed `budget`.
 
-    Bins are sorted by load, then number, both in one integer. The longest prefix of bins that are all taken before any
-    of them is taken again gets its sequences in one vectorized step.
+    Bins are sorted by load, then number, both packed in one integer. In one vectorized step, each bin in the longest
+    possible prefix gets a sequence: the step stops before a bin would get a second one.
     """
     assignment = np.empty(len(descending), np.int64)
-    bins, done = np.arange(count), 0
-    while done < len(descending):
-        prefix = min(count, len(descending) - done)
-        filled = bins[:prefix] + descending[done : done + prefix] * count
-        early = np.minimum.accumulate(filled)[:-1] < bins[1:prefix]
-        prefix = int(early.argmax()) + 1 if early.any() else prefix
-        if prefix < min(_MIN_VECTORIZED, len(descending) - done):
-            return _one_by_one(descending, assignment, done, bins, budget)
+    bins, assigned = np.arange(count), 0
+    while assigned < len(descending):
+        prefix = min(count, len(descending) - assigned)
+        filled = bins[:prefix] + descending[assigned : assigned + prefix] * count
+        is_reused = np.minimum.accumulate(filled)[:-1] < bins[1:prefix]
+        prefix = int(is_reused.argmax()) + 1 if is_reused.any() else prefix
+        if prefix < min(_MIN_VECTORIZED, len(descending) - assigned):
+            return _one_by_one(descending, assignment, assigned, bins, budget)
         if (filled[:prefix] // count).max() > budget:
             return None
-        assignment[done : done + prefix] = bins[:prefix] % count
+        assignment[assigned : assigned + prefix] = bins[:prefix] % count
         bins[:prefix] = filled[:prefix]
         bins.sort()
-        done += prefix
+        assigned += prefix
     return assignment
 
 
 def _one_by_one(
-    descending: np.ndarray, assignment: np.ndarray, done: int, bins: np.ndarray, budget: int
+    descending: np.ndarray, assignment: np.ndarray, assigned: int, bins: np.ndarray, budget: int
 ) -> np.ndarray | None:
-    """Continue `_longest_first` from sequence `done` with a heap; `bins` ascending."""
+    """Continue `_longest_first` from sequence `assigned` with a heap; `bins` ascending."""
     heap, count, chosen = bins.tolist(), len(bins), []
-    full = (budget + 1) * count
-    for length in descending[done:].tolist():
+    limit = (budget + 1) * count
+    for length in descending[assigned:].tolist():
         emptiest = heap[0]
         filled = emptiest + length * count
-        if filled >= full:
+        if filled >= limit:
             return None
         heapq.heapreplace(heap, filled)
         chosen.append(emptiest % count)
-    assignment[done:] = chosen
+    assignment[assigned:] = chosen
     return assignment

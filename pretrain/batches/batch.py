@@ -20,10 +20,10 @@ B = TypeVar("B", bound="DataclassInstance")
 
 
 class Filler(NamedTuple):
-    """Amount of filler in a micro-batch, which no loss sees (`filler.py`)."""
+    """Amount of filler at the end of a micro-batch, which is excluded from all losses (`filler.py`)."""
 
-    sequences: int = 0  # the last ones
-    rows: int = 0  # of the masked ones, the last ones
+    sequences: int = 0
+    rows: int = 0  # masked rows
 
 
 NO_FILLER = Filler()
@@ -31,9 +31,9 @@ NO_FILLER = Filler()
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass of one rank: S concatenated sequences of T tokens, K of them to predict.
+    """The input of one forward pass of one rank: S concatenated sequences with T tokens in total, K of them to predict.
 
-    Sequences are in ascending length order, without padding (invariant 2). Filler is at the end.
+    Sequences are in ascending order of length, without padding (invariant 2). Filler is at the end.
     """
 
     input_ids: Tensor  # int64 [T], after masking
@@ -42,8 +42,8 @@ class MicroBatch:
     cu_seqlens: Tensor  # int32 [S+1], start of each sequence; the last value is T
     masked_rows: Tensor  # int64 [K], ascending rows of the token axis at which tokens are predicted
     masked_labels: Tensor  # int64 [K], the tokens before masking
-    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped, or -100; [0] without pairs
-    token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
+    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped; -100 unlabeled; [0] without pairs
+    token_keys: Tensor  # int32 [T], pseudo-random bits that depend on (sample, position), to seed dropout
     lengths: tuple[int, ...]  # tokens of each sequence, ascending except for filler
     filler: Filler = NO_FILLER
 
@@ -72,9 +72,9 @@ class StepBatch:
     masked: int  # over all ranks
     epoch: int  # of the first sample
     first_sample: int  # its number in the phase, counted across epochs
-    labeled: int = 0  # sequences of two segments whose relation is predicted, over all ranks
-    text: str = ""  # name of the held-out text that all its samples are from
-    copies: int = 1  # number of ranks with the same samples; sums and counts include all of them
+    labeled: int = 0  # sentence pairs with an NSP or SOP label, over all ranks
+    text: str = ""  # name of the held-out text that contains all samples
+    copies: int = 1  # number of ranks that have the same samples; sums and counts include all copies
 
     def to(self, device: torch.device) -> StepBatch:
         """Return the batch with its micro-batches on `device`."""
@@ -106,7 +106,7 @@ class MaskedSequence:
 
     Attributes:
         ids: int64 [L], after masking, special tokens included.
-        places: int64 [K], ascending, positions of the tokens to predict; never 0.
+        places: int64 [K], ascending positions of the tokens to predict; never 0.
         labels: int64 [K], the tokens before masking.
     """
 
@@ -116,18 +116,18 @@ class MaskedSequence:
 
 
 def masked_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
-    """Concatenate sequences, in ascending order of length, to one unpadded micro-batch."""
-    lengths = np.array([len(one.ids) for one in sequences], np.int64)
+    """Concatenate sequences, in ascending order of length, into one unpadded micro-batch."""
+    lengths = np.array([len(sequence.ids) for sequence in sequences], np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    rows = np.concatenate([one.places + start for one, start in zip(sequences, starts, strict=False)])
+    rows = np.concatenate([sequence.places + start for sequence, start in zip(sequences, starts, strict=False)])
     tokens = int(starts[-1])
     return MicroBatch(
-        input_ids=torch.from_numpy(np.concatenate([one.ids for one in sequences])),
+        input_ids=torch.from_numpy(np.concatenate([sequence.ids for sequence in sequences])),
         token_types=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.from_numpy(np.arange(tokens) - np.repeat(starts[:-1], lengths)),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         masked_rows=torch.from_numpy(rows),
-        masked_labels=torch.from_numpy(np.concatenate([one.labels for one in sequences])),
+        masked_labels=torch.from_numpy(np.concatenate([sequence.labels for sequence in sequences])),
         nsp_labels=torch.zeros(0, dtype=torch.int64),
         token_keys=torch.zeros(tokens, dtype=torch.int32),
         lengths=tuple(lengths.tolist()),

@@ -1,10 +1,10 @@
 """Blocks of a source, the order of an epoch, and windows of blocks (invariant 1).
 
-An epoch reads the blocks of a source in a keyed random order. Neighbors in this order form windows. The blocks of a
-window are read interleaved, each in a random order: any range of samples has its share of every block, to within one
-sample. So a machine reads contiguous text, machines can divide the blocks of a window among them, and locating a sample
-takes memory per block, not per document. The documents of a source are in random order already
-(`pretrain.corpus.prepare`), so a window is a random sample of the source.
+An epoch reads the blocks of a source in a keyed random order. Consecutive blocks in this order form a window. The
+samples of each block of a window are shuffled and evenly interleaved with the samples of its other blocks. So a machine
+reads contiguous text, machines can divide the blocks of a window among them, and locating a sample takes memory per
+block, not per document. The documents of a source are already in random order (`pretrain.corpus.prepare`), so a window
+is a random sample of the source.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from pretrain.batches.order import draw, uniform
 from pretrain.batches.text import ShardText, Unit
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import atomic_open, locked
-from pretrain.corpus.blocks import cut_blocks, joined
+from pretrain.corpus.blocks import concatenate_tables, cut_blocks
 from pretrain.corpus.shards import COUNTS, Shard, TokenShards
 
 WINDOW_BLOCKS = 64
@@ -37,21 +37,21 @@ class Blocks:
     """The N blocks of one source."""
 
     shard: np.ndarray  # uint32 [N], among all shards of the split
-    table: np.ndarray  # BLOCK [N]; with a streamed corpus, in a file that the processes of a machine share
+    table: np.ndarray  # BLOCK [N]; for a streamed corpus, mapped from a file that the processes of a machine share
 
     def __len__(self) -> int:
         return len(self.shard)
 
 
 def blocks_of(shards: Sequence[Shard], numbers: Sequence[int], tokens: int = 0) -> Blocks:
-    """Return the blocks of the shards `numbers`: as prepared, or of about `tokens` tokens."""
+    """Return the blocks of the shards `numbers`: as prepared, or cut again into about `tokens` tokens each."""
     tables = [_table(shards[number], tokens) for number in numbers]
     shard = np.repeat(np.array(numbers, np.uint32), [len(table) for table in tables])
-    return Blocks(shard, joined(tables))
+    return Blocks(shard, concatenate_tables(tables))
 
 
 def bounds_of(blocks: Blocks, number: int) -> tuple[int, int, int, int]:
-    """Return [begin, end) of a block in tokens of its shard, and [first, last) of its documents."""
+    """Return the bounds of a block in its shard: (start token, end token, first document, end document)."""
     block = blocks.table[number]
     return int(block["begin"]), int(block["end"]), int(block["first"]), int(block["last"])
 
@@ -76,83 +76,83 @@ class Units:
         counts = [cutting.count(self._sizes(number)) for number in numbers.tolist()]
         self._first = np.cumsum([0, *map(len, counts)])
         self._ends = np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)])).astype(np.uint32)
-        self._begins = np.cumsum([0, *(int(each.sum()) for each in counts)])  # samples before each block
-        self.samples = int(self._begins[-1])
+        self._starts = np.cumsum([0, *(int(block.sum()) for block in counts)])  # samples before each block
+        self.samples = int(self._starts[-1])
 
     def find(self, block: np.ndarray, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
-        """Return the unit of each sample of a block (an index into `numbers`) and its index in the unit; [B] each."""
-        sample = sample + self._begins[block]
+        """Return (unit, index in the unit) of samples of blocks, [B] each; `block` is an index into `numbers`."""
+        sample = sample + self._starts[block]
         unit = np.searchsorted(self._ends, sample.astype(self._ends.dtype), side="right")
         before = self._ends[unit - 1].astype(np.int64)
         before[unit == 0] = 0
         number = self._numbers[block]
         shard, blocks = self._blocks.shard[number].astype(np.int64), self._blocks.table[number]
-        begin, end, document = blocks["begin"], blocks["end"], blocks["first"]
+        start, end, document = blocks["begin"], blocks["end"], blocks["first"]
         sentences = blocks["first_sentence"], blocks["last_sentence"]
         if self._cutting.joined:
             last = blocks["last"]
-            return Unit(shard, begin, end - begin + last - document - 1, document, last, *sentences), sample - before
+            return Unit(shard, start, end - start + last - document - 1, document, last, *sentences), sample - before
         document = document + unit - self._first[block]
-        begin = np.maximum(begin, self._text.document_begin(shard, document))
-        size = np.minimum(end, self._text.document_begin(shard, document + 1)) - begin
-        return Unit(shard, begin, size, document, document + 1, *sentences), sample - before
+        start = np.maximum(start, self._text.document_start(shard, document))
+        size = np.minimum(end, self._text.document_start(shard, document + 1)) - start
+        return Unit(shard, start, size, document, document + 1, *sentences), sample - before
 
     def _sizes(self, number: int) -> np.ndarray:
         """Return the tokens of each unit of a block, int64."""
-        begin, end, first, last = bounds_of(self._blocks, number)
+        start, end, first, last = bounds_of(self._blocks, number)
         if self._cutting.joined:
-            return np.array([end - begin + last - first - 1])
-        begins = self._text.document_begins(int(self._blocks.shard[number]), first, last + 1).clip(begin, end)
-        return np.diff(begins)
+            return np.array([end - start + last - first - 1])
+        starts = self._text.document_starts(int(self._blocks.shard[number]), first, last + 1).clip(start, end)
+        return np.diff(starts)
 
 
 class Window:
-    """The samples of a window in reading order: the block of each, and its index in the block.
+    """The samples of a window in reading order, each with its block and its index in the block.
 
     Args:
         blocks: numbers of its blocks in the source, int64 [W].
-        counts: samples of each, [W].
-        key: of the random offset of each block.
+        counts: samples of each block, [W].
+        key: random key of the blocks' offsets.
     """
 
     def __init__(self, blocks: np.ndarray, counts: np.ndarray, key: np.ndarray | np.uint64) -> None:
         self.blocks, self.counts = blocks, counts.astype(np.int64)
-        self._begins = np.concatenate(([0], np.cumsum(self.counts)))
-        self.samples = int(self._begins[-1])
+        self._starts = np.concatenate(([0], np.cumsum(self.counts)))
+        self.samples = int(self._starts[-1])
         block = np.repeat(np.arange(len(blocks)), self.counts)
-        # Sample r of c in a block is sorted by (r + u) / c, so that blocks are spread evenly whatever their sizes.
-        place = np.arange(self.samples) - self._begins[block] + uniform(draw(key, np.arange(len(blocks))))[block]
-        self._order = np.argsort(place / self.counts[block], kind="stable").astype(np.uint32)
+        # The sort key of sample r of c in a block is (r + u) / c, so blocks of any size are spread evenly.
+        position = np.arange(self.samples) - self._starts[block] + uniform(draw(key, np.arange(len(blocks))))[block]
+        self._order = np.argsort(position / self.counts[block], kind="stable").astype(np.uint32)
 
-    def locate(self, within: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (index into `blocks`, sample within the block) of samples of the window; int64 [B] each."""
-        found = self._order[within].astype(np.int64)
-        block = np.searchsorted(self._begins, found, side="right") - 1
-        return block, found - self._begins[block]
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (index into `blocks`, index in the block) of `samples` of the window; int64 [B] each."""
+        position = self._order[samples].astype(np.int64)
+        block = np.searchsorted(self._starts, position, side="right") - 1
+        return block, position - self._starts[block]
 
     def index(self, block: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return the sample within the window for samples of blocks, int64 [B]; the inverse of `locate`."""
-        return self._places[self._begins[block] + sample].astype(np.int64)
+        """Return the index in the window of samples of blocks, int64 [B]; the inverse of `locate`."""
+        return self._positions[self._starts[block] + sample].astype(np.int64)
 
     @cached_property
-    def _places(self) -> np.ndarray:
-        places = np.empty_like(self._order)
-        places[self._order] = np.arange(self.samples, dtype=np.uint32)
-        return places
+    def _positions(self) -> np.ndarray:
+        positions = np.empty_like(self._order)
+        positions[self._order] = np.arange(self.samples, dtype=np.uint32)
+        return positions
 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """One epoch of a source: its blocks in order, the start of each window, and the number of samples before it."""
+    """One epoch of a source."""
 
-    order: np.ndarray  # uint32 [N]
-    bounds: np.ndarray  # int64 [windows + 1]
-    samples: np.ndarray  # int64 [windows + 1]
+    order: np.ndarray  # uint32 [N], the blocks in reading order
+    bounds: np.ndarray  # int64 [windows + 1], the start of each window in `order`
+    samples: np.ndarray  # int64 [windows + 1], the number of samples before each window
 
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """The blocks `first` to `last` - 1 in the order of an epoch, which are read together; empty between two windows."""
+    """The window that is being read: positions [first, last) in the block order of an epoch; empty between windows."""
 
     epoch: int
     first: int
@@ -164,9 +164,9 @@ class SourceOrder:
 
     Args:
         counts: samples of each block, [N].
-        key: random key of the order of its blocks.
-        window_blocks: minimum blocks of a window, if as many are left in the epoch.
-        open_window: window with which reading continues; the rest of its epoch is divided into windows after it.
+        key: random key of the block order.
+        window_blocks: minimum number of blocks in a window, unless the epoch has fewer left.
+        open_window: window in which reading continues; only the blocks after it are divided into new windows.
     """
 
     def __init__(self, counts: np.ndarray, key: np.uint64, window_blocks: int, open_window: OpenWindow | None) -> None:
@@ -175,15 +175,15 @@ class SourceOrder:
         self.epoch = lru_cache(maxsize=2)(self._epoch)
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (epoch, window, sample within the window) of samples; int64 [B] each."""
-        epoch, within = np.divmod(index, self.samples)
+        """Return (epoch, window, index in the window) of samples; int64 [B] each."""
+        epoch, sample = np.divmod(index, self.samples)
         window = np.empty_like(index)
         for number in np.unique(epoch).tolist():
             rows = np.flatnonzero(epoch == number)
             samples = self.epoch(number).samples
-            window[rows] = np.searchsorted(samples, within[rows], side="right") - 1
-            within[rows] -= samples[window[rows]]
-        return epoch, window, within
+            window[rows] = np.searchsorted(samples, sample[rows], side="right") - 1
+            sample[rows] -= samples[window[rows]]
+        return epoch, window, sample
 
     def blocks(self, epoch: int, window: int) -> np.ndarray:
         """Return the blocks of a window, int64."""
@@ -195,37 +195,37 @@ class SourceOrder:
         is_last = window + 2 == len(self.epoch(epoch).bounds)
         return self.blocks(epoch + 1, 0) if is_last else self.blocks(epoch, window + 1)
 
-    def largest_in_a_row(self) -> list[np.ndarray]:
-        """Return the blocks, int64, of the largest group of windows that one batch may read."""
+    def largest_adjacent(self) -> list[np.ndarray]:
+        """Return the blocks (int64) of each window in the largest group of windows that one batch may read."""
         start, first = (self._open.epoch, self._open.first) if self._open else (0, 0)
         bounds = {epoch: self._bounds(epoch) for epoch in range(start, start + 3)}
         windows = [(epoch, n) for epoch, edges in bounds.items() for n in range(len(edges) - 1)]
         windows = windows[np.searchsorted(bounds[start], first) :]
         sizes = np.concatenate([np.diff(edges) for edges in bounds.values()])[-len(windows) :]
-        together = sizes[:-1] + sizes[1:]
-        # A batch reads a third window if the one in the middle is small, as at the end of an epoch.
+        combined = sizes[:-1] + sizes[1:]
+        # A batch may read three windows if the middle one is small, as at the end of an epoch.
         is_small = sizes[1:-1] < min(self._window_blocks, len(self.counts))
-        together[:-1] += np.where(is_small, sizes[2:], 0)
-        largest = int(np.argmax(together))
+        combined[:-1] += np.where(is_small, sizes[2:], 0)
+        largest = int(np.argmax(combined))
         count = 3 if largest < len(is_small) and is_small[largest] else 2
         return [self.blocks(*window) for window in windows[largest : largest + count]]
 
     def open_window(self, sample: int) -> OpenWindow:
-        """Return the window that is partly read before a sample; without blocks if the sample starts a window."""
-        epoch, within = divmod(sample, self.samples)
+        """Return the partly read window before a sample; it is empty if the sample is the first of a window."""
+        epoch, offset = divmod(sample, self.samples)
         order = self.epoch(epoch)
-        window = int(np.searchsorted(order.samples, within, side="right")) - 1
+        window = int(np.searchsorted(order.samples, offset, side="right")) - 1
         first = int(order.bounds[window])
-        return OpenWindow(epoch, first, int(order.bounds[window + 1]) if within > order.samples[window] else first)
+        return OpenWindow(epoch, first, int(order.bounds[window + 1]) if offset > order.samples[window] else first)
 
     def first_sample(self, epoch: int, block: int) -> int:
-        """Return the first sample of the block at a position in an epoch's order."""
+        """Return the first sample of the block at position `block` in an epoch's order."""
         before = self.epoch(epoch).order[:block]
         return epoch * self.samples + int(self.counts[before].sum(dtype=np.int64))
 
     def _epoch(self, number: int) -> _Epoch:
         count = len(self.counts)
-        # The whole order is needed, so sort hashes. A Feistel network would walk long for a few blocks.
+        # The whole order is needed, so sort by hashes: for few blocks, a Feistel permutation would need many steps.
         order = np.argsort(draw(draw(self._key, number), np.arange(count))).astype(np.uint32)
         bounds = self._bounds(number)
         sums = np.concatenate(([0], np.cumsum(self.counts[order], dtype=np.int64)))
@@ -242,9 +242,9 @@ class SourceOrder:
 
 
 def window_blocks_for(counts: np.ndarray, batch: float, share: float, total: int) -> int:
-    """Return the blocks per window of a source with `share` of all samples: its share of `total`, at least 1.
+    """Return the blocks per window of a source with this `share` of all samples: its share of `total`, at least 1.
 
-    It is doubled until a window is not smaller than the source's part of a `batch`.
+    The number is doubled until a window has at least the source's samples of one batch.
     """
     blocks = max(1, math.ceil(total * share))
     while blocks < len(counts) and blocks * (int(counts.sum()) / len(counts)) < batch * share:
@@ -253,7 +253,7 @@ def window_blocks_for(counts: np.ndarray, batch: float, share: float, total: int
 
 
 def sample_counts(text: ShardText, blocks: Sequence[Blocks], cutting: Cutting, shards: TokenShards) -> list[np.ndarray]:
-    """Count the samples of each block of each source, uint32 [N]. Counts of training text are stored beside it."""
+    """Count the samples of each block of each source, uint32 [N]. Counts of training text are stored in the corpus."""
     return [_counts_of(text, of_source, cutting, shards, source) for source, of_source in enumerate(blocks)]
 
 
@@ -273,9 +273,9 @@ def _counts_of(text: ShardText, blocks: Blocks, cutting: Cutting, shards: TokenS
         with locked(path.with_suffix(".lock")):  # only one process of a machine reads the document offsets
             stored = _stored_counts(path, len(blocks))
             return _store_counts(path, _streamed_counts(blocks, cutting, shards)) if stored is None else stored
-    each = (Units(text, blocks, np.array([number]), cutting).samples for number in range(len(blocks)))
-    counts = np.fromiter(each, np.uint32, len(blocks))
-    text.forget()
+    block_counts = (Units(text, blocks, np.array([number]), cutting).samples for number in range(len(blocks)))
+    counts = np.fromiter(block_counts, np.uint32, len(blocks))
+    text.unmap_pages()
     return _store_counts(path, counts) if shards.split == "train" and shards.folder.exists() else counts
 
 
@@ -294,17 +294,17 @@ def _store_counts(path: Path, counts: np.ndarray) -> np.ndarray:
 
 
 def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> np.ndarray:
-    """Count the samples of a streamed source from its document offsets: reads 16 bytes per document."""
+    """Count the samples of a streamed source from its document offsets, which takes 16 bytes per document."""
     logger.info("%s: counting the sequences of a new length; `prepare` with this config would have", shards.folder)
     counts = np.zeros(len(blocks), np.uint32)
     for shard in np.unique(blocks.shard).tolist():
         cache = shards.shards[shard].cache
         assert cache is not None
-        begins = cache.document_begins(shard)
+        starts = cache.document_starts(shard)
         for number in np.flatnonzero(blocks.shard == shard).tolist():
-            begin, end, first, last = bounds_of(blocks, number)
-            sizes = np.diff(begins[first : last + 1].clip(begin, end))
+            start, end, first, last = bounds_of(blocks, number)
+            sizes = np.diff(starts[first : last + 1].clip(start, end))
             counts[number] = cutting.count(
-                np.array([end - begin + last - first - 1]) if cutting.joined else sizes
+                np.array([end - start + last - first - 1]) if cutting.joined else sizes
             ).sum()
     return counts

@@ -2,11 +2,11 @@
 
 The number of samples of a document depends only on its length and the capacity of a sequence. It is slightly higher
 than necessary, so that most cuts can be moved to a sentence boundary. A document is divided into groups of up to _GROUP
-samples at independent places, and a group is halved recursively. So any sample is found in a few steps. All places
+samples at independent positions, and each group is halved recursively. So any sample is found in a few steps. All cuts
 change from epoch to epoch.
 
-Everything is vectorized over B samples; arrays are int64 [B] unless noted. A place is an offset from the start of a
-unit, in tokens; between documents of a unit it counts one more, for the separator.
+Everything is vectorized over B samples; arrays are int64 [B] unless noted. A position is a token offset from the start
+of a unit, including one separator between documents.
 """
 
 from __future__ import annotations
@@ -18,50 +18,49 @@ import numpy as np
 
 from pretrain.batches.order import below, draw, uniform
 
-# Tokens that a sample leaves free on average, so that cuts can be between sentences: at most a share of its capacity.
-_SLACK, _SLACK_SHARE = 25, 0.2
+_SLACK, _SLACK_SHARE = 25, 0.2  # mean unused tokens of a sample, so that cuts fit between sentences; maximum share
 _GROUP = 4
-_GOLDEN = 0.6180339887498949  # multiples of it are spread evenly between whole numbers
-_NODE, _GRID, _DIVIDED, _AT = range(4)  # counters of the random numbers of a unit
+_GOLDEN = 0.6180339887498949  # golden ratio: the fractional parts of its multiples are evenly spread
+_NODE, _GRID, _DIVIDED, _AT = range(4)  # counters for the independent random numbers of a unit
 
 
-class Places(Protocol):
-    """Start of each sentence of units."""
+class SentenceStarts(Protocol):
+    """The starts of sentences in units."""
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first sentence of each unit that starts in it, and one past the last."""
+        """Return the range [first, end) of the sentences that start in each unit."""
         ...
 
-    def around(
-        self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, place: np.ndarray
+    def find_sentence(
+        self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, position: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the first sentence in [low, high) of the units `rows` that starts at or after `place`, or `high`.
+        """Find the first sentence in [low, high) of the units `rows` that starts at or after `position`, else `high`.
 
-        Returns (sentence, start of the previous one, its start), undefined where there is no such sentence.
+        Returns (sentence, start of the previous sentence, its start); a start without a sentence is undefined.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Spans of units that become samples, by place, and the sentences that start in them."""
+    """Spans of units that become samples, and the sentences that start in them."""
 
-    begin: np.ndarray
+    start: np.ndarray  # position
     end: np.ndarray
-    first: np.ndarray  # first sentence that starts at `begin` or after
+    first: np.ndarray  # first sentence that starts at `start` or after
     last: np.ndarray  # first sentence that starts at `end` or after
     at_end: np.ndarray  # bool [B], whether the span stops at a sentence boundary
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """Parameters of dividing units into samples.
+    """Settings for dividing units into samples.
 
     Args:
-        capacity: tokens of a sequence without special ones, at least 4.
+        capacity: tokens of a sequence without special tokens, at least 4.
         min_tokens: minimum tokens of a sample.
         short_share: share of the samples that are divided again, to get short sequences.
-        joined: sequences cross documents, so that units are whole blocks.
+        joined: whether sequences cross documents; units are then whole blocks.
     """
 
     capacity: int
@@ -76,12 +75,12 @@ class Cutting:
 
     @property
     def _step(self) -> int:
-        """Mean tokens of a sample if its unit is long."""
+        """Mean tokens of a sample of a long unit."""
         return self.capacity - min(_SLACK, int(_SLACK_SHARE * self.capacity))
 
     @property
     def _shortest(self) -> int:
-        """Minimum tokens of a part of a unit that has several."""
+        """Minimum tokens of a part of a unit with several parts."""
         return max(min(2 * self.min_tokens, (self.capacity + 1) // 2), self.capacity // 8)
 
     def count(self, size: np.ndarray) -> np.ndarray:
@@ -89,33 +88,33 @@ class Cutting:
         parts = self._parts(size)
         return parts + self._divided(size, parts)
 
-    def cut(self, places: Places, size: np.ndarray, sample: np.ndarray, key: np.ndarray) -> Spans:
+    def cut(self, sentences: SentenceStarts, size: np.ndarray, sample: np.ndarray, key: np.ndarray) -> Spans:
         """Return the spans of samples of units.
 
         Args:
-            places: of the B units.
-            size: of each unit.
-            sample: index within the unit; 0 .. `count` - 1.
+            sentences: starts of the sentences of the B units.
+            size: tokens of each unit.
+            sample: index within the unit, 0 .. `count` - 1.
             key: random key of the unit in this epoch, uint64 [B].
         """
         parts = self._parts(size)
         part, is_second = self._part_of(size, parts, sample, key)
-        first, last = places.bounds()
-        whole = Spans(np.zeros_like(size), size.copy(), first, last, np.ones(len(size), bool))
-        search = _Search(places, whole, key)
+        first, last = sentences.bounds()
+        units = Spans(np.zeros_like(size), size.copy(), first, last, np.ones(len(size), bool))
+        search = _Search(sentences, units, key)
         first_part, last_part = self._group(search, size, parts, part)
         self._halve(search, first_part, last_part, part)
         self._divide(search, np.flatnonzero(is_second >= 0), is_second)
         return search.spans
 
     def _parts(self, size: np.ndarray) -> np.ndarray:
-        """Return the number of equal parts of a unit, before some are divided again."""
-        several = np.maximum(2, -(-size // self._step))
+        """Return the number of parts of each unit, before some of them are divided again."""
+        long_parts = np.maximum(2, -(-size // self._step))
         min_tokens = 1 if self.joined else self.min_tokens
-        return np.where(size <= self.capacity, size >= min_tokens, np.minimum(several, size // self.min_tokens))
+        return np.where(size <= self.capacity, size >= min_tokens, np.minimum(long_parts, size // self.min_tokens))
 
     def _divided(self, size: np.ndarray, parts: np.ndarray) -> np.ndarray:
-        """Return the number of parts that are divided again."""
+        """Return the number of parts of each unit that are divided again."""
         if not self.short_share or self._shortest < 2 * self.min_tokens:
             return np.zeros_like(size)
         target = np.floor(self.short_share * parts + np.modf(size * _GOLDEN)[0]).astype(np.int64)
@@ -124,7 +123,7 @@ class Cutting:
     def _part_of(
         self, size: np.ndarray, parts: np.ndarray, sample: np.ndarray, key: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (the part of each sample; 0 or 1 for the halves of a divided part, -1 for a whole part)."""
+        """Return (part of each sample; 0 or 1 for the first or second half of a divided part, -1 if it is whole)."""
         divided = self._divided(size, parts)
         half = np.full_like(sample, -1)
         rows = np.flatnonzero(divided)
@@ -135,12 +134,12 @@ class Cutting:
         def divided_part(number: np.ndarray) -> np.ndarray:
             return np.floor((number + shift) * ratio).astype(np.int64)
 
-        # Samples beyond the parts are the second halves.
+        # Samples numbered after the parts are the second halves.
         extra = sample[rows] - parts[rows]
         part = np.where(extra >= 0, divided_part(np.maximum(extra, 0)), sample[rows])
-        near = np.floor(part / ratio - shift).astype(np.int64)
+        nearest = np.floor(part / ratio - shift).astype(np.int64)
         is_divided = np.zeros(len(rows), bool)
-        for number in (near, near + 1):
+        for number in (nearest, nearest + 1):
             valid = (number >= 0) & (number < divided[rows])
             is_divided |= valid & (divided_part(number) == part)
         half[rows] = np.where(extra >= 0, 1, np.where(is_divided, 0, -1))
@@ -151,14 +150,14 @@ class Cutting:
     def _group(
         self, search: _Search, size: np.ndarray, parts: np.ndarray, part: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Narrow the spans to groups of parts; returns the first part of each group, and one past its last."""
+        """Narrow the spans to groups of parts; return the range [first, end) of the parts of each group."""
         groups = np.maximum(1, -(-parts // _GROUP))
         group = ((part + 1) * groups - 1) // np.maximum(parts, 1)
         first, last = group * parts // groups, (group + 1) * parts // groups
         above_minimum = size // np.maximum(parts, 1) - self._shortest
         stretch = np.maximum(np.minimum(above_minimum, (parts * self.capacity - size) // 3), 0)
         offset = below(draw(search.key, _GRID), stretch + 1)
-        # Half of the tokens that a group's parts leave free, for both of its edges.
+        # Each of a group's two edges may move by half of the tokens that its parts leave free.
         free = self.capacity - -(-(size + stretch) // np.maximum(parts, 1))
         reach = np.maximum(parts // groups * np.minimum(free, above_minimum) // 4, 0)
 
@@ -173,38 +172,38 @@ class Cutting:
         return first, last
 
     def _halve(self, search: _Search, first: np.ndarray, last: np.ndarray, part: np.ndarray) -> None:
-        """Narrow the spans to one part each, by bisection."""
+        """Narrow each span to one part, by bisection."""
         while len(rows := np.flatnonzero(last - first > 1)):
             low, high = first[rows], last[rows]
             middle = (low + high) >> 1
             is_low = part[rows] < middle
-            begin, end = search.spans.begin[rows], search.spans.end[rows]
-            free = (high - low) * self.capacity - (end - begin)
-            lower = np.maximum(end - (high - middle) * self.capacity, begin + (middle - low) * self._shortest)
-            upper = np.minimum(begin + (middle - low) * self.capacity, end - (high - middle) * self._shortest)
+            start, end = search.spans.start[rows], search.spans.end[rows]
+            free = (high - low) * self.capacity - (end - start)
+            lower = np.maximum(end - (high - middle) * self.capacity, start + (middle - low) * self._shortest)
+            upper = np.minimum(start + (middle - low) * self.capacity, end - (high - middle) * self._shortest)
             moved = below(search.bits(rows, middle), free // 2 + 1) - free // 4
-            target = begin + (end - begin) * (middle - low) // (high - low) + moved
+            target = start + (end - start) * (middle - low) // (high - low) + moved
             search.cut(rows, target.clip(lower, upper), lower, upper, keep_first=is_low)
             first[rows], last[rows] = np.where(is_low, low, middle), np.where(is_low, middle, high)
 
     def _divide(self, search: _Search, rows: np.ndarray, half: np.ndarray) -> None:
-        """Narrow the spans `rows` to one of their halves, at a random place."""
-        begin, end = search.spans.begin[rows], search.spans.end[rows]
-        lower, upper = begin + self.min_tokens, end - self.min_tokens
-        bits = draw(draw(search.key[rows], _AT), begin)
+        """Divide the spans `rows` at a random position, and narrow each to one of its halves."""
+        start, end = search.spans.start[rows], search.spans.end[rows]
+        lower, upper = start + self.min_tokens, end - self.min_tokens
+        bits = draw(draw(search.key[rows], _AT), start)
         target = lower + below(bits, upper - lower + 1)
         search.cut(rows, target, lower, upper, keep_first=half[rows] == 0)
 
 
 class _Search:
-    """Spans, narrowed by one cut after another."""
+    """Spans that are narrowed by one cut after another."""
 
-    def __init__(self, places: Places, spans: Spans, key: np.ndarray) -> None:
-        self._places, self.spans, self.key = places, spans, key
+    def __init__(self, sentences: SentenceStarts, spans: Spans, key: np.ndarray) -> None:
+        self._sentences, self.spans, self.key = sentences, spans, key
         self._node_key = draw(key, _NODE)
 
     def bits(self, rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return random bits of the cut before part `number`, uint64."""
+        """Return the random bits of the cut before part `number`, uint64."""
         return draw(self._node_key[rows], number)
 
     def cut(
@@ -220,14 +219,14 @@ class _Search:
         if not len(rows):
             return
         spans = self.spans
-        begin, end, first, last = (column[rows] for column in (spans.begin, spans.end, spans.first, spans.last))
-        found, before, after = self._places.around(rows, first, last, target)
-        has_after = (found < last) & (after <= upper) & (after < end)
-        has_before = (found > first) & (before >= lower) & (before > begin)
+        start, end, first, last = (column[rows] for column in (spans.start, spans.end, spans.first, spans.last))
+        following, before, after = self._sentences.find_sentence(rows, first, last, target)
+        has_after = (following < last) & (after <= upper) & (after < end)
+        has_before = (following > first) & (before >= lower) & (before > start)
         takes_before = has_before & (~has_after | (target - before < after - target))
-        place = np.where(takes_before, before, np.where(has_after, after, target))
-        sentence = found - takes_before
+        position = np.where(takes_before, before, np.where(has_after, after, target))
+        sentence = following - takes_before
         ends = np.broadcast_to(keep_first, len(rows))
-        spans.end[rows], spans.last[rows] = np.where(ends, place, end), np.where(ends, sentence, last)
-        spans.begin[rows], spans.first[rows] = np.where(ends, begin, place), np.where(ends, first, sentence)
+        spans.end[rows], spans.last[rows] = np.where(ends, position, end), np.where(ends, sentence, last)
+        spans.start[rows], spans.first[rows] = np.where(ends, start, position), np.where(ends, first, sentence)
         spans.at_end[rows] = np.where(ends, has_before | has_after, spans.at_end[rows])

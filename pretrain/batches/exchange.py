@@ -1,4 +1,4 @@
-"""Counts of all ranks, exchanged in the background, a step before the loss needs them (invariant 3).
+"""Exchange of counts between all ranks, in the background, a step before the loss needs them (invariant 3).
 
 Every rank counts only its sequences. Counts are integers, so their sums are the same on all ranks, in any order.
 """
@@ -19,22 +19,22 @@ class Counts:
 
     tokens: int
     masked: int  # tokens to predict
-    labeled: int  # sequences of two segments whose relation is predicted
+    labeled: int  # sentence pairs with an NSP or SOP label
 
 
 class AllRanks(Protocol):
     """All ranks of a run (`pretrain.training.engine.RankGroup`)."""
 
     def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        """Return the sums over all ranks of `sums`, and the maximum of `largest`; every rank calls this."""
+        """Return the sums of `sums` over all ranks, and the maximum of `largest`; every rank must call this."""
         ...
 
 
 class Exchange:
-    """Adds up the counts of all ranks in a thread, which outlives the loaders that use it.
+    """Sums the counts of all ranks in a thread, which outlives the loaders that use it.
 
-    All ranks request the same exchanges in the same order, as the training loop requests steps. So an exchange whose
-    loader was closed meanwhile completes all the same, and the ranks stay in step for the next one.
+    All ranks request the same exchanges in the same order, one per training step. An exchange completes even if its
+    loader was closed in the meantime, so the ranks stay synchronized.
     """
 
     def __init__(self, ranks: AllRanks) -> None:
@@ -44,14 +44,14 @@ class Exchange:
         self.thread.start()
 
     def submit(self, counts: Counts, micro_batches: int, then: Callable[[Counts, int], T]) -> Future[T]:
-        """Return a future of `then`, called in the thread with the summed counts and the maximum of micro-batches."""
+        """Return a future of `then(summed counts, maximum of micro_batches)`, which is called in the thread."""
         future: Future[T] = Future()
 
         def work() -> None:
             try:
                 sums, largest = self._ranks.sum_and_largest(list(astuple(counts)), micro_batches)
                 future.set_result(then(Counts(*sums), largest))
-            except BaseException as error:  # raised by whoever waits, whatever its class
+            except BaseException as error:  # any exception is raised again in the waiting thread
                 future.set_exception(error)
 
         self._requests.put(work)

@@ -1,9 +1,9 @@
 """Batches: samples balanced across ranks and micro-batches, unpadded, prepared in the background (invariants 1-3).
 
-A rank plans the part of the global batch that it shares with other ranks, which needs offsets only. So they all know
-the lengths of the part and balance it in the same way without communication (`balancing`). Each rank fetches and masks
-only the tokens of its sequences. Losses are normalized by counts over all parts. A rank that planned the whole batch
-knows them; otherwise the ranks exchange their counts.
+Each rank plans the part of the global batch that it shares with other ranks, from offsets alone. So all ranks of a part
+know its lengths and compute the same balanced assignment without communication (`balancing`). A rank fetches and masks
+only the tokens of its sequences. Losses are normalized by counts over all parts: a rank that plans the whole batch
+computes them, otherwise the ranks exchange their counts.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from pretrain.corpus.shards import TokenShards
 logger = logging.getLogger(__name__)
 
 _MIN_SEQUENCES = 16  # of a held-out source, to report its loss separately
-_PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
-_COUNTED_AT_ONCE = 1 << 16  # tokens gathered at a time to count masked tokens
+_PREFETCH_TOKENS = 1 << 22  # per rank: 28 bytes per token, 120 MB in all
+_COUNT_TOKENS = 1 << 16  # tokens gathered at a time to count masked tokens
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
-_MIN_SEQUENCES_EACH = 512  # per machine, to read different text: with fewer, their token counts differ too much
+_MACHINE_SEQUENCES = 512  # minimum per batch, to divide text among machines: with fewer, token counts differ too much
 
 
-M = TypeVar("M", "StepBatch", "RankShare")
+Batch = TypeVar("Batch", "StepBatch", "RankShare")
 
 
 @dataclass(frozen=True)
 class RankShare:
     """One rank's share of one optimizer step, before the ranks have exchanged their counts."""
 
-    micro_batches: tuple[MicroBatch, ...]  # other parts of the global batch may need more
+    micro_batches: tuple[MicroBatch, ...]  # ranks of other parts of the batch may have more
     first_sample: int
     sequences: int  # over all ranks
 
     @property
     def counts(self) -> Counts:
-        """Counts of this rank's sequences."""
+        """The counts of this rank's sequences."""
         return Counts(
             tokens=sum(sum(batch.real_lengths) for batch in self.micro_batches),
             masked=sum(batch.targets for batch in self.micro_batches),
@@ -77,20 +77,19 @@ _QueueItem = StepBatch | RankShare | BaseException | None  # an error, or None a
 class Loader:
     """The batches of one phase, prefetched by a background thread.
 
-    Iterating yields one `StepBatch` per optimizer step of the phase. `stall_seconds` is the time that the consumer has
-    waited so far.
+    Iterating yields one `StepBatch` per optimizer step of the phase. `stall_seconds` is the total time that the
+    consumer has waited.
 
     Args:
         start_step: the first step of the phase to yield a batch for.
-        rollback: the run's latest one.
+        rollback: the run's latest rollback.
         prefetch: maximum number of batches to prepare ahead.
         pinned: put batches into page-locked memory, for a GPU.
-        machines: number of machines, each with the same number of neighboring ranks; several need an exchange.
-        exchange: between the ranks, which take all steps together. Without it, each rank counts the tokens of the whole
-            global batch.
+        machines: number of machines, each with the same number of consecutive ranks; several need an `exchange`.
+        exchange: exchanges counts between the ranks. Without it, each rank counts the tokens of the whole global batch.
 
     Raises:
-        InputError: the corpus and the config do not allow such batches.
+        InputError: the corpus is too small for a batch, or the batch cannot be balanced across ranks.
     """
 
     def __init__(
@@ -163,11 +162,11 @@ class Loader:
         self.thread.join()
 
     def _take(self) -> StepBatch | BaseException | None:
-        """Return the next step, None at the end, or an error."""
+        """Return the next batch, None at the end, or an error."""
         item = self._ahead.popleft() if self._ahead else self._fetch()
         if self._exchange is not None and isinstance(item, (StepBatch, Future)):
-            # Start the exchange of the next step. All ranks take steps together, so wherever they stop, they have
-            # started the same number of exchanges.
+            # Start the exchange for the next step. All ranks request the same steps, so they have always started the
+            # same number of exchanges, wherever they stop.
             self._ahead.append(self._fetch())
         if not isinstance(item, Future):
             return item
@@ -177,20 +176,20 @@ class Loader:
             return error
 
     def _fetch(self) -> StepBatch | Future[StepBatch] | BaseException | None:
-        """Return the thread's item for the next step; if counts are missing, start their exchange."""
+        """Return the next queued item; if it lacks the counts of all ranks, start their exchange."""
         item = self._queue.get()
         if not isinstance(item, RankShare):
             return item
         assert self._exchange is not None
         count = len(item.micro_batches)
-        return self._exchange.submit(item.counts, count, lambda counts, largest: self._whole(item, counts, largest))
+        return self._exchange.submit(item.counts, count, lambda counts, largest: self._complete(item, counts, largest))
 
-    def _whole(self, share: RankShare, counts: Counts, micro_batches: int) -> StepBatch:
+    def _complete(self, share: RankShare, counts: Counts, micro_batches: int) -> StepBatch:
         """Complete a share with the counts of all ranks, and with the largest number of micro-batches of any rank."""
         if micro_batches > len(share.micro_batches):
-            longer = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
-            share = self._pinned(longer)
-        return self._maker.whole(share, counts)
+            enlarged = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
+            share = self._pinned(enlarged)
+        return self._maker.complete(share, counts)
 
     def _produce(self, phase: PhaseConfig, start_step: int) -> None:
         last: BaseException | None = None
@@ -204,14 +203,14 @@ class Loader:
                     accepted = self._put(self._pinned(self._maker.make(first, sequences)))
                 if not accepted:
                     return
-        except BaseException as error:  # raised by the consumer, whatever its class
+        except BaseException as error:  # any exception is raised again by the consumer
             last = error
         self._put(last)
 
-    def _pinned(self, item: M) -> M:
+    def _pinned(self, item: Batch) -> Batch:
         if self._gpu is None:
             return item
-        # A new thread's device is GPU 0, where pinning would create another context of this process.
+        # A new thread starts on GPU 0, where pinning memory would create another CUDA context.
         torch.cuda.set_device(self._gpu)
         return item.pinned()
 
@@ -231,11 +230,11 @@ def validation_batches(
 ) -> list[StepBatch]:
     """Return the held-out batches of a phase: the same samples every time, for every `config.seed`.
 
-    At most `config.evaluation.sequences` samples; none if the corpus has no validation split. A batch has samples of
-    one source, or of several small ones (`held_out_texts`). If there are fewer samples than ranks, as after a small run
-    has grown, every rank evaluates all.
+    There are at most `config.evaluation.sequences` samples, or none if the corpus has no validation split. A batch has
+    samples of one source, or of several small ones (`held_out_texts`). If there are fewer samples than ranks, every
+    rank evaluates all of them.
 
-    Raises `InputError` if there is a split, but no sample in it.
+    Raises `InputError` if the validation split has no sample.
     """
     if not shards.shards:
         return []
@@ -255,32 +254,32 @@ def validation_batches(
     for text, samples in held_out_texts(shards, counts, max(_MIN_SEQUENCES, world_size)):
         count = sum(samples)
         if count < world_size:
-            alone = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
-            of_text = [_on_all_ranks(alone.only(samples).make(0, count), world_size)]
+            single_rank = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
+            group = [_on_all_ranks(single_rank.limit_to(samples).make(0, count), world_size)]
         else:
             parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
             bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
-            of_text = [maker.only(samples).make(first, last - first) for first, last in itertools.pairwise(bounds)]
-        batches += [dataclasses.replace(batch, text=text) for batch in of_text]
+            group = [maker.limit_to(samples).make(first, last - first) for first, last in itertools.pairwise(bounds)]
+        batches += [dataclasses.replace(batch, text=text) for batch in group]
     return batches
 
 
 def held_out_texts(shards: TokenShards, counts: Sequence[int], minimum: int) -> list[tuple[str, list[int]]]:
-    """Return (name, samples of each source) of the groups of sources whose losses are reported separately.
+    """Group the sources for reporting their losses; return (name, samples of each source) of each group.
 
-    A source with at least `minimum` samples is a group; the others are one group, named after all of them.
+    A source with at least `minimum` samples is a group; the others form one group, named after all of them.
     """
     names = [source.get("name", f"source {number}") for number, source in enumerate(shards.sources)]
     large = [number for number, count in enumerate(counts) if count >= minimum]
     small = [number for number, count in enumerate(counts) if 0 < count < minimum]
     return [
-        (" + ".join(names[number] for number in some), [c if n in some else 0 for n, c in enumerate(counts)])
-        for some in [*([number] for number in large), *([small] if small else [])]
+        (" + ".join(names[number] for number in group), [count if n in group else 0 for n, count in enumerate(counts)])
+        for group in [*([number] for number in large), *([small] if small else [])]
     ]
 
 
 def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
-    """Use the batch of one rank on each of `world_size` ranks: scale its counts like the sums over all ranks."""
+    """Return the batch of one rank for use on `world_size` ranks: its counts are scaled like sums over all ranks."""
     names = ("sequences", "tokens", "masked", "labeled")
     scaled = {name: world_size * getattr(batch, name) for name in names}
     return dataclasses.replace(batch, **scaled, copies=world_size)
@@ -289,9 +288,9 @@ def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
 class BatchMaker:
     """Creates one rank's share of any batch, in the calling thread.
 
-    `held_out` batches are masked with `masking.probability`, whatever the phases say, and mixed as the corpus says, so
+    Batches of `held_out` text use `masking.probability` and the corpus's mix of sources, regardless of the phase, so
     that losses are comparable across phases and forks. Their micro-batches have room for at least two sequences, so
-    that any number of sequences can be assigned to any number of ranks; without a backward pass they still take less
+    that any number of sequences can be assigned to any number of ranks; without a backward pass they still need less
     memory than training.
     """
 
@@ -310,9 +309,9 @@ class BatchMaker:
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
-        # Local text is divided across all ranks, which keeps their token counts closest. Machines that fetch different
+        # Local text is shared by all ranks, which keeps their token counts closest. Machines that stream different
         # text do not have exactly the same number of sequences.
-        is_divided = shards.is_streamed and min(settings.batch_sizes) >= max(machines * _MIN_SEQUENCES_EACH, world_size)
+        is_divided = shards.is_streamed and min(settings.batch_sizes) >= max(machines * _MACHINE_SEQUENCES, world_size)
         is_divided &= config.engine.micro_batch_tokens >= 2 * length
         count = machines if is_divided else 1
         self._machine = Machine(rank * count // world_size, count)
@@ -320,7 +319,7 @@ class BatchMaker:
         self._length = length
         self._config, self._phase, self._folder = config, phase, shards.folder
         self._budget = max(config.engine.micro_batch_tokens, 2 * length if held_out else 0)
-        self._paired = config.pairs.has_classifier
+        self._has_pairs = config.pairs.has_classifier
         share = config.masking.probability
         self._masking_shares = (share, share) if held_out else config.masking_shares(phase)
         self._is_filled = config.engine.cuda_graphs is True and not held_out
@@ -338,10 +337,10 @@ class BatchMaker:
         """Samples of one pass over the corpus."""
         return self.sampler.samples_per_epoch
 
-    def only(self, counts: Sequence[int]) -> BatchMaker:
-        """Return a maker of batches of the first `counts` samples of each source, as `Sampler.only`."""
+    def limit_to(self, counts: Sequence[int]) -> BatchMaker:
+        """Return a maker of batches with only the first `counts` samples of each source."""
         limited = copy.copy(self)
-        limited.sampler = self.sampler.only(counts)
+        limited.sampler = self.sampler.limit_to(counts)
         return limited
 
     def check_batch(self) -> None:
@@ -359,7 +358,7 @@ class BatchMaker:
             )
 
     def needs_exchange(self, sequences: int) -> bool:
-        """Return whether counts over all ranks need lengths or text of sequences that this rank does not read."""
+        """Return whether this rank cannot count the whole batch from the lengths that it knows."""
         if self.world_size == 1:
             return False
         if self._machine.count > 1 or not self._masker.has_exact_counts:
@@ -369,39 +368,39 @@ class BatchMaker:
     def make(self, first_sample: int, sequences: int) -> StepBatch:
         """Return this rank's share of the batch of samples `first_sample` to `first_sample + sequences - 1`.
 
-        It works without an exchange: the rank counts the tokens of the whole batch, which takes longer. Not for
-        machines that read different text.
+        This needs no exchange: the rank counts the tokens of the whole batch, which takes longer. It does not work if
+        machines read different text.
         """
         with self.sampler.holding():
             return self._make(first_sample, sequences)
 
     def _make(self, first_sample: int, sequences: int) -> StepBatch:
         part = balancing.part_of(self.rank, sequences, self.world_size)
-        plans = [self.assign(first_sample, each) for each in balancing.parts(sequences, self.world_size)]
+        plans = [self.assign(first_sample, batch_part) for batch_part in balancing.parts(sequences, self.world_size)]
         largest = max(assignment.micro_batches for _, assignment in plans)
         plan, assignment = plans[balancing.parts(sequences, self.world_size).index(part)]
         if assignment.micro_batches < largest:
             plan, assignment = self.assign(first_sample, part, largest)
         share = RankShare(self._micro_batches_of(part, plan, assignment), first_sample, sequences)
         if self.world_size == 1:
-            return self.whole(share, share.counts)
+            return self.complete(share, share.counts)
         counts = [dataclasses.astuple(self._counts(plan)) for plan, _ in plans]
-        return self.whole(share, Counts(*map(sum, zip(*counts, strict=True))))
+        return self.complete(share, Counts(*map(sum, zip(*counts, strict=True))))
 
     def share(self, first_sample: int, sequences: int, *, micro_batches: int = 1) -> RankShare:
-        """Return this rank's share of a batch, in at least `micro_batches`, without the counts of other ranks.
+        """Return this rank's share of a batch, in `micro_batches` or more, without the counts of other ranks.
 
-        With the largest number that any rank needs, it has the micro-batches of `make`.
+        If `micro_batches` is the maximum over all ranks, the share has the same micro-batches as in `make`.
         """
         part = balancing.part_of(self.rank, sequences, self.world_size)
         if self._machine.count > 1:
             machine = self._machine
             part = balancing.part_of_machine(machine.number, machine.count, sequences, self.world_size)
-        with self.sampler.holding():  # another thread may call this to enlarge a share
+        with self.sampler.holding():  # the exchange thread also calls this, to enlarge a share
             plan, assignment = self.assign(first_sample, part, micro_batches)
             return RankShare(self._micro_batches_of(part, plan, assignment), first_sample, sequences)
 
-    def whole(self, share: RankShare, counts: Counts) -> StepBatch:
+    def complete(self, share: RankShare, counts: Counts) -> StepBatch:
         """Complete a share with the counts of all ranks."""
         return StepBatch(
             micro_batches=share.micro_batches,
@@ -414,7 +413,7 @@ class BatchMaker:
         )
 
     def assign(self, first_sample: int, part: BatchPart, micro_batches: int = 1) -> tuple[SamplePlan, Assignment]:
-        """Return the plan of a part of the batch that starts at `first_sample`, and its assignment to micro-batches."""
+        """Plan a part of the batch that starts at `first_sample`; return the plan and its micro-batch assignment."""
         samples = first_sample + part.first + np.arange(part.sequences)
         if part.machine >= 0:
             samples = samples[self.sampler.owners(samples) == part.machine]
@@ -429,8 +428,8 @@ class BatchMaker:
         """Return the counts of planned samples."""
         return Counts(
             tokens=int(plan.lengths.sum()),
-            masked=self._masked(plan),
-            labeled=int((plan.label >= 0).sum()) if self._paired else 0,
+            masked=self._count_masked(plan),
+            labeled=int((plan.label >= 0).sum()) if self._has_pairs else 0,
         )
 
     def _micro_batch(self, plan: SamplePlan) -> MicroBatch:
@@ -443,21 +442,21 @@ class BatchMaker:
             cu_seqlens=torch.from_numpy(rows.starts.astype(np.int32)),
             masked_rows=torch.from_numpy(masked.rows),
             masked_labels=torch.from_numpy(masked.labels),
-            nsp_labels=torch.from_numpy(plan.label if self._paired else plan.label[:0]),
+            nsp_labels=torch.from_numpy(plan.label if self._has_pairs else plan.label[:0]),
             token_keys=torch.from_numpy(masked.token_keys),
             lengths=tuple(plan.lengths.tolist()),
         )
         return with_filler(batch, self._length) if self._is_filled else batch
 
-    def _masked(self, plan: SamplePlan) -> int:
+    def _count_masked(self, plan: SamplePlan) -> int:
         """Return the number of masked tokens of these samples."""
         if not len(plan.key):
             return 0
         if self._masker.has_exact_counts:
             special = plan.lengths - plan.ordinary
             return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._masking_share(plan)).sum())
-        # The number of chosen tokens depends on the text, so all of it has to be read.
-        portion = np.cumsum(plan.lengths) // _COUNTED_AT_ONCE
+        # The number of masked tokens depends on the text, so all of it must be read.
+        portion = np.cumsum(plan.lengths) // _COUNT_TOKENS
         parts = np.split(np.arange(len(portion)), np.flatnonzero(np.diff(portion)) + 1)
         return sum(
             self._masker.count(self.sampler.gather(part), part.key, self._masking_share(part))
@@ -465,7 +464,7 @@ class BatchMaker:
         )
 
     def _masking_share(self, plan: SamplePlan) -> np.ndarray:
-        """Return the share of tokens to predict, float64 [B]; it depends only on the sample's number (invariant 1)."""
+        """Return the share of tokens to predict, float64 [B]; it depends only on the sample number (invariant 1)."""
         first, last = self._masking_shares
         return first + (last - first) * (plan.number / self._phase_sequences)
 

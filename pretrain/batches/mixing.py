@@ -1,9 +1,9 @@
 """The mix of sources of a phase, planned once: weights, a temperature, and a cap on repeats.
 
-A source with T tokens and the weight w gets a share of the phase's tokens in proportion to w T^temperature. So 1 reads
-every token equally often (weights are epochs), 0 uses the weights as shares of the tokens, and values between favor
-small sources (XLM-R, Conneau et al. 2020, section 3.1, has 0.3). Token shares are converted to sample shares by the
-mean sample length of each source.
+A source with T tokens and the weight w gets a share of the phase's tokens in proportion to w T^temperature. With a
+temperature of 1, weights are epochs: equal weights read every token equally often. With 0, weights are shares of the
+tokens. Values in between favor small sources (XLM-R uses 0.3: Conneau et al. 2020, section 3.1). Token shares are
+converted to sample shares by the mean sample length of each source.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig
 from pretrain.corpus.shards import TokenShards
 
-_RESOLUTION = 1 << 30  # samples of a period, unless all shares are whole numbers
+_RESOLUTION = 1 << 30  # samples in a period, unless all shares are integers
 
 
 @dataclass(frozen=True)
 class Mix:
-    """The samples that `Mixture` interleaves.
+    """The mix of sources of a phase.
 
     Attributes:
-        shares: samples of each source in a period.
-        epoch: samples of an epoch of the mixture.
-        capped: whether `max_epochs` reduces the share of a source.
+        shares: samples of each source in a period of the `Mixture`.
+        epoch: samples in an epoch of the mix.
+        capped: for each source, whether `max_epochs` reduces its share.
     """
 
     shares: tuple[int, ...]
@@ -38,37 +38,37 @@ class Mix:
 
 @dataclass(frozen=True)
 class SourceReading:
-    """Amount of a source that a phase reads."""
+    """The amount of a source that a phase reads."""
 
     name: str
     token_share: float  # of the phase's tokens, without special tokens
-    epochs: float  # read by this phase
-    until: float  # epochs read from the run's start to the phase's end, skipped parts of windows included
+    epochs: float  # in this phase
+    total_epochs: float  # from the start of the run to the end of the phase, including skipped parts of windows
     capped: bool
-    left_out: int = 0  # tokens of an open window that another sequence length cannot continue
+    left_out: int = 0  # tokens skipped because the open window cannot be continued at another sequence length
 
     @property
     def line(self) -> str:
-        """The reading as a part of a sentence."""
+        """A phrase that describes the reading."""
         parts = [f"{self.name} {self.token_share:.1%} of the tokens, {self.epochs:.2f} epochs"]
-        if self.until > self.epochs + 0.005:
-            parts.append(f"{self.until:.2f} since the start of the run")
+        if self.total_epochs > self.epochs + 0.005:
+            parts.append(f"{self.total_epochs:.2f} since the start of the run")
         parts += ["capped by max_epochs"] if self.capped else []
-        left = f"{self.left_out:,} tokens left out: another sequence_length cannot continue the open window"
-        return ", ".join([*parts, *([left] if self.left_out else [])])
+        note = f"{self.left_out:,} tokens left out: another sequence_length cannot continue the open window"
+        return ", ".join([*parts, *([note] if self.left_out else [])])
 
 
 def plan_mix(
     shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], read: Sequence[int], where: str
 ) -> Mix:
-    """Plan the mix of a phase; without a phase, the mix of the corpus.
+    """Plan the mix of a phase; if `phase` is None, the mix of the corpus.
 
     Args:
-        samples: samples of one epoch of each source.
+        samples: samples in an epoch of each source.
         read: samples of each source that were read before the phase.
         where: the phase's path in the config, for errors.
 
-    Raises `InputError` if the corpus has no sample, a weight has no source, or a cap leaves too little.
+    Raises `InputError` if the corpus has no sample, a weight names no source, or `max_epochs` leaves too few samples.
     """
     epochs = _weights(shards, phase, samples, where)
     counts = np.array(samples, np.float64)
@@ -77,20 +77,20 @@ def plan_mix(
         raise InputError(f"{shards.folder}: no document has the two tokens that a sample needs. Add text.")
     planned, capped = uncapped, np.zeros(len(uncapped), bool)
     if phase is not None and phase.max_epochs:
-        left = np.maximum(0.0, phase.max_epochs * counts - np.array(read))
+        remaining = np.maximum(0.0, phase.max_epochs * counts - np.array(read))
         not_replayed = np.array([not is_replayed(source) for source in shards.sources])
         requested = phase.sequences * uncapped / uncapped.sum()
-        planned, capped = _capped(requested, np.where(not_replayed, left, np.inf))
-        _check_cap(shards, phase, requested, planned, np.where(not_replayed, left, np.inf), where)
+        planned, capped = _cap_samples(requested, np.where(not_replayed, remaining, np.inf))
+        _check_cap(shards, phase, requested, planned, np.where(not_replayed, remaining, np.inf), where)
     epoch = max(1, round(uncapped.sum()))
     planned = planned if capped.any() else uncapped
-    if (planned != np.round(planned)).any():  # rounding up would raise the shares of many small sources
+    if (planned != np.round(planned)).any():  # scale up: rounding small numbers would distort the shares
         planned = planned / planned.sum() * _RESOLUTION
-    return Mix(tuple(max(1, round(x)) if x else 0 for x in planned.tolist()), epoch, tuple(capped.tolist()))
+    return Mix(tuple(max(1, round(share)) if share else 0 for share in planned.tolist()), epoch, tuple(capped.tolist()))
 
 
 def _weights(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
-    """Return the epochs of each source in one epoch of the mixture, before replayed text is added."""
+    """Return the epochs of each source in an epoch of the mix, before replayed text is added."""
     if phase is None:
         return shards.weights({}, where)
     weights = shards.weights(phase.weights, f"{where}.weights")
@@ -109,32 +109,33 @@ def _weights(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[i
     return (scaled * (counts[not_replayed].sum() / total if total else 1.0)).tolist()
 
 
-def _capped(requested: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cap the samples of each source at `left`; the others make up for it in proportion. Returns (samples, capped)."""
+def _cap_samples(requested: np.ndarray, remaining: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cap the samples of each source; the other sources compensate in proportion. Return (samples, capped)."""
     total, capped = requested.sum(), np.zeros(len(requested), bool)
     planned = requested
-    while (over := (planned > left) & ~capped).any():
-        capped |= over
-        rest = np.where(capped, 0.0, requested)
-        planned = np.where(capped, left, rest * max(0.0, total - left[capped].sum()) / max(rest.sum(), 1e-300))
+    while (exceeds := (planned > remaining) & ~capped).any():
+        capped |= exceeds
+        uncapped = np.where(capped, 0.0, requested)
+        factor = max(0.0, total - remaining[capped].sum()) / max(uncapped.sum(), 1e-300)
+        planned = np.where(capped, remaining, uncapped * factor)
     return planned, capped
 
 
 def _check_cap(
-    shards: TokenShards, phase: PhaseConfig, requested: np.ndarray, planned: np.ndarray, left: np.ndarray, where: str
+    shards: TokenShards, phase: PhaseConfig, requested: np.ndarray, planned: np.ndarray, unread: np.ndarray, where: str
 ) -> None:
-    """Raise `InputError` if the cap reduces a source with an explicit weight, or leaves too few samples."""
+    """Raise `InputError` if `max_epochs` reduces a source with an explicit weight, or leaves too few samples."""
     cap = f"{where}.max_epochs ({phase.max_epochs:g})"
     for number, source in enumerate(shards.sources):
-        if source.get("name") in phase.weights and max(requested[number], planned[number]) > left[number] + 0.5:
+        if source.get("name") in phase.weights and max(requested[number], planned[number]) > unread[number] + 0.5:
             raise InputError(
-                f"{cap}: the weight of {source['name']} asks for {round(requested[number]):,} of its sequences, but "
-                f"only {int(left[number]):,} are left until it was read that often. Lower its weight or the steps, or "
-                "raise max_epochs."
+                f"{cap}: the weight of {source['name']} requires {round(requested[number]):,} of its sequences, but "
+                f"only {int(unread[number]):,} are left before this limit. Lower its weight or the steps, or raise "
+                "max_epochs."
             )
     if planned.sum() < phase.sequences - 0.5:
         raise InputError(
             f"{cap}: the phase reads {phase.sequences:,} sequences, but its sources have only "
-            f"{int(left[requested > 0].sum()):,} left until they were read that often. Lower its steps, raise "
+            f"{int(unread[requested > 0].sum()):,} left before this limit. Lower its steps, raise "
             "max_epochs or add text."
         )

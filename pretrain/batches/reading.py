@@ -1,4 +1,4 @@
-"""Count how often an epoch reads each token, by planning a part of it."""
+"""Count how often an epoch reads each token, by planning a part of the epoch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,23 +11,23 @@ from pretrain.batches.source import SourceSamples
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
-_BLOCKS = 8  # counted of each source: some 8 million tokens
-_AT_ONCE = 1 << 14  # samples
+_BLOCKS = 8  # counted of each source: about 8 million tokens
+_BATCH_SAMPLES = 1 << 14
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Statistics of samples of one length, on the counted text. Shares are of its tokens, unless noted."""
+    """Statistics of samples of one sequence length, on the counted text."""
 
     sequence_length: int
     input_format: str
-    tokens: int  # counted
-    reads: float  # of a token, on average
-    unread: float  # share that is never read
-    twice: float  # share that is read twice or more
-    mean_length: float  # of samples, special tokens included
-    at_sentence_ends: float  # share of the samples whose text stops at a sentence boundary
-    labeled: float  # share of the samples with a label of their pair; 0 without pairs
+    tokens: int  # counted tokens
+    reads: float  # mean number of times that a token is read
+    unread: float  # share of the tokens that are never read
+    twice: float  # share of the tokens that are read twice or more
+    mean_length: float  # of samples, including special tokens
+    at_sentence_ends: float  # share of the samples that stop at a sentence boundary
+    labeled: float  # share of the samples with an NSP or SOP label; 0 without pairs
 
     @property
     def line(self) -> str:
@@ -50,7 +50,7 @@ def count_readings(shards: TokenShards, config: PretrainConfig) -> list[dict[str
 
 
 def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> Reading:
-    """Plan a window of each source, of some 8 million tokens or all that it has, and count.
+    """Plan a window of each source, of about 8 million tokens, and count how often each token is read.
 
     Raises `InputError` if the corpus has no sample.
     """
@@ -71,27 +71,27 @@ def count_reading(shards: TokenShards, config: PretrainConfig, length: int) -> R
 
 
 def _count(source: SourceSamples) -> Sequence[float]:
-    """Count a source's first window: (tokens, reads, unread tokens, tokens read twice; samples, their tokens, samples
-    that stop at a sentence boundary, samples with a label).
+    """Count a source's first window; return (tokens, reads, unread tokens, tokens read twice or more, samples, tokens
+    of the samples, samples that stop at a sentence boundary, labeled samples).
     """
-    shard, begin, end = source.window_text(0, 0)
-    order = np.lexsort((begin, shard))
-    shard, begin, end = shard[order], begin[order], end[order]
-    base = np.cumsum(end - begin) - (end - begin)
-    key = (shard << 48) + begin
-    changes = np.zeros(int((end - begin).sum()) + 1, np.int8)
+    shard, start, end = source.window_text(0, 0)
+    order = np.lexsort((start, shard))
+    shard, start, end = shard[order], start[order], end[order]
+    base = np.cumsum(end - start) - (end - start)
+    key = (shard << 48) + start
+    changes = np.zeros(int((end - start).sum()) + 1, np.int8)
     first, last = source.order.epoch(0).samples[:2].tolist()
     sums = np.zeros(4)
-    for low in range(first, last, _AT_ONCE):
-        plan = source.plan(np.arange(low, min(last, low + _AT_ONCE)))
-        for segment_shard, segment_begin, length in (
-            (plan.shard_a, plan.begin_a, plan.length_a),
-            (plan.shard_b, plan.begin_b, plan.length_b),
+    for batch_start in range(first, last, _BATCH_SAMPLES):
+        plan = source.plan(np.arange(batch_start, min(last, batch_start + _BATCH_SAMPLES)))
+        for segment_shard, segment_start, length in (
+            (plan.shard_a, plan.start_a, plan.length_a),
+            (plan.shard_b, plan.start_b, plan.length_b),
         ):
-            block = np.searchsorted(key, (segment_shard << 48) + segment_begin, side="right") - 1
-            place = base[block] + segment_begin - begin[block]
-            np.add.at(changes, place, 1)
-            np.add.at(changes, place + length, -1)
+            block = np.searchsorted(key, (segment_shard << 48) + segment_start, side="right") - 1
+            position = base[block] + segment_start - start[block]
+            np.add.at(changes, position, 1)
+            np.add.at(changes, position + length, -1)
         sums += len(plan.key), plan.lengths.sum(), plan.at_end.sum(), (plan.label >= 0).sum()
     times = np.cumsum(changes[:-1], dtype=np.int8)
     return [len(times), times.sum(dtype=np.int64), (times == 0).sum(), (times > 1).sum(), *sums]

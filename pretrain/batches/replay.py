@@ -1,7 +1,7 @@
 """Replay: text of a second corpus, mixed into a run's corpus to reduce forgetting.
 
-The second corpus's sources become further sources of the mixture, with weights that follow from their configured share
-of the samples. A replayed sample is determined like any other sample (invariant 1).
+The sources of the second corpus become additional sources of the mixture; their weights follow from the configured
+share of the samples. A replayed sample is determined like any other sample (invariant 1).
 """
 
 import dataclasses
@@ -12,20 +12,20 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
 
-_SHARE = "replay_share"  # key of a source in `TokenShards.sources`: the share of all samples of the replayed sources
+_SHARE = "replay_share"  # key in `TokenShards.sources`: the share of samples for all replayed sources together
 
 
 def with_replay(shards: TokenShards, general: TokenShards, share: float) -> TokenShards:
-    """Add the sources of `general` to `shards`; together they give `share` of the samples of every epoch.
+    """Add the sources of `general` to `shards`; together they provide `share` of the samples of every epoch.
 
-    The vocabulary of `general` must be the same as the vocabulary of `shards`, or a prefix of it.
+    The vocabulary of `general` must be the vocabulary of `shards` or a prefix of it.
 
     Raises:
-        InputError: the corpora keep their tokens in different widths, or `general` has no text.
+        InputError: the token types of the corpora differ, or `general` has no text.
     """
     if not general.shards:
         raise InputError(f"{general.folder}: no text in this split, so nothing can be replayed. Prepare it again.")
-    ours, theirs = (one.shards[0].tokens.dtype if one.shards else None for one in (shards, general))
+    ours, theirs = (corpus.shards[0].tokens.dtype if corpus.shards else None for corpus in (shards, general))
     if ours is not None and ours != theirs:
         raise InputError(
             f"{general.folder}: its tokens are {theirs}, but {shards.folder} has {ours}: one vocabulary has "
@@ -33,13 +33,13 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
         )
     digest = hashlib.sha256(f"{shards.fingerprint} {general.fingerprint} {share!r}".encode())
     first = len(shards.sources)
-    # Without names: a phase's weights apply to the run's sources, which may have the same names.
+    # No names: a phase's weights must only apply to the run's sources, which may have the same names.
     replayed = [{"weight": source.get("weight", 1.0), _SHARE: share} for source in general.sources]
     return dataclasses.replace(
         shards,
         fingerprint=digest.hexdigest(),
         sources=[*shards.sources, *replayed],
-        shards=[*shards.shards, *(dataclasses.replace(one, source=one.source + first) for one in general.shards)],
+        shards=[*shards.shards, *(dataclasses.replace(shard, source=shard.source + first) for shard in general.shards)],
         fingerprints=tuple(
             corpus.source_fingerprint(number) for corpus in (shards, general) for number in range(len(corpus.sources))
         ),
@@ -47,7 +47,7 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
 
 
 def is_replayed(source: Mapping[str, Any]) -> bool:
-    """Return whether a source is from the second corpus."""
+    """Return whether a source is replayed from the second corpus."""
     return _SHARE in source
 
 
@@ -55,9 +55,9 @@ def mixture_weights(sources: Sequence[Mapping[str, Any]], weights: list[float], 
     """Return the epochs of each source in an epoch of the mixture.
 
     Args:
-        sources: all sources; each replayed one has the share of the samples that all replayed ones give together.
-        weights: of the sources, relative within the replayed ones and within the others.
-        samples: samples of one epoch of each source.
+        sources: all sources; every replayed source has the total share of samples of all replayed sources.
+        weights: weight of each source, relative to the other replayed or the other not replayed sources.
+        samples: samples in an epoch of each source.
 
     Raises `InputError` if there is nothing to replay.
     """

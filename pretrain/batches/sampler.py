@@ -1,8 +1,8 @@
-"""Samples, addressed by number: the tokens that each one reads (invariants 1 and 4).
+"""Map the number of a sample to the tokens that it reads (invariants 1 and 4).
 
     number -> source (`order`) -> epoch, window (`blocks`) -> unit of text -> span (`cuts`) -> segments (`pairs`)
 
-Everything is vectorized over samples. Only counting the samples of each block takes a pass over the corpus.
+Everything is vectorized over samples. Only counting the samples of each block needs a pass over the corpus.
 """
 
 from __future__ import annotations
@@ -30,39 +30,36 @@ from pretrain.common.wording import counted
 from pretrain.config import PairsConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
-SAMPLER = 4
-"""Version of the numbering of samples and of `Rollback`. A run with another one cannot be resumed: 1 did not read every
-token, 2 shuffled the samples of a window regardless of their blocks, and 3 lost the position in a source when the
-mixture changed.
-"""
+SAMPLER_VERSION = 4
+"""Version of the numbering of samples and of `Rollback`; a run with another version cannot be resumed."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Position from which a run reads its data after its latest rollback: before `step`, from `read` on."""
+    """The latest rollback of a run: from `step` on, it reads its data from the progress `read`."""
 
     step: int
     read: list[list[Any]]  # [name, fingerprint, *SourceProgress] of each source
 
 
-def rolled_back(
+def make_rollback(
     shards: TokenShards, config: PretrainConfig, step: int, failed: int, before: Rollback | None
 ) -> Rollback:
-    """Return the rollback to `step` of a run of which the first `failed` steps have read their data.
+    """Return the rollback to `step` of a run that has read the data of its first `failed` steps.
 
     Args:
         before: the previous rollback.
     """
-    phase, within = config.phase_at(failed - 1)
+    phase, phase_step = config.phase_at(failed - 1)
     sampler = phase_sampler(shards, config, phase, seed=config.seed, rollback=before)
-    read = sampler.read_after(config.phases[phase].first_sample(within + 1))
+    read = sampler.read_after(config.phases[phase].first_sample(phase_step + 1))
     known = zip(_source_names(shards), read, strict=True)
     return Rollback(step, [[*source, *astuple(progress)] for source, progress in known if progress is not None])
 
 
-def phase_sampler(shards: TokenShards, config: PretrainConfig, phase: int, **more: Any) -> Sampler:
-    """Return the samples of a phase; arguments and errors as of `phase_samplers`."""
-    return next(itertools.islice(phase_samplers(shards, config, **more), phase, None))
+def phase_sampler(shards: TokenShards, config: PretrainConfig, phase: int, **arguments: Any) -> Sampler:
+    """Return the sampler of a phase; arguments and errors as in `phase_samplers`."""
+    return next(itertools.islice(phase_samplers(shards, config, **arguments), phase, None))
 
 
 def phase_samplers(
@@ -73,22 +70,22 @@ def phase_samplers(
     rollback: Rollback | None = None,
     machine: Machine = Machine(),  # noqa: B008 - frozen
 ) -> Iterator[Sampler]:
-    """Yield the samples of each phase; each source continues where the previous phases stopped.
+    """Yield the sampler of each phase; each source continues where the previous phases stopped.
 
-    At another sequence length it continues after the open window.
+    If the sequence length changes, a source continues after its open window.
 
     Args:
-        rollback: the run's latest one. In its phase, samples are valid only from its step on.
+        rollback: the run's latest rollback. The sampler of its phase is only valid from its step on.
         machine: only its samples can be planned (`Sampler.owners`).
 
     Raises `InputError` if the corpus has no sample for a phase.
     """
-    phase_of, within = config.phase_at(rollback.step) if rollback else (len(config.phases), 0)
+    phase_of, phase_step = config.phase_at(rollback.step) if rollback else (len(config.phases), 0)
     planned: Sequence[SourceProgress | None] = ()
     resumed: tuple[int, Sequence[SourceProgress | None]] | None = None
     for number, settings in enumerate(config.phases):
         if rollback and number == phase_of:
-            resumed = settings.first_sample(within), _read_before(rollback, shards)
+            resumed = settings.first_sample(phase_step), _read_before(rollback, shards)
         make_sampler = functools.partial(
             Sampler,
             shards,
@@ -113,12 +110,12 @@ def _read_before(rollback: Rollback, shards: TokenShards) -> list[SourceProgress
 
 
 def _source_names(shards: TokenShards) -> list[tuple[str, str]]:
-    """Return (name, fingerprint) of each source; replayed ones have no name."""
+    """Return (name, fingerprint) of each source; the name of a replayed source is empty."""
     return [(source.get("name", ""), shards.source_fingerprint(n)) for n, source in enumerate(shards.sources)]
 
 
 def held_out_sampler(shards: TokenShards, config: PretrainConfig, phase: int) -> Sampler:
-    """Return the samples that a phase is evaluated on: the same for every seed, mixed as the corpus says."""
+    """Return the sampler for evaluating a phase: the same for every seed, with the corpus's mix of sources."""
     length = config.phases[phase].sequence_length
     return Sampler(shards, config.pairs, sequence_length=length, seed=0)
 
@@ -126,19 +123,20 @@ def held_out_sampler(shards: TokenShards, config: PretrainConfig, phase: int) ->
 class Sampler:
     """The samples of one split of a corpus at one sequence length.
 
-    A sample is a pure function of its source's fingerprint, `seed`, the source's epoch, its index in it, and the
-    cutting of sequences. The `phase` and `start` determine which of them is sample n.
+    A sample is a pure function of its source's fingerprint, `seed`, the source's epoch, its index in this epoch, and
+    the cutting of sequences. `phase` and `start` determine which of these samples has number n.
 
     Args:
-        phase: sets the share of each source, by default the corpus does; `where` is its path in the config.
-        start: progress in each source when the phase was planned, from `read_after`.
-        resumed: (first sample, progress in each source before it), if they differ from the plan.
+        phase: determines the share of each source, by default the weights in the corpus.
+        where: path of `phase` in the config, for errors.
+        start: progress in each source at the planned start of the phase, from `read_after`.
+        resumed: (first sample, progress in each source before it), after a rollback.
         batch: samples that are read together; windows are never smaller.
         block_tokens: tokens of a block; by default, the blocks of the corpus are used.
-        window_blocks: minimum blocks of the windows of all sources together; by default `WINDOW_BLOCKS`.
+        window_blocks: minimum total blocks of the sources' windows, by default `WINDOW_BLOCKS`.
         machine: only its samples can be planned (`owners`).
 
-    Raises `InputError` if the corpus has no sample, or no source with a configured name.
+    Raises `InputError` if the corpus has no sample, or a configured source does not exist.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class Sampler:
         self.pairs = pairs
         self._lock = threading.Lock()
         self.paired = pairs.has_classifier
-        self.special_tokens = 3 if self.paired else 2  # minimum per sequence
+        self.special_tokens = 3 if self.paired else 2  # per sequence, without separators between documents
         self.capacity = sequence_length - self.special_tokens
         self._text = ShardText(shards.shards)
         joined = pairs.chosen_format == "full_sentences"
@@ -172,7 +170,7 @@ class Sampler:
         self._check_partners(shards_of)
         blocks = [blocks_of(shards.shards, numbers, block_tokens) for numbers in shards_of]
         counts = sample_counts(self._text, blocks, cutting, shards)
-        shares = _uncapped_shares(shards, phase, [int(each.sum()) for each in counts], where)
+        shares = _uncapped_shares(shards, phase, [int(block_counts.sum()) for block_counts in counts], where)
         total_blocks = window_blocks or WINDOW_BLOCKS
         start = list(start) or [None] * len(shards_of)
         first, self._start = resumed or (0, start)
@@ -189,27 +187,27 @@ class Sampler:
                 window_blocks=window_blocks_for(source_counts, batch, share, total_blocks),
                 before=self._start[number],
                 machine=machine,
-                held=_streamed(shards, source_blocks),
+                streamed=_streamed_blocks(shards, source_blocks),
             )
             for number, (numbers, source_blocks, source_counts, share) in enumerate(
                 zip(shards_of, blocks, counts, shares, strict=True)
             )
         ]
-        # A rollback changes what is read, not the mixture.
+        # A rollback changes which samples are read, not the mix.
         read = self._samples_of(start)
         self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], read, where)
         self._mixture = Mixture(self.mix.shares)
-        self._before = self._mixture.counts(first)  # samples of each source that other samplers have read
-        self._first = [a - b for a, b in zip(self._samples_of(self._start), self._before, strict=True)]
+        self._before = self._mixture.counts(first)  # samples of each source that earlier samplers have read
+        self._first = [n - earlier for n, earlier in zip(self._samples_of(self._start), self._before, strict=True)]
 
     def _samples_of(self, progress: Sequence[SourceProgress | None]) -> list[int]:
-        """Return the first sample of each source that reads only unread text."""
-        both = zip(self.sources, progress, strict=True)
-        return [source.first_after(before) if source.samples else 0 for source, before in both]
+        """Return the first sample of each source after its `progress`."""
+        source_progress = zip(self.sources, progress, strict=True)
+        return [source.first_after(before) if source.samples else 0 for source, before in source_progress]
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Keep the text of samples that are planned in this context, for one thread at a time."""
+        """Keep the text of the samples planned in this context in the cache; only one thread can enter it at a time."""
         with self._lock:
             for source in self.sources:
                 source.in_use = []
@@ -220,7 +218,7 @@ class Sampler:
                     source.in_use = None
 
     def check_cache(self, where: str) -> None:
-        """Raise `InputError` if the cache of a streamed corpus is too small for the text that is read at a time."""
+        """Raise `InputError` if the cache of a streamed corpus is too small for the blocks that are held at a time."""
         caches = {id(shard.cache): shard.cache for shard in self.shards.shards if shard.cache}
         pairs = zip(self.sources, self._mixture.shares, strict=True)
         required = sum(source.held_bytes() for source, share in pairs if share)
@@ -234,23 +232,23 @@ class Sampler:
 
     @property
     def identity(self) -> list[list[Any]]:
-        """Values that determine the numbering of samples: [name, fingerprint, share] of each source that is read."""
-        both = zip(_source_names(self.shards), self._mixture.shares, strict=True)
-        return [[*source, share] for source, share in both if share]
+        """Values that determine the numbering of samples: [name, fingerprint, share] of each source with a share."""
+        named_shares = zip(_source_names(self.shards), self._mixture.shares, strict=True)
+        return [[*source, share] for source, share in named_shares if share]
 
     def readings(self, samples: int, left_out: Sequence[int] = ()) -> list[SourceReading]:
-        """Return the amounts of each source that the first `samples` read; `left_out` tokens of each are skipped."""
+        """Return how much of each source the first `samples` read; `left_out` are the skipped tokens of each source."""
         counts, tokens = np.array(self._mixture.counts(samples)), np.zeros(len(self.sources))
         for shard in self.shards.shards:
             tokens[shard.source] += len(shard.tokens)
-        each = np.array([max(1, source.samples) for source in self.sources])
-        shares = counts * tokens / each
+        epoch_samples = np.array([max(1, source.samples) for source in self.sources])
+        shares = counts * tokens / epoch_samples
         return [
             SourceReading(
                 source.get("name", "replayed text"),
                 float(shares[number] / shares.sum()),
-                float(counts[number] / each[number]),
-                float((self._first[number] + counts[number]) / each[number]),
+                float(counts[number] / epoch_samples[number]),
+                float((self._first[number] + counts[number]) / epoch_samples[number]),
                 self.mix.capped[number],
                 left_out[number] if left_out else 0,
             )
@@ -262,14 +260,14 @@ class Sampler:
         """Return the number of samples of each source among the first `samples`."""
         return self._mixture.counts(samples)
 
-    def only(self, counts: Sequence[int]) -> Sampler:
-        """Return a sampler that starts with the first `counts` samples of each source."""
+    def limit_to(self, counts: Sequence[int]) -> Sampler:
+        """Return a sampler of only the first `counts` samples of each source."""
         limited = copy.copy(self)
         limited._mixture = Mixture(counts)
         return limited
 
     def read_after(self, samples: int) -> list[SourceProgress | None]:
-        """Return the progress in each source after `samples`; the `start` of a sampler that continues from there."""
+        """Return the progress in each source after `samples`, which is the `start` of the next phase's sampler."""
         counts = self._mixture.counts(samples)
         rows = zip(self.sources, self._first, counts, self._before, self._start, strict=True)
         return [
@@ -278,40 +276,40 @@ class Sampler:
         ]
 
     def left_out(self, source: int, reader: SourceSamples | None) -> int:
-        """Return the tokens of a source's open window that these samples skip, because `reader`, the last sampler to
-        read it, cuts samples differently.
+        """Count the tokens of a source's open window that this sampler skips, because `reader`, which last read the
+        source, cuts samples differently.
         """
         before = self._start[source]
         return reader.unread(before) if reader and before and reader.cutting != self.sources[source].cutting else 0
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """Return the machine of each of `samples`, int64 [B]. Machines have nearly the same number of samples."""
+        """Return the machine that reads each sample, int64 [B]. Machines read nearly equal numbers of samples."""
         source, before = self._mixture.locate(samples)
         owner = np.zeros_like(samples)
         for number in np.unique(source).tolist():
-            here = np.flatnonzero(source == number)
-            owner[here] = self.sources[number].owners(before[here] + self._first[number])
+            indices = np.flatnonzero(source == number)
+            owner[indices] = self.sources[number].owners(before[indices] + self._first[number])
         return owner
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
-        """Plan `samples` of this machine (int64 [B], counted across epochs); reads only offsets, no tokens."""
-        self._text.looked_up(len(samples))
+        """Plan `samples` of this machine (int64 [B], counted across epochs). Only offsets are read, no tokens."""
+        self._text.count_lookups(len(samples))
         source, before = self._mixture.locate(samples)
         plans, rows = [], []
         for number in np.unique(source).tolist():
-            here = np.flatnonzero(source == number)
-            plans.append(self.sources[number].plan(before[here] + self._first[number]))
-            rows.append(here)
-        plan = SamplePlan.joined(plans)[np.argsort(np.concatenate(rows), kind="stable")]
+            indices = np.flatnonzero(source == number)
+            plans.append(self.sources[number].plan(before[indices] + self._first[number]))
+            rows.append(indices)
+        plan = SamplePlan.concatenate(plans)[np.argsort(np.concatenate(rows), kind="stable")]
         plan.number[:] = samples
         return plan
 
     def gather(self, plan: SamplePlan) -> Rows:
-        """Fetch the tokens of a plan, as `plan.gather`."""
+        """Fetch the tokens of a plan; see `plan.gather`."""
         return gather(self.shards, self._text, plan, paired=self.paired)
 
     def _check_partners(self, shards: Sequence[Sequence[int]]) -> None:
-        """Raise `InputError` if segments should be exchanged, but no source has two documents."""
+        """Raise `InputError` if random next sentences are configured, but no source has two documents."""
         largest = max(sum(self._text.document_count(shard) for shard in numbers) for numbers in shards)
         if self.pairs.objective == "nsp" and largest < 2:
             raise InputError(
@@ -321,16 +319,16 @@ class Sampler:
 
 
 def _uncapped_shares(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
-    """Return the share of each source in a phase, whatever was read before; determines the size of windows."""
+    """Return the share of each source in a phase, regardless of earlier phases; determines the size of windows."""
     uncapped = None if phase is None else phase.model_copy(update={"max_epochs": 0})
     shares = plan_mix(shards, uncapped, samples, [0] * len(samples), where).shares
     return [share / sum(shares) for share in shares]
 
 
-def _streamed(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | None:
+def _streamed_blocks(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | None:
     """Return the cache of a source's blocks; None if it is not streamed."""
     cache = shards.shards[int(blocks.shard[0])].cache if len(blocks) else None
     if cache is None:
         return None
-    first = np.searchsorted(blocks.shard, blocks.shard)  # neighbors are of the same shard
+    first = np.searchsorted(blocks.shard, blocks.shard)  # blocks of a shard are adjacent
     return StreamedBlocks(cache, cache.numbers(blocks.shard, np.arange(len(blocks)) - first))

@@ -13,7 +13,7 @@ from pretrain.batches.plan import Rows
 from pretrain.config import MaskingConfig
 from pretrain.corpus.byte_words import WordEdges
 
-_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters that pairs.py and `Masker` do not use
+_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters of `draw`; not used in pairs.py or `Masker`
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class MaskingVocabulary:
     """The properties of a vocabulary of V entries that masking needs."""
 
     mask_id: int
-    ordinary: np.ndarray  # int64, ascending ids of the entries that may replace a token: no special, no [unused]
+    ordinary: np.ndarray  # int64, ascending ids of entries that may replace a token: neither special nor unused
     edges: WordEdges
     entries: Sequence[str] = ()  # [V], the text of each id
 
@@ -29,14 +29,14 @@ class MaskingVocabulary:
 class MaskingScheme:
     """Chooses the tokens to predict and their replacements. Every scheme subclasses this as `Scheme`.
 
-    Results must depend only on the arguments: `bits` are a function of (source's fingerprint, seed, epoch of the
-    source, index in it, sequence length, position). So all ranks, restarts and batch sizes see the same masks.
+    Results must depend only on the arguments. `bits` are a function of (source's fingerprint, seed, epoch of the
+    source, index in the epoch, sequence length, position), so masks do not depend on ranks, restarts or batch sizes.
     """
 
     has_exact_counts: ClassVar[bool] = False
-    """True if every sequence gets exactly as many masked tokens as its limit, or all ordinary ones if it has fewer.
+    """True if a sequence always gets as many masked tokens as its limit, or all ordinary tokens if there are fewer.
 
-    Otherwise the ranks exchange their counts, or choose the tokens of the whole global batch to count them.
+    Otherwise the ranks exchange their counts, or each masks the whole global batch to count its tokens.
     """
 
     def __init__(self, masking: MaskingConfig, vocabulary: MaskingVocabulary) -> None:
@@ -44,12 +44,12 @@ class MaskingScheme:
         self.vocabulary = vocabulary
 
     def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """Choose the tokens to predict, at most `limits` of each sequence and never a special one.
+        """Choose the tokens to predict: at most `limits` in each sequence, and no special tokens.
 
         Args:
-            rows: S concatenated sequences of T tokens.
-            bits: random bits of every token, uint64 [T].
-            limits: maximum tokens to predict in each sequence, int64 [S]; may exceed its ordinary tokens.
+            rows: S concatenated sequences with T tokens in total.
+            bits: random bits of each token, uint64 [T].
+            limits: maximum tokens to predict in each sequence, int64 [S]; may exceed its number of ordinary tokens.
 
         Returns:
             Ascending rows of the token axis, int64 [K].
@@ -64,7 +64,7 @@ class MaskingScheme:
             bits: their random bits, uint64 [K].
 
         Returns:
-            Token ids, int64 [K], in the configured shares.
+            Token ids, int64 [K]; the three cases occur in the configured shares.
         """
         choice = uniform(draw(bits, _CHOOSE))
         masked = choice < self.masking.mask_share
@@ -76,21 +76,21 @@ class MaskingScheme:
 
 
 def word_heads(rows: Rows, candidates: np.ndarray, vocabulary: MaskingVocabulary) -> np.ndarray:
-    """Return ascending indices into `candidates`, rows of ordinary tokens, of the tokens that start a word; int64.
+    """Return which tokens start a word: ascending indices into `candidates`, rows of ordinary tokens; int64.
 
-    The first token after a special one always starts a word.
+    The first token after a special token always starts a word.
     """
-    begins_word = vocabulary.edges.begins(rows.input_ids[candidates])
-    begins_word[0] = True
-    begins_word[1:] |= np.diff(candidates) > 1
-    return np.flatnonzero(begins_word)
+    is_start = vocabulary.edges.word_starts(rows.input_ids[candidates])
+    is_start[0] = True
+    is_start[1:] |= np.diff(candidates) > 1
+    return np.flatnonzero(is_start)
 
 
 def shuffle(rows: Rows, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle `index` (ascending rows of the token axis) within each sequence.
 
-    Returns (end of each sequence in the result, int64 [S]; the result). It is one sort of 64-bit numbers: sequence,
-    then 32 or fewer random bits, then position.
+    Return (end of each sequence in the result, int64 [S]; the result). It is one sort of 64-bit numbers that consist of
+    the sequence, up to 32 random bits, and the position.
     """
     sequences = len(rows.starts) - 1
     position_bits = int(rows.positions.max(initial=0)).bit_length()
@@ -104,10 +104,10 @@ def shuffle(rows: Rows, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray
     packed.sort()
     ends = np.cumsum(np.bincount(sequence, minlength=sequences))
     packed &= np.uint64((1 << position_bits) - 1)
-    # Sorting keeps each sequence in its place, so `sequence` still names the sequence of each position.
+    # Sorting does not move rows between sequences, so `sequence` still applies.
     return ends, packed.view(np.int64) + rows.starts[sequence]
 
 
 def per_sequence(rows: Rows, index: np.ndarray) -> np.ndarray:
-    """Return the number of `index` (rows of the token axis) in each sequence, int64 [S]."""
+    """Count the rows `index` of the token axis in each sequence, int64 [S]."""
     return np.bincount(rows.sequence[index], minlength=len(rows.starts) - 1)

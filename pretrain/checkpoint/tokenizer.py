@@ -112,7 +112,7 @@ def corpus_of(run: Path, corpus: CorpusConfig, trained_with: str) -> Path:
     Raises `InputError` if it has another tokenizer now.
     """
     for again in (False, True):  # a corpus at an address may have been prepared again since it was fetched
-        folder = fetch_without_tokens(corpus, again=again)
+        folder = fetch_without_tokens(corpus, refresh=again)
         # A missing tokenizer is not reported here.
         if not trained_with or not (folder / "vocab.txt").is_file() or trained_with == tokenizer_digest(folder):
             return folder

@@ -1,11 +1,11 @@
-"""Blocks of shards at an address, fetched by range into local files that all processes of this machine share.
+"""Cache of the blocks of shards at an address, in local files that all processes of this machine share.
 
 The files are sparse and as large as the full arrays: a block is written to its offset when it is needed; the least
 recently used block is replaced by a hole. Arrays are therefore read as from a full copy, while a `Lease` on the needed
-blocks is held. No block is fetched twice, by several processes of one run or of several runs.
+blocks is held. Several processes, of one run or of several runs, never fetch the same block twice.
 
-    <folder>/tokens, sentences, documents  an array of all shards, each starting at a page: three files in all
-    <folder>/state     STATE [blocks], protected by the lock of <folder>/lock
+    <folder>/tokens, sentences, documents  the array of all shards, each shard starting at a page
+    <folder>/state     STATE [blocks], protected by a lock on <folder>/lock
     <folder>/held      bool [_SLOTS, blocks], which process needs which block
     <folder>/limits    int64 [_SLOTS], maximum bytes of the cache, as configured for each process
     <folder>/slot-<n>  locked by the process that owns the slot; the kernel unlocks it if that process dies
@@ -37,8 +37,8 @@ from pretrain.corpus.blocks import ARRAYS, block_digest, ranges_of
 from pretrain.corpus.sparse_files import punch_hole, shared_array, try_lock, write_all
 from pretrain.storage.objects import AccessError, ContentError, ObjectStore
 
-_SLOTS = 64  # maximum processes of a machine
-_MAX_FETCHES = 16  # simultaneous; S3 serves about 90 MB/s per connection
+_SLOTS = 64  # maximum processes per machine
+_MAX_FETCHES = 16  # simultaneous fetches; S3 serves about 90 MB/s per connection
 _POLL_SECONDS = 0.02
 _PAGE = 4096
 _ABSENT, _FETCHING, _PRESENT = range(3)
@@ -52,14 +52,14 @@ class StoredArray:
     """An array of a shard at an address."""
 
     name: str  # of the file
-    bytes: int
+    bytes: int  # size of the file
     header: int  # bytes before the first element
-    width: int  # bytes of an element, or of a row
+    width: int  # bytes per element or row
 
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard at an address: its arrays by their names, and its blocks (BLOCK [B])."""
+    """A shard at an address: its arrays by name, and its blocks (BLOCK [B])."""
 
     arrays: dict[str, StoredArray]
     blocks: np.ndarray
@@ -67,24 +67,24 @@ class StoredShard:
 
 @dataclass
 class _Extent:
-    """The location of an array of a shard in the file of all shards."""
+    """The location of a shard's array in the file of all shards."""
 
     name: str
     descriptor: int
-    base: int  # byte of the file
-    width: int  # bytes of an element
-    blocks: np.ndarray  # BLOCK [B] of the shard
+    base: int  # offset in the file, in bytes
+    width: int  # bytes per element
+    blocks: np.ndarray  # blocks of the shard, BLOCK [B]
 
     def range_of(self, block: int) -> tuple[int, int]:
-        """Return [begin, end) of a block, in bytes of the file."""
-        begin, end = ranges_of(self.blocks[block])[self.name]
-        return self.base + int(begin) * self.width, self.base + int(end) * self.width
+        """Return the range [start, end) of a block in the file, in bytes."""
+        start, end = ranges_of(self.blocks[block])[self.name]
+        return self.base + int(start) * self.width, self.base + int(end) * self.width
 
 
 @dataclass
 class _Shard:
     files: dict[str, _Extent]
-    first: int  # block, counted over all shards
+    first: int  # number of the first block over all shards
 
 
 class Lease:
@@ -93,19 +93,19 @@ class Lease:
     def __init__(self, cache: BlockCache, blocks: np.ndarray) -> None:
         self._cache, self._blocks = cache, blocks
 
-    # At exit, modules may be cleared already; the kernel then frees the slot.
+    # At interpreter exit, modules may already be cleared; the kernel then frees the slot.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
             self._cache.release(self._blocks)
 
 
 class BlockCache:
-    """The blocks of a split that are on this machine.
+    """Cache of the blocks of a split on this machine.
 
     Args:
-        address: of the corpus.
-        folder: for the files; the same for all processes of the machine.
-        max_bytes: of the cache (`corpus.cache`); of several runs with the same folder, the maximum applies.
+        address: address of the corpus.
+        folder: folder of the cache, the same for all processes of the machine.
+        max_bytes: size of the cache (`corpus.cache`); if runs share a folder, their maximum applies.
 
     Raises `MachineError` if the file system does not support holes, or too many processes use the folder.
     """
@@ -116,7 +116,7 @@ class BlockCache:
         counts = [len(shard.blocks) for shard in shards]
         self._firsts = np.cumsum([0, *counts])
         self._bytes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
-        self._mutex, self._depth, self._shrunk = threading.RLock(), 0, 0
+        self._mutex, self._lock_depth, self._shrink_count = threading.RLock(), 0, 0
         self._lease_counts = np.zeros(len(self._bytes), np.int32)
         self._verified = np.zeros(len(self._bytes), bool)  # by this process, or by the one that fetched the block
         with disk_errors(folder):
@@ -125,18 +125,18 @@ class BlockCache:
             self._state = shared_array(folder / "state", STATE, (len(self._bytes),))
             self._held = shared_array(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
             self._limits = shared_array(folder / "limits", np.dtype(np.int64), (_SLOTS,))
-            punch_hole(self._lock, 0, _PAGE, folder)  # raises now if the file system cannot
+            punch_hole(self._lock, 0, _PAGE, folder)  # raises if the file system does not support holes
             self._files = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in ARRAYS}
-            self._shards = self._laid_out()
+            self._shards = self._assign_ranges()
             self._mappings = {name: mmap.mmap(file, 0, access=mmap.ACCESS_READ) for name, file in self._files.items()}
             self._slot = self._take_slot()
         self._limits[self._slot] = max_bytes
-        self._is_prefetched = np.zeros(len(self._bytes), bool)  # by this process, and not held since
+        self._is_prefetched = np.zeros(len(self._bytes), bool)  # by this process, and not used yet
         self._pool = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="blocks")
         self._prefetch_pool = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
 
     def array(self, shard: int, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """Return an array of a shard, read-only, with zeros where no block is held."""
+        """Return an array of a shard, read-only; blocks that are not held may be zeros."""
         return np.ndarray(shape, dtype, self._mappings[name], offset=self._shards[shard].files[name].base)
 
     def numbers(self, shard: np.ndarray, block: np.ndarray) -> np.ndarray:
@@ -144,14 +144,14 @@ class BlockCache:
         return self._firsts[shard.astype(np.int64)] + block
 
     def bytes_of(self, blocks: np.ndarray) -> int:
-        """Return the total bytes of blocks, given by their numbers over all shards."""
+        """Return the total bytes of `blocks`, which are numbered over all shards."""
         return int(self._bytes[blocks].sum())
 
     def largest(self, blocks: np.ndarray) -> int:
         """Return the bytes of the largest of `blocks`."""
         return int(self._bytes[blocks].max(initial=0))
 
-    def document_begins(self, shard: int) -> np.ndarray:
+    def document_starts(self, shard: int) -> np.ndarray:
         """Read the token offsets of all documents of a shard from the store, int64 [documents + 1]."""
         array = self._stored[shard].arrays["documents"]
         content = self._objects.read_range(join(self._address, array.name), array.header, array.bytes)
@@ -161,16 +161,16 @@ class BlockCache:
         """Raise `InputError` if `needed` bytes exceed the size of the cache."""
         if needed > self._max_bytes:
             raise InputError(
-                f"corpus.cache: {_size(self._max_bytes)}, but {purpose} needs {_size(needed)} at least. Raise it to "
-                "that, or better to twice as much, so that the next blocks are fetched ahead."
+                f"corpus.cache: {_size(self._max_bytes)}, but {purpose} needs at least {_size(needed)}. Raise it, "
+                "preferably to twice that size, so that the next blocks are fetched ahead."
             )
 
     def hold(self, blocks: np.ndarray) -> Lease:
-        """Fetch the blocks that are not here, wait for all of them, and keep them while the returned lease lives.
+        """Fetch the missing blocks, wait for all `blocks`, and keep them while the returned lease lives.
 
         Raises:
             InputError: the store denies access.
-            MachineError: the store fails for too long, a block is damaged there, or the disk is full.
+            MachineError: the store fails for too long, a stored block is damaged, or the disk is full.
         """
         start = time.monotonic()
         with self._locked():  # mark and claim atomically: other processes assume that a held block is verified
@@ -188,7 +188,7 @@ class BlockCache:
         return lease
 
     def fetch_ahead(self, blocks: np.ndarray) -> None:
-        """Fetch as many of the blocks as fit in the background."""
+        """Fetch as many of the blocks as fit, in the background."""
         self._prefetch_pool.submit(self._prefetch, blocks)
 
     def release(self, blocks: np.ndarray) -> None:
@@ -198,7 +198,7 @@ class BlockCache:
             self._held[self._slot, blocks[self._lease_counts[blocks] == 0]] = False
 
     def close(self) -> None:
-        """Fetch no more. Running fetches are completed, or repeated by another process after this one has exited."""
+        """Stop fetching. Running fetches complete, or another process repeats them once this process has exited."""
         self._prefetch_pool.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -227,7 +227,7 @@ class BlockCache:
                 self._complete(*self._claim(batch))
 
     def _claim(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Claim the blocks that this process must fetch, and make room for them, and the ones that it must verify."""
+        """Claim blocks and make room for them; return (blocks that this process must fetch, blocks to verify)."""
         with self._locked():
             state = self._state["state"][blocks]
             self._state["used"][blocks] = int(self._state["used"].max(initial=0)) + 1
@@ -238,7 +238,7 @@ class BlockCache:
                 absent = np.concatenate([absent, fetching[~alive[self._state["slot"][fetching]]]])
             unverified = blocks[(state == _PRESENT) & ~self._verified[blocks]]
             if len(unverified):
-                # Blocks held by another process have been verified by it.
+                # Another process has verified the blocks that it holds.
                 is_held = self._held[self._live_slots(this=False)][:, unverified].any(axis=0)
                 self._verified[unverified[is_held]] = True
                 unverified = unverified[~is_held]
@@ -248,7 +248,7 @@ class BlockCache:
             return absent, unverified
 
     def _wait(self, futures: dict[int, Future[None]]) -> None:
-        """Wait for fetched blocks and mark them; raise the first error after all have finished."""
+        """Wait for fetches and update the state of their blocks; then raise the first error, if any."""
         errors: list[BaseException] = []
         for block, future in futures.items():
             try:
@@ -261,16 +261,16 @@ class BlockCache:
                 self._verified[block] = is_present = not (future.cancelled() or future.exception())
                 self._state["state"][block] = _PRESENT if is_present else _ABSENT
         if errors:
-            raise next((one for one in errors if isinstance(one, (InputError, MachineError))), errors[0])
+            raise next((raised for raised in errors if isinstance(raised, (InputError, MachineError))), errors[0])
 
     def _make_room_for(self, blocks: np.ndarray) -> None:
-        """Evict the least recently used blocks until `blocks`, which are absent, fit. Needs the lock."""
+        """Evict the least recently used blocks until the absent `blocks` fit. Needs the lock."""
         needed = int(self._bytes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
         if (excess := self._present_bytes() + needed - self._limit()) > 0:
             self._evict(excess, blocks)
 
     def _evict(self, excess: int, exclude: np.ndarray) -> int:
-        """Evict up to `excess` bytes of blocks that no process needs; return the bytes freed. Needs the lock."""
+        """Evict about `excess` bytes of blocks that no process needs; return the bytes freed. Needs the lock."""
         free = np.setdiff1d(self._evictable(), exclude)
         free = free[np.lexsort((self._state["used"][free], self._is_prefetched[free]))]  # prefetched blocks last
         count = int(np.searchsorted(np.cumsum(self._bytes[free]), excess)) + 1
@@ -305,13 +305,13 @@ class BlockCache:
             if not retries_left:
                 raise ContentError(
                     f"{join(self._address, stored.arrays['tokens'].name)}: the checksum of its block {block} is wrong; "
-                    "it was changed or damaged. Remove this file there, and run `prepare` on a "
-                    "machine that has the full copy."
+                    "it was changed or damaged. Remove the file at this address, and run `prepare` on a machine that "
+                    "has the full copy."
                 )
         with disk_errors(self._folder):
             writes = [(file.descriptor, contents[name], file.range_of(block)[0]) for name, file in files.items()]
             while True:
-                before = self._shrunk
+                before = self._shrink_count
                 try:
                     return write_all(writes)
                 except OSError as error:
@@ -319,14 +319,14 @@ class BlockCache:
                         raise
 
     def _shrink(self, number: int, before: int) -> bool:
-        """Shrink the cache to make room for a block on a full disk; return whether any block was evicted."""
+        """Shrink the cache to make room for a block on a full disk; return whether this freed space."""
         with self._locked():
-            if self._shrunk != before:  # another thread has made room in the meantime
+            if self._shrink_count != before:  # another thread has made room in the meantime
                 return True
             present = self._present_bytes()
             freed = self._evict(max(int(self._bytes[number]), present // 8), np.array([number]))
             if freed:
-                self._shrunk += 1
+                self._shrink_count += 1
                 self._limits[:] = np.minimum(self._limits, present - freed)
                 logger.warning("%s: disk full; the cache is now %s", self._folder, _size(present - freed))
         return freed > 0
@@ -335,7 +335,7 @@ class BlockCache:
         """Verify a block that another process fetched; fetch it again if it is damaged."""
         shard, block = self._locate(number)
         ranges = ((file, *file.range_of(block)) for file in self._shards[shard].files.values())
-        content = (os.pread(file.descriptor, end - begin, begin) for file, begin, end in ranges)
+        content = (os.pread(file.descriptor, end - start, start) for file, start, end in ranges)
         if block_digest(content) != self._stored[shard].blocks[block]["digest"].tobytes():
             logger.warning("%s: block %d is damaged on this machine; fetching it again", self._folder, number)
             self._fetch(number)
@@ -346,10 +346,10 @@ class BlockCache:
         return shard, number - int(self._firsts[shard])
 
     def _read(self, array: StoredArray, extent: _Extent, block: int) -> bytes:
-        begin, end = (byte - extent.base + array.header for byte in extent.range_of(block))
+        start, end = (byte - extent.base + array.header for byte in extent.range_of(block))
         where = join(self._address, array.name)
         try:
-            return self._objects.read_range(where, begin, end)
+            return self._objects.read_range(where, start, end)
         except AccessError:
             raise
         except InputError:
@@ -358,13 +358,13 @@ class BlockCache:
             ) from None
 
     def _free_pages(self, number: int) -> None:
-        """Free the pages of a block that it does not share with a present block. Needs the lock."""
+        """Free the pages of a block that no present block shares. Needs the lock."""
         index, block = self._locate(number)
         shard = self._shards[index]
         absent = self._state["state"][shard.first : int(self._firsts[index + 1])] == _ABSENT
         for file in shard.files.values():
-            begin, end = file.range_of(block)
-            low, high = begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
+            start, end = file.range_of(block)
+            low, high = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
             # Keep the pages of present neighbors; blocks are stored in order.
             if (present := np.flatnonzero(~absent[:block])).size:
                 low = max(low, -(-file.range_of(int(present[-1]))[1] // _PAGE) * _PAGE)
@@ -375,8 +375,8 @@ class BlockCache:
 
     # ------------------------------------------------------------ files and processes
 
-    def _laid_out(self) -> list[_Shard]:
-        """Assign each shard's arrays their ranges, and set the sizes of the files."""
+    def _assign_ranges(self) -> list[_Shard]:
+        """Assign a range of the files to each array of each shard, and set the sizes of the files."""
         shards, bases = [], dict.fromkeys(ARRAYS, 0)
         for stored, first in zip(self._stored, self._firsts.tolist(), strict=False):
             files = {}
@@ -398,12 +398,12 @@ class BlockCache:
                 if try_lock(descriptor):
                     self._held[slot] = False
                     is_abandoned = (self._state["state"] == _FETCHING) & (self._state["slot"] == slot)
-                    self._state["state"][is_abandoned] = _ABSENT  # by a process that died
+                    self._state["state"][is_abandoned] = _ABSENT  # the fetching process has died
                     return slot
         raise MachineError(f"{self._folder}: {_SLOTS} processes use it already. Wait for them, or stop some.")
 
     def _live_slots(self, *, this: bool = True) -> np.ndarray:
-        """bool [_SLOTS]: which slots belong to live processes, with or without `this` one. Needs the lock."""
+        """Return which slots belong to live processes, bool [_SLOTS], including `this` process. Needs the lock."""
         alive = np.zeros(_SLOTS, bool)
         for slot, descriptor in self._slots.items():
             if slot == self._slot:
@@ -418,19 +418,19 @@ class BlockCache:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with self._mutex:
-            self._depth += 1  # a lease may be released anywhere, also under the lock
+            self._lock_depth += 1  # reentrant: a lease may be released anywhere, even while the lock is held
             try:
-                if self._depth == 1:
+                if self._lock_depth == 1:
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
                 yield
             finally:
-                self._depth -= 1
-                if not self._depth:
+                self._lock_depth -= 1
+                if not self._lock_depth:
                     fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove the unused caches beside `folder`: of earlier versions of the corpus."""
+    """Remove the unused caches next to `folder`, of earlier versions of the corpus."""
     for other in folder.parent.glob("*/state"):
         if other.parent == folder:
             continue
@@ -446,10 +446,10 @@ def remove_unused(folder: Path) -> None:
 def _block_bytes(shard: StoredShard) -> np.ndarray:
     """Return the bytes of each block, int64 [B]."""
     bounds = ranges_of(shard.blocks).items()
-    return np.sum([(end - begin) * shard.arrays[name].width for name, (begin, end) in bounds], axis=0)
+    return np.sum([(end - start) * shard.arrays[name].width for name, (start, end) in bounds], axis=0)
 
 
 def _size(count: int) -> str:
-    """Format a size, rounded up, so that it can be used as the size of a cache."""
+    """Format a size, rounded up, so that a cache of this size suffices."""
     unit, name = (10**7, "GB") if count >= 10**9 else (10**4, "MB")
     return f"{-(-count // unit) / 100:g} {name}"

@@ -2,8 +2,8 @@
 
     <shard>.blocks.npy  BLOCK [blocks]
 
-A block has whole documents. Only documents with more tokens than a block are split, between sentences if one boundary
-is near.
+A block consists of whole documents. Only documents with more tokens than a block are split, at a sentence boundary if
+there is one nearby.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from pretrain.common.files import atomic_open, sha256_file
 
 BLOCK_TOKENS = 1 << 20
-_BLOCK_DOCUMENTS = 1 << 14  # maximum; each block of a window needs a table of the first samples of its documents
+_BLOCK_DOCUMENTS = 1 << 14  # maximum per block, to bound the memory of `batches.blocks.Units`
 
 ARRAYS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of a block's digest
 
@@ -26,8 +26,8 @@ BLOCK = np.dtype(
     [
         ("begin", "<i8"),  # token offset within the shard
         ("end", "<i8"),
-        ("first", "<i8"),  # document of the first token
-        ("last", "<i8"),  # one past the document of the last token
+        ("first", "<i8"),  # first document
+        ("last", "<i8"),  # one past the last document
         ("first_sentence", "<i8"),  # first sentence that starts at or after `begin`
         ("last_sentence", "<i8"),  # first sentence that starts at or after `end`
         ("digest", "u1", (16,)),  # first bytes of the SHA-256 of the elements in `ranges_of`
@@ -40,8 +40,8 @@ def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) ->
     """Cut a shard into blocks of about `tokens` tokens, by default `BLOCK_TOKENS`; fewer where documents are short.
 
     Args:
-        documents: int64 [documents + 1, 2], (sentence offset, token offset) of each.
-        sentences: int64 [sentences + 1], token offset of each.
+        documents: int64 [documents + 1, 2], (sentence offset, token offset) of each document.
+        sentences: int64 [sentences + 1], token offset of each sentence.
 
     Returns:
         BLOCK [blocks], without digests.
@@ -49,49 +49,49 @@ def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) ->
     tokens = tokens or BLOCK_TOKENS
     edges = [(0, 0, False), *_edges(documents, sentences, tokens), (int(documents[-1, 1]), len(documents) - 1, False)]
     blocks = np.zeros(len(edges) - 1, BLOCK)
-    for block, (begin, first, _), (end, last, is_divided) in zip(blocks, edges, edges[1:], strict=False):
-        block["begin"], block["end"], block["first"], block["last"] = begin, end, first, last + is_divided
+    for block, (start, first, _), (end, last, is_divided) in zip(blocks, edges, edges[1:], strict=False):
+        block["begin"], block["end"], block["first"], block["last"] = start, end, first, last + is_divided
     blocks = blocks[blocks["end"] > blocks["begin"]]
     for block in blocks:
         first, last = documents[block["first"], 0], documents[block["last"], 0]
-        within = np.searchsorted(sentences[first : last + 1], [block["begin"], block["end"]])
-        block["first_sentence"], block["last_sentence"] = first + within
+        sentence_offsets = np.searchsorted(sentences[first : last + 1], [block["begin"], block["end"]])
+        block["first_sentence"], block["last_sentence"] = first + sentence_offsets
     return blocks
 
 
 def _edges(documents: np.ndarray, sentences: np.ndarray, tokens: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (token offset, document that starts or is split there, whether it is split) of each block boundary."""
-    begins, edge_before = documents[:, 1], 0
+    """Yield each block boundary: (token offset, document that starts or is split there, whether it is split)."""
+    starts, edge_before = documents[:, 1], 0
     # Add a constant to the size of each document, so that a block never has more than _BLOCK_DOCUMENTS.
-    each = -(-tokens // _BLOCK_DOCUMENTS)
-    size = int(begins[-1]) + each * (len(documents) - 1)
+    added = -(-tokens // _BLOCK_DOCUMENTS)
+    size = int(starts[-1]) + added * (len(documents) - 1)
     count = max(1, round(size / tokens))
     for number in range(1, count):
         target = size * number // count
-        document = bisect_left(range(len(begins)), target, key=lambda one: int(begins[one]) + each * one)
-        edge, is_divided = int(begins[document]), False
+        document = bisect_left(range(len(starts)), target, key=lambda index: int(starts[index]) + added * index)
+        edge, is_divided = int(starts[document]), False
         previous = max(document - 1, 0)
-        before, min_tokens = int(begins[previous]), tokens // 16
+        before, min_tokens = int(starts[previous]), tokens // 16
         if edge - before > tokens:
-            inside = _sentence_near(documents, sentences, previous, target - each * previous, tokens // 64)
-            if inside - before >= min_tokens and edge - inside >= min_tokens:
-                edge, document, is_divided = inside, previous, True
+            nearest = _sentence_near(documents, sentences, previous, target - added * previous, tokens // 64)
+            if nearest - before >= min_tokens and edge - nearest >= min_tokens:
+                edge, document, is_divided = nearest, previous, True
         if edge > edge_before:
             yield edge, document, is_divided
             edge_before = edge
 
 
 def _sentence_near(documents: np.ndarray, sentences: np.ndarray, document: int, offset: int, reach: int) -> int:
-    """Return the start of the document's next sentence from `offset` on, or `offset` if it is over `reach` away."""
+    """Return the start of the document's next sentence after `offset`, or `offset` if none is within `reach`."""
     starts = sentences[documents[document, 0] : documents[document + 1, 0]]
     index = int(np.searchsorted(starts, offset))
     return int(starts[index]) if index < len(starts) and starts[index] - offset <= reach else offset
 
 
 def ranges_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the range of each array of the shard that belongs to each block: [begin, end), int64 [B] each.
+    """Return the range of each block in each array of the shard: (start, end), int64 [B] each.
 
-    In `documents` and `sentences`, neighboring blocks share the entry at their boundary.
+    In `documents` and `sentences`, adjacent blocks share the entry at their boundary.
     """
     return {
         "documents": (blocks["first"], blocks["last"] + 1),
@@ -100,15 +100,15 @@ def ranges_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def joined(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate tables of blocks, BLOCK [N]: a view if they are contiguous in one array, else without digests."""
-    whole = tables[0].base if tables else None
+def concatenate_tables(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate tables of blocks, BLOCK [N]: a view if they are contiguous in memory, else a copy without digests."""
+    base = tables[0].base if tables else None
     ends = [table.ctypes.data + table.nbytes for table in tables]
-    begins = [table.ctypes.data for table in tables[1:]]
-    if not isinstance(whole, np.ndarray) or ends[:-1] != begins or any(table.base is not whole for table in tables):
+    starts = [table.ctypes.data for table in tables[1:]]
+    if not isinstance(base, np.ndarray) or ends[:-1] != starts or any(table.base is not base for table in tables):
         return np.concatenate([table[_BOUNDS] for table in (np.zeros(0, BLOCK), *tables)])
-    first = (tables[0].ctypes.data - whole.ctypes.data) // BLOCK.itemsize
-    return whole[first : first + sum(map(len, tables))]
+    first = (tables[0].ctypes.data - base.ctypes.data) // BLOCK.itemsize
+    return base[first : first + sum(map(len, tables))]
 
 
 def block_digest(ranges: Iterator[bytes | memoryview]) -> bytes:
@@ -120,13 +120,13 @@ def block_digest(ranges: Iterator[bytes | memoryview]) -> bytes:
 
 
 def write_blocks(path: Path, arrays: dict[str, np.ndarray]) -> str:
-    """Write the table of blocks of a shard with these arrays, by name; return the file's SHA-256."""
+    """Write the table of blocks of a shard with the given arrays; return the file's SHA-256."""
     int64 = {name: np.asarray(arrays[name]).view(np.int64) for name in ("documents", "sentences")}
     blocks = cut_blocks(int64["documents"], int64["sentences"])
     bounds = ranges_of(blocks)
     for number, block in enumerate(blocks):
-        ranges = (arrays[name][begin[number] : end[number]] for name, (begin, end) in bounds.items())
-        block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(one).data for one in ranges), np.uint8)
+        ranges = (arrays[name][start[number] : end[number]] for name, (start, end) in bounds.items())
+        block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(part).data for part in ranges), np.uint8)
     with atomic_open(path) as file:
         np.save(file, blocks, allow_pickle=False)
     return sha256_file(path)

@@ -12,12 +12,12 @@ BUFFERED = 1 << 18  # rows written together
 
 
 def bucket_of(hashes: np.ndarray, count: int) -> np.ndarray:
-    """uint64 [N]: the bucket of each uint64 hash, of `count`. Buckets ascend with the hashes."""
+    """Return the bucket, of `count` buckets, of each uint64 hash, uint64 [N]. Buckets ascend with the hashes."""
     return (hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
 
 
 class Buckets:
-    """A folder with a file of rows per bucket. Files of an interrupted run are deleted."""
+    """A folder with a file of rows for each bucket. Files of an interrupted run are deleted."""
 
     def __init__(self, folder: Path, dtype: np.dtype, count: int) -> None:
         self._folder, self._dtype, self._count = folder, dtype, count
@@ -26,7 +26,7 @@ class Buckets:
         shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, rows: np.ndarray, bucket: np.ndarray) -> None:
-        """Append each row to its bucket, an integer below the count."""
+        """Append each row to its bucket, an integer below `count`."""
         self._buffer.append((rows, bucket))
         self._buffered += len(rows)
         if self._buffered >= BUFFERED:

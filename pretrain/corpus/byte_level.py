@@ -1,14 +1,14 @@
-"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): trained, and applied to pieces.
+"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): how they are trained, and applied to pieces.
 
 Documents are split as in GPT-2, but marks after a letter belong to its word: GPT-2 splits the words of Hindi, Thai or
-Khmer at every vowel sign, so that they take several times as many tokens.
+Khmer at every vowel sign, so that they need several times as many tokens.
 
-Every string can be spelled, so there is no unknown token, and nothing is normalized, except that line breaks become one
-blank each unless a corpus keeps them (`joining_lines`). A blank belongs to the word after it ("\u0120word"). The first
-word of a string gets one, too: it is then the same token as elsewhere, which single words and short strings need
-(RoBERTa and ModernBERT lack it, a weakness in named-entity recognition). `add_prefix_space` of `tokenizers` would also
-put a blank after each special token ("[MASK]." would become "[MASK] ."), so the pre-tokenizer is Metaspace, which
-treats only the first word differently, with a blank as its mark; then the splitter.
+Every string can be encoded, so there is no unknown token, and nothing is normalized, except that each line break
+becomes a blank unless the corpus keeps line breaks (`joining_lines`). A blank belongs to the word after it
+("\u0120word"). The first word of a string also gets a blank, so that it has the same tokens as elsewhere; RoBERTa and
+ModernBERT lack this, a weakness in named-entity recognition. `add_prefix_space` of `tokenizers` would also put a blank
+after each special token ("[MASK]." would become "[MASK] ."), so the pre-tokenizer is Metaspace with a blank as its
+mark, which only changes the first word, followed by the splitter.
 """
 
 import json
@@ -32,11 +32,11 @@ _SPLITTER = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}[\p{L}\p{M}\x{200B}-\x{200D}]*| ?\p
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Return whether a tokenizer is a byte-level BPE."""
-    steps: list[Any] = [one for one in (tokenizer.normalizer, tokenizer.pre_tokenizer) if one is not None]
-    return isinstance(tokenizer.model, models.BPE) and any(b'"ByteLevel"' in one.__getstate__() for one in steps)
+    steps: list[Any] = [step for step in (tokenizer.normalizer, tokenizer.pre_tokenizer) if step is not None]
+    return isinstance(tokenizer.model, models.BPE) and any(b'"ByteLevel"' in step.__getstate__() for step in steps)
 
 
-def is_own_byte_level(described: dict[str, Any]) -> bool:
+def is_bertrain_byte_level(described: dict[str, Any]) -> bool:
     """Return whether a tokenizer.json gives the same tokens as a `byte_tokenizer`, with or without line breaks."""
     if described["model"]["type"] != "BPE" or described["normalizer"] not in (None, LINE_JOINER):
         return False
@@ -44,8 +44,8 @@ def is_own_byte_level(described: dict[str, Any]) -> bool:
     entries = described["model"]["vocab"]
     if not {"[CLS]", "[SEP]", *names} <= entries.keys() or max(entries.values()) >= len(entries):
         return False
-    used = {name: entries[name] for name in {*names, "[CLS]", "[SEP]"}}
-    expected = json.loads(byte_tokenizer(used, [], names).to_str())
+    special_ids = {name: entries[name] for name in {*names, "[CLS]", "[SEP]"}}
+    expected = json.loads(byte_tokenizer(special_ids, [], names).to_str())
     for free in ("vocab", "merges", "ignore_merges"):
         expected["model"][free] = described["model"][free]
     return all(expected[key] == described[key] for key in ("model", "pre_tokenizer", "added_tokens"))
@@ -54,7 +54,7 @@ def is_own_byte_level(described: dict[str, Any]) -> bool:
 def joining_lines(tokenizer: Tokenizer) -> Tokenizer:
     """Replace line breaks and the blanks around them by one blank, if the tokenizer is a `byte_tokenizer`."""
     text = tokenizer.to_str()
-    if not is_own_byte_level(json.loads(text)):
+    if not is_bertrain_byte_level(json.loads(text)):
         return tokenizer
     joining = Tokenizer.from_str(text)
     joining.normalizer = normalizers.Replace(Regex(_LINE_END), " ")  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,13 +73,13 @@ def without_line_ends(text: str) -> str:
 def byte_tokenizer(
     vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], special_tokens: Sequence[str]
 ) -> Tokenizer:
-    """Make the tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP].
+    """Make the tokenizer for `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP].
 
     [MASK] includes the blank before it, as in RoBERTa, so that a blank in the text does not hint at the masked token.
     """
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
     first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, own_splitter()])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, bertrain_splitter()])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     ends = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
     # The offsets of a token exclude its blank.
@@ -91,28 +91,28 @@ def byte_tokenizer(
     return tokenizer
 
 
-def own_splitter() -> pre_tokenizers.PreTokenizer:
+def bertrain_splitter() -> pre_tokenizers.PreTokenizer:
     """Return the pre-tokenizer of a `byte_tokenizer`."""
     split = pre_tokenizers.Split(Regex(_SPLITTER), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])  # pyright: ignore[reportArgumentType]
 
 
 class PieceEncoder:
-    """Encodes pieces, many in one call: one by one would take several times as long.
+    """Encodes many pieces per call, which is several times as fast as one by one.
 
-    A piece is split and encoded unchanged: no blank is added, and a special token's name is ordinary text.
+    A piece is split and encoded as it is: no blank is added, and the name of a special token is ordinary text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        is_own = is_own_byte_level(json.loads(tokenizer.to_str()))
-        splitter = own_splitter() if is_own else pre_tokenizers.ByteLevel(add_prefix_space=False)
+        is_bertrain = is_bertrain_byte_level(json.loads(tokenizer.to_str()))
+        splitter = bertrain_splitter() if is_bertrain else pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer = Tokenizer(tokenizer.model)
         self._tokenizer.pre_tokenizer = splitter  # pyright: ignore[reportAttributeAccessIssue]
         self._tokenizer.add_special_tokens([AddedToken(_END_OF_PIECE, special=True, normalized=False)])
         self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
 
     def encode(self, pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens per piece, int64 [pieces], and the tokens end to end, int32. Pieces contain no NUL."""
+        """Return tokens per piece, int64 [pieces], and the concatenated tokens, int32. Pieces contain no NUL."""
         starts = range(0, len(pieces), _PIECES_PER_STRING)
         strings = [b"\0".join((*pieces[first : first + _PIECES_PER_STRING], b"")).decode() for first in starts]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
@@ -129,8 +129,8 @@ def train_byte_level(
 ) -> Tokenizer:
     """Train a vocabulary of at most `size` entries, `special_tokens` first, on counts of pieces.
 
-    All 256 bytes are entries. The same counts give the same vocabulary, id by id: as every byte has a fixed id,
-    `tokenizers` never assigns ids in the order of a hash map.
+    All 256 bytes are entries. The same counts give the same vocabulary with the same ids: since every byte has a fixed
+    id, `tokenizers` never assigns ids in the order of a hash map.
     """
     words = _pre_tokens(counts)
     if not words:
@@ -157,11 +157,11 @@ def train_byte_level(
 
 def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
     """Count the pre-tokens, with each byte as the character that represents it, in ascending order."""
-    split = own_splitter().pre_tokenize_str
+    split = bertrain_splitter().pre_tokenize_str
     words: Counter[str] = Counter()
     for piece, count in counts.items():
         inner = piece.removeprefix(b" ")
-        # Most are letters with or without one blank, and are not split.
+        # Most pieces are letters with or without a blank, and are not split.
         if inner.isalpha():
             words[(BLANK if len(inner) < len(piece) else "") + inner.decode()] += count
             continue
@@ -179,8 +179,8 @@ def _types_of(step: dict[str, Any] | None) -> list[str]:
     """Return the type of a normalizer or pre-tokenizer, or the types in a sequence."""
     if step is None:
         return []
-    inner = step.get("pretokenizers", step.get("normalizers", [step]))
-    return [one["type"] for one in inner]
+    steps = step.get("pretokenizers", step.get("normalizers", [step]))
+    return [inner_step["type"] for inner_step in steps]
 
 
 # ---------------------------------------------------------------- training text
@@ -190,17 +190,17 @@ _TRAINING_CHUNK = 1 << 16  # characters passed to a trainer at a time
 
 
 def repeat_words(words: dict[str, int]) -> Iterator[str]:
-    """Yield every word as often as it was counted: the trainers' Python interface takes text, not counts."""
+    """Yield strings with each word as often as it was counted, since the trainers accept text, not counts."""
     chunk: list[str] = []
-    left = _TRAINING_CHUNK
+    remaining = _TRAINING_CHUNK
     for word, count in words.items():
         text = word + " "
         while count:
-            times = min(count, left // len(text) + 1)
+            times = min(count, remaining // len(text) + 1)
             chunk.append(text * times)
             count -= times
-            left -= times * len(text)
-            if left <= 0:
+            remaining -= times * len(text)
+            if remaining <= 0:
                 yield "".join(chunk)
-                chunk, left = [], _TRAINING_CHUNK
+                chunk, remaining = [], _TRAINING_CHUNK
     yield "".join(chunk)

@@ -1,7 +1,7 @@
-"""The entries of vocabularies that spell blanks, and which of them start a word.
+"""The bytes of a vocabulary's entries, and which tokens start a word.
 
-These vocabularies are byte-level BPE ("\u0120word"), and the Unigram and BPE with a mark for blanks ("\u2581word") of
-XLM-R, DeBERTa-v3 or Gemma. WordPiece has no blanks, and marks continuations of a word ("##ing").
+Entries with blanks are in byte-level BPE ("\u0120word"), and in the Unigram and BPE with a mark for blanks
+("\u2581word") of XLM-R, DeBERTa-v3 or Gemma. WordPiece has no blanks, but marks continuations of a word ("##ing").
 """
 
 import re
@@ -13,9 +13,9 @@ import numpy as np
 from pretrain.common import scripts
 from pretrain.corpus.pieces import LETTER, character_classes
 
-# Further classes. Letters of scripts without blanks get _BEGINS or _ENDS: no letter continues the word of another.
-_ANY, _SPACE, _BEGINS, _ENDS = 0, 255, 254, 253
-_PARTIAL = 252  # bytes of an incomplete character, whose class depends on neighboring tokens
+# More classes. Letters of scripts without blanks are _WORD_START and _WORD_END: each letter is a word.
+_ANY, _SPACE, _WORD_START, _WORD_END = 0, 255, 254, 253
+_PARTIAL = 252  # bytes of an incomplete character, whose class depends on adjacent tokens
 _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
@@ -37,21 +37,21 @@ Spell = Callable[[str], bytes]
 
 def speller(entries: Sequence[str]) -> Spell | None:
     """Return the function from an entry to its bytes, blanks included; None for a WordPiece vocabulary."""
-    counts = {mark: sum(_begins_word(entry, mark) for entry in entries) for mark in (_MARK, "\u0120", "##")}
+    counts = {mark: sum(_starts_word(entry, mark) for entry in entries) for mark in (_MARK, "\u0120", "##")}
     if counts[_MARK] > max(counts["\u0120"], counts["##"]):
         return _marked_bytes
     return entry_bytes if is_byte_vocabulary(entries) else None
 
 
-def _begins_word(entry: str, mark: str) -> bool:
+def _starts_word(entry: str, mark: str) -> bool:
     return entry.startswith(mark) and scripts.WORD.fullmatch(entry, len(mark)) is not None
 
 
 def is_byte_vocabulary(entries: Sequence[str]) -> bool:
-    """Return whether these are entries of a byte-level BPE and not of a WordPiece.
+    """Return whether these are entries of a byte-level BPE, not of a WordPiece.
 
-    Then all 256 bytes are entries, and none is "##" followed by ASCII letters: byte-level BPE always splits between
-    marks and letters. Other characters may be the bytes of marks.
+    A byte-level BPE has all 256 bytes as entries, and no "##" followed by ASCII letters, since it always splits between
+    marks and letters. "##" with other characters may be the bytes of marks.
     """
     known = set(entries)
     joined = (entry for entry in entries if entry.startswith("##") and entry.isascii() and entry[2:].isalnum())
@@ -59,7 +59,7 @@ def is_byte_vocabulary(entries: Sequence[str]) -> bool:
 
 
 def entry_bytes(entry: str) -> bytes:
-    """Return the bytes of an entry of a byte-level BPE; for a special token, the bytes of its name."""
+    """Return the bytes of an entry of a byte-level BPE; of a special token, the bytes of its name."""
     if any(character not in _BYTES for character in entry):
         return entry.encode()
     return bytes(_BYTES[character] for character in entry)
@@ -75,16 +75,16 @@ def _marked_bytes(entry: str) -> bytes:
 
 
 def spelled(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
-    """Return the characters of each entry of a sentence, with blanks. Joined, they are the sentence.
+    """Return the string of each entry in a sequence, with blanks; joined, they are the decoded text.
 
     A character whose bytes are in several entries is assigned to the last of them; an invalid one is U+FFFD.
     """
-    strings, left = [], b""
+    strings, pending = [], b""
     for number, entry in enumerate(entries):
-        left += spell(entry)
-        whole = len(left) if number + 1 == len(entries) else _whole_characters(left)
-        strings.append(left[:whole].decode("utf-8", "replace"))
-        left = left[whole:]
+        pending += spell(entry)
+        complete = len(pending) if number + 1 == len(entries) else _whole_characters(pending)
+        strings.append(pending[:complete].decode("utf-8", "replace"))
+        pending = pending[complete:]
     return strings
 
 
@@ -102,11 +102,12 @@ def _whole_characters(text: bytes) -> int:
 
 @dataclass(frozen=True)
 class WordEdges:
-    """Word boundaries among the V entries of a vocabulary. A token continues the word of the previous token if
+    """Determines word boundaries between the tokens of a vocabulary with V entries.
 
-    `continues` bool [V] is true, and its class in `first` uint8 [V] equals the previous token's class in `last` uint8
-    [V]; class 0 matches all. Without classes, all match. `partial` int64 [4, V] describes incomplete characters: number
-    and value of the bytes that complete one at the start of an entry; for one at its end, missing bytes and value.
+    A token continues the word of the previous token if `continues` bool [V] is true, and its class in `first` uint8 [V]
+    equals the previous token's class in `last` uint8 [V]; class 0 matches all, and so do missing classes. `partial`
+    int64 [4, V] describes incomplete characters: at the start of an entry, number and value of the bytes that complete
+    the character; at its end, number of missing bytes, and value.
     """
 
     continues: np.ndarray
@@ -114,24 +115,24 @@ class WordEdges:
     last: np.ndarray | None = None
     partial: np.ndarray | None = None
 
-    def begins(self, tokens: np.ndarray) -> np.ndarray:
-        """bool [T]: which of consecutive tokens start a word; the first one is judged without context."""
-        begins = ~self.continues[tokens]
+    def word_starts(self, tokens: np.ndarray) -> np.ndarray:
+        """Return which of consecutive tokens start a word, bool [T]; the first token has no context."""
+        starts = ~self.continues[tokens]
         if self.first is not None and self.last is not None:
             first, last = self.first[tokens], self.last[tokens]
             if self.partial is not None:
-                _join(self.partial, tokens, first, last)
-            here, before = first[1:], last[:-1]
-            begins[1:] |= (here != before) & (here > 0) & (before > 0)
-        return begins
+                _join_partial(self.partial, tokens, first, last)
+            current, previous = first[1:], last[:-1]
+            starts[1:] |= (current != previous) & (current > 0) & (previous > 0)
+        return starts
 
 
 def word_edges(entries: Sequence[str], spell: Spell | None, *, is_segmented: bool = False) -> WordEdges:
-    """Find the word boundaries of a vocabulary: words are approximately GPT-2's pre-tokens, with the blank before.
+    """Return the `WordEdges` of a vocabulary: words are approximately GPT-2's pre-tokens, including the blank before.
 
-    Unlike there, combining marks and joiners belong to the preceding character. In a WordPiece (without `spell`), "##"
-    continues a word. A letter of a script without blanks starts a word, as ideographs do in BERT, except in a
-    WordPiece for text that is segmented by blanks.
+    Unlike in GPT-2, combining marks and joiners belong to the preceding character. In a WordPiece (without `spell`),
+    "##" continues a word. A letter of a script without blanks starts a word, like ideographs in BERT, except in a
+    WordPiece for text that is already segmented into words (`is_segmented`).
     """
     if spell is None:
         continues = np.array([entry.startswith("##") for entry in entries], bool)
@@ -139,72 +140,72 @@ def word_edges(entries: Sequence[str], spell: Spell | None, *, is_segmented: boo
             return WordEdges(continues)
         first, last = _edge_classes([entry.removeprefix("##") for entry in entries])
         for classes in (first, last):  # punctuation is not part of a word, and has no "##"
-            classes[~np.isin(classes, (_ANY, _BEGINS, _ENDS))] = LETTER
+            classes[~np.isin(classes, (_ANY, _WORD_START, _WORD_END))] = LETTER
         return WordEdges(continues, first, last)
     spellings = [spell(entry) for entry in entries]
-    cuts = [_cut(spelling) for spelling in spellings]
-    first, last = _edge_classes([whole for whole, *_ in cuts])
+    cuts = [_split_edges(spelling) for spelling in spellings]
+    first, last = _edge_classes([characters for characters, *_ in cuts])
     partial = np.array([cut for _, *cut in cuts], np.int64).T
-    first[[not whole for whole, *_ in cuts]] = last[[not whole for whole, *_ in cuts]] = _PARTIAL
+    first[[not characters for characters, *_ in cuts]] = last[[not characters for characters, *_ in cuts]] = _PARTIAL
     first[partial[0] > 0] = _ANY
     if spell is _marked_bytes:  # the indentation of a line is not part of its first word
         last[[len(spelling) > 1 and not spelling.strip(b" ") for spelling in spellings]] = _SPACE
     return WordEdges(np.array([not spelling[:1].isspace() for spelling in spellings], bool), first, last, partial)
 
 
-def _cut(text: bytes) -> tuple[str, int, int, int, int]:
-    """Return the complete characters of an entry, and its `partial`."""
-    end = text[: len(text) - len(text.lstrip(_CONTINUATION))]
-    stop = max(len(end), _whole_characters(text))
-    begin = text[stop:]
-    lacks = 2 + (begin >= b"\xe0") + (begin >= b"\xf0") - len(begin) if begin else 0
-    whole = text[len(end) : stop].decode("utf-8", "replace")
-    return whole, len(end), int.from_bytes(end[-3:], "big"), lacks, int.from_bytes(begin, "big")
+def _split_edges(text: bytes) -> tuple[str, int, int, int, int]:
+    """Return the complete characters of an entry, and its four values in `WordEdges.partial`."""
+    leading = text[: len(text) - len(text.lstrip(_CONTINUATION))]
+    end = max(len(leading), _whole_characters(text))
+    trailing = text[end:]
+    missing = 2 + (trailing >= b"\xe0") + (trailing >= b"\xf0") - len(trailing) if trailing else 0
+    characters = text[len(leading) : end].decode("utf-8", "replace")
+    return characters, len(leading), int.from_bytes(leading[-3:], "big"), missing, int.from_bytes(trailing, "big")
 
 
-def _join(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
-    """Set the classes of tokens whose first or last character spans several tokens; an invalid one counts as a letter.
+def _join_partial(partial: np.ndarray, tokens: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
+    """Set the classes of tokens whose first or last character spans several tokens; invalid characters are letters.
 
-    In scripts without blanks, such a character starts a word at its last token if its first token has another before.
+    In scripts without blanks, such a character's last token starts a word if its first token has another character.
     """
-    ends, end, lacks, begin = partial
+    lead_sizes, leading, missing_bytes, trailing = partial
     inner, before = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.int64)
-    begun = at = np.flatnonzero(lacks[tokens[:-1]])
-    spelled, left = begin[tokens[begun]], lacks[tokens[begun]]
-    while len(at):
-        at = at + 1
-        here = tokens[at]
-        spelled, left = spelled << 8 * ends[here] | end[here], left - ends[here]
-        distinct, which = np.unique(spelled[left == 0], return_inverse=True)
-        characters = [one.to_bytes(4, "big").lstrip(b"\0").decode("utf-8", "replace") for one in distinct.tolist()]
-        edges = begun[left == 0], at[left == 0]
-        found = [classes[which] for classes in _edge_classes(characters)]
-        for classes, chosen, edge in zip((first, last), edges, found, strict=True):
+    starts = positions = np.flatnonzero(missing_bytes[tokens[:-1]])
+    spelled, remaining = trailing[tokens[starts]], missing_bytes[tokens[starts]]
+    while len(positions):
+        positions = positions + 1
+        current = tokens[positions]
+        spelled, remaining = spelled << 8 * lead_sizes[current] | leading[current], remaining - lead_sizes[current]
+        distinct, inverse = np.unique(spelled[remaining == 0], return_inverse=True)
+        characters = [value.to_bytes(4, "big").lstrip(b"\0").decode("utf-8", "replace") for value in distinct.tolist()]
+        edges = starts[remaining == 0], positions[remaining == 0]
+        new_classes = [classes[inverse] for classes in _edge_classes(characters)]
+        for classes, chosen, edge in zip((first, last), edges, new_classes, strict=True):
             classes[chosen] = np.where(classes[chosen] == _PARTIAL, edge, classes[chosen])
-        before[edges[1]], inner[edges[1]] = edges[0], found[0]
-        is_incomplete = (left > 0) & (ends[here] > 0) & (at + 1 < len(tokens))
-        begun, at, spelled, left = (one[is_incomplete] for one in (begun, at, spelled, left))
-    first[(inner == _BEGINS) & ~np.isin(last[before], (_ANY, _SPACE, _PARTIAL))] = _BEGINS
+        before[edges[1]], inner[edges[1]] = edges[0], new_classes[0]
+        is_incomplete = (remaining > 0) & (lead_sizes[current] > 0) & (positions + 1 < len(tokens))
+        starts, positions, spelled, remaining = (a[is_incomplete] for a in (starts, positions, spelled, remaining))
+    first[(inner == _WORD_START) & ~np.isin(last[before], (_ANY, _SPACE, _PARTIAL))] = _WORD_START
     first[first == _PARTIAL] = last[last == _PARTIAL] = LETTER
 
 
 def _edge_classes(strings: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 [V] each: the classes of first and last characters; final marks have the class of their base character."""
-    firsts = np.array([ord(one[0]) if one else 0 for one in strings], np.int64)
-    lasts = np.array([ord(one[-1]) if one else 0 for one in strings], np.int64)
+    """Return the classes of first and last characters, uint8 [V] each; final marks have their base's class."""
+    firsts = np.array([ord(string[0]) if string else 0 for string in strings], np.int64)
+    lasts = np.array([ord(string[-1]) if string else 0 for string in strings], np.int64)
     first, last = _classes(firsts)[0], _classes(lasts)[1]
-    bases = np.array([ord((scripts.MARKS_AT_END.sub("", one) or one or "\0")[-1]) for one in strings], np.int64)
+    bases = np.array([ord((scripts.MARKS_AT_END.sub("", text) or text or "\0")[-1]) for text in strings], np.int64)
     return first, np.where(last == _ANY, last, _classes(bases)[1])
 
 
 def _classes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the classes of characters at the start and at the end of a token; a blank joins the next character."""
+    """Return the classes of characters at the start and at the end of a token; a blank matches any class."""
     classes = character_classes(points)
     classes[classes < LETTER] = _SPACE
     classes[points == ord(" ")] = _ANY
-    inside = np.minimum(points, scripts.PLANES - 1)
+    clipped = np.minimum(points, scripts.PLANES - 1)
     sets = (scripts.ALONE, scripts.FOLLOWS, scripts.JOINS, scripts.ACCENTS)
-    alone, follows, joins, accents = (scripts.members(one)[inside] for one in sets)
+    alone, follows, joins, accents = (scripts.members(members)[clipped] for members in sets)
     classes[accents] = LETTER
-    first = np.where(follows, _ANY, np.where(alone, _BEGINS, classes))
-    return first, np.where(joins, _ANY, np.where(alone, _ENDS, classes))
+    first = np.where(follows, _ANY, np.where(alone, _WORD_START, classes))
+    return first, np.where(joins, _ANY, np.where(alone, _WORD_END, classes))

@@ -1,4 +1,4 @@
-"""Ranges of a multi-stream bzip2 file, as Wikimedia and pbzip2 write: each stream can be decompressed alone."""
+"""Read ranges of a multi-stream bzip2 file, as from Wikimedia or pbzip2: streams can be decompressed separately."""
 
 import bz2
 import mmap
@@ -13,13 +13,13 @@ _READ_BYTES = 1 << 20
 
 
 def has_several_streams(path: Path) -> bool:
-    """Return whether a second stream starts in the first 64 MB, so that any range of the file can be read alone."""
+    """Return whether a second stream starts in the first 64 MB, so that ranges of the file can be read separately."""
     with path.open("rb") as file:
         return _STREAM.search(file.read(_SEARCHED_BYTES), 1) is not None
 
 
 def read_records(text: mmap.mmap, chunk: Chunk, record_start: bytes, problems: Problems) -> bytes:
-    """Return the records that start in the streams that start in [start, end) of the file `text`."""
+    """Return the records of the streams that start in the chunk's range of the file `text`."""
     first = _STREAM.search(text, chunk.start)
     if not first or first.start() >= chunk.end:
         return b""
@@ -29,12 +29,12 @@ def read_records(text: mmap.mmap, chunk: Chunk, record_start: bytes, problems: P
         streams.append(stream)
     streams.append(_rest_of_record(text, position, chunk, record_start, problems))
     data = b"".join(streams)
-    begin = 0 if chunk.start == 0 else data.find(record_start)
-    return data[begin:] if begin >= 0 else b""
+    start = 0 if chunk.start == 0 else data.find(record_start)
+    return data[start:] if start >= 0 else b""
 
 
 def _rest_of_record(text: mmap.mmap, position: int, chunk: Chunk, record_start: bytes, problems: Problems) -> bytes:
-    """Return the bytes of the streams from `position` on, up to the first record that starts in them."""
+    """Return the bytes of the streams from `position` on, up to the first start of a record."""
     rest = b""
     while position < len(text):
         stream, position = _next_stream(text, position, chunk, problems)

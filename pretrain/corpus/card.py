@@ -1,4 +1,4 @@
-"""The corpus card: statistics of a corpus and its sources, for machines (card.json) and people (card.md)."""
+"""The corpus card: statistics of a corpus and its sources, for programs (card.json) and people (card.md)."""
 
 import json
 import sysconfig
@@ -12,7 +12,7 @@ from pretrain.common.addresses import display_path
 from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
 from pretrain.corpus.card_tables import evaluation_lines, filter_lines, left_out_lines, reading_lines, table_row
-from pretrain.corpus.filters.evaluation_sets import SHORTEST
+from pretrain.corpus.filters.evaluation_sets import MIN_TERMS
 from pretrain.corpus.inputs import first_faults
 
 CARD_FILES = ("card.json", "card.md")
@@ -31,12 +31,12 @@ _COUNTS = (
 )
 _MAX_LISTED_FILES = 100
 _MAX_LISTED_PROBLEMS = 50
-MAX_LEFT_OUT = 0.05  # share of a source's characters that may be skipped as headings without a hint
-_MAX_UNKNOWN = 0.01  # share of the tokens that may be unknown without a hint
+MAX_LEFT_OUT = 0.05  # share of a source's characters skipped as headings, above which a hint is shown
+_MAX_UNKNOWN = 0.01  # share of unknown tokens, above which a hint is shown
 
 
 def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return statistics of a source from the results of writing its shards: unknown tokens, histograms of lengths."""
+    """Return the unknown tokens and length histograms of a source, from the results of writing its shards."""
     lengths = {}
     for unit in ("document", "sentence"):
         counts = np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
@@ -45,7 +45,7 @@ def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bins(counts: np.ndarray) -> dict[str, int]:
-    """Return {"1": n, "2-3": n, "4-7": n, ...}: how many have that number of tokens."""
+    """Return {"1": n, "2-3": n, "4-7": n, ...}: the counts by number of tokens, without empty bins."""
     filled = np.flatnonzero(counts)
     names = {bits: "1" if bits == 1 else f"{1 << bits - 1}-{(1 << bits) - 1}" for bits in filled.tolist()}
     return {names[bits]: int(counts[bits]) for bits in filled.tolist()}
@@ -71,9 +71,9 @@ def write_card(
 ) -> None:
     """Write card.json and card.md.
 
-    `hashes` has {path: SHA-256} of each source's files, `extension` facts about an extended vocabulary, `filtered` the
-    entries of filters, `evaluation` those of evaluation sets. `before` is the card of the corpus from which this one
-    has grown, whose sources come first and have no `hashes`.
+    `hashes` has {path: SHA-256} of each new source's files, `extension` facts about an extended vocabulary, `filtered`
+    the entries of filters, `evaluation` the entries of evaluation sets. If sources were added to a corpus, `before` is
+    its card; its sources come first and have no `hashes`.
     """
     earlier = before.get("sources", [])
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS} | _lost(sources)
@@ -82,7 +82,7 @@ def write_card(
     case = {"lowercase": lowercase}
     if strip_accents not in (None, lowercase):
         case["strip_accents"] = bool(strip_accents)
-    listed = [{**one, **source} for one, source in zip(earlier, sources, strict=False)]
+    listed = [{**entry, **source} for entry, source in zip(earlier, sources, strict=False)]
     listed += map(_with_files, sources[len(earlier) :], hashes)
     faults = [*before.get("problems", []), *problems]
     card = {
@@ -111,7 +111,7 @@ def write_card(
 
 
 def _lost(sources: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the number of training documents dropped as copies of held-out text; omit it if it is 0."""
+    """Return the number of training documents dropped as copies of held-out text; {} if there are none."""
     lost = sum(source.get("lost_to_held_out", 0) for source in sources)
     return {"lost_to_held_out": lost} if lost else {}
 
@@ -127,12 +127,12 @@ _KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "R
 
 
 def _kind_of(kind: str) -> dict[str, str]:
-    """Return the kind as an entry of the card; it is omitted for a WordPiece."""
+    """Return the kind as an entry of the card; {} for a WordPiece."""
     return {} if kind == "wordpiece" else {"kind": kind}
 
 
 def summary_line(folder: Path, outcome: str) -> str:
-    """Summarize a prepared corpus in a line."""
+    """Summarize a prepared corpus in one line."""
     manifest = read_manifest(folder)
     card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
     totals = card["totals"]
@@ -174,12 +174,12 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
                 f"({counted(left_out['paragraphs'], 'paragraph')}). If they are text, give it as another kind, such as "
                 "sentences or jsonl."
             )
-    for one in card.get("evaluation_sets", []):
-        if short := one.get("too_short"):  # not on the cards of older versions
-            which = "none" if short == one["texts"] else f"{one['texts'] - short:,}"
+    for entry in card.get("evaluation_sets", []):
+        if short := entry.get("too_short"):  # not on the cards of older versions
+            searchable = "none" if short == entry["texts"] else f"{entry['texts'] - short:,}"
             yield (
-                f" Evaluation set {one['name']}: {which} of its {counted(one['texts'], 'text')} can be looked for; "
-                f"{short:,} have fewer than {SHORTEST} words."
+                f" Evaluation set {entry['name']}: {searchable} of its {counted(entry['texts'], 'text')} can be "
+                f"searched for; {short:,} have fewer than {MIN_TERMS} words."
             )
     if card["totals"]["unknown_rate"] > _MAX_UNKNOWN:
         vocabulary = card["vocabulary"]
@@ -265,7 +265,7 @@ def _files(sources: list[dict[str, Any]]) -> list[str]:
 
 
 def shown_path(path: str) -> str:
-    """Shorten a path by the folders that differ between machines: working directory, home, installation of Python."""
+    """Shorten a path by folders that differ between machines: working directory, home, Python installation."""
     if not Path(path).is_absolute():
         return path
     python = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
@@ -287,8 +287,8 @@ def _faults(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
     rows = [
-        table_row(shown_path(p["path"]), p["fault"], f"{p['count']:,}", p["first"])
-        for p in problems[:_MAX_LISTED_PROBLEMS]
+        table_row(shown_path(problem["path"]), problem["fault"], f"{problem['count']:,}", problem["first"])
+        for problem in problems[:_MAX_LISTED_PROBLEMS]
     ]
     unlisted = len(problems) - _MAX_LISTED_PROBLEMS
     more = [f"and {unlisted:,} more, see card.json"] if unlisted > 0 else []

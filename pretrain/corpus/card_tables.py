@@ -60,15 +60,15 @@ def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
         return []
     rows = [
         table_row(
-            one["name"],
-            *(f"{one[key]:,}" for key in ("texts", "too_short", "found")),
-            f"{100 * one['found'] / sought:.2f} %"
-            if (sought := one["texts"] - one["too_short"])
-            else "none looked for",
+            entry["name"],
+            *(f"{entry[key]:,}" for key in ("texts", "too_short", "found")),
+            f"{100 * entry['found'] / searched:.2f} %"
+            if (searched := entry["texts"] - entry["too_short"])
+            else "none searched for",
         )
-        for one in sets
+        for entry in sets
     ]
-    names = ("set", "texts", "too short to be looked for", "found in the sources", "share of the ones looked for")
+    names = ("set", "texts", "too short to search for", "found in the sources", "share found")
     header = [table_row(*names), table_row("---", *["---:"] * 4)]
     return ["## Evaluation sets", "", *header, *rows, ""]
 
@@ -83,7 +83,7 @@ def _examples(filtered: list[dict[str, Any]]) -> list[str]:
 
 
 def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str]:
-    """Return the section on how often an epoch reads each token, by sequence length, and how much phases read."""
+    """Return the section on how often an epoch reads each token, by sequence length, and on what each phase reads."""
     if not readings:
         return []
     names = (
@@ -98,16 +98,16 @@ def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str
     )
     rows = [
         table_row(
-            f"{one['sequence_length']:,}",
-            one["input_format"],
-            f"{one['reads']:.3f}",
-            f"{one['unread']:.2%}",
-            f"{one['twice']:.2%}",
-            f"{one['mean_length']:.1f}",
-            f"{one['at_sentence_ends']:.0%}",
-            f"{one['labeled']:.1%}" if one["input_format"] == "segment_pairs" else "",
+            f"{reading['sequence_length']:,}",
+            reading["input_format"],
+            f"{reading['reads']:.3f}",
+            f"{reading['unread']:.2%}",
+            f"{reading['twice']:.2%}",
+            f"{reading['mean_length']:.1f}",
+            f"{reading['at_sentence_ends']:.0%}",
+            f"{reading['labeled']:.1%}" if reading["input_format"] == "segment_pairs" else "",
         )
-        for one in readings
+        for reading in readings
     ]
     counted = f"An epoch, counted on {readings[0]['tokens']:,} tokens by planning all of their samples."
     return [
@@ -119,6 +119,6 @@ def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str
         table_row(*["---"] * len(names)),
         *rows,
         "",
-        *(f"- {one}" for one in phases),
+        *(f"- {line}" for line in phases),
         *([""] if phases else []),
     ]

@@ -1,4 +1,4 @@
-"""The work of `prepare` for a config: its vocabulary, number of processes, and the files to read."""
+"""Description of what `prepare` would do for a config: vocabulary, number of processes, files to read."""
 
 import os
 from pathlib import Path
@@ -30,7 +30,7 @@ WORK = ".work"
 
 
 def configured_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
-    """Load the vocabulary that the config names; None if it is to be trained."""
+    """Load the vocabulary that the config names; None if one is to be trained."""
     settings = corpus.vocabulary
     if not settings.path:
         if settings.kind == "released":
@@ -42,7 +42,7 @@ def configured_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
 
 
 def check_line_breaks(corpus: CorpusConfig, tokenizer: Tokenizer | None) -> None:
-    """Raise `InputError` if line breaks are kept but are not tokens. `tokenizer` is None if it is to be trained."""
+    """Raise `InputError` if line breaks are kept but are not tokens. `tokenizer` is None if one is to be trained."""
     if corpus.line_breaks != "keep":
         return
     if not (keeps_lines(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"):
@@ -53,7 +53,7 @@ def check_line_breaks(corpus: CorpusConfig, tokenizer: Tokenizer | None) -> None
 
 
 def configured_settings(corpus: CorpusConfig) -> dict[str, Any]:
-    """Read the tokenizer_config.json beside the configured vocabulary."""
+    """Read the tokenizer_config.json next to the configured vocabulary."""
     path = Path(corpus.vocabulary.path).expanduser()
     return declared_settings(path if path.is_dir() else path.parent)
 
@@ -77,12 +77,9 @@ def check_weights(config: PretrainConfig) -> None:
 
 
 def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """Describe what `prepare` would read, for --dry-run: dir, state, whether its sources were compared with a finished
-    corpus, processes, bytes, and the files of every source.
+    """Describe what `prepare` would do, for --dry-run; `tokenizer` as in `prepare`.
 
-    `tokenizer` as for `prepare`.
-
-    Raises `InputError` as `prepare` does, also if the corpus is finished and was prepared with other settings.
+    Raises `InputError` like `prepare`, also if the corpus is finished and was prepared with other settings.
     """
     check_weights(config)
     corpus, folder = config.corpus, config.corpus.folder
@@ -116,7 +113,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         }
         for source, inputs in zip(corpus.sources, listed, strict=True)
     ]
-    left_out = [one for inputs in listed for item in inputs for one in item.problems]
+    left_out = [problem for inputs in listed for item in inputs for problem in item.problems]
     kinds = {index: corpus.sources[index] for index in new}
     notes, _ = kinds_that_fit(kinds, dict(enumerate(listed)), corpus.validation_fraction)
     return {
@@ -127,5 +124,5 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         "address": config.scheduling.address,
         "bytes": sum(rows[index]["bytes"] for index in new),
         "sources": rows,
-        "notes": [*map(first_faults, ([one] for one in left_out)), *notes],
+        "notes": [*map(first_faults, ([problem] for problem in left_out)), *notes],
     }

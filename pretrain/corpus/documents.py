@@ -1,8 +1,8 @@
-"""The choice of documents: which are kept, which are held out, and which shard each belongs to.
+"""Select documents: which are kept, which are held out, and which shard each belongs to.
 
-Memory hardly grows with the number of documents: 155 MB at 6.5 million, 185 MB at 650 million. Their tables stay in the
-part files and are read one part at a time; equal documents are found in buckets of hashes; a file with a byte per
-document marks the kept ones. Only a few numbers per part file are in memory.
+Memory hardly grows with the number of documents: 155 MB for 6.5 million, 185 MB for 650 million. Their tables stay in
+the part files and are read one part at a time; equal documents are found in buckets of hashes; a file with a byte per
+document marks the kept documents. Only a few numbers per part file are in memory.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from pretrain.corpus.inputs import LEFT_OUT, first_faults
 from pretrain.corpus.parts import count_documents, load_documents, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
-MAX_DOCUMENTS = 1 << 21  # compared together: about 150 MB
-_KEPT = "kept"  # in the work folder: a byte per document, in the order of the corpus
+MAX_DOCUMENTS = 1 << 21  # processed together, in about 150 MB
+_KEPT = "kept"  # file in the work folder: a byte per document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
 _DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])
-_KNOWN = np.dtype([("first", "<u8"), ("second", "<u8")])  # a hash, in a sortable form
-_SAMPLE_BITS = 16  # of a hash: number of the histogram bins from which a sample is cut
-_ORDER_BITS = 16  # of a position in the random order: number of the bins from which shards are cut
+_KNOWN = np.dtype([("first", "<u8"), ("second", "<u8")])  # a hash in sortable form
+_SAMPLE_BITS = 16  # leading bits of a hash that select its histogram bin, to choose a sample
+_ORDER_BITS = 16  # leading bits of a position in the random order that select its bin, to cut shards
 _SHIFT = 64 - _ORDER_BITS
-_PARTS = "parts-{}.json"  # in the work folder: the part files of a source, and the number of each one's first document
+_PARTS = "parts-{}.json"  # file in the work folder: a source's part files, and the number of each one's first document
 SPLITS = ("train", "validation")
 _Known = Sequence[tuple[np.ndarray, bool | None]]
 
 
 @dataclass
 class ChunkSummary:
-    """The result of `stages.read` for a chunk: documents read, and part files of the long enough ones.
+    """The result of `stages.read` for a chunk: number of documents read, and part files of the remaining documents.
 
-    `filtered` has the entries of a `Report` on documents that filters dropped before, `seen` the numbers of the
-    examples of evaluation sets that were found.
+    `filtered` has the entries of a `Report` on documents that filters dropped, `seen` the numbers of the evaluation
+    sets' examples that were found.
     """
 
     source: int
@@ -53,7 +53,7 @@ class ChunkSummary:
     parts: list[str]
     filtered: list[dict[str, Any]] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)  # as `Problems` counts it
+    left_out: dict[str, int] = field(default_factory=dict)  # as in `Problems`
 
     @property
     def dropped(self) -> int:
@@ -61,7 +61,7 @@ class ChunkSummary:
         return sum(entry["documents"] for entry in self.filtered)
 
     def drop_surplus(self, examples: Counter[tuple[str, str]], seen: set[int]) -> None:
-        """Drop examples that the card does not show, and numbers seen before; update `examples` and `seen`."""
+        """Drop examples beyond the maximum in the card, and numbers already seen; update `examples` and `seen`."""
         for entry in self.filtered:
             rule = entry["filter"], entry["rule"]
             entry["examples"] = entry["examples"][: MAX_EXAMPLES - examples[rule]]
@@ -74,14 +74,14 @@ class ChunkSummary:
 class DocumentRange:
     """Documents of a source and split whose positions in the source's random order are in [low, high).
 
-    It is small: a process that writes a shard reads the tables of documents itself.
+    This object is small: a process that writes a shard reads the tables of documents itself.
     """
 
     source: int
     split: str
     low: int
     high: int
-    held_out: bool  # whether the entire source is
+    held_out: bool  # whether the entire source is held out
     last_held_out: int  # the highest hash of a held-out document; -1 for none
 
     def documents(self, work: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -89,11 +89,11 @@ class DocumentRange:
         for name, first in json.loads((work / _PARTS.format(self.source)).read_text(encoding="utf-8")):
             table = load_documents(work / name)
             order = random_order(table["hash"])  # ascending
-            begin = int(np.searchsorted(order, np.uint64(self.low)))
+            start = int(np.searchsorted(order, np.uint64(self.low)))
             end = int(np.searchsorted(order, np.uint64(self.high - 1), "right"))
-            kept = np.fromfile(work / _KEPT, bool, end - begin, offset=first + begin)
-            held_out = are_held_out(table[begin:end], self.last_held_out, whole=self.held_out)
-            yield name, begin + np.flatnonzero(kept & (held_out == (self.split == "validation")))
+            kept = np.fromfile(work / _KEPT, bool, end - start, offset=first + start)
+            held_out = are_held_out(table[start:end], self.last_held_out, entire_source=self.held_out)
+            yield name, start + np.flatnonzero(kept & (held_out == (self.split == "validation")))
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,17 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class _DecidedPart:
-    """A part file: source, number of the first document, table DOCUMENT [D], bool [D] kept and held out."""
+    """A part file with D documents, and which of them are kept and held out."""
 
     name: str
     source: int
-    first: int
-    table: np.ndarray
-    kept: np.ndarray
-    held_out: np.ndarray
+    first: int  # number of the first document
+    table: np.ndarray  # DOCUMENT [D]
+    kept: np.ndarray  # bool [D]
+    held_out: np.ndarray  # bool [D]
 
     def of_split(self, split: str) -> np.ndarray:
-        """bool [D]: the documents of a split."""
+        """Return which documents belong to a split, bool [D]."""
         return self.held_out if split == "validation" else self.kept & ~self.held_out
 
 
@@ -140,12 +140,11 @@ class Documents:
         self._count = int(self._first[-1])
         self._fraction, self._below = fraction, np.uint64(fraction * 2**64)
         self._held_out_sources = held_out
-        # Such as a corpus only for evaluation.
-        self._only_held_out = all(summary.source in held_out for summary in read)
+        self._only_held_out = all(summary.source in held_out for summary in read)  # a corpus only for evaluation
         self._last_held_out = -1  # the highest hash of a held-out document
         self._near: NearDuplicates | None = None
-        # By source: near-duplicates, training documents that match held-out ones, held-out ones already trained on.
-        numbers = 1 + max([*(one.source for one in read), *held_out], default=-1)
+        # By source: near-duplicates, training documents that match held-out ones, held-out documents in training text.
+        numbers = 1 + max([*(summary.source for summary in read), *held_out], default=-1)
         self._near_counts, self._lost, self._trained = np.zeros((3, numbers), np.int64)
 
     @classmethod
@@ -161,16 +160,19 @@ class Documents:
     ) -> Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
-        All documents of the sources `held_out`, number -> name, are held out, and `validation_fraction` of the others.
-        `near_duplicates` are dropped. `faults` of the input, entries of `Problems`, explain an empty corpus. Documents
-        whose hashes are in the files `known`, which `write_hashes` wrote, are in the corpus already and dropped; the
-        flag of a file is True for training documents, False for held-out ones, and None where both may occur.
+        Args:
+            validation_fraction: of documents to hold out, except for sources that are entirely held out.
+            held_out: number -> name of the sources that are entirely held out.
+            near_duplicates: documents to drop.
+            faults: entries of `Problems`, to explain an empty corpus.
+            known: files of `write_hashes` with documents that the corpus already has, which are dropped; each with True
+                for training documents, False for held-out documents, None if both may occur.
 
-        Raises `InputError` if no document is left, or if the corpus trains on documents of a source that is held out.
+        Raises `InputError` if no document is left, or if the corpus trains on documents of a source to hold out.
         """
         documents = cls(work, summaries, validation_fraction, held_out)
         if not documents._count:
-            raise _empty(summaries, faults)
+            raise _empty_error(summaries, faults)
         documents._drop(near_duplicates, [(load_hashes(path), is_trained) for path, is_trained in known])
         documents._refuse_trained()
         documents._hold_out()
@@ -179,9 +181,9 @@ class Documents:
     # ------------------------------------------------------------ decisions
 
     def _drop(self, near_duplicates: NearDuplicates | None, known: _Known) -> None:
-        """Keep the first of every group of equal documents, unless it is known or a near-duplicate of an earlier one.
+        """Keep the first of each group of equal documents, unless it is known or a near-duplicate of an earlier one.
 
-        Documents of held-out sources come before all others.
+        Documents of held-out sources precede all others.
         """
         self._near = near_duplicates
         count = max(1, -(-self._count // MAX_DOCUMENTS))
@@ -193,7 +195,7 @@ class Documents:
             hashed.add(rows, bucket_of(hashes[:, 0], count))
         dropped = Buckets(self._work / "dropped", _DROPPED, count)
         for rows in hashed.drain():
-            duplicates = self._dropped(rows, near_duplicates, known)
+            duplicates = self._find_dropped(rows, near_duplicates, known)
             dropped.add(duplicates, duplicates["document"] // np.uint64(MAX_DOCUMENTS))
         with atomic_open(self._work / _KEPT) as file:
             for number, duplicates in enumerate(dropped.drain()):
@@ -204,24 +206,24 @@ class Documents:
                 self._near_counts += self._by_source(duplicates["document"][duplicates["near"]])
                 self._lost += self._by_source(duplicates["document"][duplicates["lost"]])
 
-    def _dropped(self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _Known) -> np.ndarray:
-        """Return the documents to drop, _DROPPED; documents with equal hashes are all among `rows`."""
-        others, hashes = ~np.isin(self._sources(rows["document"]), [*self._held_out_sources]), rows["hash"]
-        order = np.lexsort((rows["document"], others, hashes[:, 1], hashes[:, 0]))
-        rows, others = rows[order], others[order]
+    def _find_dropped(self, rows: np.ndarray, near_duplicates: NearDuplicates | None, known: _Known) -> np.ndarray:
+        """Return the documents to drop, _DROPPED; `rows` must have all documents with the same hashes."""
+        is_other, hashes = ~np.isin(self._sources(rows["document"]), [*self._held_out_sources]), rows["hash"]
+        order = np.lexsort((rows["document"], is_other, hashes[:, 1], hashes[:, 0]))
+        rows, is_other = rows[order], is_other[order]
         documents, hashes = rows["document"], rows["hash"]
         drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
         first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
         below = hashes[:, 0] < self._below
-        lost, (near, trained, held_out) = others & ~others[first], np.zeros((3, len(rows)), bool)
+        lost, (near, trained, held_out) = is_other & ~is_other[first], np.zeros((3, len(rows)), bool)
         for known_hashes, are_trained in known:
             is_known = are_among(known_hashes, hashes)
             drop |= is_known
             trained |= is_known & bool(are_trained)
-            # Without the search for near-duplicates, every dropped document has an equal one in the corpus.
+            # If near-duplicates are not searched, the corpus has an equal document for each dropped one.
             held_out |= is_known & (below | (are_trained is False or (are_trained is None and not near_duplicates)))
-        lost |= others & held_out & ~trained
-        self._trained += self._by_source(documents[trained & ~others])
+        lost |= is_other & held_out & ~trained
+        self._trained += self._by_source(documents[trained & ~is_other])
         if near_duplicates:
             near = are_among(near_duplicates.hashes, hashes) & ~drop
             lost |= are_among(near_duplicates.lost, hashes) & near
@@ -252,7 +254,7 @@ class Documents:
         """Hold out the documents whose hash is below the fraction; if too few, the ones with the lowest hashes."""
         below, fraction = self._below, self._fraction
         held_out, lowest = 0, np.zeros(0, np.uint64)
-        for part in self._decided():
+        for part in self._decided_parts():
             first = part.table["hash"][part.kept, 0]
             held_out += int((first < below).sum())
             lowest = np.sort(np.append(lowest, first))[:_MIN_VALIDATION_DOCUMENTS]
@@ -261,10 +263,10 @@ class Documents:
                 f"corpus.sources: none of {counted(self._count, 'document')} is new, all are in the corpus already. "
                 "Remove the sources that add nothing from the config."
             )
-        enough = fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
-        self._last_held_out = int(below) - 1 if enough else int(lowest[-1])
+        is_enough = fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
+        self._last_held_out = int(below) - 1 if is_enough else int(lowest[-1])
         if not self._has_training_documents() and not self._only_held_out:
-            kept = sum(int(part.kept.sum()) for part in self._decided())
+            kept = sum(int(part.kept.sum()) for part in self._decided_parts())
             raise InputError(
                 f"corpus.sources: {counted(kept, 'document')}, all held out for validation; none remains for training. "
                 "Add text, split the files, or set corpus.validation_fraction: 0, which otherwise holds out at least "
@@ -272,11 +274,11 @@ class Documents:
             )
 
     def _has_training_documents(self) -> bool:
-        return any(part.of_split("train").any() for part in self._decided())
+        return any(part.of_split("train").any() for part in self._decided_parts())
 
-    def _decided(self, begin: int = 0, end: int | None = None) -> Iterator[_DecidedPart]:
-        """Yield the parts that contain documents in [begin, end)."""
-        start = max(0, int(np.searchsorted(self._first, begin, "right")) - 1)
+    def _decided_parts(self, start: int = 0, end: int | None = None) -> Iterator[_DecidedPart]:
+        """Yield the parts that contain documents in [start, end)."""
+        start = max(0, int(np.searchsorted(self._first, start, "right")) - 1)
         stop = int(np.searchsorted(self._first, self._count if end is None else end))
         for (name, source), first in zip(self._parts[start:stop], self._first[start:stop].tolist(), strict=True):
             table = load_documents(self._work / name)
@@ -284,7 +286,7 @@ class Documents:
             yield _DecidedPart(name, source, first, table, kept, kept & self._are_held_out(table, source))
 
     def _are_held_out(self, table: np.ndarray, source: int) -> np.ndarray:
-        return are_held_out(table, self._last_held_out, whole=source in self._held_out_sources)
+        return are_held_out(table, self._last_held_out, entire_source=source in self._held_out_sources)
 
     # ------------------------------------------------------------ samples and shards
 
@@ -293,19 +295,19 @@ class Documents:
 
         Chosen are the training documents with the lowest hashes, at most `max_bytes` of text, at least one document.
         """
-        last = self._last_of_sample(max_bytes)
+        last = self._max_sampled_hash(max_bytes)
         for part, candidates in self._candidates():
             chosen = candidates & (part.table["hash"][:, 1] <= last)
             yield part.name, chosen, int(part.table["bytes"][chosen].sum(dtype=np.int64))
 
     def _candidates(self) -> Iterator[tuple[_DecidedPart, np.ndarray]]:
-        """Yield each part, and which documents are for training; if the corpus has none, which are kept."""
+        """Yield each part and its training documents, bool [D]; if the corpus has none, its kept documents."""
         is_any = self._has_training_documents()
-        for part in self._decided():
+        for part in self._decided_parts():
             yield part, part.of_split("train") if is_any else part.kept
 
-    def _last_of_sample(self, max_bytes: int) -> np.uint64:
-        """Return the highest hash of a sample: a histogram gives its first bits, the documents of one bin the rest."""
+    def _max_sampled_hash(self, max_bytes: int) -> np.uint64:
+        """Return the maximum hash of a sample: a histogram selects a bin, and the documents in this bin the hash."""
         shift, bins = np.uint64(64 - _SAMPLE_BITS), 1 << _SAMPLE_BITS
         numbers, sizes = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
         for part, candidates in self._candidates():
@@ -316,28 +318,28 @@ class Documents:
         last_bin = int(np.searchsorted(ends, max_bytes, "right"))
         if last_bin == bins:
             return np.uint64(2**64 - 1)
-        inside = [
+        in_last_bin = [
             part.table[candidates & (part.table["hash"][:, 1] >> shift == np.uint64(last_bin))]
             for part, candidates in self._candidates()
         ]
-        ordered = np.concatenate(inside)
+        ordered = np.concatenate(in_last_bin)
         ordered = ordered[np.argsort(ordered["hash"][:, 1])]
-        reached = ends[last_bin] - sizes[last_bin] + np.cumsum(ordered["bytes"], dtype=np.int64)
-        fitting = int((reached <= max_bytes).sum())
-        if not fitting and numbers[:last_bin].any():
+        cumulative = ends[last_bin] - sizes[last_bin] + np.cumsum(ordered["bytes"], dtype=np.int64)
+        fitting_count = int((cumulative <= max_bytes).sum())
+        if not fitting_count and numbers[:last_bin].any():
             return np.uint64((last_bin << int(shift)) - 1)
-        return ordered["hash"][max(1, fitting) - 1, 1]
+        return ordered["hash"][max(1, fitting_count) - 1, 1]
 
     def write_hashes(self, source: int, path: Path, *, trained: bool) -> None:
-        """Write the hashes of a source's training documents, or of all its others, to `path`: uint64 [D, 2], ascending.
+        """Write the hashes (uint64 [D, 2], ascending) of a source's training documents, or of all others, to `path`.
 
-        For each dropped document, the corpus has an equal or similar one.
+        The others are held out, or dropped because the corpus has an equal or similar document.
         """
         parts = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
-        begin, end = (int(self._first[parts[0]]), int(self._first[parts[-1] + 1])) if parts else (0, 0)
-        count = max(1, -(-(end - begin) // MAX_DOCUMENTS))
+        start, end = (int(self._first[parts[0]]), int(self._first[parts[-1] + 1])) if parts else (0, 0)
+        count = max(1, -(-(end - start) // MAX_DOCUMENTS))
         sorted_hashes = Buckets(self._work / "signatures", _KNOWN, count)
-        for part in self._decided(begin, end):
+        for part in self._decided_parts(start, end):
             hashes = np.ascontiguousarray(part.table["hash"][part.of_split("train") == trained])
             sorted_hashes.add(hashes.view(_KNOWN).reshape(-1), bucket_of(hashes[:, 0], count))
         with atomic_open(path) as file:
@@ -347,8 +349,8 @@ class Documents:
     def plan(self, shard_tokens: int, first: Mapping[str, int] | None = None) -> list[ShardPlan]:
         """Cut the randomly ordered documents of each source and split into shards of at most `shard_tokens` tokens.
 
-        Only a shard of a single bin may have more. The parts of each source are listed in the work folder. Shards are
-        numbered from `first` of their split on.
+        Only a shard of a single bin may have more. The parts of each source are listed in the work folder. The shards
+        of each split are numbered from `first[split]` on.
         """
         plans: dict[str, list[ShardPlan]] = {split: [] for split in SPLITS}
         for source in sorted({source for _, source in self._parts}):
@@ -357,17 +359,17 @@ class Documents:
             write_json(self._work / _PARTS.format(source), listed)
             totals = self._totals(int(self._first[numbers[0]]), int(self._first[numbers[-1] + 1]))
             for split, split_totals in zip(SPLITS, totals, strict=True):
-                for low, high, sums in _cut(split_totals, shard_tokens):
+                for low, high, sums in _cut_bins(split_totals, shard_tokens):
                     name = f"{split}-{(first or {}).get(split, 0) + len(plans[split]):05d}"
                     held_out = source in self._held_out_sources
                     choice = DocumentRange(source, split, low, high, held_out, self._last_held_out)
                     plans[split].append(ShardPlan(name, choice, sums))
         return [plan for split in SPLITS for plan in plans[split]]
 
-    def _totals(self, begin: int, end: int) -> np.ndarray:
-        """Count documents, sentences and tokens of each split in each bin of the random order; int64 [2, 3, bins]."""
+    def _totals(self, start: int, end: int) -> np.ndarray:
+        """Return int64 [splits, 3, bins]: documents, sentences and tokens in each bin of the random order."""
         totals = np.zeros((len(SPLITS), 3, 1 << _ORDER_BITS), np.int64)
-        for part in self._decided(begin, end):
+        for part in self._decided_parts(start, end):
             bins = (random_order(part.table["hash"]) >> np.uint64(64 - _ORDER_BITS)).astype(np.int64)
             for number, split in enumerate(SPLITS):
                 chosen = part.of_split(split)
@@ -378,18 +380,18 @@ class Documents:
     # ------------------------------------------------------------ the card
 
     def filtered(self, source_count: int) -> list[dict[str, Any]]:
-        """Return the entries of a `Report` on all filters, each with `by_source`, the documents of each source."""
+        """Return the entries of a `Report` on all filters, each with the documents `by_source`."""
         report = Report(entry for summary in self._read for entry in summary.filtered)
         entries = {(entry["filter"], entry["rule"]): entry for entry in report.entries()}
         for entry in entries.values():
             entry["by_source"] = [0] * source_count
         for summary in self._read:
-            for one in summary.filtered:
-                entries[one["filter"], one["rule"]]["by_source"][summary.source] += one["documents"]
+            for dropped in summary.filtered:
+                entries[dropped["filter"], dropped["rule"]]["by_source"][summary.source] += dropped["documents"]
         return [*entries.values(), *self._filtered_near(source_count)]
 
     def evaluation(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return {name, texts, too_short, found} of each evaluation set; `found` is the number in documents."""
+        """Return {name, texts, too_short, found} of each evaluation set; `found` counts examples found in documents."""
         seen = np.array(sorted({number for summary in self._read for number in summary.seen}), np.int64)
         first = np.cumsum([0, *(size["texts"] for size in sizes)])
         found = np.diff(np.searchsorted(seen, first))
@@ -400,7 +402,7 @@ class Documents:
     def _filtered_near(self, source_count: int) -> list[dict[str, Any]]:
         if self._near is None or not self._near_counts.any():
             return []
-        by_source = [self._near_of(number) for number in range(source_count)]
+        by_source = [self._near_count(number) for number in range(source_count)]
         return [
             {
                 "filter": "near_duplicates",
@@ -411,13 +413,13 @@ class Documents:
             }
         ]
 
-    def _near_of(self, source: int) -> int:
+    def _near_count(self, source: int) -> int:
         """Return the number of near-duplicates dropped from a source."""
         return int(self._near_counts[source]) if source < len(self._near_counts) else 0
 
     def left_out(self, source: int) -> dict[str, int]:
-        """Return {paragraphs, characters, read_characters} on the headings that a reader skipped; {} if none."""
-        total = sum((Counter(one.left_out) for one in self._read if one.source == source), Counter())
+        """Return {paragraphs, characters, read_characters} of headings that a reader skipped; {} if there are none."""
+        total = sum((Counter(summary.left_out) for summary in self._read if summary.source == source), Counter())
         return {key: total[key] for key in LEFT_OUT} if total["paragraphs"] else {}
 
     def figures(self, source_count: int) -> list[dict[str, int]]:
@@ -429,7 +431,7 @@ class Documents:
             unfiltered[number] = read - sum(summary.dropped for summary in summaries)
             names = ("too_short", "duplicates", "lost_to_held_out", "documents", "validation_documents")
             result.append({"documents_read": read} | dict.fromkeys((*names, *_SUMS), 0))
-        for part in self._decided():
+        for part in self._decided_parts():
             figures = result[part.source]
             unfiltered[part.source] -= len(part.table)
             figures["duplicates"] += int((~part.kept).sum())
@@ -439,7 +441,7 @@ class Documents:
                 figures[name] += int(part.table[field_name][part.kept].sum(dtype=np.int64))
         for number, figures in enumerate(result):
             figures["too_short"] = unfiltered[number]
-            figures["duplicates"] -= self._near_of(number)
+            figures["duplicates"] -= self._near_count(number)
             figures["lost_to_held_out"] = int(self._lost[number]) if number < len(self._lost) else 0
         return result
 
@@ -448,8 +450,8 @@ _SUMS = {"sentences": "sentences", "words": "words", "tokens": "items", "text_by
 """Figure of the card -> field of DOCUMENT."""
 
 
-def _empty(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> InputError:
-    """Return the error for a corpus without documents: faults of the input, and which setting dropped the most."""
+def _empty_error(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> InputError:
+    """Return the error for an empty corpus, with the faults of the input and the setting that dropped the most."""
     documents, dropped = (sum(getattr(summary, key) for summary in read) for key in ("documents", "dropped"))
     if not documents:
         advice = "Check the files, and that each kind matches them"
@@ -461,25 +463,25 @@ def _empty(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> In
     return InputError(f"corpus.sources: none of {documents:,} documents remains.{listed} {advice}.")
 
 
-def are_held_out(table: np.ndarray, last: int, *, whole: bool) -> np.ndarray:
-    """bool [D]: which documents are held out: all if the source is (`whole`), else up to the hash `last`."""
-    if whole or last < 0:
-        return np.full(len(table), whole)
+def are_held_out(table: np.ndarray, last: int, *, entire_source: bool) -> np.ndarray:
+    """Return which documents are held out, bool [D]: all with hashes up to `last`, or the `entire_source`."""
+    if entire_source or last < 0:
+        return np.full(len(table), entire_source)
     return table["hash"][:, 0] <= np.uint64(last)
 
 
-def _cut(totals: np.ndarray, max_tokens: int) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Yield runs of bins of at most `max_tokens` tokens: (first position in the random order, end, totals).
+def _cut_bins(totals: np.ndarray, max_tokens: int) -> Iterator[tuple[int, int, dict[str, int]]]:
+    """Yield ranges of bins with at most `max_tokens` tokens: (start and end in the random order, totals).
 
     `totals` int64 [3, bins] has the documents, sentences and tokens of each bin.
     """
     filled = np.flatnonzero(totals[0])
     ends = np.cumsum(totals[:, filled], axis=1)
-    begin = 0
-    while begin < len(filled):
-        before = ends[:, begin - 1] if begin else np.zeros(3, np.int64)
-        end = max(begin + 1, int(np.searchsorted(ends[2], before[2] + max_tokens, "right")))
+    start = 0
+    while start < len(filled):
+        before = ends[:, start - 1] if start else np.zeros(3, np.int64)
+        end = max(start + 1, int(np.searchsorted(ends[2], before[2] + max_tokens, "right")))
         documents, sentences, tokens = (ends[:, end - 1] - before).tolist()
-        low, high = (int(filled[begin]) << _SHIFT, (int(filled[end - 1]) + 1) << _SHIFT)
+        low, high = (int(filled[start]) << _SHIFT, (int(filled[end - 1]) + 1) << _SHIFT)
         yield low, high, {"documents": documents, "sentences": sentences, "tokens": tokens}
-        begin = end
+        start = end

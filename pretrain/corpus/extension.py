@@ -1,11 +1,11 @@
-"""A vocabulary extended by the words of a corpus that save the most tokens.
+"""Extend a vocabulary by the words of a corpus that save the most tokens.
 
-A word that occurs n times and takes p tokens costs n x p tokens; as a new entry it costs n. New entries come after the
-old ones, so all old ids keep their meaning, and a corpus of the old vocabulary is valid for the extended one.
+A word that occurs n times and has p tokens costs n x p tokens; as a new entry it costs n. New entries come after the
+old ones, so all old ids remain valid, and so does a corpus that was prepared with the old vocabulary.
 
-WordPiece matches the longest entry. A Unigram prefers an entry whose score exceeds the sum of its pieces' scores: only
-by a little, so that other words do not change, but more for more pieces, so that a longer word is preferred to its
-prefix. A BPE that first cuts a document into words looks up a whole word before it applies merges (`ignore_merges`).
+WordPiece matches the longest entry. In a Unigram, the score of a new entry slightly exceeds the sum of its pieces'
+scores: so little that other words do not change, but more for more pieces, so that a longer word is preferred to its
+prefix. A BPE that first splits text into words looks up a whole word before applying merges (`ignore_merges`).
 
 For scripts without blanks, a WordPiece or a Unigram gets the sequences of letters that byte-pair encoding finds.
 """
@@ -28,18 +28,18 @@ from pretrain.corpus import sources
 from pretrain.corpus.byte_level import is_byte_level, repeat_words
 from pretrain.corpus.byte_words import entry_bytes
 from pretrain.corpus.inputs import Input, Problems
-from pretrain.corpus.vocabulary import forget_rarest, vocabulary_size
+from pretrain.corpus.vocabulary import drop_rarest, vocabulary_size
 
-LARGEST_NARROW = 1 << 16  # entries whose ids fit the 16 bits of a shard, see `shards.token_dtype`
-_MIN_COUNT = 3  # occurrences of a word: its embedding is only trained by them
-_SAMPLED_BYTES = 256 << 20  # of text whose words are counted
-_MEASURED_CHARACTERS = 2 << 20  # that are encoded to measure the savings
-_MAX_DOCUMENT_CHARACTERS = 1 << 18  # of one document among them
-_LEARNED_CHARACTERS = 4 << 20  # from which letter sequences are learned
+MAX_UINT16_ENTRIES = 1 << 16  # vocabulary size up to which a shard's ids have 16 bits, see `shards.token_dtype`
+_MIN_COUNT = 3  # minimum occurrences of a word, which must train its embedding
+_SAMPLED_BYTES = 256 << 20  # text in which words are counted
+_MEASURED_CHARACTERS = 2 << 20  # text that is encoded to measure the savings
+_MAX_DOCUMENT_CHARACTERS = 1 << 18  # per document of this text
+_LEARNED_CHARACTERS = 4 << 20  # text from which letter sequences are learned
 _ASCII_WORD = re.compile(r"\w+")
-_EXTRA_SEQUENCES = 100  # learned beyond the maximum, since prefixes of words and some words are not added
-_FIRST_PRIVATE = 0xF0000  # of the private characters that represent a letter with its marks
-_SCORE_MARGIN = 1e-4  # natural logarithm by which a Unigram prefers a new word to its pieces, per saved piece
+_EXTRA_SEQUENCES = 100  # learned in addition to the maximum, since not all of them are added
+_FIRST_PRIVATE = 0xF0000  # first private-use character; each represents a letter with its marks
+_SCORE_MARGIN = 1e-4  # log probability by which a new word exceeds its pieces, per saved piece
 
 
 class Extension(NamedTuple):
@@ -52,7 +52,7 @@ class Extension(NamedTuple):
 def sampled_words(
     inputs: Iterable[tuple[SourceConfig, Sequence[Input]]],
 ) -> tuple[collections.Counter[str], list[str]]:
-    """Count words in about `_SAMPLED_BYTES` of training text, and return documents from all of it."""
+    """Count words in about `_SAMPLED_BYTES` of training text; return the counts, and documents spread over the text."""
     read = [(source, item) for source, items in inputs if not source.held_out for item in items]
     sizes = [sources.reader(source).text_bytes(item) for source, item in read]
     known = [size for size in sizes if math.isfinite(size)]
@@ -61,21 +61,21 @@ def sampled_words(
     counts: collections.Counter[str] = collections.Counter()
     sample, seen, sampled = list[str](), 0, 0
     for (source, item), size in zip(read, sizes, strict=True):
-        left = _SAMPLED_BYTES * size / total
-        for text in _documents(source, item, every=max(1, int(total / _SAMPLED_BYTES))):
+        remaining = _SAMPLED_BYTES * size / total
+        for text in _documents(source, item, stride=max(1, int(total / _SAMPLED_BYTES))):
             counts.update((_ASCII_WORD if text.isascii() else scripts.WORD).findall(text))
-            forget_rarest(counts)
-            seen, left = seen + len(text), left - len(text)
+            drop_rarest(counts)
+            seen, remaining = seen + len(text), remaining - len(text)
             if sampled < _MEASURED_CHARACTERS * min(2, seen / min(total, _SAMPLED_BYTES)):
                 sample.append(text[:_MAX_DOCUMENT_CHARACTERS])
                 sampled += len(sample[-1])
-            if left <= 0:
+            if remaining <= 0:
                 break
     return counts, sample
 
 
 def saved_share(before: Tokenizer, after: Tokenizer, documents: Sequence[str]) -> float:
-    """Return the share of the tokens in documents that `after` saves, compared to `before`."""
+    """Return the share of tokens that the tokenizer `after` saves in documents, compared to `before`."""
     old, new = (
         sum(len(encoding.ids) for encoding in tokenizer.encode_batch(documents, add_special_tokens=False))
         for tokenizer in (before, after)
@@ -90,7 +90,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
     The words that save the most tokens are chosen; the same counts give the same vocabulary.
 
     Args:
-        tokenizer: of the checkpoint.
+        tokenizer: tokenizer of the checkpoint.
         counts: occurrences of words, from `sampled_words`.
         max_words: maximum number of new entries.
 
@@ -98,7 +98,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
         InputError: the tokenizer's format does not allow new words, or the ids no longer fit the shards.
     """
     check_extension(tokenizer, max_words)
-    unknown, known = _unknown(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
+    unknown, known = _unknown_id(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
     words = _pre_tokenized(tokenizer, counts)
     is_bpe = isinstance(tokenizer.model, models.BPE)
     candidates = words if is_bpe else _with_letter_sequences(tokenizer, words, max_words)
@@ -117,13 +117,13 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
         broken = [word for word in words if unknown in after[word] and unknown not in pieces[word]]
         if not broken:
             break
-        # The longest match wins: after a new word as prefix, the rest of a longer word may have no wordpieces.
-        chosen = [entry for entry in chosen if not any(_may_begin(entry, word) for word in broken)]
+        # If the longest match is a new entry, no entries may match the rest of a longer word, which becomes [UNK].
+        chosen = [entry for entry in chosen if not any(_may_start(entry, word) for word in broken)]
     return Extension(extended, chosen)
 
 
-def _may_begin(entry: str, word: str) -> bool:
-    """Return whether an entry may match the start of a word, or of its rest after other entries."""
+def _may_start(entry: str, word: str) -> bool:
+    """Return whether an entry may match in a word: at its start or, with "##", after other entries."""
     return entry[2:] in word if entry[:2] == "##" else word.startswith(entry)
 
 
@@ -135,33 +135,33 @@ def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
     # With end-of-word marks (XLM, HerBERT) an entry without one is a piece inside a word.
     if kind not in ("WordPiece", "Unigram") and (not is_cut or model.get("end_of_word_suffix")):
         raise InputError(
-            f"{where}: the checkpoint's tokenizer is a {kind} that does not cut text into words, or marks "
+            f"{where}: the checkpoint's tokenizer is a {kind} that does not split text into words, or marks "
             "the end of words, so words cannot be added. Set it to 0."
         )
     size = vocabulary_size(tokenizer)
-    if size <= LARGEST_NARROW < size + max_words:
+    if size <= MAX_UINT16_ENTRIES < size + max_words:
         raise InputError(
             f"{where}: with the {size} entries of the checkpoint's vocabulary, the ids would exceed the 16 bits of the "
-            f"token shards ({LARGEST_NARROW}). Lower it to {LARGEST_NARROW - size} or less."
+            f"token shards ({MAX_UINT16_ENTRIES}). Lower it to {MAX_UINT16_ENTRIES - size} or less."
         )
 
 
 def replaced_ids(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
-    """Return the ids in the old vocabulary of `tokenizer` that each new entry replaces."""
+    """Return the ids in the old vocabulary (of `tokenizer`) that each new entry replaces."""
     entries = list(entries)
     pieces = _ids_of(tokenizer, entries)
     return [pieces[entry] for entry in entries]
 
 
-def _documents(source: SourceConfig, item: Input, every: int) -> Iterator[str]:
-    """Yield the documents of every n-th chunk of an input; of all chunks, if it can only be read in order."""
-    step = 1 if sources.reader(source).is_stream(item) else every
+def _documents(source: SourceConfig, item: Input, stride: int) -> Iterator[str]:
+    """Yield the documents of every `stride`-th chunk of an input, or of all chunks if it must be read in order."""
+    step = 1 if sources.reader(source).is_stream(item) else stride
     for chunk in itertools.islice(sources.cut(source, 0, 0, item), 0, None, step):
         yield from sources.documents(chunk, Problems())
 
 
 def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
-    """Return the words as the tokenizer's model gets them after a blank."""
+    """Count the words as they are passed to the tokenizer's model, after a blank."""
     normalizer: Any = tokenizer.normalizer
     pre_tokenizer: Any = tokenizer.pre_tokenizer
     words: collections.Counter[str] = collections.Counter()
@@ -173,21 +173,21 @@ def _pre_tokenized(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collectio
 
 
 def _ids_of(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
-    """Return the ids of each word, which is an output of `_pre_tokenized`."""
+    """Return the ids of each word; words are as in the result of `_pre_tokenized`."""
     model: Any = tokenizer.model
     inner = model
     if isinstance(model, models.WordPiece):  # a second model encodes words that start with "##"
         entries = {entry[2:]: number for entry, number in tokenizer.get_vocab().items() if entry[:2] == "##"}
-        entries[model.unk_token] = _unknown(tokenizer) or 0
+        entries[model.unk_token] = _unknown_id(tokenizer) or 0
         inner: Any = models.WordPiece(entries, unk_token=model.unk_token, continuing_subword_prefix="")
     encoded = ((word, inner.tokenize(word[2:]) if word[:2] == "##" else model.tokenize(word)) for word in words)
     return {word: [token.id for token in tokens] for word, tokens in encoded}
 
 
 def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_words: int) -> collections.Counter[str]:
-    """Count words between blanks, and sequences of letters of scripts without blanks, found by byte-pair encoding.
+    """Count words between blanks and, in scripts without blanks, sequences of letters found by byte-pair encoding.
 
-    The units of this encoding are letters with their marks.
+    The units of this byte-pair encoding are letters with their marks.
     """
     runs = {word: count for word, count in words.items() if not word.isascii() and scripts.STARTS_UNIT.search(word)}
     sequences = collections.Counter({word: count for word, count in words.items() if word not in runs})
@@ -195,7 +195,7 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_w
     coded: dict[str, int] = {}
     step = max(1, sum(map(len, runs)) // _LEARNED_CHARACTERS)
     for word in sorted(runs)[::step]:
-        units = (letters.setdefault(one, chr(_FIRST_PRIVATE + len(letters))) for one in scripts.CLUSTER.findall(word))
+        units = (letters.setdefault(unit, chr(_FIRST_PRIVATE + len(letters))) for unit in scripts.CLUSTER.findall(word))
         coded["".join(units)] = step * runs[word]
     learned, first = Tokenizer(models.BPE()), list(letters.values())  # a fixed order, instead of a hash map's
     size = len(letters) + max_words + _EXTRA_SEQUENCES
@@ -211,7 +211,7 @@ def _with_letter_sequences(tokenizer: Tokenizer, words: Mapping[str, int], max_w
     return sequences
 
 
-def _unknown(tokenizer: Tokenizer) -> int | None:
+def _unknown_id(tokenizer: Tokenizer) -> int | None:
     model = json.loads(tokenizer.to_str())["model"]
     return model["unk_id"] if model["type"] == "Unigram" else tokenizer.token_to_id(model.get("unk_token") or "")
 
@@ -219,7 +219,7 @@ def _unknown(tokenizer: Tokenizer) -> int | None:
 def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
     described, size = json.loads(tokenizer.to_str()), vocabulary_size(tokenizer)
     model, added = described["model"], {token["content"]: token["id"] for token in described["added_tokens"]}
-    if model["type"] == "Unigram":  # the index of an entry is its id, so the ids of added tokens must be filled
+    if model["type"] == "Unigram":  # the index of an entry is its id, so the ids of added tokens must have entries
         scores = [score for _, score in model["vocab"]]
         names = {number: content for content, number in added.items()}
         gaps = range(len(scores), size)
@@ -228,7 +228,7 @@ def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
         for entry in entries:
             piece_scores = [scores[number] for number in pieces[entry]]
             model["vocab"].append([entry, sum(piece_scores) + _SCORE_MARGIN * (len(piece_scores) - 1)])
-    else:  # make added tokens entries, or they would get other ids
+    else:  # added tokens must become entries to keep their ids
         model["vocab"] |= added | {entry: size + number for number, entry in enumerate(entries)}
         if model["type"] == "BPE":
             model["ignore_merges"] = True

@@ -19,7 +19,7 @@ from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
 from pretrain.corpus.growth import Growth, merged_filters, merged_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
-from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
+from pretrain.corpus.manifest import content_digest, make_manifest, source_facts, source_name, with_card
 from pretrain.corpus.released import kind_of
 from pretrain.corpus.samples import compare, read_tokens
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
@@ -28,21 +28,21 @@ from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 _EXTENSION_FACTS = ("added", "saved_share", "first_added")
 
 CountReadings = Callable[[TokenShards], tuple[list[dict[str, Any]], list[str]]]
-"""Returns how often an epoch reads a token, as in the card, and lines on how much each phase reads of a source."""
+"""Returns, for the card, how often an epoch reads a token, and lines on how much of each source a phase reads."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The results of the other stages for sources, which are identified by their numbers in the corpus.
+    """The results of the other stages. Sources are identified by their numbers in the corpus.
 
     Attributes:
-        settings: of the whole corpus, for the manifest.
+        settings: settings of the whole corpus, for the manifest.
         growth: the corpus to which the sources are added; None for a new corpus.
-        declared: as for `save_tokenizer`.
+        declared: see `save_tokenizer`.
         extension: facts about an extended vocabulary, for the card.
-        results: of writing each shard of the plan.
+        results: result of writing each shard of the plan.
         hashes: {path: SHA-256} of the files of each source, in order.
-        evaluation_sizes: of each evaluation set.
+        evaluation_sizes: sizes of each evaluation set.
     """
 
     corpus: CorpusConfig
@@ -62,15 +62,15 @@ class Prepared:
     evaluation_sizes: Sequence[dict[str, int]]
 
     def write(self, count_readings: CountReadings | None) -> None:
-        """Write the remaining files. `count_readings` as for `prepare`."""
+        """Write the remaining files. `count_readings` as in `prepare`."""
         growth, folder = self.growth, self.corpus.folder
         before: dict[str, Any] = growth.manifest if growth else {"sources": [], "shards": [], "files": {}}
         if not growth:
             save_tokenizer(folder, self.tokenizer, self.declared)
         self._compare_samples(self.tokenizer if growth else Tokenizer.from_file(str(folder / "tokenizer.json")))
-        new = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in self.plan]
+        new = [{"name": p.name, "split": p.split, "source": p.source, **p.totals} for p in self.plan]
         signatures = [
-            write_signatures(folder, self.work, self.documents, number, near=self._finds_near)
+            write_signatures(folder, self.work, self.documents, number, with_sketches=self._finds_near)
             for number in self.sources
         ]
         manifest = make_manifest(
@@ -81,7 +81,7 @@ class Prepared:
             settings=self.settings,
             hashes={name: digest for result in self.results for name, digest in result["hashes"].items()},
             declared=self.declared,
-            others=[name for names in signatures for name in names],
+            further_files=[name for names in signatures for name in names],
             before=before["files"],
         )
         if growth:
@@ -91,8 +91,8 @@ class Prepared:
         put_manifest(folder, with_card(folder, manifest))
 
     def _compare_samples(self, tokenizer: Tokenizer) -> None:
-        """Raise `InputError` if the corpus's tokenizer gives sampled documents other tokens than the stored ones."""
-        names = {number: f"{self.corpus.folder}: source {source_name(one)}" for number, one in self.sources.items()}
+        """Raise `InputError` if the corpus's tokenizer gives sampled documents other tokens than the shards have."""
+        names = {n: f"{self.corpus.folder}: source {source_name(config)}" for n, config in self.sources.items()}
         shards = zip(self.plan, self.results, strict=True)
         sampled = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
         read = ((shard.source, read_tokens(self.corpus.folder, shard.name, samples)) for shard, samples in sampled)
@@ -105,7 +105,7 @@ class Prepared:
     def _write_card(self, manifest: dict[str, Any], readings: tuple[list[dict[str, Any]], list[str]]) -> None:
         before = self.growth.card(self.work) if self.growth else {}
         count = len(manifest["sources"])
-        extension = {key: x for key, x in before.get("vocabulary", {}).items() if key in _EXTENSION_FACTS}
+        extension = {key: value for key, value in before.get("vocabulary", {}).items() if key in _EXTENSION_FACTS}
         evaluation = self.documents.evaluation(self.evaluation_sizes, set_names(self.corpus.filters.contamination))
         card.write_card(
             self.corpus.folder,
@@ -128,9 +128,10 @@ class Prepared:
     def _readings(
         self, manifest: dict[str, Any], count: CountReadings | None
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return how often epochs read a token, if the caller counts it and there is enough text.
+        """Return the result of `count`, if it is given and there is enough text.
 
-        Shards of a growing corpus may not be here. Counting also caches the samples of blocks, so it is always done.
+        Old shards of a growing corpus may not be on this machine; the old card then provides the readings. `count` is
+        called in any case, since it also stores the number of samples of each block.
         """
         folder, entries = self.corpus.folder, manifest["shards"]
         local = [entry for entry in entries if (folder / f"{entry['name']}.tokens.npy").is_file()]
@@ -144,7 +145,7 @@ class Prepared:
         return readings
 
     def _source_entries(self) -> list[dict[str, Any]]:
-        """Return the fields of each source in the manifest and the card."""
+        """Return the entries of the new sources in the manifest and the card."""
         figures = self.documents.figures(1 + max(self.sources, default=-1))
         entries = []
         for (number, source), hashes in zip(self.sources.items(), self.hashes, strict=True):
@@ -154,7 +155,7 @@ class Prepared:
                 {
                     **source_facts(source),
                     "revision": source.revision,
-                    "content": content_state(hashes),
+                    "content": content_digest(hashes),
                     "input_bytes": sum(item.bytes for item in self.inputs[number]),
                     **figures[number],
                     **({"left_out": left_out} if left_out else {}),

@@ -1,4 +1,4 @@
-"""The kind of source that fits a file, by its suffix or its first bytes."""
+"""Find the kind of source that fits a file, by its suffix or its first bytes."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ from pretrain.common.wording import counted
 from pretrain.config import SourceConfig
 from pretrain.corpus import json_values, sources
 from pretrain.corpus.inputs import Input, Problems, plain_suffix
-from pretrain.corpus.listing import files_in, visible
+from pretrain.corpus.listing import files_in, visible_files
 from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
 from pretrain.corpus.sources.books import is_ended
 from pretrain.corpus.streams import open_text
@@ -21,31 +21,31 @@ _KINDS = {
     for module in (books, csv, jsonl, mediawiki, parquet)
     for suffix in module.Reader.suffixes
 }
-_MIN_FILES = 3  # of one document each, since two are held out
-_MIN_DOCUMENTS = 10  # that another kind must make of a file
-_LARGE_BYTES = 100_000  # of a file worth a warning
-_NO_BOOK_BYTES = 10 << 20  # the same, per file, if there are many files
+_MIN_FILES = 3  # if each is one document, since two are held out
+_MIN_DOCUMENTS = 10  # into which another kind must split a file, for a warning
+_LARGE_BYTES = 100_000  # minimum file size for a warning
+_NO_BOOK_BYTES = 10 << 20  # minimum mean file size for a warning if there are many files
 _BLANK_LINES = re.compile(r"\n[ \t]*\n")
-_HEAD = 1_000  # bytes that show the format of a file without a known suffix
+_HEAD = 1_000  # bytes to examine in a file without a known suffix
 
 
 def files_below(path: Path, problems: Problems) -> list[Path]:
-    """Return the file `path`, or the files of the folder that are read; skipped ones are added to `problems`.
+    """Return the file `path`, or the files to read in the folder `path`; skipped files are added to `problems`.
 
-    Raises `InputError` if there is none, or a folder cannot be listed.
+    Raises `InputError` if there are none, or a folder cannot be listed.
     """
     if path.is_dir():
-        files = visible(files_in(path), path, problems.add)
+        files = visible_files(files_in(path), path, problems.add)
         if not files:
-            raise InputError(f"{path}: an empty folder. Give one with text.")
+            raise InputError(f"{path}: an empty folder. Use one with text files.")
         return files
     if not path.is_file():
-        raise InputError(f"{path}: no such file or folder. Give text files, or a folder with them.")
+        raise InputError(f"{path}: no such file or folder. Use text files, or a folder of them.")
     return [path]
 
 
 def kind_of(file: Path) -> str:
-    """Return the kind of source that reads a file, by its suffix or, if that is missing or unknown, its first bytes."""
+    """Return the kind of source for a file, by its suffix or, if that is missing or unknown, by its first bytes."""
     kind = _KINDS.get(plain_suffix(file), PLAIN)
     if kind != PLAIN:
         return kind
@@ -53,7 +53,7 @@ def kind_of(file: Path) -> str:
         with open_text(file) as stream:
             if stream.read(_HEAD).lstrip().startswith(b"<doc "):
                 return "wikiextractor"
-        return "jsonl" if json_values.begins_with_object(file) else kind
+        return "jsonl" if json_values.starts_with_object(file) else kind
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}). Check the file and its permissions.") from None
 
@@ -61,7 +61,7 @@ def kind_of(file: Path) -> str:
 def kinds_that_fit(
     sources: Mapping[int, SourceConfig], inputs: Mapping[int, list[Input]], held_out_share: float
 ) -> tuple[list[str], bool]:
-    """Return warnings about plain-text sources that another kind fits, and whether there is no other training text."""
+    """Return warnings about plain-text sources that another kind fits, and whether all training text has one."""
     paths = {number: [Path(path) for item in inputs[number] for path in item.paths] for number in sources}
     are_few = held_out_share > 0 and sum(map(len, paths.values())) < _MIN_FILES
     are_few &= not any(source.held_out for source in sources.values())
@@ -72,7 +72,7 @@ def kinds_that_fit(
 
 
 def _fault(kind: str, paths: list[Path], min_bytes: int) -> str:
-    """Describe what `kind` would do to files that another kind fits; "" if it fits, or a file is not stored here."""
+    """Describe how `kind` would read files that another kind fits; "" if `kind` fits, or a file is not local."""
     if kind not in ("books", "files", "sentences") or not all(path.is_file() for path in paths):
         return ""
     sizes = [path.stat().st_size for path in paths]
@@ -86,14 +86,14 @@ def _fault(kind: str, paths: list[Path], min_bytes: int) -> str:
     if lines < _MIN_DOCUMENTS or _is_wrapped(blocks) or (kind == "sentences" and len(blocks) > 1):
         return ""
     if len(blocks) >= _MIN_DOCUMENTS and (lines <= 100 * len(blocks) or len(text) < 200 * lines):
-        found, fits = f"{counted(len(blocks), 'block')} of lines between blank lines", "sentences, which reads each"
+        layout, advice = f"{counted(len(blocks), 'block')} of lines between blank lines", "sentences, which reads each"
     else:
-        found, fits = f"{counted(lines, 'line')} and hardly a blank one", "lines, which reads each line"
-    return f"{kind} makes one document of {path}. Its first megabyte has {found}: set kind: {fits} as a document."
+        layout, advice = f"{counted(lines, 'line')} and hardly a blank one", "lines, which reads each line"
+    return f"{kind} makes one document of {path}. Its first megabyte has {layout}: set kind: {advice} as a document."
 
 
 def _is_wrapped(blocks: list[list[str]]) -> bool:
-    """Return whether the lines are wrapped at a page width, like a book's: the next word would not have fit."""
+    """Return whether the lines are wrapped at a page width, as in books: the next word would not have fit."""
     widths = sorted(len(line) for block in blocks for line in block)
     pairs = [pair for block in blocks for pair in itertools.pairwise(block)]
     width = widths[int(0.95 * len(widths))]
@@ -107,7 +107,7 @@ def _is_wrapped(blocks: list[list[str]]) -> bool:
 
 
 def documents_of(file: Path, problems: Problems) -> Iterator[str]:
-    """Yield the documents of a file in order, paragraphs as lines. Faults are added to `problems`.
+    """Yield the documents of a file in order, with paragraphs as lines. Faults are added to `problems`.
 
     Raises `InputError` if the file cannot be read, or lacks the column `text`.
     """
@@ -118,7 +118,7 @@ def documents_of(file: Path, problems: Problems) -> Iterator[str]:
 
 
 def passages_of(text: str, min_characters: int) -> Iterator[str]:
-    """Split a document between lines into passages of `min_characters` or more; the last one may have fewer."""
+    """Split a document at line breaks into passages of at least `min_characters`; the last one may be shorter."""
     lines: list[str] = []
     size = 0
     for line in text.split("\n"):

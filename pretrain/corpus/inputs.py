@@ -1,9 +1,9 @@
-"""The base of all kinds of sources: inputs, the chunks they are cut into, and the reader that a kind implements.
+"""Base classes of sources: inputs, the chunks they are cut into, and the reader that each kind implements.
 
 A chunk is the unit of work of a process: a byte range of a plain file, a range of a decompressed stream, a row group,
-a handful of small files. Chunk boundaries depend on the files only, so the corpus does not depend on the number of
-processes or on interruptions. A document is a string whose lines are its paragraphs.
-Faults in an input are counted in `Problems` with its path; the rest of the input is read.
+or some small files. Chunk boundaries depend only on the files, so the corpus does not depend on the number of processes
+or on interruptions. A document is a string whose lines are its paragraphs. Faults in an input are counted in `Problems`
+with its path; the rest of the input is read.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from pretrain.storage.objects import ListedObject, ObjectStore
 
 CHUNK_BYTES = 8 << 20  # minimum text per chunk
 _MAX_SHOWN = 3  # faults listed in an error
-_MAX_BAD_SHARE = 0.2  # of a document's characters: Latin-1 has fewer in any language, GB 18030 or KOI8 more
-_ALLOWED_BAD = 5  # bad characters that are always accepted, such as the accents of a short line
-_MAX_NUL_SHARE = 0.25  # of the first bytes: UTF-16 has more for Latin letters, and some for others
+_MAX_BAD_SHARE = 0.2  # invalid characters in a document: Latin-1 text has fewer, GB 18030 or KOI8 text more
+_ALLOWED_BAD = 5  # invalid characters that are always accepted, such as the accents of a short line
+_MAX_NUL_SHARE = 0.25  # in the first bytes: UTF-16 of Latin letters has more, of other scripts some
 _HEAD_BYTES = 4096
 _BYTE_ORDER_MARKS = re.compile("^\ufeff+", re.M)  # also inside files that were concatenated
 _NO_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXPANSION = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # typical decompressed bytes per compressed byte of text
-_COLUMN_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # binary formats, which only this kind reads
+_COLUMN_KINDS = {".arrow": "huggingface", ".parquet": "parquet"}  # binary formats with only one kind
 _ROW_KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".xml": "mediawiki"}
 _PACKED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
 )
-"""Suffixes of archives and compressions that cannot be read, and would be taken for text."""
+"""Suffixes of archives and compressed files that cannot be read, and would be mistaken for text."""
 
 BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """The errors that reading a damaged file raises, compressed or not."""
@@ -57,7 +57,7 @@ LEFT_OUT = ("paragraphs", "characters", "read_characters")
 
 
 class Problems:
-    """Faults in the inputs: count and first location for every (path, fault); and paragraphs that readers skip."""
+    """Faults in the inputs, with count and first location of each (path, fault), and counts of skipped paragraphs."""
 
     def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
         self._entries: dict[tuple[str, str], dict[str, Any]] = {}
@@ -65,12 +65,12 @@ class Problems:
         self.extend(entries)
 
     def add(self, path: str, fault: str, first: str = "", count: int = 1) -> None:
-        """Count a fault of the file at `path`; `first` is its location in the file, kept for the first one."""
+        """Count a fault of the file at `path`; `first` is its location, of which only the first is recorded."""
         entry = self._entries.setdefault((path, fault), {"path": path, "fault": fault, "first": first, "count": 0})
         entry["count"] += count
 
-    def leave_out(self, paragraph: str) -> None:
-        """Count a paragraph that is not a fault, but is skipped as non-text, such as a heading."""
+    def count_skipped(self, paragraph: str) -> None:
+        """Count a paragraph that is skipped as non-text, such as a heading; this is not a fault."""
         self.left_out.update(paragraphs=1, characters=len(paragraph))
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
@@ -79,12 +79,12 @@ class Problems:
             self.add(entry["path"], entry["fault"], entry["first"], entry["count"])
 
     def entries(self) -> list[dict[str, Any]]:
-        """[{path, fault, first, count}], in order of arrival."""
+        """Return [{path, fault, first, count}], in order of arrival."""
         return list(self._entries.values())
 
 
 def first_faults(entries: Sequence[dict[str, Any]]) -> str:
-    """Describe the first faults among the `entries` of `Problems`, for an error: where, what, how often."""
+    """Describe the first `entries` of `Problems`, for an error: where, what, how often."""
     described = []
     for entry in entries[:_MAX_SHOWN]:
         first = f" ({entry['first']})" if entry["first"] else ""
@@ -95,11 +95,11 @@ def first_faults(entries: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Input:
-    """A file, several small files, or a shard of a data set, cut into chunks together."""
+    """A file, several small files, or a shard of a data set; it is cut into chunks."""
 
     paths: tuple[str, ...]
     bytes: int
-    problems: tuple[dict[str, Any], ...] = ()  # of finding the inputs; kept at the first one
+    problems: tuple[dict[str, Any], ...] = ()  # found while listing the inputs; only on the source's first input
 
     @property
     def is_remote(self) -> bool:
@@ -111,12 +111,12 @@ class Input:
 class Span:
     """A range of an input, as a kind of source cuts it."""
 
-    start: int = 0  # in bytes, rows or row groups, depending on the kind
+    start: int = 0  # bytes, rows or row groups, depending on the kind
     end: int = 0
     data: Any = None  # the content itself, if the file cannot be opened at `start`
-    bytes: int = 0  # of the files, for the progress bar
+    bytes: int = 0  # file bytes, for the progress bar
     problems: list[dict[str, Any]] = field(default_factory=list)
-    is_stream: bool = False  # a whole file that can only be read in order; `sources.cut_stream` cuts it
+    is_stream: bool = False  # a whole file that must be read in order, to be cut by `sources.cut_stream`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,42 +138,42 @@ class Chunk(Span):
 class SourceReader:
     """A reader of one source; every kind subclasses it as `Reader`. By default, an input is a file and one chunk."""
 
-    suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to read from a folder; () reads all
+    suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to read in a folder; () for all files
     text_share: ClassVar[float] = 1.0  # approximate bytes of text per byte of a file
-    lines_are_sentences: ClassVar[bool] = False  # lines of documents; otherwise they are paragraphs
+    lines_are_sentences: ClassVar[bool] = False  # whether lines are sentences; otherwise they are paragraphs
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
-        self.problems = Problems()  # of finding the inputs: skipped files
+        self.problems = Problems()  # files skipped while listing the inputs
 
     def find(self, where: str) -> list[Input]:
-        """Return the inputs in a fixed order. `where` is the source's name in the config, for errors.
+        """Return the inputs in a fixed order. `where` is the source's path in the config, for errors.
 
         Raises:
-            InputError: nothing is found, or it cannot be read.
+            InputError: no file is found, or one cannot be read.
         """
         return [Input((str(file),), file_size(file, where)) for file in self.find_files(where)]
 
     def text_bytes(self, item: Input) -> float:
-        """Estimate the bytes of text from the size of the files; infinite on the hub, whose files are not listed."""
+        """Estimate the bytes of text from the file sizes; infinite on the hub, where sizes are unknown."""
         if item.is_remote:
             return math.inf
         return self.text_share * _EXPANSION.get(compression(Path(*item.paths[:1])), 1.0) * item.bytes
 
     def cut(self, item: Input) -> Iterator[Span]:
-        """Yield the spans of an input, at least one; they depend on the files only."""
+        """Yield one or more spans of an input; they must depend only on the files."""
         yield Span(bytes=item.bytes)
 
     def is_stream(self, item: Input) -> bool:
-        """Return whether `cut` must read the whole input in order, so that its spans carry their data."""
+        """Return whether the input must be read in order, so that `cut` yields spans with data."""
         return False
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
-        """Yield the documents of a chunk, paragraphs as lines. Faults of the input are added to `problems`."""
+        """Yield the documents of a chunk, with paragraphs as lines. Faults of the input are added to `problems`."""
         raise NotImplementedError
 
-    def takes(self, file: PurePath) -> bool:
-        """Return whether a file of a folder is read."""
+    def accepts(self, file: PurePath) -> bool:
+        """Return whether a file in a folder is read."""
         return not self.suffixes or plain_suffix(file) in self.suffixes
 
     def find_files(self, where: str) -> list[Path]:
@@ -185,17 +185,17 @@ class SourceReader:
         if is_remote(self.config.path):
             files = folders.fetch_found(self.config.path, self.stored_files(objects := ObjectStore()), objects)
         elif path.is_dir():
-            files = [file for file in listing.files_in(path, f"{where}.path") if self.takes(file)]
-            files = listing.visible(files, path, self.problems.add)
+            files = [file for file in listing.files_in(path, f"{where}.path") if self.accepts(file)]
+            files = listing.visible_files(files, path, self.problems.add)
         elif path.exists():
             files = [path]
         else:
-            files = listing.matching(path, self.problems.add)
+            files = listing.matching_files(path, self.problems.add)
         if not files:
-            others = listing.files_in(path, f"{where}.path") if path.is_dir() else []
-            raise nothing_found(self.config, where, self.problems.entries(), others)
+            other_files = listing.files_in(path, f"{where}.path") if path.is_dir() else []
+            raise no_files_error(self.config, where, self.problems.entries(), other_files)
         if _other_kind(self.config.kind, files, _COLUMN_KINDS):
-            raise nothing_found(self.config, where, (), files)
+            raise no_files_error(self.config, where, (), files)
         for file in files:
             _check_name(file, where)
         return sorted(files)
@@ -204,20 +204,20 @@ class SourceReader:
         """Return the objects at an address that would be read, by their addresses; none is fetched."""
         address = self.config.path.rstrip("/")
         root = folders.root_of(address)
-        found = folders.find(address if root == address else f"{root}/**", objects)
-        if address in found:
-            return found
-        taken = folders.matches if root != address else lambda name, _: self.takes(PurePosixPath(name))
-        names = [name.removeprefix(f"{root}/") for name in found if taken(name, address)]
+        listed = folders.find(address if root == address else f"{root}/**", objects)
+        if address in listed:
+            return listed
+        is_taken = folders.matches if root != address else lambda name, _: self.accepts(PurePosixPath(name))
+        names = [name.removeprefix(f"{root}/") for name in listed if is_taken(name, address)]
         hidden = "/." in address.removeprefix(root)
-        kept = listing.select_names(
-            names, address, lambda name: join(root, name) in found, self.problems.add, hidden=hidden
+        selected = listing.select_names(
+            names, address, lambda name: join(root, name) in listed, self.problems.add, hidden=hidden
         )
-        return {join(root, name): found[join(root, name)] for name in kept}
+        return {join(root, name): listed[join(root, name)] for name in selected}
 
 
 def _check_name(file: Path, where: str) -> None:
-    """Raise `InputError` for a name that is not valid UTF-8, and for a file that must be unpacked first."""
+    """Raise `InputError` if a file's name is not valid UTF-8, or if the file must be unpacked first."""
     try:
         str(file).encode()
     except UnicodeEncodeError:
@@ -231,14 +231,14 @@ def _check_name(file: Path, where: str) -> None:
         )
 
 
-def nothing_found(
-    config: SourceConfig, where: str, left_out: Sequence[dict[str, Any]] = (), others: Sequence[Path] = ()
+def no_files_error(
+    config: SourceConfig, where: str, left_out: Sequence[dict[str, Any]] = (), other_files: Sequence[Path] = ()
 ) -> InputError:
-    """Return the error for a source without files to read, named `where` in the config; `others` exist."""
+    """Return the error for a source at `where` in the config that has no files to read, but maybe `other_files`."""
     path = Path(config.path).expanduser()
-    pattern = "" if is_remote(config.path) or path.exists() else listing.escaped(path)
+    pattern = "" if is_remote(config.path) or path.exists() else listing.escaped_pattern(path)
     advice = f"It is a pattern. Write {pattern} for the folder of that name." if pattern else "Check the path."
-    if kind := _other_kind(config.kind, others, {**_COLUMN_KINDS, **_ROW_KINDS}):
+    if kind := _other_kind(config.kind, other_files, {**_COLUMN_KINDS, **_ROW_KINDS}):
         advice = f"Its files are of kind {kind}: set kind: {kind}{' and dataset' * (kind == 'huggingface')}."
     if left_out:
         advice = f"{first_faults(left_out)}. {advice}"
@@ -246,7 +246,7 @@ def nothing_found(
 
 
 def _other_kind(kind: str, files: Iterable[Path], kinds: Mapping[str, str]) -> str:
-    """Return the kind of most files, by their suffixes in `kinds`, if it is not `kind`; else ""."""
+    """Return the most common kind of the files, by their suffixes in `kinds`, if it is not `kind`; else ""."""
     counts = Counter(kinds.get(plain_suffix(file), "") for file in files)
     most_common = max(counts, key=counts.__getitem__, default="")
     return "" if most_common == kind or is_custom(kind) else most_common
@@ -269,9 +269,9 @@ def grouped(files: Iterable[Path], where: str) -> list[Input]:
 
 
 def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[Path], list[str] | None]) -> None:
-    """Raise `InputError` before the work starts if `names(file)` lacks the text column.
+    """Raise `InputError` if the text column is not in `names(file)`, before the work starts.
 
-    If the names cannot be read, nothing is raised here; reading the file counts the fault.
+    If the names cannot be read, nothing is raised: the fault is counted when the file is read.
     """
     import pyarrow as pa
 
@@ -288,16 +288,16 @@ def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[
 
 
 class BrokenInputError(Exception):
-    """A file that cannot be read completely; all readable data has been yielded."""
+    """A file cannot be read completely; all readable data has been yielded."""
 
 
-def carried_spans(
+def data_spans(
     item: Input, batches: Iterator[tuple[Any, int]], empty: Any, problems: Problems | None = None
 ) -> Iterator[Span]:
-    """Yield spans that carry their data, read in order by one process. The last one has no data, only the faults.
+    """Yield spans with data, read in order by one process, and a last span with only the faults.
 
-    `batches` yields (data, bytes of the file read so far) and may raise `BrokenInputError`; `empty` is empty data.
-    `problems` are further faults found while reading the batches.
+    `batches` yields (data, bytes of the file read so far) and may raise `BrokenInputError`. `empty` is the data of the
+    last span. Reading the batches may add more faults to `problems`.
     """
     path, problems = item.paths[0], problems or Problems()
     position = 0
@@ -314,7 +314,7 @@ def carried_spans(
 
 
 def file_size(path: Path, where: str) -> int:
-    """Return the size of a file in bytes; `InputError` if it cannot be read."""
+    """Return the size of a file in bytes. Raises `InputError` if it cannot be read."""
     try:
         with path.open("rb"):
             return path.stat().st_size
@@ -323,25 +323,25 @@ def file_size(path: Path, where: str) -> int:
 
 
 def compression(path: PurePath) -> str:
-    """Return the suffix of a compressed file, one of COMPRESSED; "" for another file."""
+    """Return the suffix in COMPRESSED of a compressed file; "" for other files."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSED else ""
 
 
 def plain_suffix(path: PurePath) -> str:
-    """Return the suffix below a compression's: `.xml` for `a.xml.bz2`."""
+    """Return the suffix without the one of a compression: `.xml` for `a.xml.bz2`."""
     return PurePath(path.stem if compression(path) else path).suffix.lower()
 
 
 def open_file(path: Path) -> IO[Any]:
-    """Open a file for reading bytes, decompressed. `streams.open_text` also reads damaged files."""
+    """Open a file for reading decompressed bytes. `streams.open_text` also reads damaged files."""
     return cast(IO[Any], COMPRESSED[compression(path)](path)) if compression(path) else path.open("rb")
 
 
 def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
-    """Decode UTF-8; bad bytes become U+FFFD, which BERT's normalizer drops, and are counted. `offset` is `raw`'s.
+    """Decode UTF-8. Invalid bytes become U+FFFD, which BERT's normalizer drops, and are counted.
 
-    Text in another encoding is skipped and counted: "" is returned.
+    Text in another encoding is counted as a fault, and "" is returned. `offset` is the offset of `raw` in the file.
     """
     nul_share = raw.count(0, 0, _HEAD_BYTES) / len(raw[:_HEAD_BYTES]) if b"\0" in raw else 0
     if nul_share > _MAX_NUL_SHARE:
@@ -362,7 +362,7 @@ def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
 
 
 def without_surrogates(text: str, path: str, problems: Problems) -> str:
-    """Replace lone surrogates, which JSON may escape ("\\ud83d") and no encoding can write."""
+    """Replace lone surrogates, which JSON can contain as escapes ("\\ud83d") but UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Files of JSON values that are not one per line: an array of objects, or indented objects one after the other."""
+"""Files of JSON values that are not one per line: an array of objects, or consecutive indented objects."""
 
 import json
 import re
@@ -11,22 +11,22 @@ from pretrain.corpus import inputs
 from pretrain.corpus.inputs import BrokenInputError
 from pretrain.corpus.streams import TextStream, open_text
 
-MAX_BYTES = 10**9  # of a file that is not one value per line, decompressed; it is read into memory
+MAX_BYTES = 10**9  # decompressed size of such a file, which is read into memory
 _HEAD_BYTES = 1000
-_FIRST_BYTES = 16 << 20  # that must contain the first value
+_FIRST_BYTES = 16 << 20  # maximum bytes up to the end of the first value
 _SPREAD = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{\s*\n\s*")')
 _OBJECT = re.compile(rb'(?:\xef\xbb\xbf)?[\s\[]*\{\s*"')
 _BETWEEN = re.compile(r"[\s,\[\]\ufeff]*")
 _decode = json.JSONDecoder().raw_decode
 
 
-def begins_with_object(path: Path) -> bool:
+def starts_with_object(path: Path) -> bool:
     """Return whether a file starts with a JSON object, alone or in an array. Raises `OSError`."""
     with open_text(path) as stream:
         return _OBJECT.match(stream.read(_HEAD_BYTES)) is not None
 
 
-def is_spread(path: Path) -> bool:
+def is_multiline(path: Path) -> bool:
     """Return whether a file's objects are in an array or span several lines. Raises `OSError`."""
     with open_text(path) as stream:
         return _SPREAD.match(stream.read(_HEAD_BYTES)) is not None
@@ -40,16 +40,16 @@ def first_value(path: Path) -> Any:
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield (values of about a chunk, one per line; bytes of the file up to there, about).
+    """Yield (about a chunk of values, one per line; approximate bytes of the file up to their end).
 
-    Raises `BrokenInputError` where the file or a value cannot be read; all earlier values have been yielded. Raises
-    `InputError` if the file is too large.
+    Raises `BrokenInputError` if the file or a value cannot be read, after yielding all earlier values, and `InputError`
+    if the file is too large.
     """
     with path.open("rb") as raw:
         stream = TextStream(path, raw)
         data, file_bytes = stream.read(MAX_BYTES + 1), raw.tell()
     if len(data) > MAX_BYTES:
-        raise too_large(path)
+        raise too_large_error(path)
     text, fault = data.decode("utf-8", "surrogateescape"), stream.fault and f"broken file: {stream.fault}"
     values: list[bytes] = []
     position = size = 0
@@ -64,7 +64,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, int]]:
         except (json.JSONDecodeError, RecursionError) as error:
             fault = fault or f"JSON that cannot be read: {inputs.one_line(error)}"
             break
-        # JSON has line breaks only between its tokens.
+        # Raw line breaks can only occur between JSON tokens.
         line = text[position:end].replace("\n", " ").replace("\r", " ")
         values.append(line.encode("utf-8", "surrogateescape"))
         position, size = end, size + len(values[-1])
@@ -79,7 +79,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, int]]:
         raise BrokenInputError(fault)
 
 
-def too_large(path: Path) -> InputError:
+def too_large_error(path: Path) -> InputError:
     """Return the error for a file over `MAX_BYTES`."""
     return InputError(
         f"{path}: more than {MAX_BYTES // 10**9} GB of JSON that is not one object per line. Write it as JSONL."

@@ -6,21 +6,21 @@ import numpy as np
 class KeyTable:
     """Open-addressing hash table from keys of `width` uint64 to int32 numbers; all operations work on arrays.
 
-    The first uint64 of a key is never 0 (words contain no NUL): 0 marks an empty slot.
+    The first uint64 of a key must not be 0, which marks an empty slot. Words contain no NUL, so their keys qualify.
     """
 
     _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
     _MIX = np.uint64(0xC2B2AE3D27D4EB4F)  # xxHash64's second prime
 
     def __init__(self, width: int, capacity: int) -> None:
-        """Reserve space for `capacity` keys; more make the table grow."""
+        """Reserve space for `capacity` keys; the table grows if it gets more."""
         self._width = width
         self._bits = (3 * capacity).bit_length()
         self._used = 0
         self._allocate()
 
     def lookup(self, keys: list[np.ndarray], next_number: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the number of every key, and the newly inserted keys, which get next_number, next_number + 1, ..."""
+        """Return the number of each key, and the newly inserted keys, which get next_number, next_number + 1, ..."""
         numbers, missing = self.find(keys)
         if not missing.size:
             return numbers, [key[:0] for key in keys]
@@ -48,14 +48,14 @@ class KeyTable:
         pending = np.flatnonzero(~self._holds(slots, keys))
         missing = []
         while pending.size:
-            at = slots[pending]
-            empty = self._keys[0][at] == 0
+            probed = slots[pending]
+            empty = self._keys[0][probed] == 0
             missing.append(pending[empty])
             pending = pending[~empty]
-            at = (at[~empty] + 1) & ((1 << self._bits) - 1)
-            slots[pending] = at
-            numbers[pending] = self._numbers[at]
-            pending = pending[~self._holds(at, [key[pending] for key in keys])]
+            probed = (probed[~empty] + 1) & ((1 << self._bits) - 1)
+            slots[pending] = probed
+            numbers[pending] = self._numbers[probed]
+            pending = pending[~self._holds(probed, [key[pending] for key in keys])]
         return numbers, np.sort(np.concatenate(missing)) if missing else pending
 
     def _insert(self, keys: list[np.ndarray], numbers: np.ndarray) -> None:
@@ -75,19 +75,19 @@ class KeyTable:
         pending = np.arange(len(numbers))
         claim = np.empty(1 << self._bits, np.int64)
         while pending.size:
-            at = slots[pending]
-            free = self._keys[0][at] == 0
-            claim[at[free]] = pending[free]  # several keys may claim a slot; the last one written wins
-            won = free & (claim[at] == pending)
+            probed = slots[pending]
+            free = self._keys[0][probed] == 0
+            claim[probed[free]] = pending[free]  # several keys may claim a slot; the last one written wins
+            won = free & (claim[probed] == pending)
             for stored, key in zip(self._keys, keys, strict=True):
-                stored[at[won]] = key[pending[won]]
-            self._numbers[at[won]] = numbers[pending[won]]
-            slots[pending[~won]] = (at[~won] + 1) & ((1 << self._bits) - 1)
+                stored[probed[won]] = key[pending[won]]
+            self._numbers[probed[won]] = numbers[pending[won]]
+            slots[pending[~won]] = (probed[~won] + 1) & ((1 << self._bits) - 1)
             pending = pending[~won]
 
 
 def distinct(keys: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the distinct keys, ascending, and for each key the index of its distinct one."""
+    """Return the distinct keys, ascending, and the index of each key among them (like `np.unique`)."""
     order = np.lexsort(keys[::-1])
     ordered = [key[order] for key in keys]
     first = np.ones(len(order), bool)

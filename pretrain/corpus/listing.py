@@ -1,4 +1,4 @@
-"""The files of a folder, a pattern or an address that are read. Skipped files are counted."""
+"""List the files of a folder, a pattern or an address that are read. Skipped files are counted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pretrain.storage import folders
 Note = Callable[[str, str, str], object]  # `Problems.add`: path, fault, first
 HIDDEN = "hidden file, or file in a hidden folder: left out"
 PREPARED = "file of a prepared corpus: left out"
-NOWHERE = "link that leads nowhere: left out"
+BROKEN_LINK = "link that leads nowhere: left out"
 
 
 def files_in(folder: Path, where: str = "") -> list[Path]:
-    """List all files below a folder, sorted, and broken links; also in linked folders, each visited once.
+    """List all files and broken links below a folder, sorted. Linked folders are followed, each only once.
 
-    Raises `InputError` if a folder cannot be listed; `where` is its setting.
+    Raises `InputError` if a folder cannot be listed; `where` is the setting that names it.
     """
-    visited = [folder.resolve()]  # including their subfolders
+    visited = [folder.resolve()]  # roots of visited folder trees
 
     def is_unvisited(link: Path) -> bool:
         real = link.resolve()
-        if any(real.is_relative_to(one) for one in visited):
+        if any(real.is_relative_to(root) for root in visited):
             return False
         visited.append(real)
         return True
@@ -36,9 +36,9 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
     try:
         for current in pending:  # grows during the loop
             with os.scandir(current) as entries:
-                for entry in sorted(entries, key=lambda one: one.name):
+                for entry in sorted(entries, key=lambda item: item.name):
                     link = Path(entry.path) if entry.is_symlink() else None
-                    kind = link or entry  # only a Path reports a circular link as neither file nor folder
+                    kind = link or entry  # a circular link is neither file nor folder, but only a Path reports that
                     if kind.is_dir():
                         if link is None or is_unvisited(link):
                             pending.append(entry.path)
@@ -50,27 +50,27 @@ def files_in(folder: Path, where: str = "") -> list[Path]:
     return sorted(files)
 
 
-def visible(files: Iterable[Path], root: Path, note: Note, *, hidden: bool = False) -> list[Path]:
-    """Select files of this machine as `select_names` does."""
+def visible_files(files: Iterable[Path], root: Path, note: Note, *, hidden: bool = False) -> list[Path]:
+    """Select local files like `select_names`."""
     inner = {str(file.relative_to(root)): file for file in files}
-    kept = select_names(inner, str(root), lambda name: (root / name).exists(), note, hidden=hidden)
-    return [inner[name] for name in kept]
+    selected = select_names(inner, str(root), lambda name: (root / name).exists(), note, hidden=hidden)
+    return [inner[name] for name in selected]
 
 
 def select_names(
     names: Iterable[str], root: str, exists: Callable[[str], bool], note: Note, *, hidden: bool = False
 ) -> list[str]:
-    """Return the names of the files below `root` that are read; the others are reported to `note`.
+    """Return the names of the files below `root` that are read, and report all others to `note`.
 
-    Skipped are broken links, hidden files, unless `hidden`, and corpora below `root`, finished or not.
+    Broken links, hidden files (unless `hidden`) and corpora below `root`, finished or not, are skipped.
     """
-    known, kept = {PurePath(): False}, []
+    prepared, selected = {PurePath(): False}, []
 
     def is_prepared(folder: PurePath) -> bool:
-        if folder not in known:
+        if folder not in prepared:
             is_corpus = all(exists(f"{folder}/{name}") for name in (MANIFEST, "card.json"))
-            known[folder] = is_corpus or exists(f"{folder}/.work/settings.json") or is_prepared(folder.parent)
-        return known[folder]
+            prepared[folder] = is_corpus or exists(f"{folder}/.work/settings.json") or is_prepared(folder.parent)
+        return prepared[folder]
 
     for name in names:
         path = PurePath(name)
@@ -79,27 +79,27 @@ def select_names(
         elif not hidden and any(part.startswith(".") for part in path.parts):
             note(root, HIDDEN, name)
         elif not exists(name):
-            note(root, NOWHERE, name)
+            note(root, BROKEN_LINK, name)
         else:
-            kept.append(name)
-    return kept
+            selected.append(name)
+    return selected
 
 
-def matching(path: Path, note: Note) -> list[Path]:
-    """Return the files that match a pattern and are read. Hidden files only match a pattern that contains their dot."""
+def matching_files(path: Path, note: Note) -> list[Path]:
+    """Return the files that match a pattern and are read. Hidden files only match if the pattern has their dot."""
     pattern = str(path)
     root = Path(folders.root_of(pattern) or path.anchor)
     dotted = any(part.startswith(".") for part in path.relative_to(root).parts)
     if "**" in path.parts and not dotted and root.is_dir():  # `files_in` visits linked folders only once
         files = [file for file in files_in(root) if folders.matches(str(file), pattern)]
     else:
-        found = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
-        files = [file for file in found if file.is_file() or not file.exists()]
-    return visible(files, root, note, hidden=dotted)
+        paths = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 (absolute patterns)
+        files = [file for file in paths if file.is_file() or not file.exists()]
+    return visible_files(files, root, note, hidden=dotted)
 
 
-def escaped(path: Path) -> str:
-    """Return the pattern for `path` with its existing folders escaped; "" if that changes nothing."""
-    folder = next(one for one in path.parents if one.exists())
+def escaped_pattern(path: Path) -> str:
+    """Return `path` as a pattern with its existing folders escaped, or "" if nothing needs escaping."""
+    folder = next(parent for parent in path.parents if parent.exists())
     pattern = str(Path(glob.escape(str(folder)), path.relative_to(folder)))
     return pattern if pattern != str(path) else ""

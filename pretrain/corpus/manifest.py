@@ -22,8 +22,8 @@ from pretrain.corpus.shards import FOLDED, FORMAT, check_version, source_fingerp
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.vocabulary import TOKENIZER_FILES, tokens_digest, vocabulary_size
 
-VOCABULARY_BYTES = 1 << 30  # maximum text on which a vocabulary is trained; documents are sampled by hash
-_OTHER_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # of models
+VOCABULARY_BYTES = 1 << 30  # maximum text for training a vocabulary; documents are sampled by hash
+_OTHER_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # files of models
 _SOURCE = re.compile(r"corpus\.sources\.(\d+)\.(.+)")
 
 
@@ -36,16 +36,16 @@ def make_manifest(
     settings: dict[str, Any],
     hashes: dict[str, str],
     declared: dict[str, Any],
-    others: Sequence[str],
+    further_files: Sequence[str],
     before: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Make the manifest of the files in `folder`, without the card.
 
-    `hashes` has {name: SHA-256} of the shards' files, `others` names further files, `declared` is as for `special_ids`.
-    `before` has the files of the corpus from which this one has grown; they are not read.
+    `hashes` has {name: SHA-256} of the shards' files, `further_files` the names of other files, `declared` is the
+    tokenizer_config.json. If sources were added to a corpus, `before` has its files, which are not read.
     """
-    kept = {name: entry for name, entry in before.items() if name not in CARD_FILES}
-    written = [name for name in [*hashes, *TOKENIZER_FILES, *others] if name not in kept]
+    old_files = {name: entry for name, entry in before.items() if name not in CARD_FILES}
+    written = [name for name in [*hashes, *TOKENIZER_FILES, *further_files] if name not in old_files]
     size = vocabulary_size(tokenizer)
     manifest = {
         "format": FORMAT,
@@ -58,7 +58,7 @@ def make_manifest(
         "shards": shards,
         "settings": settings,
         "files": {
-            **kept,
+            **old_files,
             **{
                 name: {
                     "bytes": (folder / name).stat().st_size,
@@ -89,9 +89,9 @@ def with_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """Return a digest of everything that affects samples: vocabulary, token shards, source weights (invariant 1)."""
+    """Return a digest of all that affects samples: vocabulary, token shards, source weights (invariant 1)."""
     arrays = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".npy")}
-    decisive = [
+    contents = [
         FORMAT,
         manifest["special_ids"],
         manifest["files"]["vocab.txt"]["sha256"],
@@ -99,7 +99,7 @@ def fingerprint(manifest: dict[str, Any]) -> str:
         sorted(arrays.items()),
         [source["weight"] for source in manifest["sources"]],
     ]
-    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def fingerprint_settings(
@@ -110,7 +110,7 @@ def fingerprint_settings(
 ) -> dict[str, Any]:
     """Return the settings that affect the tokens, by their names in the config.
 
-    `tokenizer` is None if it is to be trained; `states` has the file states of sources without inputs.
+    `tokenizer` is None if one is to be trained; `states` has the file states of sources without inputs.
     """
     vocabulary = corpus.vocabulary
     settings: dict[str, Any] = {"version": FORMAT}
@@ -135,13 +135,13 @@ def fingerprint_settings(
     for key, value in filter_settings(corpus.filters).items():
         settings[f"corpus.filters.{key}"] = value
     for number, (source, source_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
-        state = (states or {}).get(number) or _files_state(source_inputs)
-        settings |= numbered(number, _source_settings(source, state))
+        state = (states or {}).get(number) or _files_digest(source_inputs)
+        settings |= prefix_settings(number, _source_settings(source, state))
     return settings
 
 
 def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
-    """Return the settings of a source that affect its tokens, and the state of its files."""
+    """Return the settings of a source that affect its tokens, including the state of its files."""
     settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
     if is_custom(source.kind):
         settings["module"] = hashes().get(source.kind)
@@ -152,13 +152,15 @@ def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
     return {**settings, "path": state}
 
 
-def numbered(number: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a source by their names in the config, for the source with this number."""
+def prefix_settings(number: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of source `number` under their full names in the config."""
     return {f"corpus.sources.{number}.{key}": value for key, value in settings.items()}
 
 
-def by_source(settings: dict[str, Any], *, vocabulary: bool = True) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Split settings into (of the corpus, of each source by its number); without `vocabulary`, omit its settings."""
+def split_by_source(
+    settings: dict[str, Any], *, vocabulary: bool = True
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Split settings into (general settings, {source number: settings}), optionally without the vocabulary's."""
     general, of_sources = {}, {}
     for key, value in settings.items():
         if match := _SOURCE.fullmatch(key):
@@ -173,24 +175,25 @@ def match_sources(
     manifest: dict[str, Any],
     sources: Sequence[SourceConfig],
     inputs: list[list[Input]],
-    now: dict[str, Any],
+    requested: dict[str, Any],
     *,
     vocabulary: bool,
 ) -> list[int]:
-    """Return the number in the corpus of each source of the config; new sources get the next numbers.
+    """Return the number in the corpus of each source in the config; new sources get the next numbers.
 
-    A source is identified by its settings and file state, else by its content (of copied files, the manifest adopts
-    the new state), else by its name. Without `vocabulary`, the settings of the vocabulary may differ.
+    A source is identified by its settings and file state, or else by its content (if files were copied, the manifest
+    gets their new state), or else by its name. Without `vocabulary`, the settings of the vocabulary may differ.
 
     Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.
     """
-    (general, new), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
+    general, new = split_by_source(requested, vocabulary=vocabulary)
+    before, old = split_by_source(manifest["settings"], vocabulary=vocabulary)
     numbers = _matched(manifest, sources, inputs, new, old)
     for index, number in numbers.items():
-        before |= numbered(index, old[number])
+        before |= prefix_settings(index, old[number])
     for index, settings in new.items():
         if index in numbers:
-            general |= numbered(index, settings)
+            general |= prefix_settings(index, settings)
     refuse_changes(folder, before, general)
     names, count = [entry["name"] for entry in manifest["sources"]], len(manifest["sources"])
     for index, source in enumerate(sources):
@@ -211,10 +214,10 @@ def _matched(
     manifest: dict[str, Any],
     sources: Sequence[SourceConfig],
     inputs: list[list[Input]],
-    now: dict[int, dict[str, Any]],
+    requested: dict[int, dict[str, Any]],
     old: dict[int, dict[str, Any]],
 ) -> dict[int, int]:
-    """Match sources of the config to numbers in the manifest; for copies, `old` adopts the file state."""
+    """Match sources in the config to numbers in the manifest; if files were copied, `old` gets their new state."""
     entries, matched = manifest["sources"], {}
     named = [source_name(source) for source in sources]
 
@@ -229,30 +232,30 @@ def _matched(
         return named[index] == entries[number]["name"]
 
     def is_copy(index: int, number: int) -> bool:
-        state = {"path": now[index]["path"]}
-        copied = {**old[number], **state} == now[index] and _is_content(inputs[index], entries[number])
+        state = {"path": requested[index]["path"]}
+        copied = {**old[number], **state} == requested[index] and _has_content(inputs[index], entries[number])
         if copied and "path" in old[number]:
             old[number] |= state
-            manifest["settings"] |= numbered(number, state)
+            manifest["settings"] |= prefix_settings(number, state)
         return copied
 
-    match(lambda index, number: now[index] == old[number] and is_named(index, number))
-    match(lambda index, number: now[index] == old[number])
+    match(lambda index, number: requested[index] == old[number] and is_named(index, number))
+    match(lambda index, number: requested[index] == old[number])
     match(lambda index, number: is_named(index, number) and is_copy(index, number))
     match(is_copy)
     match(is_named)
     return matched
 
 
-def _is_content(inputs: list[Input], entry: dict[str, Any]) -> bool:
+def _has_content(inputs: list[Input], entry: dict[str, Any]) -> bool:
     """Return whether the files have the content of a source in the manifest."""
     if sum(item.bytes for item in inputs) != entry.get("input_bytes"):
         return False
     paths = [path for item in inputs if not item.is_remote for path in item.paths]
-    return bool(paths) and content_state({path: sha256_file(Path(path)) for path in paths}) == entry["content"]
+    return bool(paths) and content_digest({path: sha256_file(Path(path)) for path in paths}) == entry["content"]
 
 
-def readable_manifest(folder: Path) -> dict[str, Any] | None:
+def try_read_manifest(folder: Path) -> dict[str, Any] | None:
     """Read the manifest of a corpus that may be damaged; None if it cannot be read."""
     try:
         manifest = read_manifest(folder)
@@ -262,7 +265,7 @@ def readable_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_other_content(folder: Path) -> None:
-    """Raise `InputError` if `folder` contains anything but a corpus of this version, complete or not."""
+    """Raise `InputError` if `folder` contains a model, another kind of folder, or a corpus of another version."""
     other = next((path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))), None)
     manifest = None
     with contextlib.suppress(InputError):  # a damaged corpus is prepared again
@@ -278,60 +281,61 @@ def refuse_other_content(folder: Path) -> None:
 def refuse_changed_settings(
     folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
-    """As `match_sources`, but only by name, without reading files; return the indices of new sources."""
-    (general, new), (before, old) = (by_source(one, vocabulary=vocabulary) for one in (now, manifest["settings"]))
+    """Like `match_sources`, but only by name, without reading files; return the indices of new sources."""
+    general, new = split_by_source(now, vocabulary=vocabulary)
+    before, old = split_by_source(manifest["settings"], vocabulary=vocabulary)
     numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
     for index, source in enumerate(sources):
         if (number := numbers.get(source_name(source))) is not None:
-            before |= numbered(index, {**old[number], "path": None})
-            general |= numbered(index, {**new[index], "path": None})
+            before |= prefix_settings(index, {**old[number], "path": None})
+            general |= prefix_settings(index, {**new[index], "path": None})
     refuse_changes(folder, before, general)
     return [index for index, source in enumerate(sources) if source_name(source) not in numbers]
 
 
-def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def refuse_changes(folder: Path, before: dict[str, Any], requested: dict[str, Any]) -> None:
     """Raise `InputError` if the settings of the corpus in `folder` differ from the requested ones."""
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    changed = [key for key in {**before, **requested} if before.get(key) != requested.get(key)]
     if not changed:
         return
     key = changed[0]
     if key.endswith(".path"):
         change = f"{key}: its files have changed"
     else:
-        change = f"{key}: was {before.get(key)!r}, is {now.get(key)!r}"
-    others = f" (and {len(changed) - 1} more)" if changed[1:] else ""
+        change = f"{key}: was {before.get(key)!r}, is {requested.get(key)!r}"
+    rest = f" (and {len(changed) - 1} more)" if changed[1:] else ""
     rename = "give the changed source another name to add it, " if _SOURCE.fullmatch(key) else ""
     raise InputError(
-        f"{folder}: prepared with other settings. {change}{others}. Restore them, {rename}or choose another corpus.dir."
+        f"{folder}: prepared with other settings. {change}{rest}. Restore them, {rename}or choose another corpus.dir."
     )
 
 
 def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool = False, of: str = "start_from") -> None:
     """Raise `InputError` unless the corpus in `folder` was prepared with `tokenizer`, which is from a checkpoint.
 
-    `extended`: it may have further entries after the checkpoint's. `of`: the setting that names the checkpoint.
+    `extended`: the corpus may have more entries after the checkpoint's. `of`: the setting that names the checkpoint.
     """
     prepared_with = Tokenizer.from_file(str(folder / "tokenizer.json"))
     size, entries = vocabulary_size(tokenizer), prepared_with.get_vocab()
-    more = vocabulary_size(prepared_with) - size
-    if more < 0 or (more and not extended):
-        reason = f"its vocabulary has {size + more} entries, the checkpoint's {size}"
+    additional = vocabulary_size(prepared_with) - size
+    if additional < 0 or (additional and not extended):
+        reason = f"its vocabulary has {size + additional} entries, the checkpoint's {size}"
     elif wrong := [entry for entry, number in tokenizer.get_vocab().items() if entries.get(entry) != number]:
         first = min(wrong, key=tokenizer.get_vocab().__getitem__)
         reason = f"the id of {first!r} is {entries.get(first)}, and {tokenizer.token_to_id(first)} in the checkpoint"
     elif _steps_before_model(prepared_with) != _steps_before_model(tokenizer):
-        reason = "it normalizes text in another way, such as case or accents"
+        reason = "it normalizes text differently, such as case or accents"
     else:
         return
     advice = "the same start_from" if of == "start_from" else "corpus.vocabulary.path: its tokenizer.json"
     raise InputError(
-        f"{folder}: prepared with another tokenizer than {of} has: {reason}. Prepare the text into another "
+        f"{folder}: prepared with a different tokenizer than in {of}: {reason}. Prepare the text into another "
         f"corpus.dir with {advice}."
     )
 
 
 def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
-    """Return the steps of a tokenizer before its model, without joining lines, which is a setting of the corpus."""
+    """Return a tokenizer's steps before the model, except joining lines, which is a setting of the corpus."""
     described = json.loads(tokenizer.to_str())
     normalizer = None if described["normalizer"] == LINE_JOINER else described["normalizer"]
     added = [token for token in described["added_tokens"] if not token["special"]]
@@ -349,18 +353,18 @@ def source_facts(source: SourceConfig) -> dict[str, Any]:
 
 
 def source_name(source: SourceConfig) -> str:
-    """Return the source's name; by default, its kind and its path's stem."""
+    """Return the name of a source; by default, its kind and the stem of its path."""
     stem = Path(source.path or source.dataset).name.split(".")[0].strip("*")
     return source.name or "-".join(filter(None, (source.kind, stem)))
 
 
-def content_state(hashes: dict[str, str]) -> str:
+def content_digest(hashes: dict[str, str]) -> str:
     """Return a digest of the contents of a source's files, in order."""
     return hashlib.sha256("\n".join(hashes.values()).encode()).hexdigest()
 
 
-def _files_state(inputs: list[Input]) -> str:
-    """Return a digest of names, sizes and times of the files. Folders may move."""
+def _files_digest(inputs: list[Input]) -> str:
+    """Return a digest of the names, sizes and times of the files. Their folder may be moved."""
     digest = hashlib.sha256()
     for item in inputs:
         for path in item.paths:

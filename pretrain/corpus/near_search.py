@@ -1,4 +1,4 @@
-"""The stage of `prepare` that finds near-duplicates after all documents are read, with one or more calls per band."""
+"""The stage of `prepare` that finds near-duplicates once all documents are read, with one or more calls per band."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ _KEY_BYTES = 8
 def find_near_duplicates(
     pool: Pool, work: Path, settings: NearDuplicatesConfig, precedence: Precedence, bar: StageBar
 ) -> None:
-    """Compare the documents whose sketches are in the folder `work`, if that is enabled and not done yet."""
+    """Compare the documents whose sketches are in `work`, if the search is enabled and not done yet."""
     result = work / _RESULT
     if not settings.enabled or result.exists():
         return
     documents = int(SketchFiles(work).first[-1])
-    if not documents:  # a later stage reports that
+    if not documents:  # a later stage reports this error
         return
     shares = -(-documents // MAX_DOCUMENTS)
     calls = [
@@ -43,6 +43,6 @@ def find_near_duplicates(
 
 
 def near_duplicates(work: Path, settings: NearDuplicatesConfig) -> NearDuplicates | None:
-    """Load the result; None if the search is disabled, or if there is no document."""
+    """Load the result of the search; None if the search is disabled, or if there are no documents."""
     result = work / _RESULT
     return NearDuplicates.load(result) if settings.enabled and result.exists() else None

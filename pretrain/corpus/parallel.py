@@ -38,7 +38,7 @@ class Pool:
         self._processes = processes
         self._arguments = settings, tokenizer
         self._address = address
-        # Ray Data takes all calls together. They carry no text (`sources.cut`), so all may be pending.
+        # Ray Data gets all calls at once. They contain no text (`sources.cut`), so all of them can be pending.
         self._max_pending = sys.maxsize if address else 3 * processes
         self._executor: Executor | None = None
         self._shutdown: threading.Thread | None = None
@@ -61,7 +61,7 @@ class Pool:
             context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
             self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._arguments)
             with _without_tokenizers_threads():
-                self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
+                self._executor.submit(os.getpid)  # start the processes now, before there are other threads
         return self
 
     def __exit__(
@@ -75,13 +75,13 @@ class Pool:
             self._executor.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
-        """Stop the processes in the background; there must be no more calls."""
+        """Stop the processes in the background; no more calls may follow."""
         if self._executor is not None:
             self._shutdown = threading.Thread(target=self._executor.shutdown)
             self._shutdown.start()
 
     def submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Start a call; `result_of` waits for its result, and executes it if there are no other processes."""
+        """Submit a call; `result_of` waits for its result, or executes the call if there are no other processes."""
         with _report_killed():
             if self._executor is None:
                 return functools.partial(function, *arguments)
@@ -95,7 +95,7 @@ class Pool:
         items: Iterable[tuple[Any, ...]],
         known: Callable[..., Any] | None = None,
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """Yield (arguments, result) of `function` for every tuple of arguments, unless `known(*arguments)` has it."""
+        """Yield (arguments, result) of each call `function(*arguments)`, unless `known(*arguments)` has the result."""
         pending: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
         for item in items:
             result = known(*item) if known else None
@@ -113,7 +113,7 @@ def _children() -> set[int]:
 
 
 def _stop_calls(processes: set[int]) -> None:
-    """Interrupt the running calls: one may read a shard of a data set for hours."""
+    """Interrupt the running calls, which could take hours, such as reading a shard of a data set."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, stages.STOP)
@@ -124,7 +124,7 @@ class _SpawnedProcess(SpawnProcess):
 
     def start(self) -> None:
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")  # neither a file nor a spec
+        sys.modules["__main__"] = types.ModuleType("__main__")  # without a file or a spec
         try:
             super().start()
         finally:
@@ -136,19 +136,18 @@ class _Spawn(SpawnContext):
 
 
 def start_method() -> str:
-    """Return "fork" if that is safe: a forked process needs no imports, and is ready 0.3 s earlier than a spawned one.
+    """Return "fork" if it is safe: a forked process needs no imports, and is ready 0.3 s earlier than a spawned one.
 
-    A forked process has only the calling thread, and locks of other threads stay locked. The threads of numpy's
-    OpenBLAS, Arrow and `tokenizers` handle that; the threads of Python, Ray, a hub's client, rensa or macOS's system
-    libraries do not.
+    A forked process only has the calling thread, and locks of other threads remain locked. numpy's OpenBLAS, Arrow and
+    `tokenizers` handle this for their threads; Python, Ray, a hub's client, rensa or macOS's system libraries do not.
     """
-    alone = threading.active_count() == 1 and not {"ray", "datasets", "rensa"} & sys.modules.keys()
-    return "fork" if alone and sys.platform == "linux" else "spawn"
+    is_single_threaded = threading.active_count() == 1 and not {"ray", "datasets", "rensa"} & sys.modules.keys()
+    return "fork" if is_single_threaded and sys.platform == "linux" else "spawn"
 
 
 @contextlib.contextmanager
 def _without_tokenizers_threads() -> Iterator[None]:
-    """Disable threads of `tokenizers` in forked processes; it would do so itself, with a warning."""
+    """Disable the threads of `tokenizers` in forked processes, which would otherwise do this with a warning."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -160,7 +159,7 @@ def _without_tokenizers_threads() -> Iterator[None]:
 
 
 def result_of(result: Any) -> Any:
-    """Wait for the result of a call that `Pool.submit` started; any other value is returned as it is."""
+    """Wait for the result of a call that was submitted with `Pool.submit`; return any other value as it is."""
     if isinstance(result, functools.partial):
         return result()
     with _report_killed():
@@ -183,7 +182,7 @@ def _is_ready(result: Any) -> bool:
 
 
 def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments without the text that a chunk may carry, so that memory stays bounded."""
+    """Return the arguments without the text that chunks may contain, to bound the memory."""
     return tuple(replace(part, data=None) if isinstance(part, Chunk) else part for part in item)
 
 

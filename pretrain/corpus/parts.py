@@ -1,6 +1,6 @@
-"""Part files, the data that preparation stages exchange: a few megabytes of documents as flat arrays.
+"""Part files, which the stages of preparation exchange: a few megabytes of documents as flat arrays.
 
-Every part is a file, written atomically: a part file that exists is complete.
+Part files are written atomically: a part file that exists is complete.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"),
 
 
 def random_order(hashes: np.ndarray) -> np.ndarray:
-    """uint64 [D]: the positions of documents with hashes uint64 [D, 2] in the random order of their source.
+    """Return sort keys (uint64 [D]) for the random order of a source's documents, from their hashes (uint64 [D, 2]).
 
-    They are independent of each half of a hash: the halves choose held-out documents and the vocabulary's sample.
+    They are independent of each half of a hash, which select held-out documents and the vocabulary's sample.
     """
     return hashes[:, 0] ^ hashes[:, 1]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Documents as flat arrays. Items are token ids, or numbers into `distinct` until there is a vocabulary.
+    """Documents as flat arrays. Items are token ids or, before there is a vocabulary, indices into `distinct`.
 
     items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
-    A part file has its documents in random order.
-    sketches: of the documents, if near-duplicates are searched; stored in a separate file.
+    The documents of a part file are in random order.
+    sketches: sketches of the documents, if near-duplicates are searched; stored in a separate file.
     """
 
     items: np.ndarray
@@ -59,9 +59,9 @@ class Part:
 
     @classmethod
     def load_some(cls, path: Path, documents: np.ndarray) -> Part:
-        """Read the documents with these ascending numbers from a part file of token ids."""
+        """Read the documents with the given ascending numbers from a part file of token ids."""
         with path.open("rb") as file:
-            table, items, sentence_items = np.load(file, allow_pickle=False), _mapped(file), _mapped(file)
+            table, items, sentence_items = np.load(file, allow_pickle=False), _map_array(file), _map_array(file)
         first, last = documents[0], documents[-1] + 1
         sentences = int(table["sentences"][:first].sum(dtype=np.int64))
         start = int(table["items"][:first].sum(dtype=np.int64))
@@ -72,8 +72,8 @@ class Part:
         keep[documents - first] = True
         return cls(items, sentence_items, table, []).select(keep)
 
-    def ordered(self, order: np.ndarray) -> Part:
-        """Return the documents with these numbers, in this order; without sketches."""
+    def reorder(self, order: np.ndarray) -> Part:
+        """Return the documents numbered `order`, in this order, without sketches."""
         sentences = _ranges(self.documents["sentences"], order)
         items = _ranges(self.documents["items"], order)
         return Part(self.items[items], self.sentence_items[sentences], self.documents[order], self.distinct)
@@ -89,22 +89,22 @@ class Part:
 
 
 def _ranges(sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return the indices of the elements of consecutive ranges of these sizes, with the ranges in this order."""
+    """Return the element indices of consecutive ranges with the given sizes, after the ranges are reordered."""
     sizes = sizes.astype(np.int64)
-    begins, counts = (np.cumsum(sizes) - sizes)[order], sizes[order]
+    starts, counts = (np.cumsum(sizes) - sizes)[order], sizes[order]
     ends = np.cumsum(counts)
-    return np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def _mapped(file: IO[bytes]) -> np.ndarray:
-    """Memory-map the array at the position of `file`, and move past it."""
+def _map_array(file: IO[bytes]) -> np.ndarray:
+    """Memory-map the array at the current position of `file`, and seek to its end."""
     np.lib.format.read_magic(file)
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     if not shape[0]:
         return np.zeros(0, dtype)
-    begin = file.tell()
-    array = np.memmap(file, dtype, "r", begin, shape)
-    file.seek(begin + array.nbytes)
+    start = file.tell()
+    array = np.memmap(file, dtype, "r", start, shape)
+    file.seek(start + array.nbytes)
     return array
 
 

@@ -1,15 +1,15 @@
-"""Documents cut into pieces for byte-level BPE: GPT-2's splitting into words, done by numpy.
+"""Cut documents into pieces for byte-level BPE: GPT-2's splitting into words, vectorized with numpy.
 
-Byte-level BPE is a function of the pre-token, and `tokenizers` finds pre-tokens with GPT-2's regular expression:
+Byte-level BPE encodes each pre-token independently, and `tokenizers` finds pre-tokens with GPT-2's regular expression:
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-A batch is cut only where this always cuts, in any context: before white space; between letters, numbers and marks;
+A batch is only cut where this expression cuts in any context: before white space; between letters, numbers and marks;
 before the last of several blanks. An apostrophe stays with the letters after it, and white space with the next
-characters. So a document has the pre-tokens of its pieces, and the ids of every distinct piece, which the library
-computes, can be cached (`tokenize.BytePairs`). The library also decides which characters are letters.
+characters. So the pre-tokens of a document are the pre-tokens of its pieces, and the ids of each distinct piece, which
+the library computes, can be cached (`tokenize.BytePairs`). The classes of characters also come from the library.
 
-Line breaks are white space like any other, and no blank is added.
+Line breaks are treated as white space, and no blank is added.
 """
 
 import functools
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from pretrain.corpus.byte_level import own_splitter
+from pretrain.corpus.byte_level import bertrain_splitter
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, WordTable
 
 # Classes of bytes, in this order: white space, separators, and characters of pieces.
 _BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
 LETTER, NUMBER, MARK = range(5, 8)
 _TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # bytes of a character beyond ASCII
-_JOINING = 12  # a mark that counts as a letter after a letter
+_JOINING = 12  # a mark that is part of a word after a letter
 _APOSTROPHE, _LINE_FEED = ord("'"), ord("\n")
 _RANGE = 1 << 12  # code points that are classified together
 
@@ -48,13 +48,13 @@ Bounds = tuple[np.ndarray, np.ndarray]  # start and end byte of each piece
 
 
 def gpt2_bounds(raw: bytes, text: np.ndarray) -> Bounds:
-    """Return the pieces of GPT-2's splitting."""
+    """Return the bounds of the pieces in GPT-2's splitting."""
     return _bounds(_kinds(raw.replace(b"\n", b"\t"), text, _gpt2_classes), text)
 
 
-def own_bounds(raw: bytes, text: np.ndarray) -> Bounds:
-    """Return the pieces of the splitting of `byte_level`."""
-    kinds = _kinds(raw.replace(b"\n", b"\t"), text, _own_classes)
+def bertrain_bounds(raw: bytes, text: np.ndarray) -> Bounds:
+    """Return the bounds of the pieces in bertrain's variant of GPT-2's splitting (`byte_level`)."""
+    kinds = _kinds(raw.replace(b"\n", b"\t"), text, _bertrain_classes)
     joining = kinds == _JOINING
     if joining.any():
         before = np.maximum.accumulate(np.where(joining, 0, np.arange(len(kinds))))
@@ -68,46 +68,46 @@ def document_pieces(
     table: WordTable,
     bounds: Callable[[bytes, np.ndarray], Bounds],
 ) -> DocumentPieces:
-    """Cut whole documents into pieces; line breaks are white space like any other, and no blank is added.
+    """Cut whole documents into pieces; line breaks are treated as white space, and no blank is added.
 
     Args:
         texts: documents that are not empty, without NUL.
-        starts: character offsets of the sentences of each document, ascending from 0. A sentence that starts within a
-            piece is moved to the next one.
-        table: numbers the pieces.
-        bounds: finds pieces in documents with a NUL before and after each, given as bytes and as uint8.
+        starts: character offsets of the sentences of each document, ascending from 0. The start of a sentence within a
+            piece is moved to the next piece.
+        table: assigns numbers to the pieces.
+        bounds: finds the pieces in documents, passed as bytes and as uint8 with a NUL before and after each document.
     """
     raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
     ends = np.flatnonzero(text == 0)
-    first, stop = bounds(raw, text)
-    pieces = table.intern(np.frombuffer(raw + bytes(PADDING), np.uint8), first, stop - first)
+    piece_starts, piece_ends = bounds(raw, text)
+    pieces = table.intern(np.frombuffer(raw + bytes(PADDING), np.uint8), piece_starts, piece_ends - piece_starts)
     counts = np.fromiter(map(len, starts), np.int64, len(starts))
     before = np.cumsum([1, *(len(document) + 1 for document in texts[:-1])])
     characters = np.concatenate(starts) + np.repeat(before, counts)
     if not raw.isascii():
         characters = np.flatnonzero((text & 0xC0) != 0x80)[characters]
-    sentences = np.searchsorted(first, characters)
-    # A piece may extend past the start of the next sentence, or to the end of its document.
-    inside = np.flatnonzero(sentences < np.repeat(np.searchsorted(first, ends[1:]), counts))
-    distinct = inside[np.diff(sentences[inside], prepend=-1) > 0]
+    sentences = np.searchsorted(piece_starts, characters)
+    # Drop sentences that are left without a piece: another sentence has it, or their document has no more pieces.
+    in_document = np.flatnonzero(sentences < np.repeat(np.searchsorted(piece_starts, ends[1:]), counts))
+    distinct = in_document[np.diff(sentences[in_document], prepend=-1) > 0]
     documents = np.searchsorted(distinct, np.concatenate([[0], np.cumsum(counts)]))
     return DocumentPieces(pieces, np.append(sentences[distinct], len(pieces)), documents)
 
 
 def _bounds(kinds: np.ndarray, text: np.ndarray) -> Bounds:
-    """Return start and end byte of each piece."""
+    """Return the start and end byte of each piece."""
     document_ends = np.flatnonzero(kinds == _DOCUMENT_END)
     solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
     at_end[document_ends] = True
     space = ~(solid | at_end)
     starts = np.zeros(len(kinds), bool)
-    before, here = slice(None, -1), slice(1, None)
-    starts[here] = space[here] & solid[before]
-    changes = solid[here] & solid[before] & (kinds[here] != kinds[before])
-    changes &= (text[before] != _APOSTROPHE) | (kinds[here] != LETTER)
-    starts[here] |= changes
-    # The last of several blanks belongs to the next characters, the others are a separate pre-token.
+    previous, current = slice(None, -1), slice(1, None)
+    starts[current] = space[current] & solid[previous]
+    changes = solid[current] & solid[previous] & (kinds[current] != kinds[previous])
+    changes &= (text[previous] != _APOSTROPHE) | (kinds[current] != LETTER)
+    starts[current] |= changes
+    # The last of several blanks belongs to the next characters; the others are a separate pre-token.
     starts[1:-1] |= (kinds[1:-1] == _BLANK) & space[:-2] & solid[2:]
     starts[document_ends[:-1] + 1] = ~at_end[document_ends[:-1] + 1]
     bounds = np.flatnonzero(starts | at_end)
@@ -139,18 +139,18 @@ _ASCII = _ascii_classes()
 
 
 def _kinds(raw: bytes, text: np.ndarray, range_classes: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Return the class of each byte, uint8; all bytes of a character have its class."""
+    """Return the class of each byte, uint8; all bytes of a character have the same class."""
     kinds = np.frombuffer(bytearray(raw.translate(_ASCII)), np.uint8)
     if raw.isascii():
         return kinds
     for kind, bits in ((_TWO, 0x1F), (_THREE, 0x0F), (_FOUR, 0x07)):
         leads = np.flatnonzero(kinds == kind)
         characters = (text[leads] & bits).astype(np.int32)
-        further = kind - _TWO + 1
-        for number in range(1, further + 1):
+        trailing_bytes = kind - _TWO + 1
+        for number in range(1, trailing_bytes + 1):
             characters = (characters << 6) | (text[leads + number] & 0x3F)
         classes = _classes(characters, range_classes)
-        for number in range(further + 1):
+        for number in range(trailing_bytes + 1):
             kinds[leads + number] = classes
     return kinds
 
@@ -171,25 +171,25 @@ def _classes(characters: np.ndarray, range_classes: Callable[[int], np.ndarray])
 
 @functools.cache
 def _gpt2_classes(number: int) -> np.ndarray:
-    """Return the classes of range `number` of code points, from the splits of the library's pre-tokenizer."""
+    """Return the classes of range `number` of code points, as determined by the library's pre-tokenizer."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     text = "".join(_characters(number))
     classes = np.zeros(_RANGE, np.uint8)
-    # A pre-token has one class, and joins a neighbor of the same class, so its first character determines it.
-    for _, (begin, end) in split(text):
-        alike = [kind for kind, other in _EXAMPLES if len(split(other + text[begin])) == 1]
-        classes[begin:end] = alike[0] if alike else _OTHER_SPACE
+    # The characters of a pre-token have one class: the class of an example that joins with the first character.
+    for _, (start, end) in split(text):
+        matches = [kind for kind, example in _EXAMPLES if len(split(example + text[start])) == 1]
+        classes[start:end] = matches[0] if matches else _OTHER_SPACE
     return classes
 
 
 @functools.cache
-def _own_classes(number: int) -> np.ndarray:
-    """Return the same for the splitting of `byte_level`: a mark that joins a letter and a mark is `_JOINING`."""
+def _bertrain_classes(number: int) -> np.ndarray:
+    """Like `_gpt2_classes`, for the splitter of `byte_level`: marks that join the letter before are `_JOINING`."""
     classes = _gpt2_classes(number).copy()
     marks, characters = np.flatnonzero(classes == MARK), _characters(number)
     letters = "".join("a" + characters[mark] for mark in marks.tolist())
-    begins = [begin for _, (begin, _) in own_splitter().pre_tokenize_str(letters)]
-    classes[np.delete(marks, [begin // 2 for begin in begins if begin % 2])] = _JOINING
+    starts = [start for _, (start, _) in bertrain_splitter().pre_tokenize_str(letters)]
+    classes[np.delete(marks, [start // 2 for start in starts if start % 2])] = _JOINING
     return classes
 
 

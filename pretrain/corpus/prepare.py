@@ -1,19 +1,18 @@
 """`prepare`: raw text to vocabulary, token shards and corpus card, in stages that can each be resumed.
 
-If the corpus exists already, only its new sources are prepared (`growth`).
+If the corpus already exists, only its new sources are prepared (`growth`).
 
-    read        chunks of the sources, filtered -> part files; if enabled, near-duplicates by their sketches
-    vocabulary  counts of the words of the kept documents -> a vocabulary, unless one is given
+    read        chunks of the sources -> part files of the filtered documents; optionally, find near-duplicates
+    vocabulary  word counts of the kept documents -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
-    shards      the kept documents, in the order of the sources -> shard files, stored immediately if at an address
-    card        figures; then the manifest, which makes the folder a corpus
+    shards      kept documents, source by source -> shard files, which are immediately stored at an address
+    card        statistics; then the manifest, which completes the corpus
 
 The state between runs is in `<dir>/.work`. Files there are written atomically, and part files are named after their
-chunk, so that a later run finds them. Every run writes the files of `documents` again. The coordinating process assigns
-calls of `stages` to processes of this machine or to tasks of a Ray cluster. Text and tokens stay in these processes.
-No process's memory grows with the corpus, except for a bit per document on a cluster, where all calls are submitted
-together. The corpus is the same, byte by byte, for every number of processes, on one machine or a cluster, and after
-every interruption.
+chunk, so that a later run finds them. Only the files of `documents` are written again in each run. The coordinating
+process assigns calls of `stages` to processes of this machine or to tasks of a Ray cluster. Text and tokens stay in
+these processes. No process's memory grows with the corpus, except for a bit per document on a cluster, where all calls
+are submitted at once. The corpus is identical for any number of processes, on any machines, after any interruption.
 """
 
 import collections
@@ -34,7 +33,7 @@ from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest,
 from pretrain.common.settings import import_named
 from pretrain.config import PretrainConfig
 from pretrain.corpus import card, sources, stages
-from pretrain.corpus.byte_level import is_own_byte_level, joining_lines
+from pretrain.corpus.byte_level import is_bertrain_byte_level, joining_lines
 from pretrain.corpus.description import (
     WORK,
     check_line_breaks,
@@ -53,26 +52,26 @@ from pretrain.corpus.growth import Growth, check_repeatable, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems, first_faults
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
-    by_source,
     check_same_tokenizer,
     fingerprint,
     fingerprint_settings,
     match_sources,
-    numbered,
-    readable_manifest,
+    prefix_settings,
     refuse_changes,
     refuse_other_content,
     source_facts,
     source_name,
+    split_by_source,
+    try_read_manifest,
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of, stoppable
-from pretrain.corpus.released import takes_whole_documents
+from pretrain.corpus.released import encodes_whole_documents
 from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
-from pretrain.corpus.stored import kept_at_address
-from pretrain.corpus.vocabulary import Fold, fold_of, forget_rarest, save_tokenizer, train
+from pretrain.corpus.stored import sync_with_address
+from pretrain.corpus.vocabulary import Fold, drop_rarest, fold_of, save_tokenizer, train
 from pretrain.storage.folders import record_stored
 
 
@@ -85,26 +84,25 @@ def prepare(
     bar: StageBar | None = None,
     count_readings: CountReadings | None = None,
 ) -> str:
-    """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Returns a summary line.
+    """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Return a summary line.
 
     Args:
-        tokenizer: of the checkpoint that a run continues from; replaces corpus.vocabulary, of which only the number
-            of words to add is used.
-        declared: the checkpoint's tokenizer_config.json; kept for a byte-level tokenizer, whose special tokens it
-            names.
-        quiet: show no progress.
+        tokenizer: tokenizer of the checkpoint that a run starts from; replaces corpus.vocabulary, except for the number
+            of words to add.
+        declared: the checkpoint's tokenizer_config.json, which names the special tokens if whole documents are encoded.
+        quiet: whether to hide the progress.
         bar: progress bar; by default, a new one.
         count_readings: counts how often an epoch of the training text reads a token, for the card.
 
     Raises:
-        InputError: sources, vocabulary, unwritable folder, other settings than before.
-        MachineError: disk full, a process killed.
+        InputError: wrong sources or vocabulary, unwritable folder, changed settings.
+        MachineError: full disk, killed process.
         StoppedError: Ctrl-C or SIGTERM.
     """
     import_named(config)
     check_weights(config)
     folder = config.corpus.folder
-    with kept_at_address(config.corpus) as stored:
+    with sync_with_address(config.corpus) as stored:
         if config.corpus.sources:
             bar = bar or StageBar(quiet=quiet)
             return _Preparation(config, bar, tokenizer, declared or {}, count_readings, stored=stored).run()
@@ -134,22 +132,22 @@ class _Preparation:
         self._work = self._folder / WORK
         self._bar = bar
         self._problems = Problems()
-        self._all = tuple(corpus.sources)
-        known = known_at_addresses(self._folder, self._all) if stored else {}
+        self._all_sources = tuple(corpus.sources)
+        known = known_at_addresses(self._folder, self._all_sources) if stored else {}
         self._all_inputs = [
-            [] if n in known else sources.find_inputs(one, f"corpus.sources.{n}") for n, one in enumerate(self._all)
+            [] if n in known else sources.find_inputs(s, f"corpus.sources.{n}") for n, s in enumerate(self._all_sources)
         ]
-        # The sources to prepare, by their number in the corpus; only new ones if it grows.
-        self._sources, self._inputs = dict(enumerate(self._all)), dict(enumerate(self._all_inputs))
+        # The sources to prepare, by their number in the corpus; only new sources if the corpus grows.
+        self._sources, self._inputs = dict(enumerate(self._all_sources)), dict(enumerate(self._all_inputs))
         self._growth: Growth | None = None
-        self._new: dict[str, Any] = {}  # settings of the new sources
+        self._new_settings: dict[str, Any] = {}  # of the new sources
         self._start_tokenizer, added = tokenizer, corpus.vocabulary.added_words
         tokenizer = tokenizer or configured_tokenizer(corpus)
         if tokenizer is not None and added:
             check_extension(tokenizer, added)
         check_line_breaks(corpus, tokenizer)
         self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer, known)
-        self._released = tokenizer is not None and takes_whole_documents(tokenizer)
+        self._released = tokenizer is not None and encodes_whole_documents(tokenizer)
         tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
         self._declared, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
@@ -165,8 +163,8 @@ class _Preparation:
         manifest, outcome = self._manifest_bytes(), "already prepared"
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
-            if left_out := [one for inputs in self._all_inputs for item in inputs for one in item.problems]:
-                self._bar.say(first_faults(left_out))  # the card was written before the corpus was skipped itself
+            if left_out := [problem for inputs in self._all_inputs for item in inputs for problem in item.problems]:
+                self._bar.say(first_faults(left_out))  # not in the card: the corpus itself may be skipped in a source
         else:
             self._check_kinds()
             if self._corpus.vocabulary.added_words and not self._growth:
@@ -179,9 +177,9 @@ class _Preparation:
                 if self._manifest_bytes() == manifest or not self._is_finished():
                     self._stages(pool)
                     names = " and ".join(source_name(source) for source in self._sources.values())
-                    done = f"{names} added" if self._growth else "prepared"
-                    outcome = f"{done} in {time.monotonic() - started:.1f} s"
-                shutil.rmtree(self._work, ignore_errors=True)  # before unlocking: another process may use it then
+                    action = f"{names} added" if self._growth else "prepared"
+                    outcome = f"{action} in {time.monotonic() - started:.1f} s"
+                shutil.rmtree(self._work, ignore_errors=True)  # while it is locked: then another process may use it
         return card.summary_line(self._folder, outcome)
 
     def _manifest_bytes(self) -> bytes:
@@ -189,19 +187,19 @@ class _Preparation:
         return path.read_bytes() if path.exists() else b""
 
     def _is_finished(self) -> bool:
-        """Return whether the corpus is prepared and intact. A damaged one may be prepared again with the same settings.
+        """Return whether the corpus is complete and intact. A damaged corpus may be prepared again with equal settings.
 
         Names, weights and licenses of sources may change, and are updated in the manifest. If the config has new
-        sources, the corpus has to grow. Raises `InputError` if it was prepared with other settings.
+        sources, they are selected to be added. Raises `InputError` if the corpus was prepared with other settings.
         """
         if not (self._folder / MANIFEST).exists():
             return False
-        requested = self._all, self._all_inputs, self._settings
+        requested = self._all_sources, self._all_inputs, self._settings
         try:
-            if not self._stored:  # otherwise it was verified when it was fetched, and its shards may not be here
+            if not self._stored:  # a stored corpus was verified when it was fetched, and its shards may not be local
                 verify_shards(self._folder)
         except InputError as error:
-            if manifest := readable_manifest(self._folder):
+            if manifest := try_read_manifest(self._folder):
                 numbers = match_sources(self._folder, manifest, *requested, vocabulary=self._start_tokenizer is None)
                 check_repeatable(manifest, numbers, error)
             self._bar.say(f"{error} Preparing it again.")
@@ -212,7 +210,7 @@ class _Preparation:
             check_same_tokenizer(self._folder, same_tokenizer)
         numbers = match_sources(self._folder, manifest, *requested, vocabulary=same_tokenizer is None)
         before = read_manifest(self._folder)
-        for source, number in zip(self._all, numbers, strict=True):
+        for source, number in zip(self._all_sources, numbers, strict=True):
             if number < len(manifest["sources"]):
                 manifest["sources"][number] |= source_facts(source)
         manifest["fingerprint"] = fingerprint(manifest)
@@ -222,33 +220,34 @@ class _Preparation:
         return not self._sources
 
     def _grow(self, manifest: dict[str, Any], numbers: list[int]) -> None:
-        """Select the new sources, to prepare them with the vocabulary of the corpus."""
+        """Select the new sources, which are prepared with the vocabulary of the corpus."""
         count = len(manifest["sources"])
         new = {number: index for index, number in enumerate(numbers) if number >= count}
-        self._sources = {number: self._all[index] for number, index in new.items()}
+        self._sources = {number: self._all_sources[index] for number, index in new.items()}
         self._inputs = {number: self._all_inputs[index] for number, index in new.items()}
         if not new:
             return
-        self._growth = Growth(self._folder, manifest)
+        self._growth, self._new_settings = Growth(self._folder, manifest), {}
         self._tokenizer = tokenizer = self._without_line_ends(Tokenizer.from_file(str(self._folder / "tokenizer.json")))
-        self._released = takes_whole_documents(tokenizer)
+        self._released = encodes_whole_documents(tokenizer)
         self._declared = declared_settings(self._folder) if self._released else {}
         if self._released:
             self._unknown_id = special_ids(tokenizer, self._declared).get("unk", -1)
-        settings = by_source(self._settings)[1]
-        self._new = {key: x for number, index in new.items() for key, x in numbered(number, settings[index]).items()}
+        settings = split_by_source(self._settings)[1]
+        for number, index in new.items():
+            self._new_settings |= prefix_settings(number, settings[index])
 
     def _stages(self, pool: Pool) -> None:
         contamination = self._corpus.filters.contamination
         sizes = write_table(contamination, self._work / TABLE) if contamination.sets else []
-        hashing = self._begin_hashing(pool)
+        hashing = self._start_hashing(pool)
         summaries = self._read(pool)
         if self._growth and self._corpus.filters.near_duplicates.enabled:
             self._growth.link_sketches(self._work)
         trained = self._growth.trained if self._growth else ()
         precedence = Precedence(tuple(self._held_out), self._corpus.validation_fraction, trained)
         find_near_duplicates(pool, self._work, self._corpus.filters.near_duplicates, precedence, self._bar)
-        hashes = self._end_hashing(hashing)
+        hashes = self._finish_hashing(hashing)
         tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
         if self._tokenizer is None:
             self._tokenize(pool, summaries)
@@ -264,7 +263,7 @@ class _Preparation:
             self._work,
             self._sources,
             self._inputs,
-            self._growth.manifest["settings"] | self._new if self._growth else self._settings,
+            self._growth.manifest["settings"] | self._new_settings if self._growth else self._settings,
             self._growth,
             tokenizer=tokenizer,
             declared=self._declared,
@@ -279,17 +278,17 @@ class _Preparation:
         prepared.write(self._count_readings)
 
     def _extend(self) -> None:
-        """Add words to the checkpoint's tokenizer, and record the share of tokens that they save."""
+        """Add words to the checkpoint's tokenizer, and measure the share of tokens that they save."""
         assert self._tokenizer is not None
         with self._bar.stage("choosing words", 0):
-            counts, sample = sampled_words((self._all[n], inputs) for n, inputs in self._inputs.items())
+            counts, sample = sampled_words((self._all_sources[n], inputs) for n, inputs in self._inputs.items())
             extended, words = extend_vocabulary(self._tokenizer, counts, self._corpus.vocabulary.added_words)
             share = saved_share(self._tokenizer, extended, sample)
         self._extension = {"added": len(words), "saved_share": round(share, 6), "first_added": words[:20]}
         self._tokenizer = extended
 
     def _check_kinds(self) -> None:
-        """Say which kind fits plain text; raise `InputError` if nothing would be left to train on otherwise."""
+        """Warn if another kind fits plain text; raise `InputError` if no training text would be left."""
         warnings, is_all = kinds_that_fit(self._sources, self._inputs, self._corpus.validation_fraction)
         if is_all and not self._growth:
             raise InputError(f"{' '.join(warnings)} Otherwise all documents are held out.")
@@ -299,12 +298,12 @@ class _Preparation:
     # ------------------------------------------------------------ settings
 
     def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer; if trained here, it treats line breaks as blanks, unless the corpus keeps them."""
+        """Make a tokenizer that bertrain trained treat line breaks as blanks, unless the corpus keeps line breaks."""
         return tokenizer if self._corpus.line_breaks == "keep" else joining_lines(tokenizer)
 
     def _pool(self) -> Pool:
         trains_bytes = self._tokenizer is None and self._corpus.vocabulary.kind == "byte_bpe"
-        is_own = trains_bytes or (self._tokenizer and is_own_byte_level(json.loads(self._tokenizer.to_str())))
+        is_bertrain = trains_bytes or (self._tokenizer and is_bertrain_byte_level(json.loads(self._tokenizer.to_str())))
         settings = stages.PreparationSettings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
@@ -314,7 +313,7 @@ class _Preparation:
             vocabulary_given=self._tokenizer is not None,
             byte_level=trains_bytes,
             released=self._released,
-            joins_lines=bool(is_own) and self._corpus.line_breaks != "keep",
+            joins_lines=bool(is_bertrain) and self._corpus.line_breaks != "keep",
             unknown_id=self._unknown_id,
             filters=self._corpus.filters,
             address=self._corpus.dir if is_remote(self._corpus.dir) else "",
@@ -335,30 +334,30 @@ class _Preparation:
             yield
 
     def _open_work(self) -> None:
-        """Continue with the files in the work folder. Raises `InputError` if it was started with other settings."""
+        """Check that the work folder can be continued. Raises `InputError` if it was started with other settings."""
         saved, growth = self._work / "settings.json", self._growth
-        # Part files are found by the name of their chunk.
-        now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
+        # Part files are named after their chunk, so chunks must not change.
+        requested = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
         if self._fold:
-            now["duplicates"] += ", all letters folded"
+            requested["duplicates"] += ", all letters folded"
         if self._corpus.vocabulary.added_words:
-            now["words_added"] = "first"
+            requested["words_added"] = "first"
         if self._released or self._corpus.vocabulary.kind == "byte_bpe":
-            now["texts"] = "whole"
+            requested["texts"] = "whole"
         if growth:
-            now = by_source(now)[0] | self._new | {"grows": growth.identity}
+            requested = split_by_source(requested)[0] | self._new_settings | {"grows": growth.identity}
         before = _read_json(saved)
-        if before is not None and growth and before.get("grows") != now["grows"]:
-            # It belongs to the preparation of the existing corpus, or to another addition of sources.
+        if before is not None and growth and before.get("grows") != requested["grows"]:
+            # The files are from the preparation of the existing corpus, or from an addition of other sources.
             for path in set(self._work.iterdir()) - {self._work / stages.LOCK}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             before = None
         if before is None:
             if growth:
                 growth.keep_card(self._work)
-            write_json(saved, now)
+            write_json(saved, requested)
         else:
-            refuse_changes(self._work if growth else self._folder, before, now)
+            refuse_changes(self._work if growth else self._folder, before, requested)
 
     def _remove_leftovers(self) -> None:
         """Delete the incomplete files of killed processes."""
@@ -368,7 +367,7 @@ class _Preparation:
     # ------------------------------------------------------------ stages
 
     def _read(self, pool: Pool) -> list[ChunkSummary]:
-        """Prepare the part files of all chunks; return the chunks' summaries in the order of the corpus."""
+        """Write the part files of all chunks; return the chunks' summaries in the order of the corpus."""
         summaries: list[ChunkSummary] = []
         examples: collections.Counter[tuple[str, str]] = collections.Counter()
         seen: set[int] = set()
@@ -377,7 +376,7 @@ class _Preparation:
             for item in inputs:
                 self._problems.extend(item.problems)
         with self._bar.stage("reading", total) as advance:
-            for (chunk,), read in pool.run(stages.read, self._chunks(), self._known_summaries):
+            for (chunk,), read in pool.run(stages.read, self._chunks(), self._load_summaries):
                 for summary in read:
                     self._problems.extend(summary.pop("problems"))
                     summaries.append(ChunkSummary(**summary))
@@ -394,16 +393,16 @@ class _Preparation:
     def _chunks(self) -> Iterator[tuple[Chunk]]:
         for number, source in self._sources.items():
             for input_number, item in enumerate(self._inputs[number]):
-                # No text is sent to a cluster: the task that prepares a stream reads the file.
+                # Do not send text to a cluster: the task that prepares a stream reads the file.
                 for chunk in sources.cut(source, number, input_number, item, streams=bool(self._address)):
                     yield (chunk,)
 
-    def _known_summaries(self, chunk: Chunk) -> list[dict[str, Any]] | None:
-        summary = None if chunk.is_stream else stages.known_summary(self._work, chunk)
+    def _load_summaries(self, chunk: Chunk) -> list[dict[str, Any]] | None:
+        summary = None if chunk.is_stream else stages.load_summary(self._work, chunk)
         return None if summary is None else [summary]
 
-    def _begin_hashing(self, pool: Pool) -> list[tuple[int, Input, Any]]:
-        """Start to hash every input file in the background: (source, input, future result)."""
+    def _start_hashing(self, pool: Pool) -> list[tuple[int, Input, Any]]:
+        """Start hashing all input files in the background; return (source, input, future result) of each."""
         known = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         return [
             (number, item, pool.submit(stages.hash_files, (item.paths,)))
@@ -412,8 +411,8 @@ class _Preparation:
             if not item.is_remote and not hashes.keys() >= set(item.paths)
         ]
 
-    def _end_hashing(self, hashing: list[tuple[int, Input, Any]]) -> list[dict[str, str]]:
-        """Return the SHA-256 of every input file, by source, in the order of the files."""
+    def _finish_hashing(self, hashing: list[tuple[int, Input, Any]]) -> list[dict[str, str]]:
+        """Return {path: SHA-256} of the input files of each source, in order."""
         hashes = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         with self._bar.stage("hashing the sources", sum(item.bytes for _, item, _ in hashing)) as advance:
             for number, item, result in hashing:
@@ -424,7 +423,7 @@ class _Preparation:
         return hashes
 
     def _vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
-        """Train on the kept documents with the lowest hashes, at most VOCABULARY_BYTES of text."""
+        """Train a vocabulary on the kept documents with the lowest hashes, at most VOCABULARY_BYTES of text."""
         path = self._work / stages.TOKENIZER
         if path.exists():
             return Tokenizer.from_file(str(path))
@@ -442,7 +441,7 @@ class _Preparation:
             for _, (words, numbers) in pool.run(stages.count_words, sampled()):
                 for word, number in zip(words, numbers.tolist(), strict=True):
                     counts[word] += number
-                forget_rarest(counts)
+                drop_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
             tokenizer = self._without_line_ends(train(counts, settings))
@@ -460,7 +459,7 @@ class _Preparation:
         try:
             return Documents.load(self._work, summaries, fraction, self._held_out, near, faults, known)
         except InputError:
-            shutil.rmtree(self._work, ignore_errors=True)  # other settings or sources are needed
+            shutil.rmtree(self._work, ignore_errors=True)  # useless: other settings or sources are needed
             raise
 
     def _tokenize(self, pool: Pool, summaries: list[ChunkSummary]) -> None:
@@ -483,15 +482,15 @@ class _Preparation:
                 advance(amount)
 
     def _write_shards(self, pool: Pool, documents: Documents, plan: list[ShardPlan]) -> list[dict[str, Any]]:
-        work = ((p.name, p.choice, p.totals, str(self._folder)) for p in plan)
+        work = ((shard.name, shard.choice, shard.totals, str(self._folder)) for shard in plan)
         results = []
         token_bytes = token_dtype(1 << 16).itemsize
-        with self._bar.stage("writing shards", sum(p.totals["tokens"] * token_bytes for p in plan)) as advance:
-            done = pool.run(stages.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
-            for shard, (_, result) in zip(plan, done, strict=True):
+        with self._bar.stage("writing shards", sum(shard.totals["tokens"] * token_bytes for shard in plan)) as advance:
+            written = pool.run(stages.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
+            for shard, (_, result) in zip(plan, written, strict=True):
                 results.append(result)
                 advance(shard.totals["tokens"] * token_bytes)
-        if stored := {name: digest for one in results if one.get("stored") for name, digest in one["hashes"].items()}:
+        if stored := {name: digest for row in results if row.get("stored") for name, digest in row["hashes"].items()}:
             record_stored(self._folder, self._corpus.dir, stored)
         return results
 

@@ -1,4 +1,4 @@
-"""Files of records that start with a marker: read by byte ranges, or in order if they are compressed."""
+"""Files of records that start with a marker, read in byte ranges, or in order if they are compressed."""
 
 import mmap
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ STREAM_READ_BYTES = 1 << 18
 
 
 class RecordReader(SourceReader):
-    """A source of files that hold one record after another. A kind defines the marker at the start of a record."""
+    """A source of files of consecutive records. A kind defines the marker at the start of a record."""
 
     record_start: ClassVar[bytes]
     previous_bytes: ClassVar[int] = 0  # leading bytes of `record_start` that belong to the previous record
-    cuts_bzip2: ClassVar[bool] = False  # whether a .bz2 file of several streams is read by ranges
+    cuts_bzip2: ClassVar[bool] = False  # whether a .bz2 file of several streams is read in ranges
 
     def is_stream(self, item: Input) -> bool:
         path = Path(item.paths[0])
@@ -29,11 +29,11 @@ class RecordReader(SourceReader):
     def cut(self, item: Input) -> Iterator[Span]:
         path = Path(item.paths[0])
         if self.is_stream(item):
-            return inputs.carried_spans(item, self._record_batches(path), b"")
+            return inputs.data_spans(item, self._record_batches(path), b"")
         return _ranges(item, BZIP2_CHUNK_BYTES if compression(path) else inputs.CHUNK_BYTES)
 
     def records(self, chunk: Chunk, problems: Problems) -> bytes:
-        """Return the complete records of a chunk, end to end."""
+        """Return the complete records of a chunk, concatenated."""
         return chunk.data if chunk.data is not None else self._read_range(chunk, problems)
 
     def _is_cut_bzip2(self, path: Path) -> bool:
@@ -41,24 +41,24 @@ class RecordReader(SourceReader):
 
     def _record_batches(self, path: Path) -> Iterator[tuple[bytes, int]]:
         """Yield (complete records of about CHUNK_BYTES, bytes of the file read so far)."""
-        rest, searched = bytearray(), 0
+        buffer, searched = bytearray(), 0
         is_last = False
         with path.open("rb") as raw:
             stream = TextStream(path, raw)
             while not is_last:
                 read = stream.read(STREAM_READ_BYTES)
-                rest += read
+                buffer += read
                 is_last = not read
-                if len(rest) >= searched + inputs.CHUNK_BYTES and not is_last:
-                    last = self.last_record(rest)
+                if len(buffer) >= searched + inputs.CHUNK_BYTES and not is_last:
+                    last = self.last_record(buffer)
                     if last > 0:
-                        yield bytes(rest[:last]), raw.tell()
-                        del rest[:last]
-                    searched = len(rest)
+                        yield bytes(buffer[:last]), raw.tell()
+                        del buffer[:last]
+                    searched = len(buffer)
                 if searched > MAX_RECORD_BYTES:
                     raise self._no_records(path)
-            if rest:
-                yield bytes(rest), raw.tell()
+            if buffer:
+                yield bytes(buffer), raw.tell()
         if stream.fault:
             raise BrokenInputError(f"broken file: {stream.fault}")
 
@@ -71,10 +71,10 @@ class RecordReader(SourceReader):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             if compression(path) == ".bz2":
                 return bzip2.read_records(text, chunk, self.record_start, problems)
-            begin, end = self.next_record(text, chunk.start), self.next_record(text, chunk.end)
-            if end - begin > MAX_RECORD_BYTES:
+            start, end = self.next_record(text, chunk.start), self.next_record(text, chunk.end)
+            if end - start > MAX_RECORD_BYTES:
                 raise self._no_records(path)
-            return text[begin:end]
+            return text[start:end]
 
     def last_record(self, text: bytearray) -> int:
         """Return the offset of the last record in `text`; 0 if it is the first one."""

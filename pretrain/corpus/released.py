@@ -1,7 +1,7 @@
 """The kinds of tokenizers, and how documents are encoded with each.
 
 `wordpiece` is BERT's, `byte_bpe` any byte-level BPE, `released` every other tokenizer.json, such as the Unigram of
-XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Each is used unchanged. Whole documents are encoded, as by the
+XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Each is used unchanged. Whole documents are encoded like in the
 library (`whole_documents`), unless words can be encoded independently (`is_bert`, `tokenize`).
 """
 
@@ -18,8 +18,7 @@ from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 
 _BERT_STEPS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
-# Line breaks, indentation and runs of blanks, as in code.
-_LINES = "a\n    b\n\tc\n\n\nd  e\r\n"
+_LINES = "a\n    b\n\tc\n\n\nd  e\r\n"  # line breaks, indentation and runs of blanks, as in code
 
 
 def kind_of(tokenizer: Tokenizer) -> str:
@@ -29,8 +28,8 @@ def kind_of(tokenizer: Tokenizer) -> str:
     return "byte_bpe" if is_byte_level(tokenizer) else "released"
 
 
-def takes_whole_documents(tokenizer: Tokenizer) -> bool:
-    """Return whether whole documents are encoded, since the tokenizer is not exactly BERT's."""
+def encodes_whole_documents(tokenizer: Tokenizer) -> bool:
+    """Return whether whole documents are encoded, which is necessary unless the tokenizer is exactly BERT's."""
     return not isinstance(tokenizer.model, models.WordPiece) or not is_bert(json.loads(tokenizer.to_str()))
 
 
@@ -44,9 +43,9 @@ def _is_wordpiece(described: dict[str, Any]) -> bool:
 
 
 def is_bert(described: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json gives the tokens of `vocabulary.bert_tokenizer`, which `tokenize` finds by word.
+    """Return whether a tokenizer.json gives the same tokens as `vocabulary.bert_tokenizer`, so `tokenize` can be used.
 
-    Then words are cut at ideographs, no document contains an added token, and ids have no gaps.
+    It must split words at ideographs, and have neither added tokens that are not special nor gaps in the ids.
     """
     model, normalizer, added = described["model"], described["normalizer"], described["added_tokens"]
     return (
@@ -78,7 +77,7 @@ def released_from_json(path: Path, text: str) -> Tokenizer:
     return tokenizer
 
 
-# Python classes of transformers and of models' code: they split or map text before entries are matched.
+# Tokenizer classes in Python, of transformers and of models: they split or convert text before matching entries.
 _PYTHON = (
     *("bartpho", "bertgeneration", "bertjapanese", "berttokenizerlegacy", "bertweet", "biogpt", "blenderbotsmall"),
     *("byt5", "canine", "clvp", "cpm", "cpmant", "ctrl", "dia", "esm", "fastspeech2conformer", "flaubert", "fsmt"),
@@ -95,16 +94,16 @@ def class_stem(name: object) -> str:
 
 
 def named_class(folder: Path) -> tuple[Path, str]:
-    """Return (file, tokenizer class that it names) for a model's `folder`; "" if no class is named."""
+    """Return (config file, tokenizer class that it names) in a model's `folder`; "" if no class is named."""
     named = [(folder / name, str(_object(folder / name).get("tokenizer_class") or "")) for name in _CONFIGS]
-    return next((one for one in named if one[1]), named[0])
+    return next((candidate for candidate in named if candidate[1]), named[0])
 
 
 def refuse_python(folder: Path) -> None:
     """Raise `InputError` if a model's `folder` needs a tokenizer in Python, which its files do not fully describe.
 
-    It is named in tokenizer_config.json or config.json. An `auto_map` without a tokenizer only concerns the model; in
-    older tokenizer_config.json files, `auto_map` may be the tokenizer's class instead of an object.
+    tokenizer_config.json or config.json names it. An `auto_map` without a tokenizer only concerns the model; in older
+    tokenizer_config.json files, `auto_map` may be the tokenizer's class instead of an object.
     """
     for name in _CONFIGS:
         read = _object(folder / name)
@@ -114,8 +113,8 @@ def refuse_python(folder: Path) -> None:
         elif name == "config.json":
             mapped = None
         python = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
-        for key, plain in (("word_tokenizer_type", "basic"), ("subword_tokenizer_type", "wordpiece")):
-            if read.get(key, plain) not in (plain, None):
+        for key, default in (("word_tokenizer_type", "basic"), ("subword_tokenizer_type", "wordpiece")):
+            if read.get(key, default) not in (default, None):
                 python = python or f"{key} {read[key]}"
         named = read.get("tokenizer_class")
         if not named and not named_class(folder)[1]:
@@ -125,12 +124,12 @@ def refuse_python(folder: Path) -> None:
         if python:
             raise InputError(
                 f"{folder / name}: {python} is a tokenizer in Python, which the files do not replace. Choose a model "
-                "with another tokenizer. If its tokenizer.json gives the same tokens, take the name out."
+                "with another tokenizer. If its tokenizer.json gives the same tokens, remove the name."
             )
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Read an object from a JSON file; {} if there is none: damaged files are reported where they are needed."""
+    """Read an object from a JSON file; {} if it is missing or damaged, which is reported where the file is needed."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -141,7 +140,7 @@ def _object(path: Path) -> dict[str, Any]:
 def keeps_lines(tokenizer: Tokenizer) -> bool:
     """Return whether line breaks and indentation are tokens, so that decoding restores a document.
 
-    A leading blank, which some tokenizers add, is ignored.
+    A leading blank is ignored, since some tokenizers add it.
     """
     decoded = tokenizer.decode(tokenizer.encode(_LINES, add_special_tokens=False).ids)
     return decoded.removeprefix(" ") == _LINES

@@ -1,4 +1,4 @@
-"""Documents to sentences with `sentencex` (Wikimedia): also split between paragraphs and in long quotations."""
+"""Split documents into sentences with `sentencex` (Wikimedia), and also between paragraphs and in long quotations."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,19 +8,19 @@ _LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; quotations in longer se
 _QUOTATIONS = dict.fromkeys('"“”„«»‘’', " ")
 # Full stops of Tibetan and Khmer, which sentencex does not know -> one that it knows
 _STOPS = {"\u0f0d \u0f0d": "  。", "\u0f0d": "。", "\u0f0e": "。", "\u17d4": "。", "\u17d5": "。"}
-_BATCH_BYTES = 2 << 20  # text processed together: less needs more calls, more does not fit the CPU cache
+_BATCH_BYTES = 2 << 20  # text processed together; a larger batch does not fit in the CPU cache
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """Functions that split a document into sentences, and that return the character offsets of its sentences."""
+    """Two functions: `split` a document into sentences, and return the character offsets where its sentences start."""
 
     split: Callable[[str], list[str]]
     starts: Callable[[str], list[int]]
 
 
 def splitting_of(language: str, *, by_lines: bool) -> Splitting:
-    """Return the splitting of documents in a language; `by_lines`: each line is a sentence."""
+    """Return the splitting of documents in a language, or into lines if each line is a sentence (`by_lines`)."""
     if by_lines:
         return Splitting(lambda text: text.split("\n"), line_starts)
     return Splitting(lambda text: split_sentences(text, language), lambda text: sentence_starts(text, language))
@@ -41,42 +41,42 @@ def batches_of(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def split_sentences(document: str, language: str) -> list[str]:
-    """Split `document`, whose paragraphs are lines, into sentences. Joined, they are the document, except for blanks.
+    """Split a document, whose paragraphs are lines, into sentences. Joined, they are the document, except for blanks.
 
     `language` is an ISO 639-1 code that selects abbreviations ("Dr.", "z.B."); unknown codes use general rules.
-    sentencex never splits inside quotation marks, which in novels gives sentences of several hundred words; long ones
-    are therefore split again with the marks hidden, as are all sentences with full stops unknown to sentencex.
+    sentencex never splits inside quotation marks, which can give sentences of several hundred words in novels. Long
+    sentences are therefore split again with the marks hidden, as are sentences with full stops unknown to sentencex.
     """
     has_others = not document.isascii() and any(mark in document for mark in _STOPS)
     max_characters, hidden = (0, _QUOTATIONS | _STOPS) if has_others else (_LONG_SENTENCE_CHARACTERS, _QUOTATIONS)
     sentences = _segment(language, document.replace("\n", "\n\n"))
     result, copied = [], 0
     for number in [n for n, sentence in enumerate(sentences) if len(sentence) > max_characters]:
-        result += sentences[copied:number]  # most sentences are short, and are copied in long runs
+        result += sentences[copied:number]  # most sentences are short, and are copied many at a time
         result += _split_quotations(sentences[number], language, hidden)
         copied = number + 1
     return result + sentences[copied:]
 
 
 def sentence_starts(document: str, language: str) -> list[int]:
-    """Return the `starts_of` the sentences of `document`."""
+    """Return the character offsets of the sentences of `document`; see `starts_of`."""
     return starts_of(split_sentences(document, language), document)
 
 
 def starts_of(sentences: Sequence[str], text: str) -> list[int]:
     """Return the character offsets of sentences in a document, ascending from 0; [] if it is only white space.
 
-    White space between two sentences belongs to the second one; leading and trailing white space to the first and the
-    last. Where sentences have line breaks, the document may have other white space.
+    White space between two sentences belongs to the second one, leading and trailing white space to the first and the
+    last. Where sentences have line breaks, the document may have different white space.
     """
     starts, end = [], 0
     for sentence in sentences:
         line, lines = sentence.strip(), []
         if "\n" in line:  # sentences with quotations may have line breaks, which `split_sentences` doubles
-            line, *lines = [one for inner in line.split("\n") if (one := inner.strip())]
+            line, *lines = [stripped for inner in line.split("\n") if (stripped := inner.strip())]
         if not line:
             continue
-        # Most sentences are separated by one blank; str.find would take ten times as long.
+        # Most sentences are separated by one blank; checking this is ten times as fast as str.find.
         is_next = text.startswith(line, end + 1) and text[end].isspace()
         start = end + 1 if is_next else text.find(line, end)
         if start < 0:
@@ -89,7 +89,7 @@ def starts_of(sentences: Sequence[str], text: str) -> list[int]:
 
 
 def line_starts(document: str) -> list[int]:
-    """As `sentence_starts`, for a document whose lines are sentences."""
+    """Like `sentence_starts`, for a document whose lines are sentences."""
     starts, offset = [], 0
     for line in document.split("\n"):
         if line.strip():
@@ -99,20 +99,20 @@ def line_starts(document: str) -> list[int]:
 
 
 def _segment(language: str, text: str) -> list[str]:
-    import sentencex  # needed to prepare a corpus, not to train on it
+    import sentencex  # only needed to prepare a corpus, not for training
 
     return sentencex.segment(language, text)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _split_quotations(sentence: str, language: str, marks: Mapping[str, str]) -> list[str]:
-    """Split `sentence` with `marks` replaced by their values; an opening quotation mark stays with its quotation."""
+    """Split `sentence` where it is split after replacing `marks`; opening quotation marks stay with the quotation."""
     hidden = sentence
     for mark, replacement in marks.items():  # 18 times as fast as str.translate on text beyond ASCII
         hidden = hidden.replace(mark, replacement)
     if hidden is sentence:  # str.replace returns the same object if nothing is replaced
         return [sentence]
-    cuts = list(itertools.accumulate(len(one) for one in _segment(language, hidden)))[:-1]
+    cuts = list(itertools.accumulate(len(part) for part in _segment(language, hidden)))[:-1]
     for number, cut in enumerate(cuts):
         if hidden[cut - 1] == " " != sentence[cut - 1] and sentence[cut - 2].isspace():
             cuts[number] = cut - 1
-    return [sentence[a:b] for a, b in itertools.pairwise([0, *cuts, len(sentence)])]
+    return [sentence[start:end] for start, end in itertools.pairwise([0, *cuts, len(sentence)])]

@@ -1,11 +1,11 @@
 """Token shards on disk (invariants 4 and 5): flat arrays, memory-mapped, one copy of the corpus.
 
-    <shard>.tokens.npy     uint16 or uint32 [tokens]      sentences end to end, without special tokens
+    <shard>.tokens.npy     uint16 or uint32 [tokens]      concatenated sentences, without special tokens
     <shard>.sentences.npy  uint64 [sentences + 1]         token offset of each sentence
     <shard>.documents.npy  uint64 [documents + 1, 2]      (sentence offset, token offset) of each document
     <shard>.blocks.npy     BLOCK [blocks]                 ranges that are read separately (`pretrain.corpus.blocks`)
 
-A shard holds documents of one source and one split. `manifest.json` lists them and is written last.
+A shard has documents of one source and one split. `manifest.json` lists the shards and is written last.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from pretrain.corpus.block_cache import BlockCache
 from pretrain.corpus.blocks import BLOCK, write_blocks
 
 FORMAT = 1
-FOLDED = "folded"  # in the manifest: hashes of documents ignore case and accents if the vocabulary does
+FOLDED = "folded"  # key of the manifest: document hashes ignore case and accents if the vocabulary does
 _BATCH_TOKENS, _SAMPLED_BLOCKS = 1 << 24, 16
 _VERIFIED = ".proven.json"
 _ARRAYS = ("tokens", "sentences", "documents")
 BLOCKS = "blocks"
-COUNTS = ".samples"  # folder of a corpus: samples per block, by source and by the settings of the sampler
+COUNTS = ".samples"  # subfolder with the number of samples per block, by source and settings of the sampler
 # A mapping needs no file descriptor, but before Python 3.13 mmap always keeps one.
 _NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
@@ -56,7 +56,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard, memory-mapped. Arrays as in the module's description."""
+    """One memory-mapped shard, with the arrays in the module's docstring."""
 
     name: str
     split: str
@@ -64,13 +64,13 @@ class Shard:
     tokens: np.ndarray
     sentences: np.ndarray
     documents: np.ndarray
-    blocks: np.ndarray | None = None  # BLOCK; None for a shard in memory
-    cache: BlockCache | None = None  # of the blocks of a streamed shard
+    blocks: np.ndarray | None = None  # BLOCK [blocks]; None for a shard in memory
+    cache: BlockCache | None = None  # if the shard is streamed
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """One split of a corpus. `special_ids` has pad, unk, cls, sep and mask; `sources` is the manifest's list."""
+    """One split of a corpus. `special_ids` maps roles to ids; `sources` is the list in the manifest."""
 
     folder: Path
     fingerprint: str
@@ -78,7 +78,7 @@ class TokenShards:
     special_ids: dict[str, int]
     sources: list[dict[str, Any]]
     shards: list[Shard]
-    fingerprints: tuple[str, ...] = ()  # of each source's tokens
+    fingerprints: tuple[str, ...] = ()  # digest of each source's tokens
     split: str = "train"
     grown: int = 0  # number of times that sources were added
 
@@ -97,22 +97,22 @@ class TokenShards:
             cache.close()
 
     def some_tokens(self) -> Iterator[np.ndarray]:
-        """Yield the tokens of all shards in batches; for streamed shards, some evenly spread blocks."""
+        """Yield the tokens of all shards in batches; of streamed shards, only some evenly spread blocks."""
         for number, shard in enumerate(self.shards):
             if shard.cache is None or shard.blocks is None:
-                for begin in range(0, len(shard.tokens), _BATCH_TOKENS):
-                    yield shard.tokens[begin : begin + _BATCH_TOKENS]
+                for start in range(0, len(shard.tokens), _BATCH_TOKENS):
+                    yield shard.tokens[start : start + _BATCH_TOKENS]
             elif number % max(1, len(self.shards) // _SAMPLED_BLOCKS) == 0:
                 lease = shard.cache.hold(shard.cache.numbers(np.array([number]), np.array([0])))
                 yield shard.tokens[: int(shard.blocks["end"][0])]
                 del lease
 
     def source_fingerprint(self, source: int) -> str:
-        """Return a digest of a source's tokens, which does not depend on other sources (invariant 1)."""
+        """Return a digest of a source's tokens, independent of other sources (invariant 1)."""
         return self.fingerprints[source] if self.fingerprints else f"{self.fingerprint} {source}"
 
     def weights(self, overrides: Mapping[str, float], where: str) -> list[float]:
-        """Return the weight of each source: from `overrides`, by its name, else the weight it was prepared with.
+        """Return the weight of each source: the one in `overrides` under its name, or else the one in the corpus.
 
         Replayed sources have no names.
 
@@ -124,12 +124,12 @@ class TokenShards:
                 raise InputError(f"{where}: {not_one_of(name, names)}")
         weights = [float(overrides.get(source.get("name", ""), source.get("weight", 1.0))) for source in self.sources]
         if overrides and not any(w for w, source in zip(weights, self.sources, strict=True) if "name" in source):
-            raise InputError(f"{where}: leaves no source. Give one of {', '.join(names)} a weight above 0.")
+            raise InputError(f"{where}: all weights are 0. Give one of {', '.join(names)} a positive weight.")
         return weights
 
 
 def open_shards(folder: Path, split: str) -> TokenShards:
-    """Open the shards of `split` ("train" or "validation"). File sizes are checked, contents are not read.
+    """Open the shards of `split` ("train" or "validation"). File sizes are checked, but contents are not read.
 
     Raises:
         InputError: the folder is not a prepared corpus, or a file is missing, truncated or of another format.
@@ -142,7 +142,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
 
 
 def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards:
-    """Open the shards of `split` in a manifest; raises as `open_shards`."""
+    """Open the shards of `split` in a manifest. Raises errors like `open_shards`."""
     allow_open_files(len(_ARRAYS) * len(manifest["shards"]))
     return TokenShards(
         folder=folder,
@@ -158,10 +158,10 @@ def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards
 
 
 def verify_shards(folder: Path) -> None:
-    """Compare every file's SHA-256 with the manifest; `InputError` names the first one that differs.
+    """Compare the SHA-256 of all files with the manifest. Raises `InputError` for the first difference.
 
-    A verified file is only read again if its size, time or inode has changed. `.proven.json` next to the files
-    records the verified ones, if the folder is writable.
+    A verified file is only read again if its size, time or inode has changed. `.proven.json` in the same folder records
+    the verified files, if the folder is writable.
     """
     folder = Path(folder)
     manifest = check_version(verify_manifest(folder, content=False), folder)
@@ -191,8 +191,8 @@ def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
     files = manifest["files"]
     names = [entry["name"] for entry in manifest["shards"] if entry["source"] == source]
     arrays = [files[f"{name}.{array}.npy"]["sha256"] for name in names for array in _ARRAYS]
-    decisive = [manifest["format"], manifest["special_ids"], files["vocab.txt"]["sha256"], arrays]
-    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    contents = [manifest["format"], manifest["special_ids"], files["vocab.txt"]["sha256"], arrays]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def _state_of(path: Path) -> list[int]:
@@ -201,7 +201,7 @@ def _state_of(path: Path) -> list[int]:
 
 
 def check_version(manifest: dict[str, Any], where: Path | str) -> dict[str, Any]:
-    """Return the manifest of the corpus at `where`. Raises `InputError` if it is of another version."""
+    """Return the manifest of the corpus at `where`. Raises `InputError` if its version is different."""
     if manifest.get("format") != FORMAT or FOLDED not in manifest:
         advice = "Prepare the text again, into another corpus.dir or after removing this one."
         raise InputError(version_mismatch(where, advice))
@@ -209,7 +209,7 @@ def check_version(manifest: dict[str, Any], where: Path | str) -> dict[str, Any]
 
 
 def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
-    arrays = {array: mapped(folder / f"{entry['name']}.{array}.npy") for array in _ARRAYS}
+    arrays = {array: map_array(folder / f"{entry['name']}.{array}.npy") for array in _ARRAYS}
     for array, (dtype, shape) in array_types(entry, manifest).items():
         if (arrays[array].dtype, arrays[array].shape) != (dtype, shape):
             raise InputError(
@@ -231,7 +231,7 @@ def array_types(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, tu
 
 
 def read_blocks(folder: Path, entry: dict[str, Any]) -> np.ndarray:
-    """Read the table of a shard's blocks."""
+    """Read the block table of a shard."""
     name = f"{entry['name']}.{BLOCKS}.npy"
     try:
         blocks = np.load(folder / name, allow_pickle=False)
@@ -244,15 +244,15 @@ def read_blocks(folder: Path, entry: dict[str, Any]) -> np.ndarray:
     return blocks
 
 
-def mapped(path: Path) -> np.ndarray:
+def map_array(path: Path) -> np.ndarray:
     """Memory-map the array in a .npy file, read-only."""
     try:
         with path.open("rb") as file:
             if np.lib.format.read_magic(file) != (1, 0):
-                raise ValueError("another version of .npy")
+                raise ValueError("unexpected version of .npy")
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
             if fortran or dtype.hasobject:
-                raise ValueError("another layout than written here")
+                raise ValueError("unexpected array layout")
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_NO_DESCRIPTOR)
             return np.ndarray(shape, dtype, mapping, offset=file.tell())
     except (ValueError, TypeError) as error:
@@ -269,13 +269,11 @@ def _unreadable(path: Path, error: OSError) -> MachineError:
         return MachineError(
             f"{path}: cannot be opened in addition to the other shards: the limit of open files is {limit}. {advice}"
         )
-    return MachineError(
-        f"{path}: cannot be read ({error.strerror}). Check the storage that holds it, and its permissions."
-    )
+    return MachineError(f"{path}: cannot be read ({error.strerror}). Check its storage and its permissions.")
 
 
 class ShardWriter:
-    """Writes one shard incrementally; its sizes must be known. The files appear if the `with` block does not raise.
+    """Writes one shard of known size incrementally. The files appear if the `with` block does not raise.
 
     with ShardWriter(folder, "train-00000", tokens=9, sentences=3, documents=1, dtype=dtype) as writer:
         writer.add(tokens, sentence_tokens, document_sentences)
@@ -315,7 +313,7 @@ class ShardWriter:
         return self
 
     def add(self, tokens: np.ndarray, sentence_tokens: np.ndarray, document_sentences: np.ndarray) -> None:
-        """Append documents: their tokens, the tokens of each sentence and the sentences of each document."""
+        """Append documents: their tokens, the number of tokens per sentence, and of sentences per document."""
         tokens_before, sentences_before, _ = self._written
         sentence_ends = np.cumsum(sentence_tokens, dtype=np.uint64)
         document_ends = np.cumsum(document_sentences, dtype=np.uint64)
@@ -339,7 +337,7 @@ class ShardWriter:
         if error is None:
             self.hashes = {f"{self._name}.{array}.npy": file.digest() for array, file in self._files.items()}
             path = self._folder / f"{self._name}.{BLOCKS}.npy"
-            arrays = {array: mapped(self._folder / f"{self._name}.{array}.npy") for array in _ARRAYS}
+            arrays = {array: map_array(self._folder / f"{self._name}.{array}.npy") for array in _ARRAYS}
             self.hashes[path.name] = write_blocks(path, arrays)
 
 

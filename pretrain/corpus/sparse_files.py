@@ -1,4 +1,4 @@
-"""Files that the processes of a machine share: arrays, locks, and sparse files."""
+"""Files that are shared by the processes of a machine: arrays, locks, and sparse files."""
 
 import ctypes
 import errno
@@ -15,10 +15,10 @@ _PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
 
 
 def shared_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Map a file as an array that processes share, initialized with zeros."""
+    """Map a file as an array that processes share; a new file is filled with zeros."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # Not sparse: writing to a hole in a mapping on a full disk is a bus error.
+        # Not sparse: writing to a hole of a mapped file raises SIGBUS if the disk is full.
         os.posix_fallocate(descriptor, 0, max(1, int(np.prod(shape)) * dtype.itemsize))
     finally:
         os.close(descriptor)
@@ -26,7 +26,7 @@ def shared_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndar
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file for this process; return False if another process has locked it."""
+    """Try to lock a file for this process; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -44,7 +44,7 @@ def write_all(writes: Sequence[tuple[int, bytes, int]]) -> None:
 
 
 def punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:
-    """Free a range of a file; raise `MachineError`, which names `folder`, if its file system cannot."""
+    """Free a range of a file. Raises `MachineError`, which names `folder`, if its file system does not support this."""
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_int64(offset), ctypes.c_int64(length))
     if libc.fallocate(ctypes.c_int(descriptor), *arguments):

@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer by role, under any names: pad, unk, cls, sep and mask."""
+"""The special tokens of a tokenizer by role (pad, unk, cls, sep, mask), whatever their names."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from pretrain.common.errors import InputError
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # of the vocabularies that `prepare` trains
 ROLES = ("pad", "unk", "cls", "sep", "mask")
 _REQUIRED = ("pad", "cls", "sep", "mask")
-# Role -> names in tokenizers of BERT, RoBERTa, EuroBERT and Gemma; below, alternative keys in tokenizer_config.json.
+# Role -> names in the tokenizers of BERT, RoBERTa, EuroBERT and Gemma.
 _NAMES = {
     "pad": ("[PAD]", "<pad>", "<|pad|>"),
     "unk": ("[UNK]", "<unk>", "<|unk|>"),
@@ -20,14 +20,14 @@ _NAMES = {
     "sep": ("[SEP]", "</s>", "<|end_of_text|>", "<eos>"),
     "mask": ("[MASK]", "<mask>", "<|mask|>"),
 }
-_OTHER_KEYS = {"cls": "bos_token", "sep": "eos_token"}
+_OTHER_KEYS = {"cls": "bos_token", "sep": "eos_token"}  # alternative keys in tokenizer_config.json
 
 
 def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Return {role: id} in the order of `ROLES`, without the roles that the tokenizer lacks.
 
-    cls and sep are the tokens that the tokenizer puts around a string, if it is one each. All others are named by
-    `declared` (tokenizer_config.json), else by the first known name that is an entry.
+    cls and sep are the tokens that the tokenizer adds before and after a string, if it adds one each. Other roles have
+    the token that `declared` (tokenizer_config.json) names, or else the first known name that is an entry.
     """
     ids = _surrounding_ids(tokenizer)
     for role in ROLES:
@@ -39,13 +39,13 @@ def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None)
 
 
 def special_added_ids(folder: Path) -> list[int]:
-    """Return the ids of all tokens that a corpus's tokenizer.json marks as special, with or without a role."""
+    """Return the ids of all tokens that the tokenizer.json in `folder` marks as special, with or without a role."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
 
 
 def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
-    """Raise `InputError`, prefixed with `where`, if a role is missing that pretraining needs."""
+    """Raise `InputError`, prefixed with `where`, if `ids` lacks a role that pretraining needs."""
     missing = [role for role in _REQUIRED if role not in ids]
     if missing:
         raise InputError(
@@ -57,7 +57,7 @@ def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
 def declared_settings(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json in `folder`, and the special tokens that only special_tokens_map.json names.
 
-    {} if neither exists. Raises `InputError` if one is damaged.
+    Returns {} if neither file exists. Raises `InputError` if one is damaged.
     """
     values: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -74,12 +74,12 @@ def declared_settings(folder: Path) -> dict[str, Any]:
 
 def _surrounding_ids(tokenizer: Tokenizer) -> dict[str, int]:
     text = "a"
-    plain, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
-    return {"cls": whole[0], "sep": whole[-1]} if plain == whole[1:-1] and len(whole) == len(plain) + 2 else {}
+    plain, ids = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
+    return {"cls": ids[0], "sep": ids[-1]} if plain == ids[1:-1] and len(ids) == len(plain) + 2 else {}
 
 
 def _declared_names(role: str, declared: Mapping[str, Any]) -> list[str]:
-    """Return the names of a role in tokenizer_config.json, where a token is a string or an object that has it."""
+    """Return the names of a role's token in tokenizer_config.json, where a token may be a string or an object."""
     keys = (f"{role}_token", *([_OTHER_KEYS[role]] if role in _OTHER_KEYS else []))
     tokens = (declared.get(key) for key in keys)
     names = (token.get("content") if isinstance(token, dict) else token for token in tokens)

@@ -1,8 +1,8 @@
-"""Splitters, which cut documents into pieces that a tokenizer encodes independently, so that each is encoded once.
+"""Splitters cut documents into pieces that a tokenizer encodes independently, so each distinct piece is encoded once.
 
-Gpt2Splitter    byte-level BPE with GPT-2's regular expression, or the one of `byte_level`
-WordSplitter    words between blanks: Metaspace before every word, as in XLM-R and DeBERTa-v3
-RunSplitter     before blanks, and around line breaks and tabs: BPE over whole documents, as in Gemma and mmBERT
+Gpt2Splitter    for byte-level BPE, with the regular expression of GPT-2 or of `byte_level`
+WordSplitter    into words between blanks: for Metaspace before every word, as in XLM-R and DeBERTa-v3
+RunSplitter     before blanks, and around line breaks and tabs: for BPE over whole documents, as in Gemma and mmBERT
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from pretrain.corpus.byte_level import is_own_byte_level, step_types
-from pretrain.corpus.pieces import Bounds, DocumentPieces, document_pieces, gpt2_bounds, own_bounds
-from pretrain.corpus.tokenize import BytePairs, KnownWords, WordTable
+from pretrain.corpus.byte_level import is_bertrain_byte_level, step_types
+from pretrain.corpus.pieces import Bounds, DocumentPieces, bertrain_bounds, document_pieces, gpt2_bounds
+from pretrain.corpus.tokenize import BytePairs, WordTable, WordTokens
 
 _MARK = "\u2581"  # represents a blank
 _END_OF_PIECE = "\0"
-# Normalizers that treat each word between blanks independently, if no character combines with a blank.
+# Normalizers that change each word between blanks independently, if no character combines with a blank.
 _WORD_NORMALIZERS = {"Precompiled", "Strip", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Replace"}
 _SAMPLE = "The cat's (2) mats;\nA  b\t\tcaf\u00e9 \u6f22\u5b57.\n\n    \u00bd x "
-# Precompiled normalizes graphemes. These characters are one grapheme with the blank before or after them; so are the
+# Precompiled normalizes graphemes. These characters form a grapheme with the blank before or after them, and so do the
 # characters of the categories M (blank before) and Cf.
 _AFTER = frozenset("\u0e33\u0eb3\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff")
 _BEFORE = frozenset("\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a")
@@ -33,15 +33,15 @@ _WORDS_PER_STRING = 100
 
 
 class Gpt2Splitter:
-    """Splitter of a byte-level BPE.
+    """Splitter for a byte-level BPE.
 
-    `adds_blank`: a document gets a leading blank if it has none. `line_ends`: line breaks are tokens. `bounds`: finds
-    the pieces.
+    `adds_blank`: whether a document gets a leading blank if it has none. `line_ends`: whether line breaks are tokens.
+    `bounds`: finds the pieces.
     """
 
     def __init__(
         self,
-        known: KnownWords | None,
+        known: WordTokens | None,
         normalizer: Any = None,
         *,
         adds_blank: bool,
@@ -53,9 +53,9 @@ class Gpt2Splitter:
         self._bounds = bounds
 
     @classmethod
-    def own(cls, known: KnownWords | None, *, line_ends: bool = True) -> Gpt2Splitter:
-        """Make the splitter of a vocabulary of `byte_level`."""
-        return cls(known, adds_blank=True, line_ends=line_ends, bounds=own_bounds)
+    def bertrain(cls, known: WordTokens | None, *, line_ends: bool = True) -> Gpt2Splitter:
+        """Make the splitter for a vocabulary that bertrain trained (`byte_level`)."""
+        return cls(known, adds_blank=True, line_ends=line_ends, bounds=bertrain_bounds)
 
     def fits(self, text: str) -> bool:
         """Return whether a document without added tokens may be cut."""
@@ -64,17 +64,17 @@ class Gpt2Splitter:
         return self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
-        """Return the pieces of documents; arguments as for `document_pieces`."""
+        """Cut documents into pieces; arguments as in `document_pieces`."""
         spaced, shifted = [], []
         for text, sentences in zip(texts, starts, strict=True):
-            # pre_tokenizers/byte_level.rs
+            # As in pre_tokenizers/byte_level.rs of `tokenizers`.
             blank = self._adds_blank and not text.startswith(" ")
             spaced.append(" " + text if blank else text)
             shifted.append(np.asarray(sentences) + blank * (np.arange(len(sentences)) > 0))
         return document_pieces(spaced, shifted, table, self._bounds)
 
     def are_plain(self, pieces: np.ndarray) -> np.ndarray:
-        """bool [P]: whether a piece has the same tokens alone and in a document."""
+        """Return whether each piece has the same tokens alone as in a document, bool [P]."""
         return np.ones(len(pieces), bool)
 
 
@@ -88,7 +88,7 @@ class WordSplitter:
         return _MARK not in text
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
-        return document_pieces(texts, [np.asarray(one) for one in starts], table, _word_bounds)
+        return document_pieces(texts, [np.asarray(offsets) for offsets in starts], table, _word_bounds)
 
     def are_plain(self, pieces: np.ndarray) -> np.ndarray:
         # In a document, a leading or trailing blank of a normalized word would merge with its neighbors.
@@ -96,7 +96,7 @@ class WordSplitter:
 
 
 class RunSplitter:
-    """Splitter before blanks, and around runs of each of the characters `lines`, which are added tokens."""
+    """Splitter before blanks, and around runs of the same character of `lines`, which are added tokens."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable, lines: str) -> None:
         self.known = _LibraryPieces(tokenizer, table)
@@ -109,17 +109,18 @@ class RunSplitter:
         return _MARK not in text
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
-        return document_pieces(texts, [np.asarray(one) for one in starts], table, self._bounds)
+        return document_pieces(texts, [np.asarray(offsets) for offsets in starts], table, self._bounds)
 
     def are_plain(self, pieces: np.ndarray) -> np.ndarray:
         return np.ones(len(pieces), bool)
 
     def _bounds(self, raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         kinds = np.frombuffer(raw.translate(bytes(self._classes)), np.uint8)
-        here, before = kinds[1:], kinds[:-1]
-        begins = (here != before) & ((here >= _LINE) | (before >= _LINE) | (before == _END) | (here == _SPACE))
-        first = np.flatnonzero(begins & (here != _END)) + 1
-        edges = np.flatnonzero(begins | (here == _END)) + 1
+        current, previous = kinds[1:], kinds[:-1]
+        may_start = (current >= _LINE) | (previous >= _LINE) | (previous == _END) | (current == _SPACE)
+        is_start = (current != previous) & may_start
+        first = np.flatnonzero(is_start & (current != _END)) + 1
+        edges = np.flatnonzero(is_start | (current == _END)) + 1
         return first, edges[np.searchsorted(edges, first, side="right")]
 
 
@@ -128,17 +129,17 @@ Splitter = Gpt2Splitter | WordSplitter | RunSplitter
 
 
 def splitter_of(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
-    """Return the splitter for a tokenizer, whose pieces are numbered by `table`; None if there is none."""
+    """Return the splitter for a tokenizer, whose pieces `table` numbers; None if documents cannot be split."""
     described = json.loads(tokenizer.to_str())
     cut = described["pre_tokenizer"] or {}
-    if is_own_byte_level(described):
+    if is_bertrain_byte_level(described):
         line_ends = described["normalizer"] is None
-        return Gpt2Splitter.own(BytePairs(tokenizer, table), line_ends=line_ends)
+        return Gpt2Splitter.bertrain(BytePairs(tokenizer, table), line_ends=line_ends)
     if _splits_as_gpt2(described):
         adds_blank = bool(cut.get("add_prefix_space"))
         return Gpt2Splitter(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
     splitter: Splitter | None = None
-    if _splits_at_blanks(described) and _knows_all_blanks(tokenizer):
+    if _splits_at_blanks(described) and _splits_at_all_blanks(tokenizer):
         splitter = WordSplitter(tokenizer, table)
     elif _joins_no_words(described):
         splitter = RunSplitter(tokenizer, table, line_tokens(described))
@@ -151,18 +152,18 @@ def splitter_of(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
 
 
 def line_tokens(described: dict[str, Any]) -> str:
-    """Return the line breaks and tabs that are added tokens, alone or in runs."""
+    """Return the line breaks and tabs that are added tokens, possibly in runs."""
     added = {token["content"] for token in described["added_tokens"] if _is_literal(token)}
     return "".join(character for character in "\n\t\r" if character in added)
 
 
 def _is_literal(token: dict[str, Any]) -> bool:
-    """Return whether an added token is matched literally, in any context, without its surroundings."""
+    """Return whether an added token is matched literally, in any context."""
     return not any(token[flag] for flag in ("special", "normalized", "lstrip", "rstrip", "single_word"))
 
 
 def _splits_as_gpt2(described: dict[str, Any]) -> bool:
-    """Return whether documents can be cut if they have no added tokens and NFC does not change them."""
+    """Return whether documents without added tokens that NFC does not change can be cut like in GPT-2."""
     cut, entries = described["pre_tokenizer"], described["model"]["vocab"]
     if described["model"]["type"] != "BPE" or not cut or cut["type"] != "ByteLevel" or not cut["use_regex"]:
         return False
@@ -171,9 +172,9 @@ def _splits_as_gpt2(described: dict[str, Any]) -> bool:
 
 
 def _splits_at_blanks(described: dict[str, Any]) -> bool:
-    """Return whether every word between blanks is encoded independently, with a mark before it."""
+    """Return whether words between blanks are encoded independently, each with a mark before it."""
     normalizers = (described["normalizer"] or {}).get("normalizers", [described["normalizer"]])
-    if not all(one is None or (one["type"] in _WORD_NORMALIZERS and _replaces_blanks(one)) for one in normalizers):
+    if not all(step is None or (step["type"] in _WORD_NORMALIZERS and _replaces_blanks(step)) for step in normalizers):
         return False
     cut = described["pre_tokenizer"] or {}
     *before, last = cut.get("pretokenizers", [cut])
@@ -182,12 +183,12 @@ def _splits_at_blanks(described: dict[str, Any]) -> bool:
         and last["replacement"] == _MARK
         and last["prepend_scheme"] == "always"
         and last["split"]
-        and all(one["type"] == "WhitespaceSplit" for one in before)
+        and all(step["type"] == "WhitespaceSplit" for step in before)
     )
 
 
-def _knows_all_blanks(tokenizer: Tokenizer) -> bool:
-    """Return whether tabs and line breaks separate words as blanks do: Metaspace alone keeps them in words."""
+def _splits_at_all_blanks(tokenizer: Tokenizer) -> bool:
+    """Return whether tabs and line breaks separate words like blanks, which Metaspace alone does not do."""
     normalizer: Any = tokenizer.normalizer
     pre_tokenizer: Any = tokenizer.pre_tokenizer
     text = "a\tb\rc\nd"
@@ -203,12 +204,12 @@ def _replaces_blanks(normalizer: dict[str, Any]) -> bool:
 
 
 def _joins_no_words(described: dict[str, Any]) -> bool:
-    """Return whether it is a BPE over whole documents in which no token has a blank after another character."""
+    """Return whether this is a BPE over whole documents in which no token has a blank after another character."""
     model, normalizer = described["model"], described["normalizer"] or {}
     blanks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
     if step_types(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != blanks:
         return False
-    # Split at blanks has no effect, as the normalizer replaces all of them.
+    # Splitting at blanks has no effect, since the normalizer replaces them.
     cut = described["pre_tokenizer"] or {"pattern": {"String": " "}}
     if cut["pattern"] != {"String": " "} or any(" " in token["content"] for token in described["added_tokens"]):
         return False
@@ -226,20 +227,20 @@ def _word_bounds(raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
 
-class _LibraryPieces(KnownWords):
-    """The tokens of pieces as the library encodes them."""
+class _LibraryPieces(WordTokens):
+    """The tokens of pieces, encoded by the library."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
-        # Encode many pieces in one string: one by one would take twice as long.
+        # Encode many pieces in one string, which is twice as fast as one by one.
         self._tokenizer.add_tokens([AddedToken(_END_OF_PIECE, normalized=False)])
         self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
         self._no_blank = np.zeros(0, bool)
 
     def has_no_blank(self, pieces: np.ndarray) -> np.ndarray:
-        """bool [P]: whether pieces are not empty after normalization, and neither contain nor combine with a blank."""
+        """Return whether pieces, after normalization, are not empty and neither contain nor combine with a blank."""
         self._extend()
         return self._no_blank[pieces]
 
@@ -249,7 +250,7 @@ class _LibraryPieces(KnownWords):
         starts = range(0, len(words), _WORDS_PER_STRING)
         strings = [_END_OF_PIECE.join((*words[first : first + _WORDS_PER_STRING], "")) for first in starts]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
-        tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(one.ids, np.int32) for one in encoded)])
+        tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
         ends = tokens == self._end
         return np.bincount(np.cumsum(ends)[~ends], minlength=len(words)), tokens[~ends]
 
@@ -261,5 +262,5 @@ class _LibraryPieces(KnownWords):
             return False
         normalizer: Any = self._tokenizer.normalizer
         normal = normalizer.normalize_str(text) if normalizer else text
-        # Strip would remove white space of a single word that it keeps inside a document.
+        # Strip would remove white space from a single word that it keeps inside a document.
         return bool(normal) and _MARK not in normal and not any(map(str.isspace, text + normal))

@@ -1,4 +1,4 @@
-"""Progress of the stages of preparation on stderr, with rate and time left."""
+"""Progress bars for the stages of preparation on stderr, with rate and remaining time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SETTLING_SECONDS = 1.0  # before this, the rate is not reliable
 
 
 class _Size(DownloadColumn):
-    """Bytes done and total; without the total if it is not known."""
+    """Bytes done and, if known, in total."""
 
     def render(self, task: Task) -> Text:
         if task.fields["total_known"]:
@@ -43,7 +43,7 @@ class _Rate(ProgressColumn):
 
 
 class StageBar:
-    """A bar for each stage."""
+    """A progress bar for each stage."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.progress = Progress(
@@ -71,7 +71,7 @@ class StageBar:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a bar for `total` bytes, 0 if unknown; yields a function to call with the bytes just processed."""
+        """Show a bar for `total` bytes, 0 if unknown; yield a function to call with the number of bytes processed."""
         task = self.progress.add_task(name, total=total or None, total_known=total > 0, done=0)
         done = 0
 

@@ -1,6 +1,6 @@
-"""The calls that preparation processes execute: read a chunk, count words, tokenize, write a shard, hash.
+"""The functions that preparation processes execute: read a chunk, count words, tokenize, write a shard, hash.
 
-The stages pass part files to each other (`parts`). A process keeps its table of words between calls.
+The stages exchange part files (`parts`). A process keeps its table of words between calls.
 """
 
 import gc
@@ -35,34 +35,34 @@ from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents, reader
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.splitters import Gpt2Splitter
-from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, CutWords, KnownWords, WordPieces, WordTable, cut_words
+from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, CutWords, WordPieces, WordTable, WordTokens, cut_words
 from pretrain.corpus.vocabulary import Fold, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measure
 from pretrain.storage.folders import files_of, read_stored_manifest
 from pretrain.storage.objects import AccessError, ObjectStore
 
-LOCK = "lock"  # in the work folder, held by the coordinating process
-TOKENIZER = "tokenizer.json"  # likewise
+LOCK = "lock"  # file in the work folder that the coordinating process locks
+TOKENIZER = "tokenizer.json"  # file in the work folder
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
-_PART_BYTES = 32 << 20  # text per part file at most
+_PART_BYTES = 32 << 20  # maximum text per part file
 
 
 @dataclass(frozen=True)
 class PreparationSettings:
     """The settings of a process. If no vocabulary is given, a later stage tokenizes the words."""
 
-    work: str  # folder of the part files and, once trained, of the tokenizer
+    work: str  # folder of the part files and of the trained tokenizer
     lowercase: bool
     language: str
     min_document_words: int
     vocabulary_given: bool
     byte_level: bool = False  # whether a byte-level BPE is trained
     released: bool = False  # whether the vocabulary is given and encodes whole documents
-    fold: Fold = Fold.NOTHING  # differences that equal documents may have
-    joins_lines: bool = False  # whether line breaks of whole documents become blanks
-    unknown_id: int = -1  # of the given vocabulary
+    fold: Fold = Fold.NOTHING  # differences that are ignored when documents are compared
+    joins_lines: bool = False  # whether line breaks in whole documents become blanks
+    unknown_id: int = -1  # id of the unknown token in the given vocabulary
     filters: FiltersConfig = field(default_factory=FiltersConfig)
-    address: str = ""  # where each shard is stored as soon as it is written
+    address: str = ""  # address at which each shard is stored as soon as it is written
 
 
 # ---------------------------------------------------------------- the process
@@ -78,12 +78,12 @@ class _Process:
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
-        self.is_remote = False  # on a cluster, whose machines may not have the coordinating process's files
+        self.is_remote = False  # on a cluster, whose machines may not see the coordinating process's files
         self._tokenizer = tokenizer
-        self._words: KnownWords | None = None
+        self._words: WordTokens | None = None
         self._documents: DocumentEncoder | None = None
         if tokenizer is not None:
-            self.load_tokenizer()  # now, while the coordinating process is still busy
+            self.load_tokenizer()  # early, while the coordinating process is still busy
 
     def load_tokenizer(self) -> None:
         """Load the tokenizer; later calls do nothing."""
@@ -92,10 +92,10 @@ class _Process:
         else:
             self.known_words()
 
-    def known_words(self) -> KnownWords:
+    def known_words(self) -> WordTokens:
         """Return the tokens of the words in `table`."""
         if self._words is None:
-            tokenizer = self._loaded()
+            tokenizer = self._load()
             self.unknown_id = special_ids(tokenizer)["unk"]
             known_words = BytePairs if self.settings.byte_level else WordPieces
             self._words = known_words(tokenizer, self.table)
@@ -105,17 +105,17 @@ class _Process:
         """Return the encoder of whole documents, for a tokenizer that was not trained here."""
         if self._documents is None:
             self.unknown_id = self.settings.unknown_id
-            self._documents = DocumentEncoder(self._loaded(), self.table)
+            self._documents = DocumentEncoder(self._load(), self.table)
         return self._documents
 
-    def _loaded(self) -> Tokenizer:
+    def _load(self) -> Tokenizer:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self.work / TOKENIZER))
         self.dtype = token_dtype(vocabulary_size(self._tokenizer))
         return self._tokenizer
 
     def limit_words(self) -> None:
-        """Start a new table of words if this one is too large."""
+        """Start a new table of words if the current one is too large."""
         if self.table.size > MAX_TABLE_WORDS:
             self.table, self._words, self._documents = WordTable(), None, None
 
@@ -123,14 +123,14 @@ class _Process:
 _process: _Process | None = None
 
 
-# Interrupts the running call in a child; the child itself stays alive. A killed child could leave half a result in the
-# pipe of its pool, which would wait for the rest. Not SIGTERM: the executor sends that to all when one was killed.
+# Interrupts the running call of a child, which stays alive: a killed child could leave a partial result in the pipe to
+# the pool, which would wait for the rest. Not SIGTERM, which the executor sends to all children if one was killed.
 STOP = signal.SIGUSR1
 _is_running = _is_stopped = False
 
 
 def stoppable(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Execute a call in a child; STOP interrupts it and all later calls. Its files are written atomically."""
+    """Call `function` in a child; STOP interrupts this call and all later ones. Its files are written atomically."""
     global _is_running
     _is_running = True
     try:
@@ -155,7 +155,7 @@ def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *,
     """
     global _process
     if child:
-        gc.freeze()  # objects of the parent need not be collected here
+        gc.freeze()  # exclude the parent's objects from garbage collection
         _disable_threads()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(STOP, _stop)
@@ -166,7 +166,7 @@ def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *,
 def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
     """Initialize a worker process of a Ray cluster for calls; Ray handles its signals and its exit.
 
-    Raises `MachineError` if the work folder is not visible: nothing may be written to another folder of that name.
+    Raises `MachineError` if the work folder is not visible, so that no files are written to a different folder.
     """
     global _process
     _disable_threads()
@@ -182,7 +182,7 @@ def _disable_threads() -> None:
 
 
 def _check_visible(paths: Sequence[str]) -> None:
-    """Raise `MachineError` if a file of the coordinating process is missing here: it is not a fault of the input."""
+    """Raise `MachineError` if this machine does not see a file of the coordinating process."""
     if not _state().is_remote:
         return
     for path in paths:
@@ -213,16 +213,16 @@ def _state() -> _Process:
 
 
 def read(chunk: Chunk) -> list[dict[str, Any]]:
-    """Prepare a chunk, or all chunks of a stream that are not prepared yet; return their summaries."""
+    """Prepare a chunk, or all unprepared chunks of a stream; return the summaries."""
     _check_visible(chunk.paths)
     if not chunk.is_stream:
         return [_read_chunk(chunk)]
     work = _state().work
-    return [known_summary(work, one) or _read_chunk(one) for one in cut_stream(chunk)]
+    return [load_summary(work, part_chunk) or _read_chunk(part_chunk) for part_chunk in cut_stream(chunk)]
 
 
-def known_summary(work: Path, chunk: Chunk) -> dict[str, Any] | None:
-    """Return the summary of a chunk, if it is prepared."""
+def load_summary(work: Path, chunk: Chunk) -> dict[str, Any] | None:
+    """Return the summary of a chunk; None if it is not prepared."""
     path = work / f"{chunk.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -239,11 +239,11 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
 
     def flush() -> None:
         nonlocal size
-        part = _joined(batches, state)
+        part = _join_batches(batches, state)
         if len(part.documents):
             names.append(f"{chunk.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
             samples.save(state.work / names[-1], part, sample)
-            part.ordered(np.argsort(random_order(part.documents["hash"]), kind="stable")).save(state.work / names[-1])
+            part.reorder(np.argsort(random_order(part.documents["hash"]), kind="stable")).save(state.work / names[-1])
             if part.sketches:  # in the order of the input: the first of two near-duplicates is kept
                 path = (state.work / names[-1]).with_suffix(near_duplicates.SUFFIX)
                 part.sketches.save(path, part.documents["hash"])
@@ -279,33 +279,33 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
 
 
 def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-    """Return the distinct words of the documents whose bit in packed `keep` is set, and their counts, int64."""
-    chosen = _chosen(part, keep)
+    """Count the words of the documents selected by the packed bits `keep`; return the distinct words and counts."""
+    chosen = _load_documents(part, keep)
     counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
     used = np.flatnonzero(counts)
     return [chosen.distinct[n] for n in used], counts[used]
 
 
 def tokenize_part(part: str, words_part: str) -> None:
-    """Convert a part of word numbers to a part of token ids."""
+    """Convert a part file of word numbers to a part file of token ids."""
     state = _state()
     if (state.work / part).exists():
         return  # a cluster may repeat a call after its input was deleted
     state.limit_words()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
-    _tokenized(numbers, words, state)[0].save(state.work / part)
+    _tokenize(numbers, words, state)[0].save(state.work / part)
 
 
 def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
     """Write one shard: the chosen documents of part files, in random order.
 
-    Returns hashes, the address where its files are already stored, the count of [UNK] and histograms of tokens per
-    document and per sentence. They are also saved in the work folder, where they mark the shard as done.
+    Return file hashes, the address at which the files were stored, the number of [UNK], sampled documents, and
+    histograms of tokens per document and sentence. The result is also saved in the work folder, to mark the shard done.
     """
     state = _state()
     state.load_tokenizer()
-    part, sampled = _joined_in_order(choice)
+    part, sampled = _join_documents(choice)
     lengths = {"document": _histogram(part.documents["items"]), "sentence": _histogram(part.sentence_items)}
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
@@ -315,7 +315,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
         "hashes": writer.hashes,
         "stored": stored,
         "unknown": unknown,
-        "samples": samples.within_budget(sampled, part),
+        "samples": samples.limit_sample(sampled, part),
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
     write_json(state.work / f"{name}.shard.json", result)
@@ -323,10 +323,10 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
 
 
 def _store(folder: Path, names: Collection[str], state: _Process) -> str:
-    """Store the files of a shard; return the address, "" if they were not stored."""
+    """Store the files of a shard at the configured address; return the address, or "" if they were not stored."""
     address, objects = state.settings.address, ObjectStore()
     try:
-        # Do not overwrite files of a corpus that another machine has stored in the meantime.
+        # Do not overwrite the files of a corpus that another machine has stored in the meantime.
         if not address or not files_of(read_stored_manifest(address, objects)).keys().isdisjoint(names):
             return ""
         for name in names:
@@ -334,12 +334,12 @@ def _store(folder: Path, names: Collection[str], state: _Process) -> str:
     except AccessError:
         if not state.is_remote:
             raise
-        return ""  # the coordinating process has access, and stores it at the end
+        return ""  # the coordinating process has access, and stores the shard at the end
     return address
 
 
-def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
-    """Return the chosen documents of all parts of a source, and the sampled ones."""
+def _join_documents(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
+    """Return the chosen documents of all parts of a source in random order, and the sampled documents among them."""
     work = _state().work
     parts: list[Part] = []
     sampled: list[tuple[str, np.ndarray]] = []
@@ -353,17 +353,17 @@ def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.nd
         np.concatenate([part.documents for part in parts]),
         [],
     )
-    return joined.ordered(np.argsort(random_order(joined.documents["hash"]), kind="stable")), sampled
+    return joined.reorder(np.argsort(random_order(joined.documents["hash"]), kind="stable")), sampled
 
 
-def _chosen(name: str, bits: np.ndarray) -> Part:
-    """Load the documents of a part whose bit in packed `bits` is set."""
+def _load_documents(name: str, bits: np.ndarray) -> Part:
+    """Load the documents of a part that are selected by packed `bits`."""
     part = Part.load(_state().work / name)
     return part.select(np.unpackbits(bits, count=len(part.documents)).astype(bool))
 
 
 def find_pairs(name: str, band: int, share: int, shares: int, precedence: near_duplicates.Precedence) -> None:
-    """Compare the sketches of all parts in one band; `name` is the file to write in the work folder."""
+    """Compare the sketches of all parts in one band; write the result to the file `name` in the work folder."""
     state = _state()
     threshold = state.settings.filters.near_duplicates.threshold
     near_duplicates.find_pairs(state.work, state.work / name, band, share, shares, threshold, precedence)
@@ -386,74 +386,75 @@ def _histogram(lengths: np.ndarray) -> np.ndarray:
 def _batch(
     texts: list[str], sketches: Sketches | None, state: _Process, splitting: Splitting
 ) -> tuple[Part, list[str]]:
-    """Return the long enough documents, tokenized if there is a vocabulary, and their strings."""
+    """Drop short documents; return the others as a part, tokenized if there is a vocabulary, and as strings."""
     settings = state.settings
     if settings.released or settings.byte_level:
         return _whole_documents(texts, sketches, state, splitting)
     lines = ["\n".join(splitting.split(text)) for text in texts]
     cut = cut_words(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
-    part = replace(_numbered(cut), sketches=sketches)
+    part = replace(_part_of_words(cut), sketches=sketches)
     long_enough = part.documents["words"] >= settings.min_document_words
-    return _selected(part, texts, long_enough & (part.documents["sentences"] > 0), state)
+    return _select(part, texts, long_enough & (part.documents["sentences"] > 0), state)
 
 
-def _selected(part: Part, texts: list[str], keep: np.ndarray, state: _Process) -> tuple[Part, list[str]]:
-    """Return the documents where `keep` is true, with token ids if there is a vocabulary; drop those without tokens."""
+def _select(part: Part, texts: list[str], keep: np.ndarray, state: _Process) -> tuple[Part, list[str]]:
+    """Select the documents where `keep` is true; if there is a vocabulary, tokenize them and drop empty documents."""
     part, texts = part.select(keep), [texts[number] for number in np.flatnonzero(keep)]
     if not state.settings.vocabulary_given or state.settings.released:
         return part, texts
-    tokenized, filled = _tokenized(part.items, part, state)
+    tokenized, filled = _tokenize(part.items, part, state)
     return tokenized, [texts[number] for number in np.flatnonzero(filled)]
 
 
 def _whole_documents(
     texts: list[str], sketches: Sketches | None, state: _Process, splitting: Splitting
 ) -> tuple[Part, list[str]]:
-    """Return the long enough documents, encoded whole if there is a vocabulary, and their strings."""
+    """Drop short documents; return the others as a part, encoded whole if there is a vocabulary, and as strings."""
     settings = state.settings
     table = measure(texts, fold=settings.fold)
     if settings.joins_lines:
-        read = list(map(without_line_ends, texts))
-        starts = [starts_of(splitting.split(text), one) for text, one in zip(texts, read, strict=True)]
+        joined = list(map(without_line_ends, texts))
+        starts = [starts_of(splitting.split(text), document) for text, document in zip(texts, joined, strict=True)]
     else:
-        read, starts = texts, list(map(splitting.starts, texts))
+        joined, starts = texts, list(map(splitting.starts, texts))
     long_enough = table["words"] >= settings.min_document_words
     kept = [number for number, sentences in enumerate(starts) if sentences and long_enough[number]]
-    texts, read = [texts[number] for number in kept], [read[number] for number in kept]
+    texts, joined = [texts[number] for number in kept], [joined[number] for number in kept]
     starts = [starts[number] for number in kept]
     sketches = sketches.select(np.array(kept, np.int64)) if sketches else None
     if settings.released:
-        part = state.document_encoder().encode(read, starts, table[kept], state.dtype)
+        part = state.document_encoder().encode(joined, starts, table[kept], state.dtype)
     else:
-        part = _in_pieces(read, starts, table[kept], state.table)
-    # Documents of control characters alone have no tokens.
-    return _selected(replace(part, sketches=sketches), texts, part.documents["sentences"] > 0, state)
+        part = _cut_to_pieces(joined, starts, table[kept], state.table)
+    # Documents that consist of control characters have no tokens.
+    return _select(replace(part, sketches=sketches), texts, part.documents["sentences"] > 0, state)
 
 
-def _in_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
-    """Cut documents for a byte-level vocabulary to be trained, in which a document starts with a blank."""
+def _cut_to_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
+    """Cut documents into pieces to train a byte-level vocabulary, for which a document starts with a blank."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
-    cut = Gpt2Splitter.own(None).cut(texts, starts, numbers)
+    cut = Gpt2Splitter.bertrain(None).cut(texts, starts, numbers)
     table = table.copy()
     table["sentences"] = np.diff(cut.documents)
     table["items"] = np.diff(cut.sentences[cut.documents])
     return Part(cut.pieces, np.diff(cut.sentences).astype(np.uint32), table, [])
 
 
-def _joined(batches: list[Part], state: _Process) -> Part:
+def _join_batches(batches: list[Part], state: _Process) -> Part:
+    sketches = [batch.sketches for batch in batches if batch.sketches]
     part = Part(
         np.concatenate([batch.items for batch in batches]),
         np.concatenate([batch.sentence_items for batch in batches]),
         np.concatenate([batch.documents for batch in batches]),
         [],
-        Sketches.joined(sketches) if (sketches := [batch.sketches for batch in batches if batch.sketches]) else None,
+        Sketches.concatenate(sketches) if sketches else None,
     )
-    return part if state.settings.vocabulary_given else _renumbered(part, state.table)
+    return part if state.settings.vocabulary_given else _renumber(part, state.table)
 
 
-def _numbered(cut: CutWords) -> Part:
-    """Convert to a part whose items are numbers in the process's table."""
+def _part_of_words(cut: CutWords) -> Part:
+    """Convert to a part whose items are word numbers in the process's table."""
     table = np.zeros(len(cut.hashes), DOCUMENT)
     table["hash"] = cut.hashes
     table["sentences"] = np.diff(cut.documents)
@@ -462,19 +463,19 @@ def _numbered(cut: CutWords) -> Part:
     return Part(cut.words, np.diff(cut.sentences).astype(np.uint32), table, [])
 
 
-def _renumbered(part: Part, table: WordTable) -> Part:
-    """Renumber the words of a part, from numbers in the process's table to indices of the part's distinct words."""
+def _renumber(part: Part, table: WordTable) -> Part:
+    """Convert the items of a part from numbers in the process's table to indices of the part's distinct words."""
     used = np.zeros(table.size, bool)
     used[part.items] = True
     new_number = (np.cumsum(used) - 1).astype(np.uint32)
     return replace(part, items=new_number[part.items], distinct=table.words(np.flatnonzero(used)))
 
 
-def _tokenized(numbers: np.ndarray, words: Part, state: _Process) -> tuple[Part, np.ndarray]:
-    """Tokenize the part `words`; `numbers` has the numbers of its items in the process's table.
+def _tokenize(numbers: np.ndarray, words: Part, state: _Process) -> tuple[Part, np.ndarray]:
+    """Tokenize the part `words`; `numbers` are the word numbers of its items in the process's table.
 
-    Sentences and documents without tokens (control characters only) are dropped. Also returns which documents are
-    kept, bool.
+    Sentences and documents without tokens (control characters only) are dropped. Return the part, and which documents
+    are kept, bool [D].
     """
     known = state.known_words()
     offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])

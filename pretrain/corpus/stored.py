@@ -1,4 +1,4 @@
-"""Corpora in object stores: stored by the machine that prepares them, copied or streamed to machines that train."""
+"""Corpora in object stores: uploaded by the machine that prepares them, fetched or streamed by machines that train."""
 
 import contextlib
 import hashlib
@@ -24,7 +24,7 @@ from pretrain.corpus.shards import (
     TokenShards,
     array_types,
     check_version,
-    mapped,
+    map_array,
     open_shards,
     read_blocks,
     shards_of,
@@ -35,21 +35,21 @@ from pretrain.storage.objects import ObjectStore
 
 _ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
 _SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # needed only to prepare
-_SMALL_FETCHES = 16  # simultaneous, of tables of blocks, which have a few kilobytes each
-_STREAMED = ".streamed"  # folder of a corpus: its manifest, and the fetched blocks
+_SMALL_FETCHES = 16  # simultaneous fetches of block tables, which have a few kilobytes each
+_STREAMED = ".streamed"  # subfolder with the manifest and the fetched blocks
 
 
 def is_streamed(corpus: CorpusConfig) -> bool:
-    """Return whether training fetches the corpus from its address while it runs."""
+    """Return whether training streams the corpus from its address."""
     return is_remote(corpus.dir) and bool(corpus.cache) and not (corpus.folder / MANIFEST).is_file()
 
 
 def fetch_corpus(corpus: CorpusConfig) -> Path:
     """Fetch the prepared corpus if it is at an address; return its folder.
 
-    With `corpus.cache`, fetch everything but the training text, unless there is a full copy already.
+    With `corpus.cache`, the training text is not fetched, unless the folder already has a full copy.
 
-    Raises `InputError` and `MachineError` as `folders.fetch`.
+    Raises `InputError` and `MachineError` like `folders.fetch`.
     """
     advice = "Run `prepare` with this config first."
     if is_streamed(corpus):
@@ -66,10 +66,10 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
 
 
 def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> TokenShards:
-    """Open the shards of `split` of a corpus that `fetch_corpus` has fetched, as `open_shards`.
+    """Open the shards of `split` of a corpus that `fetch_corpus` has fetched, like `open_shards`.
 
     Args:
-        tokens: whether its text is read. Otherwise the shards of a streamed corpus are omitted.
+        tokens: whether tokens will be read; if not, the shards of a streamed corpus are omitted.
     """
     if not is_streamed(corpus):
         return open_shards(corpus.folder, split)
@@ -96,16 +96,16 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
 
 
 def _tables(corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]]) -> list[np.ndarray]:
-    """Return the tables of blocks of all shards, from one file whose pages the processes of the machine share."""
+    """Return the block tables of all shards, mapped from one file that the processes of this machine share."""
     with locked(file.with_suffix(".lock")):
         try:
-            whole = mapped(file)
+            table = map_array(file)
         except (InputError, MachineError):  # missing or damaged
             tables = [read_blocks(corpus.folder, entry) for entry in entries]
             with disk_errors(file), atomic_open(file) as opened:
                 np.save(opened, np.concatenate(tables), allow_pickle=False)
-            whole = mapped(file)
-    return np.split(whole, np.flatnonzero(whole["begin"] == 0)[1:])
+            table = map_array(file)
+    return np.split(table, np.flatnonzero(table["begin"] == 0)[1:])
 
 
 def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
@@ -121,20 +121,20 @@ def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Stored
 def _views(
     cache: BlockCache, shard: int, entry: dict[str, Any], manifest: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the tokens, sentences and documents of a shard."""
+    """Return the tokens, sentences and documents of a shard as views of the cache."""
     arrays = {array: cache.array(shard, array, *kind) for array, kind in array_types(entry, manifest).items()}
     return arrays["tokens"], arrays["sentences"], arrays["documents"]
 
 
-def fetch_without_tokens(corpus: CorpusConfig, *, again: bool = False) -> Path:
-    """As `fetch_corpus`, but fetch only the tokenizer and the card, if the corpus is not here yet or with `again`."""
-    if is_remote(corpus.dir) and (again or not (corpus.folder / MANIFEST).is_file()):
+def fetch_without_tokens(corpus: CorpusConfig, *, refresh: bool = False) -> Path:
+    """Like `fetch_corpus`, but only fetch tokenizer and card, if the corpus is not local yet or with `refresh`."""
+    if is_remote(corpus.dir) and (refresh or not (corpus.folder / MANIFEST).is_file()):
         folders.fetch(corpus.dir, exclude=("*.npy", *_SIGNATURES))
     return corpus.folder
 
 
 def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
-    """Read only the manifest of the prepared corpus; None if it is not prepared."""
+    """Read the manifest of the corpus; None if the corpus is not prepared."""
     if is_remote(corpus.dir):
         content = folders.read_stored_manifest(corpus.dir, ObjectStore())
         manifest = None if content is None else check_manifest(content, join(corpus.dir, MANIFEST))
@@ -144,10 +144,10 @@ def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
-    """Wrap a preparation: fetch the needed files of a corpus at an address, and store the corpus afterwards.
+def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
+    """Wrap a preparation: first fetch the needed files of a corpus at an address, finally store the corpus there.
 
-    Yields whether the folder has the corpus stored there, without its tokens, which are not fetched.
+    Yields whether a corpus is stored at the address; its tokens are not fetched.
 
     Raises `InputError` if the address is not writable, `MachineError` if another machine stored a corpus meanwhile.
     """
@@ -166,8 +166,8 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
             file.write(stored)
     try:
         yield stored is not None
-        now = folders.read_stored_manifest(corpus.dir, ObjectStore())
-        if now not in (None, stored) and not _has_all(corpus.folder, now):
+        current = folders.read_stored_manifest(corpus.dir, ObjectStore())
+        if current not in (None, stored) and not _has_all(corpus.folder, current):
             raise MachineError(
                 f"{corpus.dir}: another machine has stored a corpus there meanwhile, so this one is not stored. Run "
                 "the command again: it adds what that corpus lacks."
@@ -179,11 +179,11 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
     finally:
         local = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
         if local == stored and any(not (corpus.folder / name).is_file() for name in folders.files_of(local)):
-            (corpus.folder / MANIFEST).unlink()  # so that a reader of the tokens fetches the missing files
+            (corpus.folder / MANIFEST).unlink()  # so that training fetches the missing files
 
 
 def _has_all(folder: Path, manifest: bytes) -> bool:
-    """Return whether the corpus in a folder has this manifest, or has grown from it and was not stored yet."""
+    """Return whether the folder has the corpus of this manifest, possibly with more sources."""
     if not (folder / MANIFEST).is_file():
         return False
     local, stored_files = read_manifest(folder), folders.files_of(manifest)
@@ -191,7 +191,7 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
 
 
 def _remove_other(folder: Path, manifest: bytes) -> None:
-    """Remove the files of a folder whose content differs in the corpus of this manifest."""
+    """Remove the files of a folder whose content differs from this manifest."""
     local = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
     for name, entry in folders.files_of(manifest).items():
         path = folder / name
@@ -200,7 +200,7 @@ def _remove_other(folder: Path, manifest: bytes) -> None:
 
 
 def _store_counts(corpus: CorpusConfig) -> None:
-    """Store the samples per block, to count which a streaming machine would have to read all document offsets."""
+    """Store the number of samples per block; otherwise a streaming machine must read all document offsets."""
     local = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
     objects = ObjectStore()
     remote = objects.listing(join(corpus.dir, COUNTS)) if local else {}

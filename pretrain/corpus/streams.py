@@ -1,4 +1,4 @@
-"""Files read in order: decompressed, UTF-16 converted to UTF-8, up to the first damage."""
+"""Sequential reading of files: decompressed, UTF-16 converted to UTF-8, up to the first damage."""
 
 import codecs
 import contextlib
@@ -15,9 +15,9 @@ _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class TextStream(io.RawIOBase):
-    """The bytes of a file, decompressed, and as UTF-8 if it starts with a byte-order mark of UTF-16.
+    """The decompressed bytes of a file; UTF-16 with a byte-order mark is converted to UTF-8.
 
-    Reading a damaged file does not raise: the bytes before the fault are returned, and `fault` describes it.
+    Reading a damaged file does not raise: it returns the bytes before the damage, which `fault` describes.
     """
 
     def __init__(self, path: Path, raw: IO[bytes]) -> None:
@@ -37,23 +37,23 @@ class TextStream(io.RawIOBase):
         return len(read)
 
     def read(self, size: int = -1) -> bytes:
-        """Return `size` bytes, fewer only at the end of the file; all bytes if it is negative."""
-        reads, left = [], sys.maxsize if size < 0 else size
-        while left and (read := self._read_some(left)):
+        """Return `size` bytes, fewer only at the end of the file; if `size` is negative, all bytes."""
+        reads, remaining = [], sys.maxsize if size < 0 else size
+        while remaining and (read := self._read_some(remaining)):
             reads.append(read)
-            left -= len(read)
+            remaining -= len(read)
         return reads[0] if len(reads) == 1 else b"".join(reads)
 
     def _read_some(self, max_bytes: int) -> bytes:
         """Return between one and `max_bytes` bytes; none at the end of the file."""
         while not self._ready and not self._is_at_end:
             self._ready = self._read_next(max(len(_BYTE_ORDER_MARKS[0]), min(max_bytes, READ_BYTES)))
-        some, self._ready = self._ready[:max_bytes], self._ready[max_bytes:]
-        return some
+        result, self._ready = self._ready[:max_bytes], self._ready[max_bytes:]
+        return result
 
     def _read_next(self, max_bytes: int) -> bytes:
         try:
-            # `read` would lose the bytes before the fault.
+            # `read` would lose the bytes before the damage.
             read: bytes = self._stream.read1(max_bytes)
         except BROKEN as error:
             self.fault, read = one_line(error), b""
@@ -66,7 +66,7 @@ class TextStream(io.RawIOBase):
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextStream]:
-    """Open a file for reading UTF-8 in order. Raises `OSError` if it cannot be opened."""
+    """Open a file for sequential reading as UTF-8. Raises `OSError` if it cannot be opened."""
     with path.open("rb") as raw:
         yield TextStream(path, raw)
 

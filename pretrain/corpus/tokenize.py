@@ -1,12 +1,11 @@
 """WordPiece as an array operation over distinct words.
 
-WordPiece is a function of the word only: numpy cuts a batch of documents into words, every word is looked up in a hash
-table that lives as long as the process, only new words are tokenized, and the ids are gathered. Words are cut at
-positions (ASCII blanks, ASCII punctuation, around ideographs) where BERT's tokenizer always cuts. Plain ASCII between
-them is matched in `trie`. Everything else - accents, ideographs, control characters - is passed to the `tokenizers`
-library, so the ids equal BertTokenizer's by construction. There is one intended exception: special tokens such as
-`[MASK]` that are written out in a document are ordinary characters here (BertTokenizer with
-`split_special_tokens=True`).
+WordPiece is a function of the word only: numpy cuts a batch of documents into words, each word is looked up in a hash
+table that the process keeps, only new words are tokenized, and the ids are gathered. Words are cut where BERT's
+tokenizer always cuts: at ASCII blanks, at ASCII punctuation, and around ideographs. Plain ASCII words are matched in
+`trie`. All others, with accents, ideographs or control characters, are passed to the `tokenizers` library, so the ids
+equal BertTokenizer's by construction. There is one intended exception: special tokens such as `[MASK]` that are written
+out in a document are ordinary characters here (as with `split_special_tokens=True`).
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import Fold, bert_tokenizer
 from pretrain.corpus.word_counts import document_words
 
-MAX_TABLE_WORDS = 1 << 20  # above this, a process starts a new table of words: about 80 MB
-_CAPACITY = 40_000  # of a new table, for words of up to 8 bytes and for words of up to 16: 4 MB
+MAX_TABLE_WORDS = 1 << 20  # about 80 MB; a process then starts a new table of words
+_CAPACITY = 40_000  # initial capacity for words of up to 8 bytes, and of up to 16 bytes: 4 MB
 END_OF_DOCUMENT = "\0"
 
-# Classes of bytes. All classes from _WORD on are parts of words; an ideograph's first byte has a separate one.
+# Classes of bytes. Classes from _WORD on are parts of words; the first byte of an ideograph has a separate class.
 _BLANK, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
-PADDING = 16  # zero bytes after the data, so that 16 bytes can be loaded at any word
+PADDING = 16  # zero bytes after the data, so that 16 bytes can be read at any word
 
 
 def _character_classes() -> bytes:
@@ -52,11 +51,9 @@ def _character_classes() -> bytes:
 
 _CLASSES = _character_classes()
 _LOWER = bytes(range(256)).lower()
-# UTF-8 that occurs in decomposed strings: combining marks, leading jamo, voiced marks of kana.
+# UTF-8 prefixes of characters in decomposed strings: combining marks, leading jamo, voiced marks of kana.
 _DECOMPOSED = (b"\xcc", b"\xcd", b"\xe1\x84", b"\xe3\x82\x99", b"\xe3\x82\x9a")
-_LOW_BYTES = np.array(
-    [(1 << 8 * n) - 1 for n in range(9)], np.uint64
-)  # keeps the first n bytes of a little-endian word
+_LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks of the first n little-endian bytes
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,8 @@ class CutWords:
     """A batch of D documents with S sentences and W words.
 
     words int32 [W], numbers in the process's `WordTable`; sentences int64 [S+1], word offset of each sentence;
-    documents int64 [D+1], sentence offset of each document; document_words int64 [D], as `word_counts` counts them;
-    document_bytes int64 [D]; hashes uint64 [D, 2], 128 bits of the normalized text.
+    documents int64 [D+1], sentence offset of each document; document_words int64 [D], as in `word_counts`;
+    document_bytes int64 [D]; hashes uint64 [D, 2], 128-bit hashes of the normalized documents.
     Sentences have at least one word; documents may be empty.
     """
 
@@ -78,12 +75,9 @@ class CutWords:
 
 
 def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fold = Fold.NOTHING) -> CutWords:
-    """Cut documents into words. Each document has one sentence per line and no NUL.
-
-    `fold` as for `document_hashes`.
-    """
+    """Cut documents, with one sentence per line and without NUL, into words; `fold` as in `document_hashes`."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
-    # Lower-casing ASCII first halves the distinct words, and BertNormalizer would do the same to these bytes.
+    # Lowercasing ASCII first halves the number of distinct words; BertNormalizer changes these bytes in the same way.
     text = raw.translate(_LOWER) if lowercase else raw
     kinds = np.frombuffer(text.translate(_CLASSES), np.uint8)
     starts, ends, blank_words = _word_bounds(kinds, np.frombuffer(text, np.uint8))
@@ -106,29 +100,29 @@ def cut_words(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: 
 
 def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return start and end byte of each word, and the starts of blank-separated words. The last byte is a NUL."""
-    inside, mark = kinds >= _WORD, kinds == _PUNCTUATION
-    starts, ends, solid = mark.copy(), mark.copy(), inside | mark
-    starts[0] |= inside[0]
-    starts[1:] |= inside[1:] & ~inside[:-1]
-    ends[:-1] |= inside[:-1] & ~inside[1:]
+    in_word, mark = kinds >= _WORD, kinds == _PUNCTUATION
+    starts, ends, solid = mark.copy(), mark.copy(), in_word | mark
+    starts[0] |= in_word[0]
+    starts[1:] |= in_word[1:] & ~in_word[:-1]
+    ends[:-1] |= in_word[:-1] & ~in_word[1:]
     # Each ideograph, of 3 bytes, is a separate word (google-research/bert tokenization.py, _tokenize_chinese_chars).
     leads = np.flatnonzero(kinds == _IDEOGRAPH)
     leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams
     starts[leads] = ends[leads + 2] = True
-    starts[leads + 3] |= inside[leads + 3]
+    starts[leads + 3] |= in_word[leads + 3]
     before = leads[leads > 0] - 1
-    ends[before] |= inside[before]
+    ends[before] |= in_word[before]
     blank_starts = solid.copy()
     blank_starts[1:] &= ~solid[:-1]
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(blank_starts)
 
 
 def document_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
-    """uint64 [count, 2]: BLAKE2b of each document, composed (NFC), without ASCII blanks and differences of `fold`."""
-    kept = raw.translate(_LOWER if Fold.CASE in fold else None, b" \t\r\n")
-    if fold and not kept.isascii():
-        kept = b"".join(_folded_runs(kept, fold))
-    folded = kept.split(b"\0")[:count]
+    """Return BLAKE2b of each document, uint64 [count, 2]: in NFC, without ASCII blanks and the differences `fold`."""
+    stripped = raw.translate(_LOWER if Fold.CASE in fold else None, b" \t\r\n")
+    if fold and not stripped.isascii():
+        stripped = b"".join(_folded_runs(stripped, fold))
+    folded = stripped.split(b"\0")[:count]
     if any(lead in raw for lead in _DECOMPOSED):
         folded = [unicodedata.normalize("NFC", text.decode()).encode() for text in folded]
     digests = b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in folded)
@@ -136,25 +130,25 @@ def document_hashes(raw: bytes, count: int, *, fold: Fold) -> np.ndarray:
 
 
 def _folded_runs(raw: bytes, fold: Fold) -> Iterator[bytes]:
-    """Yield the runs of `raw`, of which characters beyond ASCII are folded and composed."""
+    """Yield `raw` in consecutive runs, with characters beyond ASCII folded and composed."""
     indices = np.flatnonzero(np.frombuffer(raw, np.int8) < 0)
     gaps = np.flatnonzero(np.diff(indices) > 1)
-    begins, ends = indices[np.append(0, gaps + 1)], indices[np.append(gaps, -1)] + 1
-    done = 0
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        yield raw[done:begin]
-        text, done = raw[begin:end].decode(), end
+    run_starts, run_ends = indices[np.append(0, gaps + 1)], indices[np.append(gaps, -1)] + 1
+    copied = 0
+    for start, end in zip(run_starts.tolist(), run_ends.tolist(), strict=True):
+        yield raw[copied:start]
+        text, copied = raw[start:end].decode(), end
         if Fold.ACCENTS in fold:
             text = _accents().sub("", unicodedata.normalize("NFD", text))
         if Fold.CASE in fold:
             text = text.casefold()
         yield unicodedata.normalize("NFC", text).encode()
-    yield raw[done:]
+    yield raw[copied:]
 
 
 @functools.cache
 def _accents() -> re.Pattern[str]:
-    """Return a pattern of the accents that BERT's normalizer strips: nonspacing marks."""
+    """Return a pattern for the accents that BERT's normalizer strips: nonspacing marks."""
     planes = (*range(0x20000), *range(0xE0000, 0xE0200))
     return re.compile("[" + "".join(chr(mark) for mark in planes if unicodedata.category(chr(mark)) == "Mn") + "]+")
 
@@ -171,7 +165,7 @@ class WordTable:
         self.size = 0
 
     def intern(self, buffer: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return int32 numbers of the words `buffer[start : start + length]`; 16 bytes must follow the last start."""
+        """Number the words `buffer[start : start + length]`, int32; the buffer needs 16 bytes after the last start."""
         numbers = np.empty(len(starts), np.int32)
         at_byte = np.ndarray((len(buffer) - 7,), "<u8", buffer, strides=(1,))
         short = np.flatnonzero(lengths <= 8)
@@ -187,20 +181,20 @@ class WordTable:
         return numbers
 
     def intern_words(self, words: Sequence[bytes]) -> np.ndarray:
-        """Return int32 numbers of `words`."""
+        """Number the `words`, int32."""
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         buffer = np.frombuffer(b"".join(words) + bytes(PADDING), np.uint8)
         return self.intern(buffer, np.cumsum(lengths) - lengths, lengths)
 
     def words(self, numbers: np.ndarray) -> list[bytes]:
-        """Return the words with these numbers."""
+        """Return the words with the given numbers."""
         words = self._words[numbers].tolist()
         if self._long_words:
             words = [self._long_words.get(n, word) for n, word in zip(numbers.tolist(), words, strict=True)]
         return words  # pyright: ignore[reportReturnType]
 
     def letters(self, numbers: np.ndarray) -> np.ndarray:
-        """uint8 [words, 16]: the words with these numbers, padded with zeros; longer words are all zero."""
+        """Return the words with the given numbers, padded with zeros, uint8 [words, 16]; longer words are all zero."""
         return self._words[numbers].view(np.uint8).reshape(-1, 16)
 
     def _lookup(self, table: KeyTable, keys: list[np.ndarray]) -> np.ndarray:
@@ -229,30 +223,30 @@ class WordTable:
             self._words = np.concatenate([self._words, np.zeros(max(needed, len(self._words)), "S16")])
 
 
-class KnownWords:
+class WordTokens:
     """The tokens of every word in a `WordTable`, computed once per word. Subclasses implement `_encode`."""
 
     def __init__(self, table: WordTable) -> None:
         self._table = table
-        self._words = self._pooled = 0  # numbers of known words and of their tokens
+        self._words = self._pooled = 0  # number of encoded words, and of their tokens
         self._heads = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
         self._counts = np.zeros(0, np.int32)  # tokens of each word
         self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
         self._pool = np.zeros(0, np.int32)
 
     def tokens(self, words: np.ndarray, sentences: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of consecutive words, and the token offset of each sentence, int64 [S+1]."""
+        """Return the concatenated tokens of words, and the token offset of each sentence, int64 [S+1]."""
         self._extend()
         counts = self._counts[words]
         ends = np.zeros(len(words) + 1, np.int64)
         np.cumsum(counts, out=ends[1:])
         # Most words have one token: repeat the first token for all tokens of a word, then correct the others.
         tokens = np.repeat(self._heads[words].astype(dtype), counts)
-        several = np.flatnonzero(counts > 1)
-        further = counts[several] - 1
-        within = np.arange(further.sum()) - np.repeat(np.cumsum(further) - further, further) + 1
-        tokens[np.repeat(ends[several], further) + within] = self._pool[
-            np.repeat(self._offsets[words[several]], further) + within
+        multi_token = np.flatnonzero(counts > 1)
+        extra = counts[multi_token] - 1
+        offsets = np.arange(extra.sum()) - np.repeat(np.cumsum(extra) - extra, extra) + 1
+        tokens[np.repeat(ends[multi_token], extra) + offsets] = self._pool[
+            np.repeat(self._offsets[words[multi_token]], extra) + offsets
         ]
         return tokens, ends[sentences]
 
@@ -265,18 +259,18 @@ class KnownWords:
         starts = np.cumsum(counts) - counts
         heads = np.zeros(size - known, np.int32)
         heads[counts > 0] = tokens[starts[counts > 0]]
-        self._heads = _appended(self._heads, known, heads)
-        self._counts = _appended(self._counts, known, counts)
-        self._offsets = _appended(self._offsets, known, self._pooled + starts)
-        self._pool = _appended(self._pool, self._pooled, tokens)
+        self._heads = _append(self._heads, known, heads)
+        self._counts = _append(self._counts, known, counts)
+        self._offsets = _append(self._offsets, known, self._pooled + starts)
+        self._pool = _append(self._pool, self._pooled, tokens)
         self._words, self._pooled = size, self._pooled + len(tokens)
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens per word, tokens end to end) of words of the table."""
+        """Return (tokens per word, concatenated tokens) of words of the table."""
         raise NotImplementedError
 
 
-class WordPieces(KnownWords):
+class WordPieces(WordTokens):
     """The tokens of words in a BERT vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
@@ -285,22 +279,22 @@ class WordPieces(KnownWords):
         self._whole_tokenizer = _WholeTokenizer(tokenizer)
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens per word, tokens end to end) of words of the table.
+        """Return (tokens per word, concatenated tokens) of words of the table.
 
-        BERT's normalizer does not change printable ASCII, and its marks are single words already: such words are looked
-        up in the trie. All others, one in nine, go through the whole tokenizer.
+        Words of printable ASCII are looked up in the trie: BERT's normalizer does not change them, and ASCII marks are
+        already separate words. All others, one in nine, go through the whole tokenizer.
         """
         letters = self._table.letters(numbers)
         plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
         walking, others = np.flatnonzero(plain), np.flatnonzero(~plain)
-        walked_words, walked_tokens = self._trie.walk(letters[walking])
+        walked_words, walked_tokens = self._trie.tokenize(letters[walking])
         other_words, other_tokens = self._whole_tokenizer.tokens(self._table.words(numbers[others]))
         words = np.concatenate([walking[walked_words], others[other_words]])
         tokens = np.concatenate([walked_tokens, other_tokens])
         return np.bincount(words, minlength=len(numbers)), tokens[np.argsort(words, kind="stable")]
 
 
-class BytePairs(KnownWords):
+class BytePairs(WordTokens):
     """The tokens of the pieces of `pieces.document_pieces` in a byte-level BPE vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
@@ -312,8 +306,8 @@ class BytePairs(KnownWords):
         return counts, tokens
 
 
-def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
-    """Append `new` to the first `size` items of an array, which doubles when it is full."""
+def _append(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
+    """Append `new` after the first `size` items of an array, which is doubled when it is full."""
     needed = size + len(new)
     if needed > len(array):
         array = np.concatenate([array[:size], np.zeros(max(needed, 1 << 12), array.dtype)])
@@ -322,9 +316,9 @@ def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
 
 
 class _WholeTokenizer:
-    """Encodes words with the tokenizer itself, many in one string: one by one would take three times as long.
+    """Encodes words with the tokenizer itself, many in one string, which is three times as fast as one by one.
 
-    They are separated by "|": it is always a separate token, and BERT's normalizer converts no other character to it.
+    The separator is "|": it is always a separate token, and BERT's normalizer converts no other character to it.
     """
 
     _SEPARATOR = "|"
@@ -339,7 +333,7 @@ class _WholeTokenizer:
         self._separator = tokenizer.token_to_id(self._SEPARATOR)
 
     def tokens(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return word number and id of every token. Words have no ASCII blank; an ASCII mark is a word."""
+        """Return the word number and the id of each token. Words have no ASCII blanks; an ASCII mark is a word."""
         strings = [b"|".join((*batch, b"")).decode() for batch in _batched(words, self._WORDS_PER_STRING)]
         encoded = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])

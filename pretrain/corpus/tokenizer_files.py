@@ -1,4 +1,4 @@
-"""The tokenizer of a released model, from the files that exist."""
+"""Load the tokenizer of a released model from whichever files it has."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pretrain.corpus.released import class_stem, kind_of, named_class, refuse_py
 from pretrain.corpus.special_tokens import declared_settings
 from pretrain.corpus.vocabulary import (
     bert_tokenizer,
-    numbered,
+    entry_ids,
     read_vocabulary,
     tokenizer_from_json,
     vocabulary_size,
@@ -28,7 +28,7 @@ def load_vocabulary(
 ) -> Tokenizer:
     """Load the tokenizer of a vocab.txt (BERT's), a tokenizer.json, or a folder as `read_files` reads it.
 
-    `strip_accents` None means as `lowercase`, or as declared in the files.
+    If `strip_accents` is None, it is as declared in the files, by default as `lowercase`.
 
     Raises `InputError` if it is missing, damaged, of another kind, or contradicts `lowercase` or `strip_accents`.
     """
@@ -44,15 +44,15 @@ def load_vocabulary(
 
 
 def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer:
-    """Load the tokenizer of a folder or of its tokenizer.json or vocab.txt, with the settings in the files beside it.
+    """Load the tokenizer of a folder, or of its tokenizer.json or vocab.txt, with the settings in the folder's files.
 
-    `casing` applies to a vocab.txt where nothing is declared; by default, it is inferred from the entries. Truncation
-    and padding are disabled. Raises errors as `checkpoint.tokenizer.read_tokenizer`.
+    `casing` has settings for a vocab.txt that are not declared there; by default, they are inferred from the entries.
+    Truncation and padding are disabled. Errors are the same as in `checkpoint.tokenizer.read_tokenizer`.
     """
     folder = path if path.is_dir() else path.parent
     declared = declared_types(folder)
     refuse_python(folder)
-    file = next((one for one in (folder / "tokenizer.json", folder / "vocab.txt") if one.is_file()), folder)
+    file = next((file for file in (folder / "tokenizer.json", folder / "vocab.txt") if file.is_file()), folder)
     file = file if path.is_dir() else path
     if file.suffix == ".json":
         tokenizer = _from_json(file, declared)
@@ -83,7 +83,7 @@ def _missing(folder: Path) -> str:
     )
 
 
-# transformers' tokenizers that read vocab.txt as BERT does, and vocab.json with merges.txt as RoBERTa does.
+# Tokenizer classes of transformers that read vocab.txt like BERT, or vocab.json with merges.txt like RoBERTa.
 _WORD_PIECES = (
     "Bert",
     "DistilBert",
@@ -102,7 +102,7 @@ _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTr
 
 
 def _check_class(folder: Path, known: tuple[str, ...]) -> None:
-    """Refuse classes that are not `known`: some split words first, so that the files alone give other tokens."""
+    """Refuse a class that is not in `known`: it may split words first, which the files do not describe."""
     path, name = named_class(folder)
     if name and class_stem(name) not in known:
         raise InputError(
@@ -120,7 +120,7 @@ CASING = {
 
 
 def declared_types(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json. null counts as missing, except for accents, where it means as the case."""
+    """Read tokenizer_config.json and check types. null is treated as missing, except for strip_accents."""
     path = folder / "tokenizer_config.json"
     declared = read_json(path) if path.is_file() else {}
     for name, kinds in _KINDS.items():
@@ -140,25 +140,25 @@ _KINDS = {
 def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) -> None:
     """Add the tokens that are missing in the tokenizer's file, such as markers of a task or a domain, with their flags.
 
-    Existing ones get the flags of `added_tokens_decoder`, as in transformers.
+    Existing tokens get the flags in `added_tokens_decoder`, as in transformers.
     """
     path, config, special_map = (
         folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
     )
     described = declared.get("added_tokens_decoder", {})
-    listed = {
+    token_ids = {
         token: _number(number, token, path) for token, number in (read_json(path) if path.is_file() else {}).items()
     }
     flags: dict[str, dict[str, Any]] = {}
     for number, token in described.items():
-        listed[_content(token, config)] = _number(number, token, config)
+        token_ids[_content(token, config)] = _number(number, token, config)
         flags[_content(token, config)] = token if isinstance(token, dict) else {}
     marked = [token for token in described.values() if isinstance(token, dict) and token.get("special")]
     specials = _contents([*marked, *declared.get("additional_special_tokens", [])], config)
     if special_map.is_file():
         specials |= _contents(read_json(special_map).get("additional_special_tokens") or [], special_map)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for token, number in sorted(listed.items(), key=lambda item: item[1]):
+    for token, number in sorted(token_ids.items(), key=lambda item: item[1]):
         if token in known and not flags.get(token):
             continue
         expected = tokenizer.token_to_id(token)
@@ -196,7 +196,7 @@ def _from_json(path: Path, declared: dict[str, Any]) -> Tokenizer:
 
 def _from_vocabulary(path: Path, declared: dict[str, Any], casing: Mapping[str, Any]) -> Tokenizer:
     entries = read_vocabulary(path, advice="Download it again.")
-    vocabulary = numbered(path, entries)
+    vocabulary = entry_ids(path, entries)
     for role in ("unk", "cls", "sep"):
         config, default = path.with_name("tokenizer_config.json"), f"[{role.upper()}]"
         if (name := _content(declared_settings(path.parent).get(f"{role}_token", default), config)) != default:
@@ -222,7 +222,7 @@ def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
     }
     missing = [token for token in specials.values() if token not in vocabulary]
     if missing:
-        raise InputError(f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Give the vocabulary of RoBERTa.")
+        raise InputError(f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Use the vocabulary of RoBERTa.")
     prefix_space = bool(declared.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,13 +1,13 @@
-"""WordPiece of plain words by numpy: all words traverse a trie of the vocabulary together, one letter per step."""
+"""Vectorized WordPiece for plain ASCII words: all words traverse a trie of the vocabulary, one letter per step."""
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.corpus.keytable import KeyTable
 
-MAX_LETTERS = 16  # of a word, and therefore of a token
+MAX_LETTERS = 16  # in a word, and therefore in a token
 # Roots of the tokens that start a word, and of the tokens that continue one ("##ing").
-_BEGINNING, _CONTINUATION = 1, 2
+_START, _CONTINUATION = 1, 2
 
 
 class TokenTrie:
@@ -16,57 +16,57 @@ class TokenTrie:
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         self._unknown = vocabulary["[UNK]"]
-        fitting = [t for t in vocabulary if t.isascii() and 0 < len(t.removeprefix("##")) <= MAX_LETTERS]
-        letters = np.array([token.removeprefix("##").encode() for token in fitting], f"S{MAX_LETTERS}")
+        tokens = [t for t in vocabulary if t.isascii() and 0 < len(t.removeprefix("##")) <= MAX_LETTERS]
+        letters = np.array([token.removeprefix("##").encode() for token in tokens], f"S{MAX_LETTERS}")
         letters = letters.view(np.uint8).reshape(-1, MAX_LETTERS)
-        nodes = np.array([_CONTINUATION if token.startswith("##") else _BEGINNING for token in fitting])
-        self._next, size = KeyTable(1, capacity=2 * len(fitting)), 3
+        nodes = np.array([_CONTINUATION if token.startswith("##") else _START for token in tokens])
+        self._next, size = KeyTable(1, capacity=2 * len(tokens)), 3
         for position in range(MAX_LETTERS):
-            longer = np.flatnonzero(letters[:, position])
-            children, new = self._next.lookup([_edges(nodes[longer], letters[longer, position])], size)
-            nodes[longer] = children
+            active = np.flatnonzero(letters[:, position])
+            children, new = self._next.lookup([_edges(nodes[active], letters[active, position])], size)
+            nodes[active] = children
             size += len(new[0])
-        self._tokens = np.full(size, -1, np.int32)  # the token whose last letter leads to the node
-        self._tokens[nodes] = [vocabulary[token] for token in fitting]
+        self._tokens = np.full(size, -1, np.int32)  # the token that ends at each node
+        self._tokens[nodes] = [vocabulary[token] for token in tokens]
 
-    def walk(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return word number and id of every token: the longest match in a word, then the longest in its rest, ...
+    def tokenize(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the word number and the id of each token, by repeatedly taking the longest match in a word.
 
-        letters: uint8 [words, 16], printable ASCII padded with zeros. If no token matches the rest of a word, the
+        letters: uint8 [words, 16], printable ASCII padded with zeros. If no token matches the rest of a word, the whole
         word is one [UNK]. The tokens of each word are in order; tokens of different words are interleaved.
         """
         lengths = np.count_nonzero(letters, axis=1)
         letters = np.pad(letters, ((0, 0), (0, 1)))  # a zero follows the last letter, and no edge has it
         words = np.arange(len(letters))
-        # For every unfinished word: its number, node and letters read, then the longest token so far and its end.
-        walkers = np.stack([words, *np.tile([[_BEGINNING], [0], [-1], [0]], len(words))])
+        # Of each unfinished word: number, node, letters read, longest token so far, end of this token.
+        states = np.stack([words, *np.tile([[_START], [0], [-1], [0]], len(words))])
         matched, unknown = [np.zeros((2, 0), np.int64)], [words[:0]]
-        while walkers.size:
-            word, node, read, token, end = walkers
-            node[:], stuck = self._next.find([_edges(node, letters[word, read])])
-            node[stuck] = 0
+        while states.size:
+            word, node, read, token, end = states
+            node[:], ended = self._next.find([_edges(node, letters[word, read])])
+            node[ended] = 0
             read += 1
-            met = np.flatnonzero(self._tokens[node] >= 0)
-            token[met], end[met] = self._tokens[node[met]], read[met]
-            if not stuck.size:
+            at_token = np.flatnonzero(self._tokens[node] >= 0)
+            token[at_token], end[at_token] = self._tokens[node[at_token]], read[at_token]
+            if not ended.size:
                 continue
-            lost = stuck[token[stuck] < 0]
-            unknown.append(word[lost])
-            matched.append(walkers[[[0], [3]], stuck[token[stuck] >= 0]])
-            node[stuck], read[stuck], token[stuck] = _CONTINUATION, end[stuck], -1
-            staying = np.ones(len(word), bool)
-            staying[lost] = False
-            staying[stuck[end[stuck] == lengths[word[stuck]]]] = False
-            walkers = walkers[:, staying]
-        lost = np.concatenate(unknown)
+            unmatched = ended[token[ended] < 0]
+            unknown.append(word[unmatched])
+            matched.append(states[[[0], [3]], ended[token[ended] >= 0]])
+            node[ended], read[ended], token[ended] = _CONTINUATION, end[ended], -1
+            is_active = np.ones(len(word), bool)
+            is_active[unmatched] = False
+            is_active[ended[end[ended] == lengths[word[ended]]]] = False
+            states = states[:, is_active]
+        unmatched = np.concatenate(unknown)
         of_word, tokens = np.concatenate(matched, axis=1)
-        known = ~np.isin(of_word, lost)
+        known = ~np.isin(of_word, unmatched)
         return (
-            np.concatenate([of_word[known], lost]),
-            np.concatenate([tokens[known], np.full(len(lost), self._unknown)]),
+            np.concatenate([of_word[known], unmatched]),
+            np.concatenate([tokens[known], np.full(len(unmatched), self._unknown)]),
         )
 
 
 def _edges(nodes: np.ndarray, letters: np.ndarray) -> np.ndarray:
-    """Return keys of the table; they are never 0, because no node is 0."""
+    """Return the keys of edges in the hash table; they are never 0, because no node is 0."""
     return (nodes.astype(np.uint64) << np.uint64(8)) | letters.astype(np.uint64)

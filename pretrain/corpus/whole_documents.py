@@ -1,13 +1,13 @@
-"""The tokens of whole documents, for a tokenizer that was not trained here, exactly as the library encodes them.
+"""Encoding of whole documents with released tokenizers, exactly like the `tokenizers` library.
 
 A document's tokens are `Tokenizer.encode(document, add_special_tokens=False)`, cut where its sentences start. There is
 one intended exception, as in `tokenize`: special tokens such as `<s>` that are written out in a document are ordinary
-characters here (`split_special_tokens=True` in transformers, which has no effect there if they are entries of a
-Unigram). Added tokens that are not special, such as runs of blanks, are kept.
+characters here (`split_special_tokens=True` in transformers, which does not work for entries of a Unigram). Added
+tokens that are not special, such as runs of blanks, are kept.
 
 Most documents are cut into pieces by a splitter (`splitters`), and the tokens of pieces are cached. The library encodes
-all others: if there is no splitter for the tokenizer, or the document contains an added token or characters that are
-normalized across the bounds of pieces.
+a document if there is no splitter for the tokenizer, or if the document contains an added token or characters that are
+normalized across the boundaries of pieces.
 """
 
 import json
@@ -26,32 +26,32 @@ from pretrain.corpus.word_counts import document_words
 
 _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
-_Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and tokens of each of its sentences, uint32 [S]
+_Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and the token count of each sentence, uint32 [S]
 
 
 def measure(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
-    """Return the DOCUMENT table of documents, without the fields that depend on the tokenizer. They have no NUL."""
+    """Return the DOCUMENT table of documents without NUL; fields that depend on the tokenizer are 0."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
     solid = np.frombuffer(raw.translate(_SOLID), bool)
-    begins = solid.copy()
-    begins[1:] &= ~solid[:-1]
+    is_start = solid.copy()
+    is_start[1:] &= ~solid[:-1]
     ends = np.flatnonzero(text == 0)
     table = np.zeros(len(texts), DOCUMENT)
     table["hash"] = document_hashes(raw, len(texts), fold=fold)
-    table["words"] = document_words(raw, np.flatnonzero(begins), ends)
+    table["words"] = document_words(raw, np.flatnonzero(is_start), ends)
     table["bytes"] = np.diff(ends, prepend=-1) - 1
     return table
 
 
 class DocumentEncoder:
-    """Encodes documents with a tokenizer that was not trained here; distinct pieces are cached in a `WordTable`."""
+    """Encodes whole documents with a released tokenizer; distinct pieces are cached in a `WordTable`."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         self._whole = without_special(tokenizer)
         self._table = table
         self.splitter = splitter_of(self._whole, table)
-        self._added = _shortest(_uncut_tokens(json.loads(self._whole.to_str())))
+        self._added = _minimal(_cut_preventing_tokens(json.loads(self._whole.to_str())))
 
     def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
         """Return a part of token ids.
@@ -59,8 +59,8 @@ class DocumentEncoder:
         Args:
             texts: documents that are not empty, without NUL.
             starts: character offsets of the sentences of each document, ascending from 0.
-            table: from `measure`.
-            dtype: of the tokens.
+            table: result of `measure`.
+            dtype: type of the tokens.
         """
         fast = [number for number, text in enumerate(texts) if self.has_plain_pieces(text)]
         by_number = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
@@ -73,7 +73,7 @@ class DocumentEncoder:
         return Part(items, sentence_items, table, [])
 
     def has_plain_pieces(self, text: str) -> bool:
-        """Return whether a document may be encoded by its pieces."""
+        """Return whether a document may be encoded piece by piece."""
         if self.splitter is None or any(token in text for token in self._added):
             return False
         return self.splitter.fits(text)
@@ -81,40 +81,40 @@ class DocumentEncoder:
     def from_pieces(
         self, numbers: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
     ) -> dict[int, _Sentences]:
-        """Return number -> tokens of the documents that can be encoded by their pieces."""
+        """Return {number: tokens} of the documents that can be encoded piece by piece."""
         if not numbers or self.splitter is None or self.splitter.known is None:
             return {}
         cut = self.splitter.cut(texts, starts, self._table)
         tokens, offsets = self.splitter.known.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
-        within = cut.documents[1:-1]
-        documents = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
-        plain = _all_of(self.splitter.are_plain(cut.pieces), cut)
-        # Pieces, and therefore sentences, may have no token.
-        encoded = zip(numbers, documents, plain, strict=True)
+        inner_bounds = cut.documents[1:-1]
+        documents = zip(np.split(tokens, offsets[inner_bounds]), np.split(counts, inner_bounds), strict=True)
+        are_plain = _all_true(self.splitter.are_plain(cut.pieces), cut)
+        # Pieces, and therefore sentences, may have no tokens.
+        encoded = zip(numbers, documents, are_plain, strict=True)
         return {number: (ids, ends[ends > 0]) for number, (ids, ends), is_plain in encoded if is_plain}
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _Sentences:
         encoding = self._whole.encode(text, add_special_tokens=False)
         tokens = np.array(encoding.ids, dtype)
-        first = np.array([begin for begin, _ in encoding.offsets], np.int64)
-        # A token across the start of a sentence belongs to the previous sentence.
+        first = np.array([start for start, _ in encoding.offsets], np.int64)
+        # A token that crosses the start of a sentence belongs to the previous sentence.
         cuts = np.unique(np.searchsorted(first, np.asarray(starts, np.int64)))
         return tokens, np.diff(np.append(cuts[cuts < len(tokens)], len(tokens))).astype(np.uint32)
 
 
-def _all_of(pieces: np.ndarray, cut: DocumentPieces) -> list[bool]:
-    """Return for each document whether all its pieces are true in `pieces`, bool [P]."""
+def _all_true(pieces: np.ndarray, cut: DocumentPieces) -> list[bool]:
+    """Return for each document whether `pieces`, bool [P], is true for all of its pieces."""
     false = np.append(0, np.cumsum(~pieces))
     return (np.diff(false[cut.sentences[cut.documents]]) == 0).tolist()
 
 
 def without_special(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with special tokens in documents as ordinary characters.
+    """Return a copy of the tokenizer that encodes special tokens in documents as ordinary characters.
 
     A Unigram or WordPiece matches an entry wherever its characters occur, such as in a document about `<mask>`. The
-    entries of special tokens are therefore renamed so that they occur nowhere, not even in pieces joined by a NUL;
-    words that are marked as special remain ordinary entries. BPE builds entries from pairs, and never these.
+    entries of special tokens are therefore renamed so that they never match, not even in pieces joined by a NUL; words
+    that are marked as special remain ordinary entries. BPE merges pairs, which never gives special tokens.
     """
     described = json.loads(tokenizer.to_str())
     described["post_processor"] = None
@@ -134,13 +134,13 @@ def without_special(tokenizer: Tokenizer) -> Tokenizer:
     return changed
 
 
-def _uncut_tokens(described: dict[str, Any]) -> list[str]:
-    """Return the added tokens that prevent cutting a document: all but special ones and runs of line breaks."""
+def _cut_preventing_tokens(described: dict[str, Any]) -> list[str]:
+    """Return the added tokens that prevent cutting a document: all except special tokens and runs of line breaks."""
     lines = set(line_tokens(described))
     contents = [token["content"] for token in described["added_tokens"] if not token["special"]]
     return [content for content in contents if len(set(content)) > 1 or content[0] not in lines]
 
 
-def _shortest(tokens: Sequence[str]) -> list[str]:
-    """Return the tokens that contain no other one: a string that contains any token contains one of these."""
+def _minimal(tokens: Sequence[str]) -> list[str]:
+    """Return the tokens that contain no other token: a string that contains any token contains one of these."""
     return [token for token in tokens if not any(other in token for other in tokens if other != token)]

@@ -1,8 +1,8 @@
-"""The number of words of a document, also in scripts without blanks between words.
+"""The number of words in a document, also in scripts without blanks between words.
 
-In such a script, words are counted by letters: two ideographs, syllables or kana, or four letters of Thai, Lao, Khmer,
-Burmese, Tibetan and the like, are a word, about the mean length. The count of a document is the maximum of its words
-between blanks and of its words by such letters.
+In such scripts, words are estimated from letters, by their mean length: two ideographs, syllables or kana, or four
+letters of scripts such as Thai, Lao, Khmer, Burmese and Tibetan, are a word. The count of a document is the maximum of
+its words between blanks and this estimate.
 """
 
 import functools
@@ -11,26 +11,26 @@ import numpy as np
 
 from pretrain.common import scripts
 
-_QUARTERS = 4  # of a word, the unit of the weights
+_QUARTERS = 4  # weights are in quarters of a word
 _QUARTERS_OF_KINDS = np.array([0, 0, 0, 1, 2, 2, 1], np.uint8)  # of TIBETAN, IDEOGRAPH, KANA and COMPLEX
 _LEAD = 0xE0  # the smallest first byte of a three-byte character in UTF-8
 
 
 @functools.cache
 def _weights() -> tuple[np.ndarray, bytes]:
-    """uint8 [0x11000]: quarters of a word by the first three bytes of a character, and the maximum by its first alone.
+    """Return (weights by the first three bytes of a character, uint8 [0x11000]; maximum weight by the first byte).
 
-    Three bytes are a character, or the prefix of 64 characters of four bytes. A mark counts as the preceding letter.
+    Three bytes are a character, or the prefix of 64 four-byte characters. A mark has the weight of the letter before.
     """
     kinds = scripts.kinds()
     letters = np.maximum.accumulate(np.where(kinds >= scripts.LETTER, np.arange(len(kinds)), 0))
-    each = np.where(kinds == scripts.OTHER, 0, _QUARTERS_OF_KINDS[kinds[letters]])
-    weights = np.concatenate([each[: 1 << 16], each[::64]])
+    unit_weights = np.where(kinds == scripts.OTHER, 0, _QUARTERS_OF_KINDS[kinds[letters]])
+    weights = np.concatenate([unit_weights[: 1 << 16], unit_weights[::64]])
     return weights, bytes(_LEAD) + weights.reshape(-1, 1 << 12).max(axis=1).tobytes().ljust(256 - _LEAD, b"\0")
 
 
 def document_words(raw: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """int64 [D]: the words of each document of `raw`, documents in UTF-8 end to end.
+    """Count the words of each document in `raw`, concatenated documents in UTF-8; int64 [D].
 
     Args:
         starts: int [W], offsets of words between blanks, ascending.

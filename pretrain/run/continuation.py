@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pretrain.batches.replay import with_replay
-from pretrain.batches.sampler import SAMPLER
+from pretrain.batches.sampler import SAMPLER_VERSION
 from pretrain.checkpoint.sentence_transformers import SENTENCE
 from pretrain.checkpoint.start import read_start
 from pretrain.common.addresses import local
@@ -97,7 +97,7 @@ class Continuation:
             self.lr_scales[_WORDS] = 1.0
         self.identity: dict[str, Any] = {
             "fingerprint": corpora.training.fingerprint,
-            "sampler": SAMPLER,
+            "sampler": SAMPLER_VERSION,
             "tokenizer": tokenizer_digest(corpora.domain.folder),
         }
 

@@ -20,7 +20,7 @@ from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.filler import with_filler
 from pretrain.batches.loader import BatchMaker, Loader, validation_batches
-from pretrain.batches.sampler import SAMPLER, Rollback, rolled_back
+from pretrain.batches.sampler import SAMPLER_VERSION, Rollback, make_rollback
 from pretrain.checkpoint import hf
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
@@ -209,7 +209,7 @@ class Pretraining:
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
         before = Rollback(**skipped) if skipped else None
-        return asdict(rolled_back(self._shards, self._config, step, failed, before))
+        return asdict(make_rollback(self._shards, self._config, step, failed, before))
 
     def largest(self) -> StepBatch:
         lengths = full_lengths(self._config, self._engine.world_size)
@@ -328,7 +328,7 @@ def check_state(
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
     """Raise `InputError` unless a run with this config can continue from a checkpoint with this state."""
-    if state.get("sampler") != SAMPLER:  # the order of the samples
+    if state.get("sampler") != SAMPLER_VERSION:  # the order of the samples
         raise InputError(version_mismatch(checkpoint, "Train again."))
     _check_mixtures(state, checkpoint, config, shards, mixtures)
     check_settings(state, checkpoint, config, changed_for_resume)

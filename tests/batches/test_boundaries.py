@@ -18,7 +18,7 @@ from pretrain.batches.blocks import OpenWindow, SourceOrder
 from pretrain.batches.loader import Loader
 from pretrain.batches.mixing import plan_mix
 from pretrain.batches.order import Mixture
-from pretrain.batches.sampler import Rollback, phase_sampler, phase_samplers, rolled_back
+from pretrain.batches.sampler import Rollback, make_rollback, phase_sampler, phase_samplers
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.planning.text import phase_lines, phase_readings
@@ -139,10 +139,10 @@ def test_a_rollback_reads_nothing_again(shards: TokenShards, change: str, checkp
     config = planned({"steps": FIRST}, CHANGES[change], {"steps": 70})
     checkpoint, failed = FIRST + checkpoint, FIRST + failed
     times = reads(shards, config, 0, failed)
-    first = rolled_back(shards, config, checkpoint, failed, None)
+    first = make_rollback(shards, config, checkpoint, failed, None)
     again = checkpoint + 1  # fails, too, before another checkpoint
     times += reads(shards, config, checkpoint, again, first)
-    second = rolled_back(shards, config, checkpoint, again, first)
+    second = make_rollback(shards, config, checkpoint, again, first)
     check_epochs(shards, times + reads(shards, config, checkpoint, None, second))
     mixes = [phase_sampler(shards, config, 2, seed=0, rollback=one).mix for one in (None, first, second)]
     assert mixes[0] == mixes[1] == mixes[2]
@@ -164,7 +164,7 @@ def test_loaders_of_any_number_of_workers_read_this(shards: TokenShards, tmp_pat
     )
     shards = replace(shards, folder=tmp_path)
     config = planned({"steps": 6}, {"weights": {"s0": 3}, "global_sequences": 3 * BATCH, "steps": 6})
-    first = rolled_back(shards, config, 4, 8, None)
+    first = make_rollback(shards, config, 4, 8, None)
     for start, end, rollback in ((0, 8, None), (4, 12, first)):
         expected = reads(shards, config, start, end, rollback)
         for workers in (1, 3):
@@ -205,7 +205,7 @@ def test_the_cache_holds_the_windows_that_a_batch_reads() -> None:
         for first, last in ((0, 0), (0, 5), (3, blocks // 2), (blocks - 3, blocks), (blocks - 9, blocks - 4)):
             counts, opened = np.full(blocks, 10), OpenWindow(1, first, last) if last else None
             order = SourceOrder(counts, np.uint64(3), window, opened)
-            most, batch = sum(map(len, order.largest_in_a_row())), 10 * min(window, blocks)
+            most, batch = sum(map(len, order.largest_adjacent())), 10 * min(window, blocks)
             begin = order.first_sample(1, first)
             found = []
             for sample in range(begin, begin + 25 * blocks):

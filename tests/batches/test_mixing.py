@@ -82,7 +82,7 @@ def test_evaluations_keep_the_weights_of_the_corpus(corpus: Path) -> None:
     ("weights", "message"),
     [
         ({"source-7": 1}, "phases.1.weights: 'source-7' is not one of source-0, source-1, source-2; did you mean"),
-        ({f"source-{n}": 0 for n in range(3)}, "phases.1.weights: leaves no source. Give one of source-0, source-1"),
+        ({f"source-{n}": 0 for n in range(3)}, "phases.1.weights: all weights are 0. Give one of source-0, source-1"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(corpus: Path, weights: dict[str, float], message: str) -> None:
@@ -154,11 +154,11 @@ def test_a_cap_gives_the_rest_to_the_others(uneven: Path) -> None:
     assert [reading.capped for reading in (one, two, three)] == [False, False, True]
     assert three.epochs == pytest.approx(1, abs=0.05)
     assert one.token_share == pytest.approx(two.token_share, abs=0.02)
-    assert second.readings(160)[2].until == pytest.approx(2, abs=0.05)
+    assert second.readings(160)[2].total_epochs == pytest.approx(2, abs=0.05)
     assert three.line.startswith("source-2 ")
     assert three.line.endswith("capped by max_epochs")
     assert third.mix.capped == (False, False, False)
-    assert third.readings(160)[2].until > 2.5
+    assert third.readings(160)[2].total_epochs > 2.5
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_cap_gives_the_rest_to_the_others(uneven: Path) -> None:
     [
         (
             {"temperature": 0.0, "weights": {"source-0": 0.5, "source-2": 0.5}, "max_epochs": 2},
-            r"phases\.0\.max_epochs \(2\): the weight of source-2 asks for \d+ of its sequences, but only \d+ are left",
+            r"phases\.0\.max_epochs \(2\): the weight of source-2 requires \d+ of its sequences, but only \d+ are left",
         ),
         ({"max_epochs": 0.01}, r"phases\.0\.max_epochs \(0\.01\): the phase reads 160 sequences, but its sources have"),
         ({"weights": {"source-0": 0}, "max_epochs": 0.1}, r"reads 160 sequences, but its sources have only \d+ left"),

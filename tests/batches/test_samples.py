@@ -120,7 +120,7 @@ def test_cuts_move_from_epoch_to_epoch():
     counts = np.zeros(6200)
     for number in range(300):
         plan = made.plan(epoch(made, number))
-        np.add.at(counts, plan.begin_a + 6000 * plan.shard_a, 1)
+        np.add.at(counts, plan.start_a + 6000 * plan.shard_a, 1)
     inner = counts[200:5800].reshape(-1, 100).sum(1)
     assert inner.std() / inner.mean() < 0.2
     assert counts[1000:5000].reshape(-1, 10).sum(1).min() > 0
@@ -209,8 +209,8 @@ def what_is_seen(shards: TokenShards, made: Sampler, samples: np.ndarray) -> tup
     bases = np.cumsum([5, *(len(shard.tokens) for shard in shards.shards)])
     features = [plan.length_a, plan.length_b, plan.ordinary]
     for shard, begin, length in (
-        (plan.shard_a, plan.begin_a, plan.length_a),
-        (plan.shard_b, plan.begin_b, plan.length_b),
+        (plan.shard_a, plan.start_a, plan.length_a),
+        (plan.shard_b, plan.start_b, plan.length_b),
     ):
         for place in (bases[shard] + begin, bases[shard] + begin + length):
             features.append(sentence[place] != sentence[place - 1])
@@ -244,9 +244,9 @@ def test_second_segments_begin_anywhere_in_a_document():
     shards = numbered([[[10] * 40] * 60])
     made = sampler(shards, 128, short_share=0.0)
     plan = made.plan(np.arange(40 * made.samples_per_epoch))
-    place = np.histogram(plan.begin_b % 400, 8, (0, 400))[0] / len(plan.key)
+    place = np.histogram(plan.start_b % 400, 8, (0, 400))[0] / len(plan.key)
     assert place[0] > 0.05
-    assert plan.begin_b.min() % 400 <= 10
+    assert plan.start_b.min() % 400 <= 10
 
 
 def test_samples_without_a_partner_have_no_label():
@@ -256,7 +256,7 @@ def test_samples_without_a_partner_have_no_label():
     plan = made.plan(epoch(made))
     alone = plan.label == IGNORED
     assert 0.5 < alone.mean() < 0.9
-    assert np.array_equal(plan.begin_b[alone], (plan.begin_a + plan.length_a)[alone])
+    assert np.array_equal(plan.start_b[alone], (plan.start_a + plan.length_a)[alone])
     assert plan.label[~alone].mean() == pytest.approx(0.5, abs=0.15)
     assert (times_read(shards, made, epoch(made)) == 1).all()
 
@@ -280,13 +280,13 @@ def test_a_sample_is_the_same_alone_and_in_any_company(samples, pairs):
 def test_corpus_seed_and_epoch_each_change_the_samples():
     shards = numbered([random_documents(30, 8)])
     made = sampler(shards)
-    base = made.plan(np.arange(200)).begin_a
+    base = made.plan(np.arange(200)).start_a
     others = [
         sampler(shards, seed=1).plan(np.arange(200)),
         sampler(replace(shards, fingerprint="other")).plan(np.arange(200)),
         made.plan(np.arange(200) + made.samples_per_epoch),
     ]
-    assert all((plan.begin_a == base).mean() < 0.3 for plan in others)
+    assert all((plan.start_a == base).mean() < 0.3 for plan in others)
 
 
 def test_a_source_is_read_alike_whatever_else_the_corpus_has():
@@ -298,7 +298,7 @@ def test_a_source_is_read_alike_whatever_else_the_corpus_has():
         one, two = sampler(alone, 64, **pairs), sampler(both, 64, **pairs)
         first, mixed = one.plan(epoch(one)), two.plan(epoch(two))
         own = mixed[np.flatnonzero(mixed.shard_a == 0)]
-        for name in ("key", "begin_a", "length_a", "begin_b", "length_b", "label"):
+        for name in ("key", "start_a", "length_a", "start_b", "length_b", "label"):
             assert np.array_equal(getattr(first, name), getattr(own, name)), name
 
 
@@ -343,8 +343,8 @@ def test_large_corpora_are_read_alike(tmp_path, monkeypatch):
     expected = [made.gather(made.plan(np.arange(64) + first)).input_ids for first in range(0, 640, 64)]
     monkeypatch.setattr(texts, "KEEP_MAPPED", 0)
     monkeypatch.setattr(texts, "SAMPLES_MAPPED", 64)
-    forgotten, forget = [], texts.ShardText.forget
-    monkeypatch.setattr(texts.ShardText, "forget", lambda text: forgotten.append(forget(text)))
+    forgotten, forget = [], texts.ShardText.unmap_pages
+    monkeypatch.setattr(texts.ShardText, "unmap_pages", lambda text: forgotten.append(forget(text)))
     made = sampler(shards)
     for number, first in enumerate(range(0, 640, 64)):
         rows = made.gather(made.plan(np.arange(64) + first))
@@ -403,8 +403,8 @@ def test_sample_150_million_is_as_near_as_the_first():
     plan = made.plan(samples)
     rows = made.gather(plan)
     assert len(rows.input_ids) == plan.lengths.sum()
-    assert len(set(zip(plan.shard_a.tolist(), plan.begin_a.tolist(), strict=True))) > 250
-    assert np.array_equal(sampler(shards).plan(samples[7:8]).begin_a, plan.begin_a[7:8])
+    assert len(set(zip(plan.shard_a.tolist(), plan.start_a.tolist(), strict=True))) > 250
+    assert np.array_equal(sampler(shards).plan(samples[7:8]).start_a, plan.start_a[7:8])
 
 
 @pytest.mark.slow

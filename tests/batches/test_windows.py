@@ -84,7 +84,7 @@ def test_the_card_says_how_often_a_token_is_read(tmp_path, monkeypatch):
 def window_reads(made: Sampler, shards: TokenShards, batch: int, block: int) -> list[int]:
     """How many blocks' worth of text each batch of an epoch touches."""
     whole = range(0, made.samples_per_epoch - batch, batch)
-    return [len(np.unique(made.plan(np.arange(batch) + first).begin_a // block)) for first in whole]
+    return [len(np.unique(made.plan(np.arange(batch) + first).start_a // block)) for first in whole]
 
 
 def test_samples_are_shuffled_within_windows_that_hold_a_batch():
@@ -93,7 +93,7 @@ def test_samples_are_shuffled_within_windows_that_hold_a_batch():
     assert max(window_reads(made, shards, 50, 1000)) <= 2 * 2 * 5  # two windows at most; blocks move to document ends
     large = sampler(shards, 64, more={"block_tokens": 1000, "window_blocks": 5, "batch": 400}, **SINGLE)
     assert min(window_reads(large, shards, 400, 1000)) >= 20
-    begins = [made.plan(epoch(made, number)).begin_a for number in range(2)]
+    begins = [made.plan(epoch(made, number)).start_a for number in range(2)]
     assert abs(np.corrcoef(begins[0], begins[1])[0, 1]) < 0.25  # mostly that of 100 blocks
     assert abs(np.corrcoef(begins[0], np.arange(len(begins[0])))[0, 1]) < 0.25
 
@@ -132,7 +132,7 @@ def test_machines_share_the_blocks_of_a_window_and_make_the_same_batch(machines,
         assert np.array_equal(here, there)
         for rank, maker in enumerate(makers):
             own = maker.sampler.owners(np.arange(batch) + first) == rank // 2
-            read[rank // 2] |= set(whole.sampler.plan(np.flatnonzero(own) + first).begin_a.tolist())
+            read[rank // 2] |= set(whole.sampler.plan(np.flatnonzero(own) + first).start_a.tolist())
     groups = min(machines, 4)
     for one in range(machines):
         for other in range(one):
@@ -149,7 +149,7 @@ def test_machines_divide_the_text_of_each_of_several_sources(machines: int) -> N
     batch = made.samples_per_epoch // 5  # about one window of 21 blocks of each source
     owners, plan = made.owners(np.arange(batch)), plain.plan(np.arange(batch))
     assert np.abs(np.bincount(owners, minlength=machines) / batch * machines - 1).max() < 0.05
-    blocks = plan.shard_a * 1000 + plan.begin_a // 1000
+    blocks = plan.shard_a * 1000 + plan.start_a // 1000
     for machine in range(machines):
         of_source = [len(set(blocks[(owners == machine) & (plan.shard_a == one)].tolist())) for one in range(3)]
         assert max(of_source) <= 2 * 21 / machines + 6  # of two windows at most; blocks move to document ends

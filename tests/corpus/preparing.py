@@ -66,7 +66,7 @@ def masked_words(tokenizer: Tokenizer, text: str) -> list[str]:
     spell, pieces = speller(entries), [entries[number] for number in ids]
     texts = spelled(pieces, spell) if spell else [piece.removeprefix("##") for piece in pieces]
     words: list[str] = []
-    for begins, shown in zip(word_edges(entries, spell).begins(np.array(ids)), texts, strict=True):
+    for begins, shown in zip(word_edges(entries, spell).word_starts(np.array(ids)), texts, strict=True):
         words += [""] * bool(begins or not words)
         words[-1] += shown
     return words

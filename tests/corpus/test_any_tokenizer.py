@@ -144,7 +144,7 @@ def test_a_unigram_takes_a_word_before_its_beginning() -> None:
 
 
 def test_a_tokenizer_without_words_takes_none() -> None:
-    with pytest.raises(InputError, match="is a BPE that does not cut text into words"):
+    with pytest.raises(InputError, match="is a BPE that does not split text into words"):
         check_extension(make_pieces("mmbert"), 2)
     marked = Tokenizer(models.BPE({"a": 0, "a</w>": 1}, [], end_of_word_suffix="</w>"))
     marked.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -22,7 +22,7 @@ from pretrain.batches.masking import Masker
 from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
-from pretrain.corpus.byte_level import own_splitter
+from pretrain.corpus.byte_level import bertrain_splitter
 from pretrain.corpus.byte_words import is_byte_vocabulary, spelled
 from pretrain.corpus.extension import extend_vocabulary
 from pretrain.corpus.pieces import DocumentPieces
@@ -62,7 +62,7 @@ TRAIN = "from tests.corpus.test_byte_bpe import trained; print(trained.__wrapped
 
 def cut(texts: Sequence[str], table: WordTable) -> DocumentPieces:
     """Documents of one sentence each, which are not empty."""
-    return Gpt2Splitter.own(None).cut(texts, [[0]] * len(texts), table)
+    return Gpt2Splitter.bertrain(None).cut(texts, [[0]] * len(texts), table)
 
 
 def counts(*texts: str) -> dict[bytes, int]:
@@ -106,7 +106,7 @@ def ours(texts: list[str], tokenizer: Tokenizer | None = None) -> list[list[int]
 def test_ids_are_those_of_the_library(lines: list[str]) -> None:
     lines = [line for line in lines if line]
     assert ours(lines) == [theirs(line) for line in lines] if lines else True
-    table, divide = WordTable(), own_splitter().pre_tokenize_str
+    table, divide = WordTable(), bertrain_splitter().pre_tokenize_str
     for line in lines:
         pieces = [piece.decode() for piece in table.words(cut([line], table).pieces)]
         whole = line if line.startswith(" ") else " " + line

@@ -185,10 +185,10 @@ def test_the_card_reports_the_sets(sources: Path, tmp_path: Path) -> None:
     totals = card(tmp_path / "out")["totals"]
     assert (totals["documents"], totals["too_short"]) == (32, 0)
     shown = (tmp_path / "out" / "card.md").read_text()
-    assert "| quiz | 4 | 1 | 2 | 66.67 % |\n| answers | 2 | 2 | 0 | none looked for |" in shown
+    assert "| quiz | 4 | 1 | 2 | 66.67 % |\n| answers | 2 | 2 | 0 | none searched for |" in shown
     for text in (line, shown):
-        assert "Evaluation set quiz: 3 of its 4 texts can be looked for; 1 have fewer than 8 words." in text
-        assert "Evaluation set answers: none of its 2 texts can be looked for; 2 have fewer" in text
+        assert "Evaluation set quiz: 3 of its 4 texts can be searched for; 1 have fewer than 8 words." in text
+        assert "Evaluation set answers: none of its 2 texts can be searched for; 2 have fewer" in text
 
 
 def test_another_content_of_a_set_is_another_setting(sources: Path, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_another_content_of_a_set_is_another_setting(sources: Path, tmp_path: Pa
     ("name", "text", "message"),
     [
         ("gone.txt", None, r"contamination\.sets\.0\.path: .*gone\.txt: no such file or folder"),
-        ("set.pdf", "x", r"set\.pdf: unknown format. Give one of \.txt, \.csv"),
+        ("set.pdf", "x", r"set\.pdf: unknown format. Use one of \.txt, \.csv"),
         ("set.json", "{", r"set\.json: cannot be read as an evaluation set"),
         ("set.csv", "a,b\n1,2\n", r"set\.csv: cannot be read .*no column 'text'; it has a, b"),
         ("set.txt", "\n\n", r"set\.txt: no text in this evaluation set"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pretrain.batches.loader import BatchMaker
-from pretrain.batches.sampler import SAMPLER
+from pretrain.batches.sampler import SAMPLER_VERSION as VERSION
 from pretrain.common.errors import InputError
 from pretrain.common.files import put_manifest, read_manifest
 from pretrain.corpus.description import describe
@@ -92,7 +92,7 @@ def test_a_corpus_of_another_version_is_refused_in_one_line(folder, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"sampler": SAMPLER - 1}, {"sampler": SAMPLER, "step": 0, "mixtures": [], "config": {"was": "old"}}]
+    "state", [{}, {"sampler": VERSION - 1}, {"sampler": VERSION, "step": 0, "mixtures": [], "config": {"was": "old"}}]
 )
 def test_a_run_of_another_version_is_refused_in_one_line(folder: Path, state: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"^run: made by another version of bertrain\. Train again\.$"):

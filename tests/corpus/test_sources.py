@@ -311,7 +311,7 @@ def test_a_saved_data_set_without_rows_is_refused(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "set"))
-    refused(r"set: no rows in it, or in one of its splits\.", kind="huggingface", dataset=str(tmp_path / "set"))
+    refused(r"set: it, or one of its splits, has no rows\.", kind="huggingface", dataset=str(tmp_path / "set"))
 
 
 def test_a_data_set_from_disk(tmp_path: Path, chunk_bytes: int) -> None:
@@ -421,11 +421,11 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     assert names == ["linked/b.txt", "linked/below/c.txt", "own/a.txt"]
     assert [(one["path"], one["fault"], one["first"], one["count"]) for one in found.problems] == [
         (str(texts), listing.HIDDEN, ".hidden.txt", 1),
-        (str(texts), listing.NOWHERE, "loop.txt", 2),
+        (str(texts), listing.BROKEN_LINK, "loop.txt", 2),
     ]
 
 
-ALL_LEFT_OUT = {listing.HIDDEN: 4, listing.PREPARED: 2, listing.NOWHERE: 1}
+ALL_LEFT_OUT = {listing.HIDDEN: 4, listing.PREPARED: 2, listing.BROKEN_LINK: 1}
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_what_a_user_can_do_wrong_is_one_line(proxy, tmp_path, monkeypatch):
     made = sampler(streamed(corpus))
     made.check_cache("phases.0")
     small = sampler(streamed(corpus.model_copy(update={"cache": 20_000})))
-    with pytest.raises(InputError, match=r"corpus.cache: 0.02 MB, but phases.0 needs 0.\d+ MB at least"):
+    with pytest.raises(InputError, match=r"corpus.cache: 0.02 MB, but phases.0 needs at least 0.\d+ MB"):
         small.check_cache("phases.0")
     proxy.plan = [Fault("403", "GET.*train-.*tokens", 1000)]
     with pytest.raises(InputError, match="Check the credentials"):

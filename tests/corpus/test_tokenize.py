@@ -124,7 +124,7 @@ def test_the_trie_finds_the_pieces_of_the_plain_way(tokens: set[tuple[bool, str]
     tokenizer = bert_tokenizer({name: number for number, name in enumerate(dict.fromkeys(names))}, _normalizer())
     letters = np.array([word.encode() for word in words], "S16").view(np.uint8).reshape(-1, 16)
     found: list[list[int]] = [[] for _ in words]
-    for word, token in zip(*TokenTrie(tokenizer).walk(letters), strict=True):
+    for word, token in zip(*TokenTrie(tokenizer).tokenize(letters), strict=True):
         found[word].append(token)
     assert found == [_plain_pieces(word, tokenizer.get_vocab()) for word in words]
     assert found == [[piece.id for piece in tokenizer.model.tokenize(word)] for word in words]

@@ -17,7 +17,7 @@ from pretrain.common.errors import InputError
 from pretrain.corpus import finish, samples
 from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.prepare import prepare
-from pretrain.corpus.released import kind_of, takes_whole_documents
+from pretrain.corpus.released import encodes_whole_documents, kind_of
 from pretrain.corpus.shards import ShardWriter
 from pretrain.corpus.tokenize import WordPieces, WordTable, cut_words
 from pretrain.corpus.tokenizer_files import load_vocabulary
@@ -90,7 +90,7 @@ _PIECES: dict[str, Any] = {"unigram": "xlm_roberta", "gemma": "mmbert"}
 
 def stored(tokenizer: Tokenizer) -> list[list[int]]:
     """The tokens that a corpus has of each text."""
-    if takes_whole_documents(tokenizer):
+    if encodes_whole_documents(tokenizer):
         return encoded(tokenizer, texts())
     table, normalizer = WordTable(), tokenizer.normalizer
     lowercase = normalizer.lowercase  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
@@ -152,7 +152,7 @@ WHOLE = {
 def test_every_part_and_flag_is_followed(kind: str, make: Any) -> None:
     made = {name: make(kind, name) for name in CHANGES[make]}
     assert {name: found for name, one in made.items() if (found := differing(one))} == {}
-    assert sum(map(takes_whole_documents, made.values())) == WHOLE[kind][make]
+    assert sum(map(encodes_whole_documents, made.values())) == WHOLE[kind][make]
 
 
 def write_bert(folder: Path, vocabulary: str = "tokenizer.json", **declared: Any) -> Path:
@@ -279,7 +279,7 @@ def test_other_tokens_than_those_of_the_tokenizer_json_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = of_normalizer("bert", "bert handle_chinese_chars")
-    monkeypatch.setattr("pretrain.corpus.prepare.takes_whole_documents", lambda _: False)
+    monkeypatch.setattr("pretrain.corpus.prepare.encodes_whole_documents", lambda _: False)
     with pytest.raises(
         InputError, match=r"source jsonl-a: the corpus and its tokenizer\.json give a document different tokens"
     ):
@@ -309,5 +309,5 @@ def test_a_sample_is_bounded() -> None:
     assert samples.choose(["a" * 9000, "b" * 10_000]) == [0]
     assert len(samples.choose(["a"] * 1000)) <= 16
     part = Part(np.zeros(1000, np.uint16), np.zeros(0, np.uint32), np.zeros(1, DOCUMENT), [])
-    assert len(samples.within_budget([("a" * 8000, np.zeros(2, np.uint64))] * 99, part)) == 2
-    assert samples.within_budget([("a" * 100_000, np.zeros(2, np.uint64))], part)
+    assert len(samples.limit_sample([("a" * 8000, np.zeros(2, np.uint64))] * 99, part)) == 2
+    assert samples.limit_sample([("a" * 100_000, np.zeros(2, np.uint64))], part)

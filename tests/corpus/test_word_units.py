@@ -97,9 +97,9 @@ def test_a_unit_is_a_word_and_where_blanks_are_rare_begins_at_a_letter(kind: str
 def test_text_that_blanks_segment_has_its_words() -> None:
     """Japanese checkpoints of text cut into words: "##" continues; others never have it before an ideograph."""
     entries, ids = ["大", "##学", "##で", "コ", "##ーヒ"], np.arange(5)
-    assert word_edges(entries, None, is_segmented=True).begins(ids).tolist() == [True, False, False, True, False]
-    assert word_edges(entries, None).begins(ids).tolist() == [True, True, True, True, False]
-    assert word_edges(["เ", "##ท", "##ศ", "##abc", "##12"], None).begins(ids).tolist() == [
+    assert word_edges(entries, None, is_segmented=True).word_starts(ids).tolist() == [True, False, False, True, False]
+    assert word_edges(entries, None).word_starts(ids).tolist() == [True, True, True, True, False]
+    assert word_edges(["เ", "##ท", "##ศ", "##abc", "##12"], None).word_starts(ids).tolist() == [
         True,
         False,
         True,
@@ -121,7 +121,7 @@ def test_text_that_blanks_segment_has_its_words() -> None:
 def test_a_character_of_several_tokens_has_its_class(tokens: str, begins: str) -> None:
     known = sorted({*pre_tokenizers.ByteLevel.alphabet(), *tokens.split()})
     edges = word_edges(known, speller(known) or entry_bytes)
-    assert edges.begins(np.array(list(map(known.index, tokens.split())))).tolist() == [one == "1" for one in begins]
+    assert edges.word_starts(np.array(list(map(known.index, tokens.split())))).tolist() == [b == "1" for b in begins]
 
 
 THAI = ["แม่น้ำ", "โรงพยาบาล", "หนังสือ", "สถานี", "ผู้โดยสาร", "ภาษา", "เกิด"]

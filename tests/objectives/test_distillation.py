@@ -230,7 +230,7 @@ def test_a_run_keeps_to_its_teacher(runs, place: Place) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"distillation__teacher": "foreign"}, "prepared with another tokenizer than distillation.teacher has"),
+        ({"distillation__teacher": "foreign"}, "prepared with a different tokenizer than in distillation.teacher"),
         ({"model__hidden": 16}, "model.hidden: 16, but the teacher"),
         ({"model__activation": "relu"}, "model.activation: 'relu', but the teacher"),
         ({"distillation__layers": [0, 4]}, "has 4 layers, numbered from 0"),

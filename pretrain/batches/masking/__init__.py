@@ -1,8 +1,8 @@
 """Masked language modeling, Devlin et al. section 3.1, on concatenated sequences.
 
-The masked tokens and their replacements depend only on the sample's key and the position (invariant 1). Every
-module of this package is a scheme, with a class `Scheme` that chooses the tokens; a config names a scheme by its
-module. docs/extend/add-a-masking-scheme.md shows how to add one.
+The masked tokens and their replacements depend only on the sample's key and the position (invariant 1). Every module
+of this package is a masking scheme: its class `Scheme` chooses the tokens, and a config names the scheme by the module.
+docs/extend/add-a-masking-scheme.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pretrain.corpus.special_tokens import declared_settings, special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
 KIND = Contract("Scheme", MaskingScheme, ("choose",))
-_TOKENS = 1 << 32  # a counter that pairs.py and scheme.py do not use
-# Unused entries of BERT, Gemma and Llama, and the bytes with which Gemma spells rare characters.
+_TOKENS = 1 << 32  # counter of `draw`; not used in pairs.py or scheme.py
+# Unused entries of BERT, Gemma and Llama, and Gemma's byte-fallback entries.
 _UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|>|<0x[0-9A-F]{2}>")
 
 
@@ -42,16 +42,16 @@ class MaskingResult:
 
 
 class Masker:
-    """Masks tokens of each sequence, at most as many as `counts` returns, never a special one.
+    """Masks tokens of sequences: in each, at most as many as `counts` returns, and no special tokens.
 
     Args:
-        text: a corpus, or only a vocabulary, for text outside of a corpus.
+        text: a corpus, or a vocabulary to mask text outside of a corpus.
         masking: the scheme and its shares.
-        sequence_length: maximum sequence length; the default limit is the share of it.
-        max_predictions: maximum tokens to predict in a sequence; 0: the default limit.
+        sequence_length: maximum sequence length.
+        max_predictions: maximum tokens to predict in a sequence; 0 for the masking share of `sequence_length`.
 
-    `share` in its methods, float64 [S], is the share of each sequence's tokens to predict; None takes
-    `masking.probability` for all. Raises `InputError` if vocab.txt does not match the shards.
+    The methods' argument `share`, float64 [S], is the share of tokens to predict in each sequence, by default
+    `masking.probability`. Raises `InputError` if vocab.txt does not match the shards.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class Masker:
         self.has_exact_counts = self._scheme.has_exact_counts
 
     @classmethod
-    def of_texts(cls, vocabulary: MaskingVocabulary, share: float, sequence_length: int) -> Masker:
-        """Return a masker for text outside of a corpus, which masks single tokens."""
+    def without_corpus(cls, vocabulary: MaskingVocabulary, share: float, sequence_length: int) -> Masker:
+        """Return a masker that masks single tokens, for text outside of a corpus."""
         masking = MaskingConfig(probability=share)
         return cls(vocabulary, masking, sequence_length=sequence_length, max_predictions=0)
 
     def counts(
         self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, share: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the masked tokens of sequences of `lengths`: exact if `has_exact_counts`, otherwise at most."""
+        """Return the number of masked tokens in sequences of these `lengths`: a maximum unless `has_exact_counts`."""
         return np.minimum(self._limits(lengths, share), lengths - special_tokens)
 
     def apply(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> MaskingResult:
-        """Mask `rows`; `key` uint64 [S] are the samples' keys."""
+        """Mask `rows`. `key` has the key of each sample, uint64 [S]."""
         bits = _token_bits(rows, key)
         chosen = self._choose(rows, bits, share)
         labels = rows.input_ids[chosen]
@@ -105,14 +105,14 @@ class Masker:
 
 
 def ordinary_ids(entries: Sequence[str], special: Iterable[int]) -> np.ndarray:
-    """Return the ids that may replace a token, int64, ascending: all but special, unused and single-byte entries."""
-    left_out = set(special)
-    kept = [number for number, entry in enumerate(entries) if number not in left_out and not _UNUSED.fullmatch(entry)]
-    return np.array(kept, np.int64)
+    """Return the ids that may replace a token (int64, ascending): all but special, unused and byte-fallback entries."""
+    excluded = set(special)
+    ids = [number for number, entry in enumerate(entries) if number not in excluded and not _UNUSED.fullmatch(entry)]
+    return np.array(ids, np.int64)
 
 
 def _token_bits(rows: Rows, key: np.ndarray) -> np.ndarray:
-    """Return 64 random bits per token, uint64 [T]; the upper half is the token key, the lower half the sort key."""
+    """Return 64 random bits per token, uint64 [T]. The upper half is the token key, the lower half shuffles tokens."""
     return draw(draw(key, _TOKENS)[rows.sequence], rows.positions)
 
 
@@ -130,7 +130,7 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
     ordinary = ordinary_ids(entries, {*shards.special_ids.values(), *without_role})
     if not len(ordinary):
         raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
-    # Japanese checkpoints, whose text is cut into words beforehand, do not cut at ideographs.
+    # Japanese checkpoints expect text that is already segmented into words, and do not split at ideographs.
     is_segmented = declared_settings(shards.folder).get("tokenize_chinese_chars") is False
     edges = word_edges(entries, spell, is_segmented=is_segmented)
     return MaskingVocabulary(shards.special_ids["mask"], ordinary, edges, entries)

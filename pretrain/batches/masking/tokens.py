@@ -1,4 +1,4 @@
-"""Single tokens at random, as BERT was originally trained: Devlin et al. section 3.1."""
+"""Random single tokens, as in the original BERT (Devlin et al. section 3.1)."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ from pretrain.batches.scheme import MaskingScheme, shuffle
 
 
 class Scheme(MaskingScheme):
-    """Masks tokens one by one, at random among the ordinary ones."""
+    """Masks randomly chosen ordinary tokens, independently of words."""
 
     has_exact_counts = True
 
     def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
         ends, order = shuffle(rows, np.flatnonzero(rows.ordinary), bits)
-        begins = np.concatenate(([0], ends[:-1]))
-        chosen = order[ranges(begins, np.minimum(limits, ends - begins))]
+        starts = np.concatenate(([0], ends[:-1]))
+        chosen = order[ranges(starts, np.minimum(limits, ends - starts))]
         chosen.sort()
         return chosen

@@ -1,7 +1,7 @@
-"""The filters of `prepare`: optional steps that drop documents, applied where documents are read in parallel.
+"""The filters of `prepare`: optional steps that drop documents, applied in the processes that read documents.
 
-Documents that contain text of evaluation sets are dropped immediately, one by one. Near-duplicates can only be found
-among all documents: here each kept document gets a sketch; `near_duplicates` compares the sketches at the end.
+Documents that contain text of evaluation sets are dropped immediately. Near-duplicates can only be found among all
+documents: here each kept document gets a sketch; `near_duplicates` compares all sketches later.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ import numpy as np
 from pretrain.common.files import sha256_file
 from pretrain.config import FiltersConfig
 from pretrain.corpus.filters.contamination import Contamination
-from pretrain.corpus.filters.evaluation_sets import NGRAM, SHORTEST, TABLE, evaluation_files
+from pretrain.corpus.filters.evaluation_sets import MIN_TERMS, NGRAM, TABLE, evaluation_files
 from pretrain.corpus.filters.near_duplicates import BANDS, ROWS, WORDS, Sketches, sketches
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.filters.terms import document_terms
 
-_BATCH_CHARACTERS = 1 << 19  # of documents filtered together; more do not fit the CPU cache
+_BATCH_CHARACTERS = 1 << 19  # filtered together; a larger batch does not fit in the CPU cache
 
 
 def filter_settings(config: FiltersConfig) -> dict[str, Any]:
-    """Return the settings that decide what the enabled filters drop, by name; {} if none is enabled."""
+    """Return the settings that determine which documents the enabled filters drop, by name; {} if none is enabled."""
     settings: dict[str, Any] = {}
     if config.contamination.sets:
-        values = {"drop": True, "ngram": NGRAM, "shortest": SHORTEST}
+        values = {"drop": True, "ngram": NGRAM, "shortest": MIN_TERMS}
         settings |= {f"contamination.{key}": value for key, value in values.items()}
         for number, files in enumerate(evaluation_files(config.contamination)):
             columns = config.contamination.sets[number].columns
@@ -48,8 +48,9 @@ class Filters:
         """Return the documents to keep, and their sketches; the dropped ones are added to `report`."""
         if not texts or not (self._contamination or self._finds_near):
             return texts, None
-        kept, kept_sketches = zip(*(self._kept(batch, report) for batch in _batches(texts)), strict=True)
-        return [text for batch in kept for text in batch], Sketches.joined(kept_sketches) if self._finds_near else None
+        batches, kept_sketches = zip(*(self._kept(batch, report) for batch in _batches(texts)), strict=True)
+        all_sketches = Sketches.concatenate(kept_sketches) if self._finds_near else None
+        return [text for batch in batches for text in batch], all_sketches
 
     def _kept(self, texts: list[str], report: Report) -> tuple[list[str], Sketches | None]:
         batch = document_terms(texts)

@@ -1,4 +1,4 @@
-"""Documents that contain text of evaluation sets: shared sequences of 13 words (Brown et al. 2020, appendix C)."""
+"""Find documents that share sequences of 13 words with evaluation sets (Brown et al. 2020, appendix C)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +10,15 @@ from pretrain.config import ContaminationConfig
 from pretrain.corpus.filters.evaluation_sets import PREFIX, set_names
 from pretrain.corpus.filters.terms import DocumentTerms
 
-_SLOTS_PER_GRAM = 16  # of a bit table that rejects most look-ups: hashes that are not the prefix of any n-gram
+_SLOTS_PER_GRAM = 16  # in the table `_is_prefix`, which rejects most lookups
 _MAX_BITS = 26
 
 
 class Matches(NamedTuple):
     """Text of evaluation sets in D documents.
 
-    sets int64 [D]: the first set whose text a document contains, -1 for none; words [D]: the first words they share;
-    seen int64: numbers of the examples found, counted over all sets.
+    sets int64 [D]: the first set whose text a document contains, -1 for none; words [D]: the first shared words; seen
+    int64: numbers of the examples found, counted over all sets.
     """
 
     sets: np.ndarray
@@ -27,7 +27,7 @@ class Matches(NamedTuple):
 
 
 class Contamination:
-    """Finds n-grams of evaluation sets; their table is loaded when the first documents are searched."""
+    """Finds n-grams of evaluation sets in documents; their table is loaded when it is first needed."""
 
     def __init__(self, config: ContaminationConfig, table: Path) -> None:
         self.names = set_names(config)
@@ -41,21 +41,21 @@ class Contamination:
         count = len(batch.terms) - 1
         first_sets, ranges = np.full(count, -1), np.zeros((count, 2), np.int64)
         seen = [np.zeros(0, np.int64)]
-        for begins, ends, examples in self._table.find(batch):
+        for starts, ends, examples in self._table.find(batch):
             sets = np.searchsorted(self._table.first, examples, "right") - 1
-            documents = np.searchsorted(batch.terms, begins, "right") - 1
+            documents = np.searchsorted(batch.terms, starts, "right") - 1
             seen.append(examples)
-            # Of equal indices the last assignment wins, so the first sets, and the first terms, must come last.
-            order = np.lexsort((begins, sets))[::-1]
+            # The last assignment to an index wins, so the first sets, and the first terms, must come last.
+            order = np.lexsort((starts, sets))[::-1]
             order = order[(first_sets[documents[order]] < 0) | (sets[order] < first_sets[documents[order]])]
             first_sets[documents[order]] = sets[order]
-            ranges[documents[order]] = np.stack([begins[order], ends[order] - 1], 1)
-        words = [_words(batch, *terms) if one >= 0 else "" for one, terms in zip(first_sets, ranges, strict=True)]
+            ranges[documents[order]] = np.stack([starts[order], ends[order] - 1], 1)
+        words = [_words(batch, *terms) if index >= 0 else "" for index, terms in zip(first_sets, ranges, strict=True)]
         return Matches(first_sets, words, np.unique(np.concatenate(seen)))
 
 
 class _Table:
-    """The n-grams of all sets, as `evaluation_sets.write_table` wrote them."""
+    """The table of n-grams of all sets, written by `evaluation_sets.write_table`."""
 
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as arrays:
@@ -68,20 +68,20 @@ class _Table:
         self._is_prefix[(self._prefixes >> self._shift).astype(np.int64)] = True
 
     def find(self, batch: DocumentTerms) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield the n-grams of documents that are in a set: (first terms, end terms, set examples) for each length."""
+        """Yield the n-grams that are in a set, for each n-gram length: (first terms, end terms, sets' examples)."""
         grams = batch.grams(PREFIX)
         starts = np.flatnonzero(self._is_prefix[(grams >> self._shift).astype(np.int64)])
         starts = starts[_look_up(self._prefixes, grams[starts])[1]]
         limits = batch.terms[np.searchsorted(batch.terms, starts, "right")]
         for length in self.lengths:
             ends = batch.sequence_ends(starts, length)
-            begins, ends = starts[ends <= limits], ends[ends <= limits]
-            index, is_known = _look_up(self.hashes, batch.sequence_hashes(begins, ends))
-            yield begins[is_known], ends[is_known], self._examples[index[is_known]]
+            valid_starts, ends = starts[ends <= limits], ends[ends <= limits]
+            index, is_known = _look_up(self.hashes, batch.sequence_hashes(valid_starts, ends))
+            yield valid_starts[is_known], ends[is_known], self._examples[index[is_known]]
 
 
 def _look_up(ascending: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [N], bool [N]: the index of each of `values` in the sorted array, and whether it is there."""
+    """Return the index of each value in the sorted array, int64 [N], and whether it is there, bool [N]."""
     if not len(ascending):
         return np.zeros(len(values), np.int64), np.zeros(len(values), bool)
     index = np.searchsorted(ascending, values).clip(max=len(ascending) - 1)
@@ -89,5 +89,5 @@ def _look_up(ascending: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _words(batch: DocumentTerms, first: int, last: int) -> str:
-    """Return the text from the term `first` to the term `last`."""
+    """Return the characters from the term `first` to the term `last`."""
     return batch.units[batch.term_starts[first] : batch.term_ends[last]].tobytes().decode("utf-16-le", "replace")

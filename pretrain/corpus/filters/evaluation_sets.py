@@ -26,38 +26,38 @@ from pretrain.corpus.listing import files_in
 
 TABLE = "evaluation.npz"
 NGRAM = 13  # words, as in GPT-3
-SHORTEST = 8  # minimum terms of an example with fewer than NGRAM words; shorter ones are not looked for
-PREFIX = 6  # words; also the minimum length of an example where a term is less than a word
+MIN_TERMS = 8  # of an example with fewer than NGRAM words; shorter examples are not searched for
+PREFIX = 6  # words; also the minimum length of examples in scripts where a term is less than a word
 _BATCH_EXAMPLES = 4096
 
 
 def evaluation_files(config: ContaminationConfig) -> list[list[Path]]:
-    """Return the files of each set, sorted. Raises `InputError` if one is missing or of an unknown format."""
-    return [_files(one, f"corpus.filters.contamination.sets.{n}") for n, one in enumerate(config.sets)]
+    """Return the files of each set, sorted. Raises `InputError` if a file is missing or its format is unknown."""
+    return [_files(eval_set, f"corpus.filters.contamination.sets.{n}") for n, eval_set in enumerate(config.sets)]
 
 
 def set_names(config: ContaminationConfig) -> list[str]:
     """Return the names of the sets; by default, the stems of their paths."""
-    return [one.name or Path(one.path).name.split(".")[0] for one in config.sets]
+    return [eval_set.name or Path(eval_set.path).name.split(".")[0] for eval_set in config.sets]
 
 
 def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
-    """Write the n-grams of all sets to `path`; returns {texts, too_short} of each: examples in all, and ignored ones.
+    """Write the n-grams of all sets to `path`; return {texts, too_short} of each set: all examples, ignored examples.
 
-    hashes uint64 [G], ascending, and texts int64 [G], the first example that has it; beginnings uint64: hashes of
-    their first `PREFIX` words; lengths int64: of the n-grams, in quarters of words; first int64 [sets + 1]: the first
-    example of each set.
+    hashes uint64 [G]: of the n-grams, ascending; texts int64 [G]: the first example that has each n-gram; beginnings
+    uint64: hashes of the first `PREFIX` words of n-grams; lengths int64: the distinct lengths of n-grams, in quarters
+    of words; first int64 [sets + 1]: the first example of each set.
     """
     none = np.zeros(0, np.uint64)
     grams, first, sizes = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0], []
-    for one, files in zip(config.sets, evaluation_files(config), strict=True):
+    for eval_set, files in zip(config.sets, evaluation_files(config), strict=True):
         count, short = first[-1], 0
-        for batch in _batched(_examples(files, one)):
+        for batch in _batched(_examples(files, eval_set)):
             grams.append(_grams(batch, count))
             count += len(batch)
             short += len(batch) - len(np.unique(grams[-1].examples))
         if count == first[-1]:
-            raise InputError(f"{one.path}: no text in this evaluation set. Check the file and its columns.")
+            raise InputError(f"{eval_set.path}: no text in this evaluation set. Check the file and its columns.")
         sizes.append({"texts": count - first[-1], "too_short": short})
         first.append(count)
     hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
@@ -85,15 +85,15 @@ def _grams(examples: Sequence[str], first: int) -> _Grams:
     """Return the n-grams of examples numbered from `first` on. A shorter example is one n-gram."""
     batch = document_terms(examples)
     starts, counts = batch.gram_documents(NGRAM)
-    begins = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
+    gram_starts = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
     quarters = batch.document_quarters()
-    is_long = (np.diff(batch.terms) >= SHORTEST) & (quarters >= PREFIX * WORD)
+    is_long = (np.diff(batch.terms) >= MIN_TERMS) & (quarters >= PREFIX * WORD)
     short = np.flatnonzero((counts == 0) & is_long)
-    lengths = np.append(np.full(len(begins), NGRAM * WORD), quarters[short])
-    begins = np.append(begins, batch.terms[short])
+    lengths = np.append(np.full(len(gram_starts), NGRAM * WORD), quarters[short])
+    gram_starts = np.append(gram_starts, batch.terms[short])
     return _Grams(
-        batch.sequence_hashes(begins, batch.sequence_ends(begins, lengths)),
-        batch.sequence_hashes(begins, batch.sequence_ends(begins, PREFIX * WORD)),
+        batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, lengths)),
+        batch.sequence_hashes(gram_starts, batch.sequence_ends(gram_starts, PREFIX * WORD)),
         first + np.append(np.repeat(np.arange(len(examples)), counts), short),
         lengths,
     )
@@ -102,8 +102,8 @@ def _grams(examples: Sequence[str], first: int) -> _Grams:
 # ---------------------------------------------------------------- files
 
 
-def _files(one: EvaluationSetConfig, where: str) -> list[Path]:
-    path = Path(one.path).expanduser()
+def _files(eval_set: EvaluationSetConfig, where: str) -> list[Path]:
+    path = Path(eval_set.path).expanduser()
     files = [path]
     if path.is_dir():
         files = [file for file in files_in(path, f"{where}.path") if plain_suffix(file) in _READERS]
@@ -111,17 +111,17 @@ def _files(one: EvaluationSetConfig, where: str) -> list[Path]:
         if not file.is_file():
             raise InputError(f"{where}.path: {file}: no such file or folder. Check the path.")
         if plain_suffix(file) not in _READERS:
-            raise InputError(f"{where}.path: {file}: unknown format. Give one of {', '.join(_READERS)}.")
+            raise InputError(f"{where}.path: {file}: unknown format. Use one of {', '.join(_READERS)}.")
     if not files:
-        raise InputError(f"{where}.path: {path}: no evaluation set in it. Give files of {', '.join(_READERS)}.")
+        raise InputError(f"{where}.path: {path}: contains no evaluation set. Use one of {', '.join(_READERS)}.")
     return files
 
 
-def _examples(files: Iterable[Path], one: EvaluationSetConfig) -> Iterator[str]:
+def _examples(files: Iterable[Path], eval_set: EvaluationSetConfig) -> Iterator[str]:
     for file in files:
         try:
             with open_file(file) as raw:
-                for text in _READERS[plain_suffix(file)](raw, one):
+                for text in _READERS[plain_suffix(file)](raw, eval_set):
                     if text.strip():
                         yield text.replace("\0", "").encode("utf-8", "replace").decode()
         except (ValueError, KeyError, *BROKEN) as error:
@@ -133,27 +133,27 @@ def _lines(raw: IO[Any], _: EvaluationSetConfig) -> Iterator[str]:
     yield from io.TextIOWrapper(raw, "utf-8-sig", newline=None)
 
 
-def _cells(raw: IO[Any], one: EvaluationSetConfig, delimiter: str = ",") -> Iterator[str]:
+def _cells(raw: IO[Any], eval_set: EvaluationSetConfig, delimiter: str = ",") -> Iterator[str]:
     text = raw.read().decode("utf-8-sig")
 
-    # Quotes in a .tsv may belong to the text or be quoting; n-grams contain none either way.
+    # Quotes in a .tsv may be text or quoting; n-grams contain no quotes in either case.
     rows = (bare_rows if delimiter == "\t" else quoted_rows)(io.StringIO(text, newline=""), delimiter)
     _, names = next(rows, (1, []))
-    if missing := [name for name in one.columns if name not in names]:
+    if missing := [name for name in eval_set.columns if name not in names]:
         raise ValueError(f"no column {missing[0]!r}; it has {', '.join(names)}")
     for _, cells in rows:
         row = dict(zip(names, cells, strict=False))
-        yield from (row.get(name, "") for name in one.columns or names)
+        yield from (row.get(name, "") for name in eval_set.columns or names)
 
 
-def _json_lines(raw: IO[Any], one: EvaluationSetConfig) -> Iterator[str]:
+def _json_lines(raw: IO[Any], eval_set: EvaluationSetConfig) -> Iterator[str]:
     for line in raw:
         if line.strip():
-            yield from _strings(json.loads(line), one.columns)
+            yield from _strings(json.loads(line), eval_set.columns)
 
 
-def _json_file(raw: IO[Any], one: EvaluationSetConfig) -> Iterator[str]:
-    yield from _strings(json.load(raw), one.columns)
+def _json_file(raw: IO[Any], eval_set: EvaluationSetConfig) -> Iterator[str]:
+    yield from _strings(json.load(raw), eval_set.columns)
 
 
 def _strings(value: Any, keys: Sequence[str]) -> Iterator[str]:
@@ -194,7 +194,7 @@ def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
 _READERS: dict[str, Any] = {
     ".txt": _lines,
     ".csv": _cells,
-    ".tsv": lambda raw, one: _cells(raw, one, "\t"),
+    ".tsv": lambda raw, eval_set: _cells(raw, eval_set, "\t"),
     ".jsonl": _json_lines,
     ".json": _json_file,
     ".conll": _sentences,

@@ -1,13 +1,13 @@
 """Near-duplicates by MinHash (Broder 1997) and locality-sensitive hashing in bands (Leskovec et al., chapter 3).
 
 While documents are read, each gets a sketch: one hash per band, equal for documents whose minima in that band are
-equal, and the lowest 8 bits of all minima (Li & Koenig 2010). The sketches of a part are a file. Then each call of
-`find_pairs` compares the documents of one band, or of a share of it by hash, and writes the similar pairs.
+equal, and the lowest 8 bits of all minima (Li & Koenig 2010). The sketches of a part are stored in a file. Then each
+call of `find_pairs` compares the documents of one band, or of a share of its hashes, and writes the similar pairs.
 
-A document is dropped if an earlier one is similar, whether that one is kept or not. The order is: documents that a
-growing corpus already has, held-out documents, then all others in the order of the corpus. Of the earlier documents
-that share a band, a document is compared with the first and the last, and with up to `_ANCHORS` that are not for
-training.
+A document is dropped if an earlier document is similar, even if that one is also dropped. The order is: documents that
+a growing corpus already has, held-out documents, then all others in the order of the corpus. Among the earlier
+documents with the same hash in a band, a document is compared with the first and the last, and with up to `_ANCHORS`
+that are not for training.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import numpy as np
 from pretrain.common.files import atomic_open, write_json
 from pretrain.corpus.buckets import Buckets, bucket_of
 from pretrain.corpus.filters.report import MAX_EXAMPLES, excerpt
-from pretrain.corpus.filters.terms import DocumentTerms, mixed
+from pretrain.corpus.filters.terms import DocumentTerms, mix_bits
 
 SUFFIX = ".sketches"
 WORDS = 3  # of an n-gram
 # A pair of documents with similarity s shares a band with probability 1 - (1 - s^ROWS)^BANDS: 0.87 at 0.5.
 BANDS, ROWS = 32, 4  # ROWS: minima in a band
 _SEED = 42
-MAX_DOCUMENTS = 1 << 23  # of a call of `find_pairs`: about 0.4 GB of memory
+MAX_DOCUMENTS = 1 << 23  # per call of `find_pairs`: about 0.4 GB of memory
 _ANCHORS = 8
-_BATCH_PAIRS = 4096  # compared together; the minima of more do not fit the CPU cache
+_BATCH_PAIRS = 4096  # compared together; the minima of a larger batch do not fit in the CPU cache
 _EXCERPT_BYTES = 96
-_SPARSE = 1000  # known hashes per look-up, above which only the needed pages of their file are read
+_SPARSE = 1000  # known hashes per lookup, above which only the needed pages of their file are read
 _COLLISION = 1 / 256  # probability that the lowest 8 bits of different minima are equal
 _HASH = np.dtype([("first", "<u8"), ("second", "<u8")])
 _KNOWN, _HELD_OUT, _VALIDATION, _TRAINING = range(4)  # ranks: the similar document with the lowest rank is kept
@@ -52,7 +52,7 @@ class Precedence:
 
     Attributes:
         held_out: numbers of the sources that are entirely held out.
-        fraction: of the documents of all other sources that is held out, by hash.
+        fraction: fraction of the other sources' documents that is held out, by hash.
         trained: files with the hashes of known training documents.
     """
 
@@ -61,13 +61,13 @@ class Precedence:
     trained: tuple[Path, ...]
 
     def below(self, hashes: np.ndarray) -> np.ndarray:
-        """bool [D]: which documents with uint64 [D, 2] `hashes` are held out by the fraction."""
+        """Return which documents with these hashes, uint64 [D, 2], are in the held-out fraction, bool [D]."""
         return hashes[:, 0] < np.uint64(self.fraction * 2**64)
 
 
 @dataclass(frozen=True)
 class Sketches:
-    """keys uint64 [D, bands]; minima uint8 [D, bands * rows]; excerpts S96 [D]."""
+    """Sketches of D documents: keys uint64 [D, bands]; minima uint8 [D, bands * rows]; excerpts S96 [D]."""
 
     keys: np.ndarray
     minima: np.ndarray
@@ -78,12 +78,12 @@ class Sketches:
         return Sketches(self.keys[keep], self.minima[keep], self.excerpts[keep])
 
     @classmethod
-    def joined(cls, sketches: Sequence[Sketches]) -> Sketches:
+    def concatenate(cls, sketches: Sequence[Sketches]) -> Sketches:
         """Concatenate sketches."""
-        return cls(*(np.concatenate([getattr(s, name) for s in sketches]) for name in ("keys", "minima", "excerpts")))
+        return cls(*map(np.concatenate, zip(*(vars(each).values() for each in sketches), strict=True)))
 
     def save(self, path: Path, hashes: np.ndarray) -> None:
-        """Write the sketches of documents with `hashes`, uint64 [D, 2]; the bands are stored one after the other."""
+        """Write the sketches of documents with `hashes`, uint64 [D, 2]; the keys are stored band by band."""
         with atomic_open(path) as file:
             for array in (hashes, np.ascontiguousarray(self.keys.T), self.minima, self.excerpts):
                 np.save(file, array, allow_pickle=False)
@@ -100,26 +100,26 @@ def sketches(texts: Sequence[str], batch: DocumentTerms) -> Sketches:
     minima = np.array(matrix.to_rows(), np.uint64).reshape(len(texts), BANDS, ROWS)
     keys = np.zeros((len(texts), BANDS), np.uint64)
     for row in range(ROWS):
-        keys = mixed(keys * np.uint64(0x9E3779B97F4A7C15) + minima[:, :, row] + np.uint64(1))
+        keys = mix_bits(keys * np.uint64(0x9E3779B97F4A7C15) + minima[:, :, row] + np.uint64(1))
     lowest = (minima & np.uint64(0xFF)).astype(np.uint8).reshape(len(texts), size)
     excerpts = np.array([excerpt(text).encode()[:_EXCERPT_BYTES] for text in texts], f"S{_EXCERPT_BYTES}")
     return Sketches(keys, lowest, excerpts)
 
 
 def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return hashes of the n-grams of all documents, and their counts. A document with fewer than n words has one hash:
-    of all its words or, if it has none, such as a row of emoji, of its characters.
+    """Return the hashes of the n-grams of all documents, and the number of n-grams of each document. A document with
+    fewer than n words has one hash: of all its words or, if it has no words (such as only emoji), of its characters.
     """
     grams = batch.grams(n)
     first, counts = batch.gram_documents(n)
     if counts.all():
-        within = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
-        return grams[within], counts
+        indices = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
+        return grams[indices], counts
     whole = batch.sequence_hashes(batch.terms[:-1], batch.terms[1:])
     for number in map(int, np.flatnonzero(np.diff(batch.terms) == 0)):
         digest = hashlib.blake2b(texts[number].encode(), digest_size=8).digest()
         whole[number] = int.from_bytes(digest, "little")
-    hashes = [grams[a : a + c] if c else whole[d : d + 1] for d, (a, c) in enumerate(zip(first, counts, strict=True))]
+    hashes = [grams[i : i + k] if k else whole[n : n + 1] for n, (i, k) in enumerate(zip(first, counts, strict=True))]
     return np.concatenate(hashes), np.maximum(1, counts)
 
 
@@ -127,7 +127,7 @@ def join_sketches(parts: Sequence[Path], out: Path) -> None:
     """Concatenate several files of sketches into one."""
     with atomic_open(out) as file:
         for number in range(4):
-            arrays = [_mapped(path, number) for path in parts]
+            arrays = [_map_array(path, number) for path in parts]
             axis = 1 if number == 1 else 0  # along which the documents are
             shape = list(arrays[0].shape)
             shape[axis] = sum(array.shape[axis] for array in arrays)
@@ -144,28 +144,28 @@ def join_sketches(parts: Sequence[Path], out: Path) -> None:
 class SketchFiles:
     """The sketches of all parts in the folder `work`, in the order of the corpus, read from their files as needed.
 
-    Files named after a source alone belong to a growing corpus. Their documents, the first `known` ones, come first.
+    Files named after a source alone belong to a growing corpus. Their `known` documents come first.
     """
 
     def __init__(self, work: Path) -> None:
         named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work.glob("*" + SUFFIX))
         self._paths = [path for _, path in named]
-        self.first = np.cumsum([0, *(len(_mapped(path, 0)) for path in self._paths)])
+        self.first = np.cumsum([0, *(len(_map_array(path, 0)) for path in self._paths)])
         self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)
         self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
         self.known = int(self.first[self._known_files])
 
     def band(self, band: int, share: int, shares: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of one band that are `share` modulo `shares`, and the documents that have them.
+        """Return the keys of one band that equal `share` modulo `shares`, and the documents that have them.
 
-        Known documents are included only if a new document has the same key.
+        Known documents are only included if a new document has the same key.
         """
         by_file: dict[int, tuple[np.ndarray, np.ndarray]] = {-1: (np.zeros(0, np.uint64), np.zeros(0, np.uint64))}
         new = np.zeros(0, np.uint64)
         for number in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
             if number == 0:
                 new = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
-            keys = np.asarray(_mapped(self._paths[number], 1)[band])
+            keys = np.asarray(_map_array(self._paths[number], 1)[band])
             chosen = np.flatnonzero(keys % np.uint64(shares) == share)
             if number < self._known_files:
                 chosen = chosen[np.isin(keys[chosen], new)]
@@ -174,11 +174,11 @@ class SketchFiles:
         return np.concatenate(keys), np.concatenate(documents)
 
     def sources(self, documents: np.ndarray) -> np.ndarray:
-        """int64 [D]: the number of the source of each document."""
+        """Return the source number of each document, int64 [D]."""
         return self._sources[np.searchsorted(self.first, documents, "right") - 1]
 
     def ranks(self, documents: np.ndarray, hashes: np.ndarray, precedence: Precedence) -> np.ndarray:
-        """uint8 [D]: the ranks of documents with these hashes."""
+        """Return the ranks of documents with these hashes, uint8 [D]."""
         held_out = np.isin(self.sources(documents), precedence.held_out)
         conditions = [documents < np.uint64(self.known), held_out, precedence.below(hashes)]
         return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
@@ -187,12 +187,12 @@ class SketchFiles:
         """Return the rows of the array `number` (0 hashes, 2 minima, 3 excerpts) for ascending document numbers."""
         documents = documents.astype(np.int64)
         part = np.searchsorted(self.first, documents, "right") - 1
-        chosen = [_mapped(self._paths[p], number)[documents[part == p] - self.first[p]] for p in np.unique(part)]
-        return np.concatenate(chosen or [_mapped(self._paths[0], number)[:0]])
+        chosen = [_map_array(self._paths[i], number)[documents[part == i] - self.first[i]] for i in np.unique(part)]
+        return np.concatenate(chosen or [_map_array(self._paths[0], number)[:0]])
 
 
-def _mapped(path: Path, number: int) -> np.ndarray:
-    """Memory-map an array of a file of sketches: hashes, keys, minima or excerpts."""
+def _map_array(path: Path, number: int) -> np.ndarray:
+    """Memory-map array `number` of a sketch file: 0 hashes, 1 keys, 2 minima, 3 excerpts."""
     with path.open("rb") as file:
         for _ in range(number + 1):
             np.lib.format.read_magic(file)
@@ -205,10 +205,10 @@ def _mapped(path: Path, number: int) -> np.ndarray:
 def find_pairs(
     work: Path, out: Path, band: int, share: int, shares: int, threshold: float, precedence: Precedence
 ) -> None:
-    """Write the documents of one band that are similar to an earlier one to `out`: PAIR, ascending.
+    """Find the documents of one band that are similar to an earlier document; write them to `out`: PAIR, ascending.
 
-    Only keys that are `share` modulo `shares` are compared. A document has one pair; if its source is held out, also
-    all pairs with known documents.
+    Only keys that equal `share` modulo `shares` are compared. One pair per document is written; for a document of a
+    held-out source, also all its pairs with known documents.
     """
     files = SketchFiles(work)
     later, earlier, *ranks = _candidates(files, *files.band(band, share, shares), precedence)
@@ -220,13 +220,13 @@ def find_pairs(
     pairs["document"], pairs["earlier"], pairs["equal"] = later[similar], earlier[similar], equal[similar]
     pairs["hash"] = files.rows(0, involved)[row[: len(later)][similar]]
     pairs["rank"], pairs["earlier_rank"] = (rank[similar] for rank in ranks)
-    pairs = _ordered(pairs)
+    pairs = _sort_pairs(pairs)
     with atomic_open(out) as file:
-        np.save(file, pairs[_are_first(pairs) | _are_with_known(pairs)], allow_pickle=False)
+        np.save(file, pairs[_is_first(pairs) | _is_with_known(pairs)], allow_pickle=False)
 
 
 def _equal_minima(minima: np.ndarray, later: np.ndarray, earlier: np.ndarray) -> np.ndarray:
-    """uint32 [N]: how many minima of the documents `later[i]` and `earlier[i]` are equal."""
+    """Count the equal minima of the documents `later[i]` and `earlier[i]`, uint32 [N]."""
     equal = np.zeros(len(later), np.uint32)
     for start in range(0, len(later), _BATCH_PAIRS):
         batch = slice(start, start + _BATCH_PAIRS)
@@ -234,29 +234,29 @@ def _equal_minima(minima: np.ndarray, later: np.ndarray, earlier: np.ndarray) ->
     return equal
 
 
-def _ordered(pairs: np.ndarray) -> np.ndarray:
+def _sort_pairs(pairs: np.ndarray) -> np.ndarray:
     return pairs[np.lexsort((pairs["earlier"], pairs["earlier_rank"], pairs["document"]))]
 
 
-def _are_first(pairs: np.ndarray) -> np.ndarray:
-    """bool [N]: whether a pair is the first of its document; pairs are ordered."""
+def _is_first(pairs: np.ndarray) -> np.ndarray:
+    """Return whether each of the sorted pairs is the first of its document, bool [N]."""
     return np.append(True, pairs["document"][1:] != pairs["document"][:-1])[: len(pairs)]
 
 
-def _are_with_known(pairs: np.ndarray) -> np.ndarray:
-    """bool [N]: pairs of a document of a held-out source and a known one."""
+def _is_with_known(pairs: np.ndarray) -> np.ndarray:
+    """Return whether each pair is of a document of a held-out source and a known document, bool [N]."""
     return (pairs["rank"] == _HELD_OUT) & (pairs["earlier_rank"] == _KNOWN)
 
 
 def _similarity(equal: np.ndarray, size: int) -> np.ndarray:
-    """Estimate the Jaccard similarity of the n-grams of two documents, `equal` of whose `size` minima are equal."""
+    """Estimate the Jaccard similarity of two documents' n-grams if `equal` of their `size` minima are equal."""
     return (equal / size - _COLLISION) / (1 - _COLLISION)
 
 
 def _candidates(
     files: SketchFiles, keys: np.ndarray, documents: np.ndarray, precedence: Precedence
 ) -> tuple[np.ndarray, ...]:
-    """Return (new documents, earlier ones, their ranks) for documents that share a key, without exact copies."""
+    """Return pairs of documents with the same key: (new ones, earlier ones, ranks of both), without exact copies."""
     order = np.argsort(keys, kind="stable")
     keys, documents = keys[order], documents[order]
     same = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
@@ -276,42 +276,42 @@ def _candidates(
 
 
 def _pairs_to_compare(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (later, earlier) indices of pairs, for documents ordered by key and rank."""
-    begins = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
-    sizes = np.diff(np.append(begins, len(keys)))
-    anchors = np.add.reduceat(ranks != _TRAINING, begins).clip(1, _ANCHORS) if len(keys) else sizes
-    first, anchors, index = np.repeat(begins, sizes), np.repeat(anchors, sizes), np.arange(len(keys))
+    """Return the indices (later, earlier) of the pairs to compare, for documents sorted by key and rank."""
+    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
+    sizes = np.diff(np.append(starts, len(keys)))
+    anchors = np.add.reduceat(ranks != _TRAINING, starts).clip(1, _ANCHORS) if len(keys) else sizes
+    first, anchors, index = np.repeat(starts, sizes), np.repeat(anchors, sizes), np.arange(len(keys))
     later = [index[(index > first + n) & (anchors > n)] for n in range(anchors.max(initial=0))]
-    earlier = [first[one] + n for n, one in enumerate(later)]
+    earlier = [first[rows] + n for n, rows in enumerate(later)]
     with_previous = index[index > first + anchors]
     return np.concatenate([*later, with_previous]), np.concatenate([*earlier, with_previous - 1])
 
 
 def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """bool [N]: exact copies of an earlier document, which are dropped anyway. They have the same keys."""
+    """Return which documents are exact copies of an earlier one, bool [N]; copies have equal keys, and are dropped."""
     order = np.lexsort((hashes[:, 1], hashes[:, 0], keys))
     copies = np.zeros(len(keys), bool)
-    now, before = order[1:], order[:-1]
-    copies[now] = (keys[now] == keys[before]) & (hashes[now] == hashes[before]).all(axis=1)
+    current, previous = order[1:], order[:-1]
+    copies[current] = (keys[current] == keys[previous]) & (hashes[current] == hashes[previous]).all(axis=1)
     return copies
 
 
 def merge_pairs(pair_files: Sequence[Path], work: Path, size: int, out: Path, precedence: Precedence) -> None:
     """Merge the files of all calls of `find_pairs` into `out`; sketches have `size` minima.
 
-    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending. It is written last: beside it are the
-    hashes of dropped training documents that are similar to a held-out one, and a report.
+    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending. Before it, two files next to it are
+    written: the hashes of dropped training documents that are similar to a held-out document, and a report.
     """
     files = SketchFiles(work)
     mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
     shares = max(1, -(-int(files.first[-1]) // MAX_DOCUMENTS))
-    chosen = {path: Buckets(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost(out), out)}
+    chosen = {path: Buckets(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost_path(out), out)}
     examples: list[dict[str, Any]] = []
     trained: Counter[str] = Counter()
     for share in range(shares):
-        pairs = _ordered(np.concatenate([_of_share(pairs, share) for pairs in mapped]))
-        trained.update(_similar_to_trained(files, pairs[_are_with_known(pairs)], precedence))
-        pairs = pairs[_are_first(pairs)]
+        pairs = _sort_pairs(np.concatenate([_pairs_in_share(pairs, share) for pairs in mapped]))
+        trained.update(_similar_to_trained(files, pairs[_is_with_known(pairs)], precedence))
+        pairs = pairs[_is_first(pairs)]
         examples += [_example(files, pair, size) for pair in pairs[: MAX_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
         for buckets, dropped in zip(chosen.values(), (pairs[is_lost], pairs), strict=True):
@@ -324,12 +324,12 @@ def merge_pairs(pair_files: Sequence[Path], work: Path, size: int, out: Path, pr
                 np.sort(hashes, order=["first", "second"]).tofile(file)
 
 
-def _lost(out: Path) -> Path:
+def _lost_path(out: Path) -> Path:
     return out.with_suffix(".lost")
 
 
 def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
-    """Return source -> how many of its documents are similar to a known training document."""
+    """Count the documents of each source that are similar to a known training document."""
     earlier, row = np.unique(pairs["earlier"], return_inverse=True)
     hashes = files.rows(0, earlier)
     order = np.argsort(hashes[:, 0])
@@ -341,13 +341,13 @@ def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Prece
     return Counter(map(str, files.sources(documents).tolist()))
 
 
-def _of_share(pairs: np.ndarray, share: int) -> np.ndarray:
-    """Return the pairs of a range of `MAX_DOCUMENTS` documents; bisects ascending pairs, which reads few pages."""
-    begin, end = (
+def _pairs_in_share(pairs: np.ndarray, share: int) -> np.ndarray:
+    """Return the pairs of a range of `MAX_DOCUMENTS` documents; bisecting the ascending pairs reads few pages."""
+    start, end = (
         bisect.bisect_left(pairs, number * MAX_DOCUMENTS, key=lambda pair: int(pair["document"]))
         for number in (share, share + 1)
     )
-    return np.array(pairs[begin:end])
+    return np.array(pairs[start:end])
 
 
 def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
@@ -363,9 +363,9 @@ class NearDuplicates:
 
     Attributes:
         hashes: uint64 [N, 2], ascending.
-        lost: the same, of training documents that are similar to held-out ones.
-        examples: as in a `Report`.
-        trained: held-out source -> how many of its documents are similar to known training documents.
+        lost: hashes of the training documents that are similar to held-out documents.
+        examples: examples for a `Report`.
+        trained: held-out source -> number of its documents that are similar to known training documents.
     """
 
     hashes: np.ndarray
@@ -378,22 +378,22 @@ class NearDuplicates:
         """Read the files that `merge_pairs` wrote."""
         report = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         trained = {int(source): count for source, count in report["trained"].items()}
-        return cls(load_hashes(path), load_hashes(_lost(path)), report["examples"], trained)
+        return cls(load_hashes(path), load_hashes(_lost_path(path)), report["examples"], trained)
 
 
 def load_hashes(path: Path) -> np.ndarray:
-    """Memory-map a file of hashes as uint64 [N, 2]; an empty file cannot be mapped."""
+    """Memory-map a file of hashes as uint64 [N, 2], unless it is empty."""
     return np.memmap(path, np.uint64, "r").reshape(-1, 2) if path.stat().st_size else np.zeros((0, 2), np.uint64)
 
 
 def are_among(known: np.ndarray, hashes: np.ndarray) -> np.ndarray:
-    """bool [D]: which of `hashes` are known; both are uint64 [N, 2] and ascend in the first column."""
+    """Return which of `hashes` are `known`, bool [D]; both are uint64 [N, 2], ascending in the first column."""
     if not len(hashes):
         return np.zeros(0, bool)
-    begin = bisect.bisect_left(known, hashes[0, 0], key=lambda row: row[0])
-    end = bisect.bisect_right(known, hashes[-1, 0], lo=begin, key=lambda row: row[0])
-    is_sparse = len(hashes) * _SPARSE < end - begin
-    known = known[begin:end] if is_sparse else np.array(known[begin:end])
+    start = bisect.bisect_left(known, hashes[0, 0], key=lambda row: row[0])
+    end = bisect.bisect_right(known, hashes[-1, 0], lo=start, key=lambda row: row[0])
+    is_sparse = len(hashes) * _SPARSE < end - start
+    known = known[start:end] if is_sparse else np.array(known[start:end])
     if not len(known):
         return np.zeros(len(hashes), bool)
     index = np.searchsorted(known[:, 0], hashes[:, 0]).clip(max=len(known) - 1)

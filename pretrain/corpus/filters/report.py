@@ -1,4 +1,4 @@
-"""The report of the filters: dropped documents of each rule, and a few examples in the order of the corpus."""
+"""The report of the filters: number of documents that each rule dropped, and the first examples."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ class Report:
         self.extend(entries)
 
     def add(self, name: str, rule: str, text: str, found: str) -> None:
-        """Count a dropped document; `found` says what the filter `name` found in `text`."""
+        """Count a document that the filter `name` dropped; `found` describes the reason."""
         entry = self._entry(name, rule)
         entry["documents"] += 1
         if len(entry["examples"]) < MAX_EXAMPLES:
@@ -30,7 +30,7 @@ class Report:
             total["examples"] += entry["examples"][: MAX_EXAMPLES - len(total["examples"])]
 
     def entries(self) -> list[dict[str, Any]]:
-        """[{filter, rule, documents, examples: [{text, found}]}], in order of arrival."""
+        """Return [{filter, rule, documents, examples: [{text, found}]}], in order of arrival."""
         return list(self._entries.values())
 
     def _entry(self, name: str, rule: str) -> dict[str, Any]:

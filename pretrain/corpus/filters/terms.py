@@ -1,9 +1,9 @@
-"""Documents as flat arrays of characters and terms, for filters that count: numpy processes all documents together.
+"""Documents as flat arrays of characters and terms, so that numpy can process n-grams of many documents together.
 
-A character is a UTF-16 unit of a document's comparable form. Terms, from which n-grams are made, are runs of letters
-and digits in lower case. In scripts without blanks between words, each letter with its marks is a term, and only a
-fraction of a word. An n-gram is the shortest sequence of terms from a given one on that has n words, so it does not
-depend on its position. The hashes of terms do not depend on the process.
+A character is a UTF-16 unit of a document's comparable form (`scripts.comparable`). Terms, the units of n-grams, are
+runs of letters and digits in lower case. In scripts without blanks between words, each letter with its marks is a term,
+and only a fraction of a word. An n-gram is the shortest sequence of terms with at least n words, so it does not depend
+on its position. The hashes of terms are the same in all processes.
 """
 
 import functools
@@ -15,17 +15,17 @@ import numpy as np
 from pretrain.common import scripts
 from pretrain.common.scripts import LETTER, MARK, OTHER
 
-WORD = 4  # quarters, the unit of lengths
-# Length of a term by its kind; for Tibetan and COMPLEX, of each of its characters.
+WORD = 4  # lengths are in quarters of a word
+# Length of a term by its kind; of Tibetan and COMPLEX, of each character.
 _QUARTERS = np.array([0, 0, WORD, 1, 3, 2, 1])
 _UNITS = 1 << 16
-_HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high one represents a row of characters
-_MAX_GAP = 64  # characters between changed ones that are converted together
+_HIGH, _LOW, _ROW = 0xD800, 0xDC00, 1024  # surrogates; a high surrogate represents a row of characters
+_MAX_GAP = 64  # characters between two changed characters that are converted together
 _CHANGES = 1 << 7  # flag of a kind: the character may differ in the comparable form
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
 
 
-def mixed(values: np.ndarray) -> np.ndarray:
+def mix_bits(values: np.ndarray) -> np.ndarray:
     """Mix the bits of uint64 values (the finalizer of splitmix64, Steele et al. 2014)."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
@@ -40,8 +40,8 @@ class DocumentTerms:
     """D documents with C characters and T terms.
 
     units uint16 [C], with a NUL after each document; term_starts, term_ends int64 [T]; terms int64 [D+1]: the first
-    term of each document; term_sums uint64 [T+1]: running sums from which `grams` makes hashes; quarters int64 [T+1]:
-    quarters of words before each term; None if each term is a word.
+    term of each document; term_sums uint64 [T+1]: running sums from which `grams` computes hashes; quarters int64
+    [T+1]: quarters of words before each term, None if each term is a word.
     """
 
     units: np.ndarray
@@ -52,48 +52,48 @@ class DocumentTerms:
     quarters: np.ndarray | None
 
     def sequence_hashes(self, starts: np.ndarray | slice, ends: np.ndarray | slice) -> np.ndarray:
-        """uint64: a hash of the terms [starts[i], ends[i]), which does not depend on their position."""
+        """Return a hash of the terms [starts[i], ends[i]), uint64, which does not depend on their position."""
         _, inverses = _powers(len(self.term_sums))
-        return mixed((self.term_sums[ends] - self.term_sums[starts]) * inverses[starts])
+        return mix_bits((self.term_sums[ends] - self.term_sums[starts]) * inverses[starts])
 
     def sequence_ends(self, starts: np.ndarray, quarters: np.ndarray | int) -> np.ndarray:
-        """int64: one past the last term of the shortest sequences with `quarters` or more; above T if there is none."""
+        """Return the ends of the shortest sequences with at least `quarters`, int64; above T if there is none."""
         if self.quarters is None:
             return starts + -(-quarters // WORD)
-        return self._until(self.quarters[starts] + quarters)
+        return self._term_index(self.quarters[starts] + quarters)
 
     @functools.cached_property
-    def _terms_of(self) -> np.ndarray:
-        """int64: by quarters of words from 0 on, how many terms reach them; above T past the last."""
+    def _terms_by_quarters(self) -> np.ndarray:
+        """The number of terms needed for each number of quarters from 0 on, int64; above T if there are too few."""
         assert self.quarters is not None
         counts = np.diff(self.quarters, prepend=-1, append=self.quarters[-1] + 1)
         return np.repeat(np.arange(len(counts)), counts)
 
-    def _until(self, quarters: np.ndarray) -> np.ndarray:
-        return self._terms_of[np.clip(quarters, 0, len(self._terms_of) - 1)]
+    def _term_index(self, quarters: np.ndarray) -> np.ndarray:
+        return self._terms_by_quarters[np.clip(quarters, 0, len(self._terms_by_quarters) - 1)]
 
     def grams(self, n: int) -> np.ndarray:
-        """uint64 [G]: hashes of n words from each term on, while there are as many, also across documents."""
+        """Return the hashes of the n words from each term on, uint64 [G], also across documents."""
         if self.quarters is None:
             count = max(0, len(self.term_starts) - n + 1)
             return self.sequence_hashes(slice(count), slice(n, n + count))
-        starts = np.arange(int(self._until(self.quarters[-1] - n * WORD + 1)))
+        starts = np.arange(int(self._term_index(self.quarters[-1] - n * WORD + 1)))
         return self.sequence_hashes(starts, self.sequence_ends(starts, n * WORD))
 
     def gram_documents(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [D] each: first of `grams(n)` of each document, and how many of them lie within it."""
+        """Return each document's first n-gram in `grams(n)`, and its number of n-grams, int64 [D] each."""
         first, ends = self.terms[:-1], self.terms[1:]
         if self.quarters is None:
             return first, np.maximum(0, ends - first - n + 1)
-        return first, np.maximum(0, self._until(self.quarters[ends] - n * WORD + 1) - first)
+        return first, np.maximum(0, self._term_index(self.quarters[ends] - n * WORD + 1) - first)
 
     def document_quarters(self) -> np.ndarray:
-        """int64 [D]: quarters of words of each document."""
+        """Return the length of each document in quarters of words, int64 [D]."""
         return np.diff(self.terms * WORD if self.quarters is None else self.quarters[self.terms])
 
 
 def document_terms(texts: Sequence[str]) -> DocumentTerms:
-    """Convert one or more documents, which contain no NUL and no lone surrogate."""
+    """Convert one or more documents without NUL or lone surrogates."""
     units = np.frombuffer(("\0".join(texts) + "\0").encode("utf-16-le"), np.uint16)
     kinds = _kinds()[units]
     if kinds.max() >= _CHANGES:
@@ -110,54 +110,54 @@ def document_terms(texts: Sequence[str]) -> DocumentTerms:
 
 
 def _comparable(units: np.ndarray, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `units` in comparable form, and their kinds; only changed characters and their neighbors are converted."""
+    """Return `units` in comparable form, and their kinds; only the surroundings of changed characters are converted."""
     changed = np.flatnonzero(kinds >= _CHANGES)
-    apart = np.diff(changed) > _MAX_GAP
-    starts, ends = np.maximum(changed[np.append(True, apart)] - 1, 0), changed[np.append(apart, True)] + 1
+    is_distant = np.diff(changed) > _MAX_GAP
+    starts, ends = np.maximum(changed[np.append(True, is_distant)] - 1, 0), changed[np.append(is_distant, True)] + 1
     starts -= units[starts] // _ROW == _LOW // _ROW  # do not split surrogate pairs
     ends += units[ends] // _ROW == _LOW // _ROW
-    formed, of_kinds, done = [], [], 0
+    converted, converted_kinds, copied = [], [], 0
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         text = scripts.comparable(units[start:end].tobytes().decode("utf-16-le"))
-        formed += units[done:start], np.frombuffer(text.encode("utf-16-le"), np.uint16)
-        of_kinds += kinds[done:start], _kinds()[formed[-1]] & (_CHANGES - 1)
-        done = end
-    return np.concatenate([*formed, units[done:]]), np.concatenate([*of_kinds, kinds[done:]])
+        converted += units[copied:start], np.frombuffer(text.encode("utf-16-le"), np.uint16)
+        converted_kinds += kinds[copied:start], _kinds()[converted[-1]] & (_CHANGES - 1)
+        copied = end
+    return np.concatenate([*converted, units[copied:]]), np.concatenate([*converted_kinds, kinds[copied:]])
 
 
-def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the starts and ends of the runs of true values; the last value is false."""
-    changes = np.flatnonzero(inside[1:] != inside[:-1]) + 1
-    changes = np.append(0, changes) if inside[0] else changes
+def _runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the starts and ends of the runs of true values; the last value must be false."""
+    changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    changes = np.append(0, changes) if mask[0] else changes
     return changes[::2], changes[1::2]
 
 
 def _terms(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return starts and ends of terms, and the quarters of words before each and after the last. A NUL ends `kinds`."""
+    """Return `term_starts`, `term_ends` and `quarters` of `DocumentTerms`; the last of `kinds` is of a NUL."""
     marks = np.flatnonzero(kinds == MARK)
     if marks.size:  # a mark has the kind of its base character
-        begins = np.diff(marks, prepend=-2) != 1
-        kinds[marks] = kinds[marks[begins][np.cumsum(begins) - 1] - 1]
+        is_start = np.diff(marks, prepend=-2) != 1
+        kinds[marks] = kinds[marks[is_start][np.cumsum(is_start) - 1] - 1]
     inside, single = kinds != OTHER, kinds > LETTER
     if not single.any():
         return *_runs(inside), None
     is_mark = np.zeros(len(kinds), bool)
     is_mark[marks] = True
-    begins = inside.copy()
-    begins[1:] &= ~inside[:-1] | (single[1:] | single[:-1]) & ~is_mark[1:]
-    starts = np.flatnonzero(begins)
-    ends = np.flatnonzero(inside[:-1] & (begins[1:] | ~inside[1:])) + 1
+    is_start = inside.copy()
+    is_start[1:] &= ~inside[:-1] | (single[1:] | single[:-1]) & ~is_mark[1:]
+    starts = np.flatnonzero(is_start)
+    ends = np.flatnonzero(inside[:-1] & (is_start[1:] | ~inside[1:])) + 1
     quarters = _QUARTERS[kinds[starts]]
     quarters *= np.where(quarters == 1, ends - starts, 1)
     return starts, ends, np.append(0, np.cumsum(quarters)) if (quarters != WORD).any() else None
 
 
 def _term_sums(units: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return running sums of the terms' hashes times powers: differences are polynomials (Karp & Rabin 1987)."""
+    """Return running sums of term hash times power; differences are rolling hashes (Karp & Rabin 1987)."""
     powers, inverses = _powers(len(units) + 1)
     sums = np.zeros(len(units) + 1, np.uint64)
     np.cumsum(_letter_hashes()[units] * powers[: len(units)], out=sums[1:])
-    hashes = mixed((sums[ends] - sums[starts]) * inverses[starts])
+    hashes = mix_bits((sums[ends] - sums[starts]) * inverses[starts])
     total = np.zeros(len(starts) + 1, np.uint64)
     np.cumsum(hashes * powers[: len(starts)], out=total[1:])
     return total
@@ -167,7 +167,7 @@ _known_powers = (np.ones(1, np.uint64), np.ones(1, np.uint64))
 
 
 def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """uint64 [count or more]: powers of _FACTOR modulo 2^64, and their inverses."""
+    """Return powers of _FACTOR modulo 2^64, and their inverses, uint64 [count or more]."""
     global _known_powers
     if len(_known_powers[0]) < count:
         size = max(1 << 16, 1 << (count - 1).bit_length())
@@ -184,14 +184,14 @@ def _geometric(factor: int, count: int) -> np.ndarray:
 
 @functools.cache
 def _kinds() -> np.ndarray:
-    """uint8 [65536]: the kind of each UTF-16 unit, with _CHANGES if its comparable form may differ.
+    """Return the kind of each UTF-16 unit, with _CHANGES if its comparable form may differ, uint8 [65536].
 
-    A high surrogate has the kind of an eighth of its characters: few scripts fill a row. A low one is a mark on it.
+    The kind of a high surrogate is shared or exceeded by an eighth of its row. A low surrogate is a mark after it.
     """
     known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
     kinds = known[:_UNITS] | changes[:_UNITS]
     rows = np.where(known == MARK, OTHER, known)[_UNITS:].reshape(-1, _ROW)
-    # One of the planes without letters has characters that are dropped.
+    # Planes without letters are OTHER; one of them has characters that the comparable form drops.
     kinds[_HIGH : _HIGH + _ROW], kinds[_LOW : _LOW + _ROW] = OTHER | _CHANGES, MARK
     kinds[_HIGH : _HIGH + len(rows)] = np.sort(rows)[:, -_ROW // 8] | changes[_UNITS:].reshape(-1, _ROW).max(axis=1)
     return kinds
@@ -199,10 +199,10 @@ def _kinds() -> np.ndarray:
 
 @functools.cache
 def _letter_hashes() -> np.ndarray:
-    """uint64 [65536]: a hash of each unit in lower case."""
+    """Return a hash of each UTF-16 unit in lower case, uint64 [65536]."""
     folded = np.arange(_UNITS, dtype=np.uint64)
     for unit in range(_UNITS):
         character = chr(unit)
         if character != (form := character.casefold()):
-            folded[unit] = next(ord(x) for x in (form, character.lower(), character) if len(x) == 1)
-    return mixed(folded + np.uint64(1))
+            folded[unit] = next(ord(variant) for variant in (form, character.lower(), character) if len(variant) == 1)
+    return mix_bits(folded + np.uint64(1))

@@ -1,4 +1,4 @@
-"""The kinds of sources: every module of this package is a kind, with a class `Reader` that finds, cuts and reads.
+"""The kinds of sources: every module of this package is a kind, whose class `Reader` finds, cuts and reads inputs.
 
 A config names a kind by its module, which may be in another package: see docs/extend/add-a-source.md.
 """
@@ -12,7 +12,7 @@ from pretrain.common.addresses import is_remote
 from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.config import SourceConfig
-from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, Span, nothing_found
+from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, Span, no_files_error
 from pretrain.storage.objects import ObjectStore
 
 KIND = Contract("Reader", SourceReader, ("read",))
@@ -24,23 +24,23 @@ def reader(config: SourceConfig) -> SourceReader:
 
 
 def find_inputs(config: SourceConfig, where: str) -> list[Input]:
-    """Return the inputs of a source, in a fixed order. `where` is its name in the config, for errors.
+    """Return the inputs of a source, in a fixed order. `where` is its path in the config, for errors.
 
     Raises:
-        InputError: nothing is found, it cannot be read, or the text column does not exist.
+        InputError: no file is found, one cannot be read, or the text column does not exist.
     """
     source = reader(config)
     return _with_problems(source.find(where), source)
 
 
 def list_inputs(config: SourceConfig, where: str) -> list[Input]:
-    """As `find_inputs`, but only list the files at an address, without fetching them or checking their columns."""
+    """Like `find_inputs`, but do not fetch files at an address or check their columns."""
     if not is_remote(config.path):
         return find_inputs(config, where)
     source = reader(config)
     objects = source.stored_files(ObjectStore())
     if not objects:
-        raise nothing_found(config, where, source.problems.entries())
+        raise no_files_error(config, where, source.problems.entries())
     return _with_problems([Input((address,), facts.bytes) for address, facts in objects.items()], source)
 
 
@@ -53,8 +53,8 @@ def cut(
 ) -> Iterator[Chunk]:
     """Yield the chunks of one input; at least one, so that every fault is reported.
 
-    A file that can only be read in order is read here, into chunks that carry their text. With `streams`, it becomes
-    a single chunk, which the process that prepares it cuts with `cut_stream`.
+    A file that must be read in order is read here, and its chunks contain the text. With `streams`, it becomes a single
+    chunk, which the process that prepares it cuts with `cut_stream`.
     """
     source = reader(config)
     is_uncut = streams and source.is_stream(item)
@@ -66,12 +66,12 @@ def cut(
 
 
 def cut_stream(chunk: Chunk) -> Iterator[Chunk]:
-    """Yield the chunks of a file that can only be read in order, each with its text."""
+    """Yield the chunks of a file that must be read in order, each with its text."""
     return cut(chunk.config, chunk.source, chunk.input, Input(chunk.paths, chunk.bytes))
 
 
 def documents(chunk: Chunk, problems: Problems) -> Iterator[str]:
-    """Yield the documents of `chunk`: paragraphs are lines; no NUL, no lone surrogate. Faults go to `problems`."""
+    """Yield the documents of `chunk`, without NUL or lone surrogates. Faults are added to `problems`."""
     problems.extend(chunk.problems)
     for text in reader(chunk.config).read(chunk, problems):
         yield text.replace("\0", "") if "\0" in text else text

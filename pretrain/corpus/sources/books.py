@@ -1,5 +1,5 @@
-"""Plain-text books, one document per file. Project Gutenberg's header and license, hard line breaks, headings and
-pictures are removed."""
+"""Plain-text books, one document per file, without hard line breaks, headings, pictures, and Project Gutenberg's
+header and license."""
 
 import re
 import unicodedata
@@ -35,11 +35,11 @@ _HEADING = re.compile(
     re.I,
 )
 _TITLE_WORDS = 12
-_STOP = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # Sentence_Terminal, commas and the like
+_STOP = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # full stops, commas etc.
 
 
 class Reader(SourceReader):
-    """Plain text files, one document each, without Project Gutenberg's header and license."""
+    """Plain-text books, one document each."""
 
     suffixes = (".txt",)
 
@@ -54,7 +54,7 @@ class Reader(SourceReader):
 
 
 def read_text(path: Path, problems: Problems) -> str:
-    """Return the text of a file up to the first damage, "" if it is empty; both are faults added to `problems`."""
+    """Return the text of a file up to the first damage; damage and an empty file are added to `problems`."""
     try:
         with open_text(path) as stream:
             raw = stream.read()
@@ -71,7 +71,7 @@ def read_text(path: Path, problems: Problems) -> str:
 
 
 def is_latin1(raw: bytes) -> bool:
-    """Return whether a Gutenberg header declares ISO 8859-1, as was usual before about 2010."""
+    """Return whether a Gutenberg header declares ISO 8859-1, which was common before about 2010."""
     declared = _ENCODING.search(raw, 0, 20_000)
     return declared is not None and declared[1].lower() in (b"iso-8859-1", b"iso-latin-1", b"latin-1", b"latin1")
 
@@ -84,25 +84,25 @@ def paragraphs(text: str, problems: Problems) -> str:
     text, is_framed = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
     problems.left_out["read_characters"] += len(text)
     text = _BRACKETED.sub("", text)
-    kept = []
-    # Without Gutenberg's header the first line may be anything, such as a line of a chat.
+    kept_paragraphs = []
+    # Without Gutenberg's header, the first line may be any text, such as a line of a chat.
     may_be_title = is_framed
     for lines in re.split(r"\n[ \t]*\n", text):
         paragraph = " ".join(lines.split())
         if not paragraph:
             continue
         if not any(character.isalpha() for character in paragraph):  # page numbers, rows of asterisks
-            problems.leave_out(paragraph)
+            problems.count_skipped(paragraph)
             continue
         is_heading = _is_heading(paragraph)
         if is_heading or (may_be_title and _is_title(paragraph)):
-            problems.leave_out(paragraph)
-            # Only one title follows a heading: further short lines without a full stop are text.
+            problems.count_skipped(paragraph)
+            # Only one title follows a heading; more short lines without a full stop are text.
             may_be_title = is_heading
             continue
         may_be_title = False
-        kept.append(_UNDERSCORED.sub(r"\1", paragraph))
-    return "\n".join(kept)
+        kept_paragraphs.append(_UNDERSCORED.sub(r"\1", paragraph))
+    return "\n".join(kept_paragraphs)
 
 
 def _body(text: str) -> tuple[str, bool]:
@@ -117,14 +117,14 @@ def _body(text: str) -> tuple[str, bool]:
 
 
 def _is_heading(paragraph: str) -> bool:
-    """Return whether it is a chapter number, or a title in capitals, which not every script has."""
+    """Return whether a paragraph is a chapter number or, in scripts with capitals, a title in capitals."""
     if _HEADING.fullmatch(paragraph):
         return True
     return _in_capitals(paragraph) and not is_ended(paragraph) and count_words(paragraph) <= _TITLE_WORDS
 
 
 def _is_title(paragraph: str) -> bool:
-    """Return whether it is a short line without a full stop, or in capitals."""
+    """Return whether a paragraph is short and either in capitals or without a full stop."""
     return (_in_capitals(paragraph) or not is_ended(paragraph)) and count_words(paragraph) <= _TITLE_WORDS
 
 
@@ -133,7 +133,7 @@ def _in_capitals(paragraph: str) -> bool:
 
 
 def is_ended(paragraph: str) -> bool:
-    """Return whether the last mark is a full stop of any script, such as "." or "。" or "।", before closing quotes."""
+    """Return whether a paragraph ends with punctuation of any script, such as "。" or "।", before closing quotes."""
     end = len(paragraph)
     while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):
         end -= 1

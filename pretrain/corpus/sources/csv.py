@@ -1,4 +1,4 @@
-"""Files of comma- or tab-separated values with a header, read in order: quoted cells may contain line breaks."""
+"""Files of comma- or tab-separated values with a header, read in order, since quoted cells may contain line breaks."""
 
 import contextlib
 import csv
@@ -17,7 +17,7 @@ from pretrain.corpus.text_columns import ColumnReader
 
 
 class Reader(ColumnReader):
-    """Rows of .csv and .tsv files. A file is read in order, by one process."""
+    """Rows of .csv and .tsv files. Each file is read by one process."""
 
     suffixes = (".csv", ".tsv")
 
@@ -31,7 +31,7 @@ class Reader(ColumnReader):
 
     def cut(self, item: Input) -> Iterator[Span]:
         problems = Problems()
-        return inputs.carried_spans(item, self._text_batches(Path(item.paths[0]), problems), [], problems)
+        return inputs.data_spans(item, self._text_batches(Path(item.paths[0]), problems), [], problems)
 
     def values(self, chunk: Chunk) -> Iterable[Any]:
         return chunk.data
@@ -53,30 +53,30 @@ class Reader(ColumnReader):
             return self.config.quoting
         if _delimiter(path) == ",":
             return "standard"
-        refuse_quoted(_text(path), _delimiter(path), path, "`quoting` of its source")
+        refuse_quoted(_lines(path), _delimiter(path), path, "`quoting` of its source")
         return "none"
 
 
-def _text(path: Path) -> Iterator[str]:
+def _lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file up to the first damage, which is counted when its rows are read."""
     with contextlib.suppress(OSError), open_text(path) as stream:
         yield from io.TextIOWrapper(io.BufferedReader(stream), "utf-8-sig", "replace", newline="")
 
 
 def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> Iterator[tuple[Any, int]]:
-    """Yield (record batch of the text column, bytes of the file read so far). Rows of another width go to `problems`.
+    """Yield (record batch of the text column, bytes read so far). Rows of a different width are added to `problems`.
 
-    Arrow cannot read a row larger than its block size. The file is then read again from the start with larger blocks:
-    Arrow cannot continue where it stopped.
+    Arrow cannot read a row that is larger than its block size, nor continue where it stopped. In this case, the file is
+    read again from the start with larger blocks.
     """
-    done, block_bytes = 0, inputs.CHUNK_BYTES
+    yielded, block_bytes = 0, inputs.CHUNK_BYTES
     while True:
         rows, left_out = 0, Problems()
         try:
             with path.open("rb") as raw:
                 stream = TextStream(path, raw)
                 for batch in _open_csv(path, stream, column, quoting, block_bytes, left_out):
-                    new = batch.slice(max(0, done - rows))
+                    new = batch.slice(max(0, yielded - rows))
                     rows += batch.num_rows
                     for smaller in _smaller_batches(new) if block_bytes > inputs.CHUNK_BYTES else [new]:
                         yield smaller, raw.tell()
@@ -92,7 +92,7 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
             raise InputError(
                 f"{path}: a row of more than {records.MAX_RECORD_BYTES >> 20} MB. Check that its quotes are closed."
             )
-        done, block_bytes = max(done, rows), 2 * block_bytes
+        yielded, block_bytes = max(yielded, rows), 2 * block_bytes
 
 
 def _smaller_batches(batch: Any) -> Iterator[Any]:
@@ -104,7 +104,7 @@ def _smaller_batches(batch: Any) -> Iterator[Any]:
 def _open_csv(
     path: Path, stream: TextStream, column: str, quoting: Quoting, block_bytes: int, left_out: Problems
 ) -> Any:
-    """Open a reader of record batches with only the text column, as bytes. Rows of another width go to `left_out`."""
+    """Open a reader of record batches of the text column, as bytes. Rows of a different width go to `left_out`."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
@@ -137,7 +137,7 @@ def _column_names(file: Path) -> list[str] | None:
         text = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="")
         try:
             return next(csv.reader(text, delimiter=_delimiter(file)), [])
-        except csv.Error as error:  # a name of over 128 kB; in Python 3.10 also NUL, as in UTF-16
+        except csv.Error as error:  # a name longer than 128 kB or, in Python 3.10, a NUL, as in UTF-16
             return ["\0"] if "NUL" in str(error) else None
 
 

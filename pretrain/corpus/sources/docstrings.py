@@ -1,7 +1,7 @@
-"""English text of this Python and its installed packages: documentation topics and docstrings, without importing.
+"""English text of Python and its installed packages: help topics and docstrings, read without importing the modules.
 
-A document has the docstrings of a module in the order of the file, or a topic of the language reference. Only running
-text is kept: no doctests, code, tables, signatures or field lists.
+A document consists of a module's docstrings in the order of the file, or of a topic of the language reference. Only
+prose is kept: no doctests, code, tables, signatures or field lists.
 """
 
 import ast
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pretrain.common.addresses import local
-from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, grouped, nothing_found
+from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, grouped, no_files_error
 from pretrain.corpus.listing import files_in
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
 _MIN_WORDS = 6
-_MIN_NAME_WORDS = 4  # a shorter line above an indented one is a name and its type
+_MIN_NAME_WORDS = 4  # a shorter line above an indented line is a name and its type
 _MIN_LETTER_SHARE = 0.9  # letters, blanks and plain punctuation; code and tables have less
 _TOPICS = ("pydoc_data", "topics.py")
 
@@ -41,7 +41,7 @@ _END = (".", "!", "?", ".)", '."', ".'")
 
 
 class Reader(SourceReader):
-    """The running text of Python modules, one document each."""
+    """The prose of Python modules, one document each."""
 
     suffixes = (".py",)
 
@@ -58,11 +58,11 @@ class Reader(SourceReader):
         root = folder if folder.is_dir() else Path(os.path.commonpath([file.parent for file in files]))
         if modules := [file for file in files if not _is_left_out(file, root)]:
             return modules
-        raise nothing_found(self.config, where)
+        raise no_files_error(self.config, where)
 
 
 def installed_modules() -> list[str]:
-    """List Python files of the standard library and the installed packages, without tests."""
+    """List the Python files of the standard library and of installed packages, without tests."""
     paths = sysconfig.get_paths()
     roots = sorted({Path(paths[key]) for key in ("stdlib", "purelib", "platlib")})
     files = ((file, root) for root in roots for file in files_in(root) if file.suffix == ".py")
@@ -70,10 +70,10 @@ def installed_modules() -> list[str]:
 
 
 def _is_left_out(file: Path, root: Path) -> bool:
-    """Return whether a file below `root` is a test, or belongs to site-packages below it.
+    """Return whether a file below `root` is a test or in a site-packages folder.
 
-    The standard library's folder may contain site-packages: this Python's are a root themselves, and the packages of
-    the Python that a virtual environment was created from are not installed here.
+    The standard library's folder may contain site-packages: of this Python, which are a separate root, or of the Python
+    from which a virtual environment was created, which are not installed in it.
     """
     parts = file.relative_to(root).parts
     return _is_test(parts) or "site-packages" in parts
@@ -84,7 +84,7 @@ def _is_test(parts: tuple[str, ...]) -> bool:
 
 
 def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Iterator[str]:
-    """Yield the modules' running text, one paragraph per line. A paragraph repeated within `paths` is kept once.
+    """Yield the prose of modules, one paragraph per line. A paragraph that is repeated within `paths` is kept once.
 
     `report(path, fault)` is called for files that cannot be read or parsed.
     """
@@ -114,15 +114,15 @@ def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Ite
 
 @contextlib.contextmanager
 def syntax_tree(source: bytes) -> Iterator[ast.Module]:
-    """The tree of a module; raises as `ast.parse`.
+    """Yield the syntax tree of a module; raises like `ast.parse`.
 
-    Meanwhile nobody collects garbage: a tree has no cycles, and looking for them takes as long as all else.
+    Garbage collection is disabled meanwhile: a tree has no cycles, and searching for them would double the time.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's files
+            warnings.simplefilter("ignore")  # such as invalid escapes in third-party files
             yield ast.parse(source)
     finally:
         if collects:
@@ -147,7 +147,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def _topics(tree: ast.Module) -> list[list[str]]:
-    """Return the topics of pydoc_data.topics, one document each."""
+    """Return the topics of pydoc_data.topics, each as a list of one string."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             return [[topic] for topic in ast.literal_eval(node.value).values()]
@@ -156,18 +156,18 @@ def _topics(tree: ast.Module) -> list[list[str]]:
 
 def running_text(docstring: str) -> list[str]:
     """Return the paragraphs of `docstring` that are prose, without reST, Markdown and Google-style markup."""
-    kept = []
+    prose = []
     for run in _line_runs(inspect.cleandoc(docstring).split("\n")):
         paragraph = _clean(run)
         if _is_prose(paragraph):
-            kept.append(paragraph)
-    return kept
+            prose.append(paragraph)
+    return prose
 
 
 def _line_runs(lines: list[str]) -> Iterator[str]:
-    """Yield runs of lines of one indentation, list item or argument, without code blocks and doctests."""
+    """Yield runs of lines with the same indentation, list item or argument, without code blocks and doctests."""
     run: list[str] = []
-    indent = code_indent = -1  # deeper than code_indent is a literal block
+    indent = code_indent = -1  # lines deeper than code_indent are a literal block
     fenced = doctest = False
     for line in [*lines, ""]:
         text = line.strip()
@@ -201,8 +201,8 @@ def _line_runs(lines: list[str]) -> Iterator[str]:
 
 
 def _clean(run: str) -> str:
-    lead = _BULLET.match(run) or _FIELD.match(run)
-    text = run[lead.end() :] if lead else run
+    marker = _BULLET.match(run) or _FIELD.match(run)
+    text = run[marker.end() :] if marker else run
     text = _ROLE.sub(lambda match: match[2].rpartition(".")[2] if match[1] else match[2], text)
     text = _LINK.sub(r"\1", text)
     text = _LITERAL.sub(lambda match: match[1] or match[2], text)
@@ -222,5 +222,5 @@ def _is_prose(paragraph: str) -> bool:
     words = paragraph.split()
     if len(words) < _MIN_WORDS or not paragraph.endswith((*_END, ":")) or not paragraph[0].isalnum():
         return False
-    plain = sum(character.isalpha() or character in " ,.'-" for character in paragraph)
-    return plain >= _MIN_LETTER_SHARE * len(paragraph) and len(_CODE.findall(paragraph)) <= len(words) // 8
+    plain_characters = sum(character.isalpha() or character in " ,.'-" for character in paragraph)
+    return plain_characters >= _MIN_LETTER_SHARE * len(paragraph) and len(_CODE.findall(paragraph)) <= len(words) // 8

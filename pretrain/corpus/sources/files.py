@@ -1,4 +1,4 @@
-"""Text files without any cleaning, one document each: code, tables, or other text with significant line breaks."""
+"""Text files as they are, one document each: code, tables, or other text with significant line breaks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from pretrain.corpus.sources.books import read_text
 
 
 class Reader(SourceReader):
-    """All files of a folder or glob, with any suffix; nothing is removed from them."""
+    """All files of a folder or glob, with any suffix, unchanged."""
 
     def find(self, where: str) -> list[Input]:
         return grouped(self.find_files(where), where)

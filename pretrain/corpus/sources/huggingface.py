@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face: a folder written by save_to_disk, or a pinned commit of a data set on the hub."""
+"""Hugging Face data sets: a folder written by save_to_disk, or a pinned commit of a data set on the hub."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ class Reader(ColumnReader):
                 f"https://huggingface.co/datasets/{source.dataset}/commits/main"
             )
         dataset = hub_dataset(where, source.dataset, source.subset, source.split, source.revision)
-        if dataset.column_names is not None:  # for some data sets they are unknown until a row is read
+        if dataset.column_names is not None:  # of some data sets, they are unknown until a row is read
             _check_column(source, f"{where}.text_column: ", dataset.column_names)
         shards = dataset.num_shards
         return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
@@ -64,7 +64,7 @@ def saved_dataset(folder: str, split: str) -> Any:
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: not a folder written by save_to_disk ({error}).") from None
     except IndexError:  # raised by `datasets`, which writes no file for a data set without rows
-        raise InputError(f"{folder}: no rows in it, or in one of its splits. Remove what is empty.") from None
+        raise InputError(f"{folder}: it, or one of its splits, has no rows. Remove what is empty.") from None
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             raise InputError(f"{folder}: no split {split!r}; it has {', '.join(dataset)}.")  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -73,12 +73,12 @@ def saved_dataset(folder: str, split: str) -> Any:
 
 
 def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -> Any:
-    """Open a split on the hub as a `datasets.IterableDataset`. `where` is its source's name in the config."""
+    """Open a split on the hub as a `datasets.IterableDataset`. `where` is the source's path in the config."""
     expect(f"{where}.dataset", "datasets")
     from huggingface_hub import constants
 
     try:
-        if not constants.HF_HUB_OFFLINE:  # `datasets` retries, and reports all causes in the same way
+        if not constants.HF_HUB_OFFLINE:  # check access first: `datasets` retries, and reports all causes alike
             ObjectStore().info(f"hf://datasets/{name}@{revision}/README.md")
         return _streamed(name, subset, split, revision)
     except RunError as error:
@@ -97,8 +97,8 @@ def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
 def _hub_rows(source: SourceConfig, chunk: Chunk) -> Iterator[dict[str, Any]]:
     """Yield the rows of a shard on the hub.
 
-    Raises `MachineError` if they cannot be read to the end, for any error of the hub's client: a lost connection is
-    not a fault of the data, and a partly read shard would count as read.
+    Raises `MachineError` for any error of the hub's client before the end: a lost connection is not a fault of the
+    data, and a partly read shard must not be treated as complete.
     """
     import pyarrow as pa
 

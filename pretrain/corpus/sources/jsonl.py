@@ -1,4 +1,4 @@
-"""Files of JSON objects: one per line, in an array, or indented. The text column of each is a document."""
+"""Files of JSON objects: one per line, in an array, or indented. The text column of each object is a document."""
 
 import json
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from pretrain.corpus.inputs import (
     Input,
     Problems,
     Span,
-    carried_spans,
     check_column,
+    data_spans,
     decode,
     plain_suffix,
     without_surrogates,
@@ -20,7 +20,7 @@ from pretrain.corpus.records import RecordReader
 
 
 class Reader(RecordReader):
-    """JSON objects, one document each: lines are read in ranges, an array is read in order."""
+    """JSON objects, one document each. Lines are read in byte ranges, other layouts in order."""
 
     suffixes = (".jsonl", ".json", ".ndjson")
     record_start = b"\n"
@@ -29,26 +29,26 @@ class Reader(RecordReader):
     def find(self, where: str) -> list[Input]:
         files = super().find(where)
         for file in files:
-            if file.bytes > json_values.MAX_BYTES and json_values.is_spread(path := Path(file.paths[0])):
-                raise json_values.too_large(path)
+            if file.bytes > json_values.MAX_BYTES and json_values.is_multiline(path := Path(file.paths[0])):
+                raise json_values.too_large_error(path)
         check_column(self.config, where, Path(files[0].paths[0]), _column_names)
         return files
 
-    def takes(self, file: PurePath) -> bool:
+    def accepts(self, file: PurePath) -> bool:
         # WikiExtractor's --json writes files without a suffix.
-        return super().takes(file) or (not plain_suffix(file) and _begins_with_object(Path(file)))
+        return super().accepts(file) or (not plain_suffix(file) and _starts_with_object(Path(file)))
 
     def is_stream(self, item: Input) -> bool:
-        return super().is_stream(item) or json_values.is_spread(Path(item.paths[0]))
+        return super().is_stream(item) or json_values.is_multiline(Path(item.paths[0]))
 
     def cut(self, item: Input) -> Iterator[Span]:
         path = Path(item.paths[0])
-        return carried_spans(item, json_values.lines(path), b"") if json_values.is_spread(path) else super().cut(item)
+        return data_spans(item, json_values.lines(path), b"") if json_values.is_multiline(path) else super().cut(item)
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         path, column = chunk.paths[0], self.config.text_column
         text = decode(self.records(chunk, problems), path, chunk.start, problems)
-        lines = text.replace("}\ufeff{", "}\n{").split("\n")  # a file without a final line break, followed by another
+        lines = text.replace("}\ufeff{", "}\n{").split("\n")  # concatenated files, the first without a final line break
         for number, line in enumerate(lines):
             if not line or line.isspace():
                 continue
@@ -66,9 +66,9 @@ class Reader(RecordReader):
                     problems.add(path, f"{column!r} that is not text", location)
 
 
-def _begins_with_object(file: Path) -> bool:
+def _starts_with_object(file: Path) -> bool:
     try:
-        return json_values.begins_with_object(file)
+        return json_values.starts_with_object(file)
     except OSError:
         return False
 

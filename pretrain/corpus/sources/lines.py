@@ -1,4 +1,4 @@
-"""Plain text with one document per line, such as OSCAR's files and the --line_by_line input of run_mlm.py."""
+"""Plain text with one document per line, such as OSCAR's files or the --line_by_line input of run_mlm.py."""
 
 from collections.abc import Iterator
 

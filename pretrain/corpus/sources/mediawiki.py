@@ -1,7 +1,7 @@
-"""MediaWiki XML dumps to articles in plain text. `mwparserfromhell` parses the markup.
+"""Convert MediaWiki XML dumps to articles in plain text. `mwparserfromhell` parses the markup.
 
-Templates, tables, references and comments, about half of an article and two thirds of the parser's time, are removed
-beforehand by patterns that only match balanced, innermost pairs.
+Templates, tables, references and comments (about half of an article, and two thirds of the parser's time) are removed
+first, by patterns that only match balanced, innermost pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mwparserfromhell.nodes import Tag, Wikilink
     from mwparserfromhell.wikicode import Wikicode
 
-_HEAD_BYTES = 1 << 16  # of a file, which hold everything before the first page
+_HEAD_BYTES = 1 << 16  # at the start of a file; they include everything before the first page
 _LANGUAGE = re.compile(rb'<mediawiki\b[^>]*?\bxml:lang="([^"]+)"')
 _NAMED = re.compile(rb'<namespace\b[^>]*?\bkey="(-?\d+)"[^>]*>([^<]+)</namespace>')
 _NOT_TEXT = (b"-2", b"6", b"14")  # media, files, categories
@@ -38,7 +38,7 @@ _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
 _MAGIC_WORD = re.compile(r"__(?=\S)[^\sa-z]+?__")  # in any language; lower case would be a Python name
 _REDIRECT = re.compile(r"\s*#[^\W\d_][^\s\[]*\s*:?\s*\[\[")  # in any language; a list item has a blank after "#"
-# -{A}- or -{zh-hans:A; zh-hant:B}-, after optional flags, some of which hide it. The first language variant is read.
+# -{A}- or -{zh-hans:A; zh-hant:B}-, with optional flags, some of which hide it. Only the first variant is kept.
 _HIDDEN, _CODE = r"(?:[HNT][^{}|]*|-)\|[^{}]*", r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*:"
 _VARIANTS = re.compile(rf"-\{{(?:{_HIDDEN}|(?:[^{{}}|]*\|)?(?:{_CODE}([^;{{}}]*)[^{{}}]*|([^{{}}]*)))\}}-")
 _FILE = re.compile(r"\.(?:jpe?g|png|svg|gif|tiff?|webp|og[agv]|webm|mp3|wav|flac|pdf|djvu)\s*$", re.I)
@@ -59,7 +59,7 @@ class Reader(RecordReader):
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         """Yield the articles (namespace 0, no redirects) of complete <page> elements, one paragraph per line."""
         data, path = self.records(chunk, problems), chunk.paths[0]
-        dropped = _dropped(path, Path(path).stat().st_mtime_ns)
+        dropped = _dropped_prefixes(path, Path(path).stat().st_mtime_ns)
         for page in _PAGE.finditer(data):
             body = page[1]
             namespace, model, text = _NAMESPACE.search(body), _MODEL.search(body), _TEXT.search(body)
@@ -73,28 +73,28 @@ class Reader(RecordReader):
 
 
 @functools.lru_cache(maxsize=64)
-def _dropped(path: str, _modified: int) -> Set[str]:
-    """Return the prefixes of links that are not text: of all wikis, unless the head of the dump overrides them."""
+def _dropped_prefixes(path: str, _modified: int) -> Set[str]:
+    """Return the link prefixes of non-text: the common ones of all wikis, unless the dump's head overrides them."""
     with open_text(Path(path)) as file:
         head = file.read(_HEAD_BYTES).partition(b"<page>")[0]
     named = [
-        (key in _NOT_TEXT, _folded(html.unescape(name.decode("utf-8", "replace"))))
+        (key in _NOT_TEXT, _normalize_name(html.unescape(name.decode("utf-8", "replace"))))
         for key, name in _NAMED.findall(head)
     ]
     lang = _LANGUAGE.search(head)
-    kept = {name for is_dropped, name in named if not is_dropped} | ({lang[1].decode().lower()} if lang else set())
-    return (_of_all_wikis() - kept) | {name for is_dropped, name in named if is_dropped}
+    allowed = {name for is_dropped, name in named if not is_dropped} | ({lang[1].decode().lower()} if lang else set())
+    return (_common_prefixes() - allowed) | {name for is_dropped, name in named if is_dropped}
 
 
 @functools.cache
-def _of_all_wikis() -> Set[str]:
-    """Return names and aliases of the namespaces of files, media and categories in all languages, and the languages."""
+def _common_prefixes() -> Set[str]:
+    """Return names and aliases of the file, media and category namespaces in all languages, and language codes."""
     lines = Path(__file__).with_name("mediawiki_names.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(name for line in lines if not line.startswith("#") for name in line.split("|"))
 
 
-def _folded(name: str) -> str:
-    """Normalize the name of a namespace as MediaWiki compares it."""
+def _normalize_name(name: str) -> str:
+    """Normalize the name of a namespace for comparison, like MediaWiki."""
     return " ".join(name.translate(_DIRECTION_MARKS).replace("_", " ").split()).casefold()
 
 
@@ -120,7 +120,7 @@ def plain_text(markup: str, dropped: Set[str]) -> str:
 
 
 def _without_elements(markup: str) -> str:
-    """Remove comments, references, templates and tables, innermost first."""
+    """Remove comments, references, templates and tables; nested ones innermost first."""
     markup = _COMMENT.sub("", markup)
     markup = _EMPTY_ELEMENT.sub("", markup)
     for pattern in (_ELEMENT, _INNER_TEMPLATE, _INNER_TABLE):
@@ -131,13 +131,13 @@ def _without_elements(markup: str) -> str:
 
 
 def _strip_link(code: Wikicode, link: Wikilink, dropped: Set[str]) -> None:
-    """Remove a link to a picture, a category, or an article in another language; after a leading colon it is text."""
+    """Remove a link to a picture, a category, or an article in another language, unless it has a leading colon."""
     if ":" not in (title := str(link.title)):
         return
     title = title.translate(_DIRECTION_MARKS).strip()
     name, _, page = title.removeprefix(":").partition(":")
     # Wikis define further aliases for files.
-    is_dropped = bool(page) and (_folded(name) in dropped or _FILE.search(page) is not None)
+    is_dropped = bool(page) and (_normalize_name(name) in dropped or _FILE.search(page) is not None)
     if not title.startswith(":"):
         if is_dropped:
             _replace(code, link, "")

@@ -1,4 +1,4 @@
-"""Parquet files, cut into their row groups."""
+"""Parquet files, cut into row groups."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from pretrain.corpus.text_columns import ROWS_PER_READ, ColumnReader
 
 
 class Reader(ColumnReader):
-    """Rows of Parquet files, by row groups."""
+    """Rows of Parquet files."""
 
     suffixes = (".parquet",)
     text_share = 2.0  # columns are compressed, usually with Snappy
@@ -51,7 +51,7 @@ class Reader(ColumnReader):
 
 
 def _as_bytes(column: Any) -> Any:
-    """Convert a column of strings to bytes: Arrow does not validate them, and the reader itself reports bad ones."""
+    """Convert a column of strings to bytes: Arrow does not validate strings, but the reader reports invalid bytes."""
     import pyarrow as pa
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
@@ -66,7 +66,7 @@ def _column_names(file: Path) -> list[str]:
 
 
 def _check_type(file: Path, column: str, where: str) -> None:
-    """Raise `InputError` if a column cannot hold text, such as a column of lists. Unreadable files are skipped."""
+    """Raise `InputError` if a column cannot contain text, such as a column of lists. Unreadable files are skipped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Plain text with a sentence per line and blank lines between documents: the input of the original BERT's
+"""Plain text with a sentence per line and blank lines between documents, as for the original BERT's
 create_pretraining_data.py (google-research/bert)."""
 
 import mmap
@@ -18,11 +18,11 @@ class Reader(RecordReader):
     lines_are_sentences = True
 
     def next_record(self, text: mmap.mmap, position: int) -> int:
-        found = _BLANK_LINE.search(text, max(0, position - 1)) if position else None
-        return 0 if not position else found.end() if found else len(text)
+        match = _BLANK_LINE.search(text, max(0, position - 1)) if position else None
+        return 0 if not position else match.end() if match else len(text)
 
     def last_record(self, text: bytearray) -> int:
-        ends = [found.end() for found in _BLANK_LINE.finditer(text)]
+        ends = [match.end() for match in _BLANK_LINE.finditer(text)]
         return ends[-1] if ends else 0
 
     def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:

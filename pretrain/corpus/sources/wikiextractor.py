@@ -1,4 +1,4 @@
-"""Files of WikiExtractor: articles of a Wikipedia dump as plain text between <doc ...> and </doc>."""
+"""Output of WikiExtractor: articles of a Wikipedia dump as plain text between <doc ...> and </doc>."""
 
 import html
 import re
@@ -23,9 +23,9 @@ class Reader(RecordReader):
 
 
 def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
-    """Yield the articles in `text` without their titles, with entities resolved."""
+    """Yield the articles in `text` without titles, with HTML entities resolved."""
     count = position = 0
-    # A plain search for the end of an article is 10 times as fast as a pattern that matches the whole article.
+    # Searching for the end of an article is 10 times as fast as matching the whole article with a pattern.
     while head := _HEAD.search(text, position):
         start = head.end()
         end = start if text.startswith("</doc>", start) else text.find("\n</doc>", start) + 1
