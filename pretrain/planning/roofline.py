@@ -64,7 +64,7 @@ _MEMORY_SHARE = 0.9  # a copy on an H100 reaches 3.0 of 3.35 TB/s
 _ATTENTION_LENGTH = 128
 # Numbers that kernels between the products read and write, per number that a compiled layer keeps for its backward
 # pass. Counted for BERT's layer: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H, bias gradients
-# 9 H; together 43 H, and 11 H are saved_bytes.
+# 9 H; together 43 H, and 11 H are kept.
 _TRAFFIC = 4
 _LOGITS_TRAFFIC = 3  # the loss reads the logits, and writes and reads their gradient
 _OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes per parameter and writes 12, and 2 of the bf16 weight
