@@ -91,7 +91,7 @@ class SentenceSource:
         return part
 
     def read(self, path: str, *, labeled: bool, plain: bool = False, part: Part = "other") -> list[Sentence]:
-        """Read another file; with `plain`, a .txt may hold one document per line."""
+        """Read another file; with `plain`, a .txt may have one document per line."""
         if not self._is_trained:
             self.read_train()
         return self._read(path, labeled=labeled, plain=plain, part=part)
