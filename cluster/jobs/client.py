@@ -295,7 +295,7 @@ class Jobs:
             loop.close()
 
     def stop(self, name: str, seconds: float = local.STOP_SECONDS) -> JobDetails:
-        """Ask the job to save a checkpoint and finish, and wait for it; a finished job stays as it is."""
+        """Ask the job to save a checkpoint and finish, and wait for it; a finished job is not changed."""
         job = self.get(name)
         if job.status not in FINISHED:
             with self.one_line_errors():
@@ -314,7 +314,7 @@ class Jobs:
         return job
 
     def delete(self, name: str) -> None:
-        """Remove a finished job from the cluster's list; its run folder stays."""
+        """Remove a finished job from the cluster's list; its run folder is kept."""
         job = self.get(name)
         if job.status not in FINISHED:
             raise InputError(f"{name}: is {job.status.lower()}. Stop it with `stop {name}` first.")

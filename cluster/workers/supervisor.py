@@ -218,7 +218,7 @@ class NodeMonitor:
     def start(self, locations: Sequence[WorkerLocation]) -> None:
         """Start to watch the workers at these locations, given by rank."""
         self._locations = locations
-        if self._attempt.request.address:  # a local Ray has one node, which stays
+        if self._attempt.request.address:  # a local Ray has a single node, which never drains
             self._thread.start()
 
     @property

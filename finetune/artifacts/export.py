@@ -65,7 +65,7 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
 def write_onnx(model: PaddedModel, path: Path) -> float:
     """Write `model` as ONNX, run it in onnxruntime, and return the largest difference of logits.
 
-    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are in a second file beside it.
+    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are in a second file next to it.
 
     Raises:
         MachineError: the logits differ by more than rounding.

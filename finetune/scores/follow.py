@@ -72,7 +72,7 @@ def _exit_with(pid: int) -> None:
 def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     """Score the checkpoint if it is due; return whether it is the run's last one.
 
-    Raises a `RunError` or an `OSError` if the checkpoint is removed meanwhile.
+    Raises a `RunError` or an `OSError` if the checkpoint is removed first.
     """
     state, step = store.read_state(checkpoint), store.step_of(checkpoint)
     config, last = state["config"], max((record["step"] for record in read_records(run, PROBES)), default=0)

@@ -96,7 +96,7 @@ def _occurrence(document: str, start: int, end: int, radius: int) -> Occurrence:
     """Return the word with the whole words within `radius` characters around it."""
     first, last = max(0, start - radius), min(len(document), end + radius)
     if first:
-        first = document.index(" ", first - 1) + 1  # stays at `first` if a word starts there
+        first = document.index(" ", first - 1) + 1  # unchanged if a word starts there
     if last < len(document):
         last = document.rindex(" ", 0, last + 1)
     return Occurrence(document[first:last], start - first, end - first)

@@ -112,8 +112,8 @@ class ExampleSource:
     def read_held_out(self) -> dict[str, list[Example]]:
         """Return the dev sets, or the part of the training set that `dev_share` holds out."""
         if not self._settings.dev_share:
-            sets = {part: self._drop_unlabeled(self.tables.read(part)) for part in self.tables.parts("dev")}
-            return {part: self._check_varied(self._examples(table, warn=True), table) for part, table in sets.items()}
+            sets = {split: self._drop_unlabeled(self.tables.read(split)) for split in self.tables.parts("dev")}
+            return {split: self._check_varied(self._examples(table, warn=True), table) for split, table in sets.items()}
         self.tables.check_no_dev()
         table = self._drop_unlabeled(self.tables.read("train"))
         examples = self._examples(table)
@@ -136,10 +136,10 @@ class ExampleSource:
 
     def read_test(self) -> dict[str, list[Example]]:
         """Return the test sets. Missing and unknown labels become None, with a warning in the log."""
-        sets = {part: self.tables.read_unlabeled(part) for part in self.tables.parts("test")}
+        sets = {split: self.tables.read_unlabeled(split) for split in self.tables.parts("test")}
         return {
-            part: self._examples(table, self._known_labels(table), warn=True)
-            for part, table in sets.items()
+            split: self._examples(table, self._known_labels(table), warn=True)
+            for split, table in sets.items()
             if table is not None
         }
 

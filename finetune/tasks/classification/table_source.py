@@ -41,18 +41,18 @@ class TableSource:
             return self._glue.pair
         return None if self._settings.pair_column == "" else self._settings.pair_column
 
-    def read(self, part: str) -> Table:
+    def read(self, split: str) -> Table:
         """Read a labeled set that must exist."""
-        table = self._read(part, labeled=True)
+        table = self._read(split, labeled=True)
         if table is None:
-            expected = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
-            hint = " or set dev_share" if part == "dev" else ""
+            expected = glue.expected_files(self._settings.glue, self._settings.glue_dir, split)
+            hint = " or set dev_share" if split == "dev" else ""
             raise InputError(f"classification.glue_dir: no {expected}. Download it{hint}.")
         return table
 
-    def read_unlabeled(self, part: str) -> Table | None:
+    def read_unlabeled(self, split: str) -> Table | None:
         """Read a set whose labels may be missing; None if GLUE's folder has no such file."""
-        return self._read(part, labeled=False)
+        return self._read(split, labeled=False)
 
     def read_file(self, path: str, *, labeled: bool = True) -> Table:
         """Read another file, or a folder written by save_to_disk (its split `dev`).
@@ -107,11 +107,11 @@ class TableSource:
                 f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
             )
 
-    def _read(self, part: str, *, labeled: bool) -> Table | None:
+    def _read(self, split: str, *, labeled: bool) -> Table | None:
         settings = self._settings
         if settings.glue:
-            return glue.read_split(settings.glue, settings.glue_dir, part)
-        setting = getattr(settings, part)
+            return glue.read_split(settings.glue, settings.glue_dir, split)
+        setting = getattr(settings, split)
         if not settings.dataset:
             return self._rename_columns(self._read_table(setting, self._layout, labeled=labeled))
         return self._rename_columns(

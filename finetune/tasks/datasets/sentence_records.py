@@ -76,14 +76,14 @@ def _sentence(record: Any, where: str, remarks: Remarks, cut: Segmenter) -> Sent
 
 
 def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
-    """Yield (path, line from 1, value) of each non-blank line, or (place, 0, item) of the list in a .json file."""
+    """Yield (path, line from 1, value) of each non-blank line, or (location, 0, item) of the list in a .json file."""
     separator, numbered = json_values(path, text, kind)
     for number, value in numbered:
         yield (str(path), number, value) if separator == ":" else (f"{path}{separator}{number}", 0, value)
 
 
 def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yield (place, 0, record) of each row; `InputError` if the file has neither tokens nor text."""
+    """Yield (location, 0, record) of each row; `InputError` if the file has neither tokens nor text."""
     table = read_table(path, _COLUMNS, optional=_COLUMNS)
     if not table.columns.keys() & {"text", "tokens"}:
         raise InputError(f"{path}: has neither a column tokens nor text. Rename the columns.")

@@ -160,7 +160,7 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
 def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
     """Return whether the tokens of a string are the concatenated tokens of its parts between spaces.
 
-    That holds for BERT's normalizer, which depends only on a character and its combining marks, with BERT's
+    That is true for BERT's normalizer, which depends only on a character and its combining marks, with BERT's
     pre-tokenizer, which splits at every space, unless an added token contains or strips spaces.
     """
     return (

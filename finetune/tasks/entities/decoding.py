@@ -88,31 +88,31 @@ def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndar
     lengths = np.diff(starts)
     order = np.argsort(-lengths, kind="stable")  # longest first: the sentences with a word at a position are a prefix
     first, lengths = starts[:-1][order], lengths[order]
-    lengths_at = [int(np.searchsorted(-lengths, -position, "left")) for position in range(int(lengths.max(initial=0)))]
+    num_active = [int(np.searchsorted(-lengths, -position, "left")) for position in range(int(lengths.max(initial=0)))]
     outputs = log_probabilities.shape[1]
     pointers = np.zeros(log_probabilities.shape, np.int64)  # best label of the previous word, by label of this word
     total = np.full((len(lengths), outputs), -np.inf)
-    for position, number in enumerate(lengths_at):
-        at = first[:number] + position
+    for position, active in enumerate(num_active):
+        at = first[:active] + position
         if position == 0:
-            best_before = np.zeros((number, outputs))
+            best_before = np.zeros((active, outputs))
             best_before[:, _INSIDE] = -np.inf
         else:
-            previous = total[:number]
+            previous = total[:active]
             best = previous.argmax(-1)
             pointers[at] = best[:, None]
             best_before = np.repeat(previous.max(-1)[:, None], outputs, axis=1)
             continues = previous[:, _INSIDE] > previous[:, _BEGIN]
             best_before[:, _INSIDE] = np.where(continues, previous[:, _INSIDE], previous[:, _BEGIN])
             pointers[at, _INSIDE] = np.arange(1, outputs, 2) + continues
-        total[:number] = best_before + log_probabilities[at]
+        total[:active] = best_before + log_probabilities[at]
     tags = np.zeros(len(log_probabilities), np.int64)
     last = total.argmax(-1)
-    for position in reversed(range(len(lengths_at))):
-        number = lengths_at[position]
-        at = first[:number] + position
-        tags[at] = last[:number]
-        last[:number] = pointers[at, last[:number]]
+    for position in reversed(range(len(num_active))):
+        active = num_active[position]
+        at = first[:active] + position
+        tags[at] = last[:active]
+        last[:active] = pointers[at, last[:active]]
     return tags
 
 

@@ -97,7 +97,7 @@ class EntitiesSettings(Section):
     @classmethod
     def _check_labels(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
-            # B-cell may be a type; with I-cell beside it, it is a tag.
+            # B-cell may be a type; if I-cell is listed as well, it is a tag.
             is_tag = name == "O" or (name.startswith("B-") and f"I-{name[2:]}" in value)
             if is_tag or not name or value.count(name) > 1:
                 raise ValueError(f"{name!r}; expected types without prefixes, each once, such as [PER, LOC]")

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _BILOU = str.maketrans("LU", "ES")
 
-Part = Literal["train", "dev", "other"]
+FileUse = Literal["train", "dev", "other"]
 """Use of a file. Entity types that the model does not know are an error in a dev set, and a remark elsewhere."""
 
 
@@ -65,7 +65,7 @@ class SentenceSource:
         """Return the training set without the part that `dev_share` holds out; learn types, scheme and segmentation."""
         if not self._settings.train:
             raise InputError("train: empty. Give the file of labeled training sentences.")
-        sentences = self._read(self._settings.train, labeled=True, part="train")
+        sentences = self._read(self._settings.train, labeled=True, use="train")
         self._cuts = WordCuts.learn(chain.from_iterable(sentence.words for sentence in sentences))
         self._is_trained = True
         return self._part(sentences, held_out=False) if self._settings.dev_share else sentences
@@ -73,8 +73,8 @@ class SentenceSource:
     def read_held_out(self) -> list[Sentence]:
         """Return the dev set, or the part of the training set that `dev_share` holds out; [] without both."""
         if self._settings.dev_share:
-            return self._part(self.read(self._settings.train, labeled=True, part="dev"), held_out=True)
-        return self.read(self._settings.dev, labeled=True, part="dev") if self._settings.dev else []
+            return self._part(self.read(self._settings.train, labeled=True, use="dev"), held_out=True)
+        return self.read(self._settings.dev, labeled=True, use="dev") if self._settings.dev else []
 
     def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
         """Return the sentences that `dev_share` holds out, stratified by entity type, or the others."""
@@ -90,13 +90,13 @@ class SentenceSource:
             )
         return part
 
-    def read(self, path: str, *, labeled: bool, plain: bool = False, part: Part = "other") -> list[Sentence]:
-        """Read another file; with `plain`, a .txt may hold one document per line."""
+    def read(self, path: str, *, labeled: bool, plain: bool = False, use: FileUse = "other") -> list[Sentence]:
+        """Read another file; with `plain`, a .txt may have one document per line."""
         if not self._is_trained:
             self.read_train()
-        return self._read(path, labeled=labeled, plain=plain, part=part)
+        return self._read(path, labeled=labeled, plain=plain, use=use)
 
-    def _read(self, path: str, *, labeled: bool, part: Part, plain: bool = False) -> list[Sentence]:
+    def _read(self, path: str, *, labeled: bool, use: FileUse, plain: bool = False) -> list[Sentence]:
         remarks, settings = Remarks(), self._settings
         sentences = read_sentences(
             path,
@@ -106,7 +106,7 @@ class SentenceSource:
             encoding=settings.encoding,
             labeled=labeled,
             plain=plain,
-            cut=cut_words if part == "train" else self.cut,
+            cut=cut_words if use == "train" else self.cut,
             tag_names=settings.tag_names,
         )
         if settings.document_context:
@@ -119,20 +119,20 @@ class SentenceSource:
             if not tagged:
                 raise InputError(f'{lines[0]}. Give columns of words and tags, or records with "tags" or "entities".')
         if tagged:
-            converted, kept = iter(self._with_iob2(tagged, remarks, part)), tagged if labeled else sentences
+            converted, kept = iter(self._with_iob2(tagged, remarks, use)), tagged if labeled else sentences
             sentences = [sentence if sentence.tags is None else next(converted) for sentence in kept]
         for line in (line for line in (*lines, *remarks.lines()) if line not in self.remarks):
             self.remarks.append(line)
             logger.warning("%s", line)
         return sentences
 
-    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, part: Part) -> list[Sentence]:
+    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, use: FileUse) -> list[Sentence]:
         """Convert the tags of `sentences` from the file's scheme to IOB2."""
         tags = _read_tags(sentences)
-        scheme = self._scheme_of(sentences, tags, is_train=part == "train")
-        if part == "train":
+        scheme = self._scheme_of(sentences, tags, is_train=use == "train")
+        if use == "train":
             self._learn_types(sentences, tags)
-        self._check_types(sentences, tags, remarks if part == "other" else None)
+        self._check_types(sentences, tags, remarks if use == "other" else None)
         _check_scheme(sentences, tags, scheme, remarks)
         prefixes = metrics.write_prefixes(metrics.find_entities(tags), tags.starts, "iob2")
         names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
