@@ -1,4 +1,4 @@
-"""./launch.sh docs: the documentation as a static site, built with Sphinx and served on this machine alone."""
+"""./launch.sh docs: build the documentation as a static site with Sphinx, and serve it on this machine only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUT = _DOCS / "_build" / "html"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build the site, then serve it on 127.0.0.1 unless `--build` names a folder. Returns an exit code."""
+    """Build the site, then serve it on 127.0.0.1 unless `--build` names a folder. Return an exit code."""
     parser = argparse.ArgumentParser(
         prog="./launch.sh docs",
         description="Build the documentation as a static site and serve it on this machine alone.",
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build(out: Path) -> int:
-    """Write the site to the folder `out`; a warning fails the build. Returns Sphinx's exit code."""
+    """Write the site to the folder `out`; a warning fails the build. Return Sphinx's exit code."""
     # -E: pages depend on conf.py's hooks, which Sphinx does not watch. -d: its cache is not part of the site.
     command = [
         sys.executable,

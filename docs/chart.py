@@ -1,6 +1,6 @@
-"""python docs/chart.py [RUN]: the pictures of the README, drawn from what was recorded; RUN records a demo's folder.
+"""python docs/chart.py [RUN]: draw the images of the README from recorded data; RUN is a demo's folder to record.
 
-One is of the first table of docs/benchmarks/index.md, the other of one demo run, docs/images/demo.json.
+One shows the first table of docs/benchmarks/index.md, the other a recorded demo, docs/images/demo.json.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _STYLE = (
     "svg svg text{font-size:10.5px;fill:#4d5a70}svg svg .l{font-size:11.5px;font-weight:600}"
     ".grid{stroke:#e1e5ec}polyline{fill:none;stroke-width:2.2}"
 )
-# As CSS classes, for curves and their labels.
+# CSS classes of curves and their labels.
 _COLORS = {"own": "#2f6fb5", "other-1": "#d08a2e", "other-2": "#b5463c"}
 
 
 def published(page: str) -> tuple[list[str], list[list[float]]]:
-    """The headings of the table, and its rows of numbers: minutes, then a loss for each heading."""
+    """Return the headings of the table, and its rows of numbers: minutes, then a loss for each heading."""
     table = page.partition(_SECTION)[2].partition("\n|")[2].partition("\n\n")[0]
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
     return head[1:], [[float(cell) for cell in row] for row in rows]
 
 
 def svg(page: str) -> str:
-    """The chart of the page's numbers: a chart of the reports, with its own style and the names beside the curves."""
+    """Return the chart of the page's numbers: like a report's chart, with another style and labels at the curves."""
     figure = line_chart(_TITLE, _series(page), format_y="{:.3g}".format, format_x="{:g} min".format)
     drawing = figure.partition("<svg ")[2].partition("</svg>")[0]
     curves = json.loads(html.unescape(figure.partition('data-chart="')[2].partition('"')[0]))
@@ -74,7 +74,7 @@ def _colors() -> str:
 
 
 def _series(page: str) -> list[Series]:
-    """The curves. Those of this project are alike; the others come in the order of the colors."""
+    """Return the curves. Those of bertrain have one color; the others take the colors in order."""
     names, rows = published(page)
     others = iter([kind for kind in _COLORS if kind != "own"])
     series = []
@@ -89,7 +89,7 @@ def _series(page: str) -> list[Series]:
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    """What the picture shows of a demo's run folder."""
+    """Return the data of a demo's run folder that the image shows."""
     title, *lines = summary([run]).splitlines()
     tiles = [[line[2:20].strip(), *line[20:].split("   ")] for line in lines]
     points = [(record["step"], record.get("mlm_accuracy"), "split" in record) for record in read_records(run)]
@@ -105,7 +105,7 @@ def recorded(run: Path) -> dict[str, Any]:
 
 
 def report_svg(record: dict[str, Any]) -> str:
-    """The picture of a demo's report: its figures, what pretraining added, and the accuracy over the steps."""
+    """Return the image of a demo's report: key figures, scores with and without pretraining, accuracy over steps."""
     parts = [f'<text x="20" y="32" class="t">{html.escape(record["title"])}</text>']
     for number, (label, value, note) in enumerate(record["tiles"]):
         x = 20 + 148 * number
@@ -151,7 +151,7 @@ def report_svg(record: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the charts. Returns an exit code."""
+    """Write the charts. Return an exit code."""
     for run in map(Path, sys.argv[1:]):
         RECORD.write_text(json.dumps(recorded(run)) + "\n", encoding="utf-8")
     CHART.write_text(svg(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

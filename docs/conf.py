@@ -1,4 +1,4 @@
-"""Sphinx's settings. The pages are plain Markdown, as GitHub shows it; everything that only Sphinx needs is here."""
+"""Sphinx settings. The pages are plain Markdown for GitHub; everything that only Sphinx needs is in this file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ project = "bertrain"
 author = "the bertrain authors"
 extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
-myst_heading_anchors = 4  # anchors as GitHub makes them
+myst_heading_anchors = 4  # the same anchors as on GitHub
 html_theme = "furo"
 html_title = "bertrain"
 html_static_path = ["_static"]
@@ -84,13 +84,13 @@ _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#)([^)\s]+)
 
 
 def setup(app: Any) -> None:
-    """Called by Sphinx."""
+    """Register the hooks; Sphinx calls this."""
     app.connect("source-read", _on_source_read)
 
 
 def _on_source_read(app: Any, docname: str, source: list[str]) -> None:
     text, folder = source[0], posixpath.dirname(docname)
-    if docname == "security":  # the page itself stays where GitHub looks for it
+    if docname == "security":  # the page itself is where GitHub expects it
         text, folder = (ROOT / "SECURITY.md").read_text(encoding="utf-8"), ".."
     text = within_docs(text, folder)
     if docname == "index":
@@ -101,7 +101,7 @@ def _on_source_read(app: Any, docname: str, source: list[str]) -> None:
 
 
 def within_docs(text: str, folder: str) -> str:
-    """Markdown whose links out of docs/ are plain text: the site does not have these files.
+    """Return Markdown in which links out of docs/ are plain text: the site does not have these files.
 
     Args:
         text: a page.

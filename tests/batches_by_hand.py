@@ -12,7 +12,7 @@ from pretrain.model.heads import PretrainingModel, nsp_logits, pool
 def make_batch(
     lengths: Sequence[int], vocabulary_size: int = 101, seed: int = 0, masked_share: float = 0.15
 ) -> MicroBatch:
-    """Random tokens in two segments each, 15 % of them to predict."""
+    """Return sequences of random tokens in two segments, 15 % of them masked."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
     masked = max(1, round(masked_share * tokens))
@@ -30,7 +30,7 @@ def make_batch(
 
 
 def take_sequence(batch: MicroBatch, number: int) -> MicroBatch:
-    """One sequence of `batch` alone."""
+    """Return a batch with only one sequence of `batch`."""
     first, last = (int(x) for x in batch.cu_seqlens[number : number + 2])
     inside = (batch.masked_rows >= first) & (batch.masked_rows < last)
     return MicroBatch(
@@ -47,6 +47,6 @@ def take_sequence(batch: MicroBatch, number: int) -> MicroBatch:
 
 
 def next_sentence_logits(model: PretrainingModel, batch: MicroBatch) -> Tensor:
-    """[S, 2] scores of (is next, is random)."""
+    """Return [S, 2] logits of (is next, is random)."""
     pooled_SH = pool(model.encode(batch), batch.cu_seqlens, model.shape.pooling)
     return nsp_logits(pooled_SH, model.heads.nsp_weights())

@@ -1,4 +1,4 @@
-"""Runs on a real local cluster that tests break: start one, submit, find its processes, wait, compare."""
+"""Helpers for tests that break a real local cluster: start it, submit runs, find processes, wait, compare."""
 
 import contextlib
 import hashlib
@@ -21,11 +21,11 @@ from tests.distributed import free_port
 from tests.starts import pretraining
 
 ROOT = Path(__file__).parent.parent
-_TAIL_BYTES = 1 << 16  # of many records
+_TAIL_BYTES = 1 << 16  # long enough for many records
 
 
 def settings(corpus: Path, run_dir: Path, *, steps: int = 100, workers: int = 2, **more: Any) -> dict[str, Any]:
-    """A tiny pretraining with dropout in fp32: every step is logged, every 25th saved."""
+    """Return the config of a tiny pretraining with dropout in fp32: logs every step, saves every 25th."""
     changes = {"engine__micro_batch_tokens": 256, "evaluation__every_steps": 10**6, "checkpoint__every_steps": 25}
     values = pretraining(corpus, run_dir, [(32, 12, steps)], name=run_dir.name, **changes)
     values["phases"][0]["decay"] = "constant"
@@ -34,7 +34,7 @@ def settings(corpus: Path, run_dir: Path, *, steps: int = 100, workers: int = 2,
 
 
 def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -> subprocess.Popen[str]:
-    """A pretraining without Ray, as a process of its own."""
+    """Start a pretraining without Ray in a separate process."""
     path = Path(values["run_dir"]).parent / f"{values['name']}.yaml"
     path.write_text(yaml.safe_dump(values))
     return subprocess.Popen(
@@ -48,14 +48,14 @@ def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -
 
 
 class Cluster:
-    """A local cluster of a test's own. Its nodes lead a session each, the first one that of the head."""
+    """A local cluster of one test. Each node leads a session; the first is the head's."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
         self.nodes: list[int] = []  # their process ids
 
     def command(self, *arguments: str, code: int | None = 0, seconds: float = 120) -> str:
-        """`bertrain ARGUMENTS`; what it printed."""
+        """Run `bertrain ARGUMENTS`; return its output."""
         done = subprocess.run(
             [sys.executable, "-m", "finetune.cli", *arguments],
             cwd=ROOT,
@@ -77,7 +77,7 @@ class Cluster:
         return json.loads((self.state / "bertrain/cluster.json").read_text())
 
     def submit(self, values: dict[str, Any], *options: str) -> Path:
-        """Submit a pretraining; its run folder."""
+        """Submit a pretraining; return its run folder."""
         path = self.state / f"{values['name']}.yaml"
         path.write_text(yaml.safe_dump(values))
         self.command("submit", *options, "--", "pretrain", str(path))
@@ -91,7 +91,7 @@ class Cluster:
         return self.state_of(name)
 
     def processes(self) -> list[psutil.Process]:
-        """All alive processes below the cluster's nodes, the nodes' own among them."""
+        """Return all live processes of the cluster's nodes, including the nodes themselves."""
         found: dict[int, psutil.Process] = {}
         sessions = set(self.nodes)
         for process in psutil.process_iter():
@@ -118,7 +118,7 @@ class Cluster:
         self.nodes.append(node.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """Training workers, in the order in which they were started."""
+        """Return the training workers, in start order."""
         return self.named(PROCESS_TITLE)
 
     def named(self, part: str) -> list[psutil.Process]:
@@ -132,25 +132,25 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(state: Path, *options: str) -> Iterator[Cluster]:
-    """`up` with these options, and Ctrl-C at the end; no process of it is left."""
+    """Run `up` with these options, and Ctrl-C at the end; assert that no process is left."""
     state.mkdir(parents=True, exist_ok=True)
-    one, command = Cluster(state), [sys.executable, "-m", "finetune.cli", "up", *options]
+    running, command = Cluster(state), [sys.executable, "-m", "finetune.cli", "up", *options]
     started: list[int] = []
-    with subprocess.Popen(command, cwd=ROOT, env=one.environment, stdout=subprocess.PIPE, text=True) as up:
+    with subprocess.Popen(command, cwd=ROOT, env=running.environment, stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
         try:
-            assert up.stdout.readline().endswith(f"workers at {one.described['address']}\n")
+            assert up.stdout.readline().endswith(f"workers at {running.described['address']}\n")
             started = sorted(child.pid for child in psutil.Process(up.pid).children())
-            one.nodes += started
-            yield one
+            running.nodes += started
+            yield running
         finally:
-            ours = one.processes()
-            for joined in set(one.nodes) - set(started):
+            processes = running.processes()
+            for joined in set(running.nodes) - set(started):
                 end_session(joined)
             up.send_signal(signal.SIGINT)
             up.communicate(timeout=60)
-    psutil.wait_procs(ours, timeout=5)  # drivers see that their launcher is gone
-    left = [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    psutil.wait_procs(processes, timeout=5)  # drivers see that their launcher is gone
+    left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not left, f"left behind: {left}"
     assert not (state / "bertrain/cluster.json").exists()
 
@@ -163,7 +163,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """All complete records; [] before the first."""
+    """Return all complete records; [] before the first."""
     with contextlib.suppress(FileNotFoundError):
         lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
@@ -171,7 +171,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> dict[int, str]:
-    """Loss of each step, as bits."""
+    """Return the loss of each step in hexadecimal, to compare bits."""
     return {
         one["step"]: float(one["loss"]).hex() for one in records(run_dir) if "event" not in one and "split" not in one
     }
@@ -182,12 +182,12 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def last_step(run_dir: Path) -> int:
-    """Of the newest record of training; 0 before the first."""
+    """Return the step of the latest training record; 0 before the first."""
     with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         for line in reversed(file.read().split(b"\n")[:-1]):
-            with contextlib.suppress(ValueError):  # the first one, cut
+            with contextlib.suppress(ValueError):  # the first line may be truncated
                 record = json.loads(line)
                 if "event" not in record and "split" not in record:
                     return record["step"]
@@ -203,7 +203,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 
 def fingerprint(run_dir: Path) -> str:
-    """Hash of the weights and moments of the newest checkpoint, whichever rank wrote which part."""
+    """Return a hash of the weights and moments of the latest checkpoint, independent of the ranks' parts."""
     from pretrain.checkpoint.store import CheckpointReader
     from pretrain.common.files import read_manifest
 
@@ -220,7 +220,7 @@ def fingerprint(run_dir: Path) -> str:
 
 
 def recovery_seconds(run_dir: Path, began: float) -> float:
-    """Seconds from `began` (time.time()) to the first record that a new start wrote; waits for it."""
+    """Wait for the first record of a restarted run; return the seconds since `began` (time.time())."""
 
     def restarts() -> int:
         return sum(len(events(run_dir, kind)) for kind in ("restart", "hang", "data_stall"))
@@ -233,7 +233,7 @@ def recovery_seconds(run_dir: Path, began: float) -> float:
 
 
 def report(name: str, **figures: object) -> None:
-    """Keep what was measured, for docs/reliability.md."""
+    """Save measurements for docs/reliability.md."""
     path = os.environ.get("BERTRAIN_CHAOS_RESULTS")
     if path:
         with Path(path).open("a") as file:

@@ -1,4 +1,4 @@
-"""Jobs that tasks on a Ray cluster run in the tests of preparation; traces are left in the working directory."""
+"""Functions that Ray tasks run in the tests of `prepare` on a cluster; calls are recorded in the working directory."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from pretrain.corpus.inputs import Chunk
 
 
 def read(chunk: Chunk) -> list[dict[str, Any]]:
-    """stages.read; the process of one chunk is killed once, when its part files are written and its summary is not."""
+    """Call stages.read; for one chunk, kill the process once after the part files are written, before the summary."""
     if _is_first(f"read-{chunk.name}") and chunk.name == "000-000001-000000":
         stages.write_json = _die
     return stages.read(chunk)
 
 
 def write_shard(name: str, *rest: Any) -> dict[str, Any]:
-    """stages.write_shard; the process of one shard is killed once, with its files half written."""
+    """Call stages.write_shard; for one shard, kill the process once while its files are written."""
     if _is_first(f"write_shard-{name}") and name == "train-00001":
         stages.ShardWriter.add = _die  # pyright: ignore[reportAttributeAccessIssue]
     return stages.write_shard(name, *rest)
@@ -34,7 +34,7 @@ def bug(*_: Any) -> NoReturn:
 
 
 def runs() -> dict[str, int]:
-    """How often each job was run."""
+    """Return the number of calls of each job."""
     counts: dict[str, int] = {}
     for trace in Path("runs").iterdir():
         job = trace.name.rpartition("@")[0]

@@ -1,4 +1,4 @@
-"""Settings of all tests: no network, no API keys, no cluster but their own, no GPU, one thread; how many processes."""
+"""Settings of all tests: no network, API keys, external cluster or GPU; one thread per process; number of processes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="offline", MPLBACKEND="agg")
 for name in ("WANDB_API_KEY", "RAY_ADDRESS", "FORCE_COLOR"):
     os.environ.pop(name, None)
-# A shell that runs the tests in the background lets them ignore Ctrl-C, and so would the processes that they end by it.
+# Tests that a shell runs in the background ignore SIGINT, and so would the processes that they stop with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Rates that a test measures, or pretends to, are not the user's.
+# The measured or fake rates of tests must not enter the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"bertrain-tests-{os.getuid()}")
-# Tests multiply small matrices, in many processes at once: more threads in each only wait for one another.
+# Tests multiply small matrices, in many processes: more threads in each would only wait for cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How long an example takes says how busy the machine is.
+# The time of an example only depends on how busy the machine is.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# Files whose tests are skipped where a package is missing, as on a machine that is only lent for its GPU.
+# Test files that are skipped if a package is missing, as on a GPU machine with few packages.
 _PACKAGES = {
     "test_cluster": "ray",
     "test_corpus_ray": "ray",
@@ -42,19 +42,19 @@ _PACKAGES = {
     "test_streamed": "moto",
     "test_runs": "wandb_workspaces",
 }
-_WORKER_BYTES = 3 << 30  # of a pytest worker at its highest: a test with two training processes, or with Ray
+_WORKER_BYTES = 3 << 30  # peak of a pytest worker: a test with two training processes, or with Ray
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all but the tests that `-m gpu` picks: the others expect what a CPU computes."""
+    """Hide GPUs from all tests except with `-m gpu`: the others expect results of a CPU."""
     if config.option.markexpr.strip() != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes `-n auto` starts: one a core for the whole suite, none for tests that were picked.
+    """Return the number of processes of `-n auto`: one per core for the whole suite, 0 for selected tests.
 
-    Those are few, or watched (-s), or marked: tests with marks start clusters and kill processes, one after another.
+    Selected tests are few, or run with -s, or have marks: these start clusters and kill processes, one at a time.
     """
     option, given = config.option, config.args_source is config.ArgsSource.ARGS
     named = given and not all(Path(one).is_dir() for one in config.args)
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small corpus, which nobody writes to."""
+    """A small corpus, which tests must not change."""
     from corpora import make_corpus
 
     return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
@@ -83,7 +83,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[FaultyProxy]:
-    """An S3 server for the tests of a process."""
+    """An S3 server for all tests of a process."""
     from tests.object_store import s3_server
 
     with s3_server() as proxy:
@@ -92,7 +92,7 @@ def s3() -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def proxy(s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
-    """The server with an empty bucket; addresses of this process and its children are there."""
+    """The server with an empty bucket, which s3:// addresses of this process and its children use."""
     from tests.object_store import point_to
 
     point_to(s3, tmp_path / "cache", monkeypatch)
@@ -102,7 +102,7 @@ def proxy(s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> F
 
 @pytest.fixture(params=["moto", *(pytest.param(one, marks=pytest.mark.stores) for one in ("gs", "az", "s3"))])
 def bucket(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, FaultyProxy]]:
-    """The address of an empty bucket, at moto and, with `-m stores`, at others; and the proxy in front of it."""
+    """The address of an empty bucket on moto or, with `-m stores`, on another store; and the proxy in front of it."""
     from tests.object_store import BUCKET, real_store
 
     is_moto = request.param == "moto"

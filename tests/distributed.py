@@ -1,4 +1,4 @@
-"""Run a function in several real processes joined by gloo, as one of many simulated ones, or apart, as a program."""
+"""Run a function in several processes joined by gloo, as one of many simulated ranks, or as a separate program."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass
 class Alone:
-    """A group of one worker, or what one of several sees of itself."""
+    """A process group of one worker; collectives return its values."""
 
     rank: int = 0
     world_size: int = 1
@@ -84,7 +84,7 @@ class NullWatchdog:
 
 
 def of_whole_tensors(optimizer: Any) -> Any:
-    """An optimizer whose parameters no wrapper has flattened, which is told what each of them holds."""
+    """Set the segments of an optimizer whose parameters are not flattened; return it."""
     from pretrain.training.optim import Muon, TensorwiseOptimizer, cut_segments, matrix_shapes, number_tensors
 
     named = {
@@ -100,7 +100,7 @@ def of_whole_tensors(optimizer: Any) -> Any:
 
 
 def give_moments(optimizer: Any) -> Any:
-    """The optimizer with moments of zero, as the engine gives them."""
+    """Set zero moments, as the engine does; return the optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             kinds = ("exp_avg",) if group.get("orthogonal") else ("exp_avg", "exp_avg_sq")
@@ -110,42 +110,42 @@ def give_moments(optimizer: Any) -> Any:
 
 
 def engine_of(model: torch.nn.Module, optimizer: Any = None, decay: float = 0.01, **settings: Any) -> Any:
-    """An `Engine` for a model, in fp32 and not compiled unless `settings` (of `EngineConfig`) say so."""
+    """Return an `Engine` for a model, by default in fp32 and uncompiled; `settings` are those of `EngineConfig`."""
     from pretrain.config import EngineConfig, OptimizerConfig
     from pretrain.training.engine import Engine
     from pretrain.training.optim import make_optimizer, parameter_groups
 
     choice = optimizer or OptimizerConfig()
-    how = EngineConfig.model_validate({"precision": "fp32", "compile": False, **settings})
-    return Engine(model, lambda named: make_optimizer(choice, parameter_groups(named, decay)), how, NullWatchdog())
+    config = EngineConfig.model_validate({"precision": "fp32", "compile": False, **settings})
+    return Engine(model, lambda named: make_optimizer(choice, parameter_groups(named, decay)), config, NullWatchdog())
 
 
 def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`function(*arguments)` on every rank of a new process group; what each rank returned.
+    """Call `function(*arguments)` on every rank of a new process group; return the results by rank.
 
     `function` must be importable. An exception in any process fails the caller with its traceback.
     """
-    # Held here and not by rank 0: a port that is looked up for later may be another test's by then.
+    # Held here and not by rank 0: a free port chosen in advance may be taken by another test.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     return _start(range(world_size), (world_size, store.port), function, arguments)
 
 
 def run_simulated(world_size: int, function: Callable[..., Any], *arguments: Any, rank: int = 0) -> Any:
-    """`function(*arguments)` on one `rank` of many, in one process: collectives return at once and move nothing."""
+    """Call `function(*arguments)` on one `rank` of many, in one process; collectives return without data."""
     (result,) = _start(range(rank, rank + 1), (world_size, 0), function, arguments)
     return result
 
 
 class Program:
-    """As `subprocess.Popen` with pipes, forked from a process that has imported the trainings: in a tenth of the time.
+    """Like `subprocess.Popen` with pipes, but forked from a process that has imported torch: ten times as fast.
 
-    What `function` returns is the exit code.
+    The return value of `function` is the exit code.
     """
 
     def __init__(self, function: Callable[..., int | None], *arguments: Any, cwd: Path = ROOT, env: Any = os.environ):
         self._written = tempfile.TemporaryDirectory()
-        given = (self._written.name, cwd, dict(env), function, arguments)
-        self._process = _context().Process(target=_program, args=given)
+        passed = (self._written.name, cwd, dict(env), function, arguments)
+        self._process = _context().Process(target=_program, args=passed)
         self._process.start()
 
     def __enter__(self) -> "Program":
@@ -173,27 +173,27 @@ class Program:
         return out, error
 
 
-def run_program(*given: Any, **how: Any) -> subprocess.CompletedProcess[str]:
-    """A `Program`, to its end."""
-    with Program(*given, **how) as program:
+def run_program(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a `Program` to its end."""
+    with Program(*arguments, **options) as program:
         out, error = program.communicate()
-        return subprocess.CompletedProcess(given, program.returncode or 0, out, error)
+        return subprocess.CompletedProcess(arguments, program.returncode or 0, out, error)
 
 
-def _program(folder: str, cwd: Path, environment: dict[str, str], function: Callable[..., Any], given: Any) -> None:
+def _program(folder: str, cwd: Path, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:
     for number, name in enumerate(("stdout", "stderr"), 1):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    code = function(*given)
+    code = function(*arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
 
 
 def _context() -> Any:
-    # Only where GPUs are hidden: one that was asked for them cannot be forked to use them.
+    # Only if GPUs are hidden: a process that has queried GPUs cannot be forked to use them.
     preloaded = ["tests.preloaded"] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._inductor.compile_fx", *preloaded])
@@ -223,7 +223,7 @@ def _worker(
     arguments: tuple[Any, ...],
 ) -> None:
     rank = ranks[number]
-    gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported
+    gc.freeze()  # DeepSpeed collects garbage often, and would scan all imported modules
     logging.disable(logging.WARNING)
     os.environ |= {**environment, "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
@@ -237,13 +237,13 @@ def _worker(
     finally:
         dist.destroy_process_group()
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
-    # On a busy machine torch's threads now and then abort while the interpreter goes down ("terminate called
+    # On a busy machine torch's threads sometimes abort while the interpreter shuts down ("terminate called
     # without an active exception", once in some hundred processes); there is nothing left to do here.
     os._exit(0)
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

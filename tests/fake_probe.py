@@ -1,4 +1,4 @@
-"""Stands for the command that follows a run: notes how it was started, and does what the names of its files say."""
+"""Replace the command that follows a run: record how it was started, then sleep or fail if an argument says so."""
 
 import json
 import os
@@ -16,7 +16,7 @@ if __name__ == "__main__":
         "environment": dict(os.environ),
     }
     (run / "fake.json.tmp").write_text(json.dumps(facts))
-    time.sleep(0.2)  # for its share to be set
+    time.sleep(0.2)  # until the launcher has set priority and cores
     facts |= {"nice": os.nice(0), "cores": len(os.sched_getaffinity(0))}
     (run / "fake.json.tmp").write_text(json.dumps(facts))
     (run / "fake.json.tmp").replace(run / "fake.json")

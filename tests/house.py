@@ -1,6 +1,6 @@
-"""The project's weight, which `tests/house.yaml` limits. `python -m tests.house` prints both.
+"""Code size and complexity, limited by `tests/house.yaml`. `python -m tests.house` prints values and limits.
 
-`python -m tests.house COVERAGE` prints what share of each component's branches the tests reach, by a report of
+`python -m tests.house COVERAGE` prints the branch coverage of each component, from a report of
 `coverage json` (`[tool.coverage]` in pyproject.toml).
 """
 
@@ -24,15 +24,15 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("cluster", "finetune", "pretrain")
 LONG_FILE = 500  # lines
-# What only an objective beside masked tokens has, and where it may stand: with it, in its settings and their checks,
-# and in the layouts of released models. DistilBERT is such a model.
+# Words that only objectives other than masked tokens use, and where they are allowed: in the objectives, in their
+# settings and checks, and in the layouts of released models, such as DistilBERT.
 OBJECTIVES = re.compile(r"electra|replaced.?tokens|\brtd|discriminator|distil(?!bert)|\bteacher", re.IGNORECASE)
 THEIR_PLACES = ("pretrain/objectives/", "pretrain/config/", "pretrain/checkpoint/layouts/")
 DOCUMENTED = {"_exit", "_current_frames", "_typeshed", "_replace", "_asdict", "_fields"}  # the standard library's
 LIBRARY = re.compile(r"(torch|dist|ray|deepspeed|fsspec|wandb)\.(\w+\.)*_[A-Za-z]")
 KERNELS = f"{ROOT / 'pretrain' / 'model' / 'kernels'}/"
-WORD_LIST = "finetune/scores/common_words.txt"  # data, which no one reads
-AT_LEAST = ("test_asserts",)  # limits from below
+WORD_LIST = "finetune/scores/common_words.txt"  # data
+AT_LEAST = ("test_asserts",)  # lower limits
 _NOT_CODE = frozenset(
     {tokenize.COMMENT, tokenize.STRING, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     | {tokenize.ENCODING, tokenize.ENDMARKER}
@@ -40,12 +40,12 @@ _NOT_CODE = frozenset(
 
 
 def limits() -> dict[str, float]:
-    """The committed limits, by name."""
+    """Return the committed limits, by name."""
     return yaml.safe_load((ROOT / "tests" / "house.yaml").read_text(encoding="utf-8"))
 
 
 def weight() -> dict[str, float]:
-    """Today's figures, under the names of the limits."""
+    """Return the current values, by the names of the limits."""
     from cluster.manifests.settings import KubeRaySettings, SlurmSettings
     from finetune.training.config import FinetuneConfig
     from pretrain.config import PretrainConfig
@@ -86,7 +86,7 @@ def weight() -> dict[str, float]:
 
 
 def branch_coverage(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """(reached, all) branches of each component, by a report of `coverage json`."""
+    """Return (covered, total) branches of each component, from a report of `coverage json`."""
     reached: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for name, file in report["files"].items():
@@ -97,7 +97,7 @@ def branch_coverage(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def files_that_know_an_objective() -> list[str]:
-    """Those of the product outside `THEIR_PLACES`, comments and templates included."""
+    """Return the product files outside `THEIR_PLACES` that match `OBJECTIVES`, including comments and templates."""
     files = [file for file in _tracked("*.py", "*.j2") if file.relative_to(ROOT).parts[0] in PRODUCT]
     names = {file.relative_to(ROOT).as_posix(): file for file in files}
     return [
@@ -108,10 +108,10 @@ def files_that_know_an_objective() -> list[str]:
 
 
 def private_names_in_tests() -> list[str]:
-    """`file:line: name` of every use in tests of a name that the product defines with one leading underscore.
+    """Return `file:line: name` of every use in tests of a private name that the product defines.
 
-    Imports, attributes, and texts that name one after a dot, or for `setattr`. A name that stands for another package's
-    own, such as `torch._dynamo`, is counted if the product has the same one.
+    Counted are imports, attributes, and strings with a name after a dot, or for `setattr`; also a private name of
+    another package, such as `torch._dynamo`, if the product defines the same one.
     """
     names = {name for file in files_of(PRODUCT) for name in _defined(file) if re.match(r"_[A-Za-z]", name)}
     names -= {"_replace", "_asdict"}  # of every NamedTuple, and public
@@ -123,7 +123,7 @@ def private_names_in_tests() -> list[str]:
 
 
 def private_names() -> list[tuple[str, str]]:
-    """(owner, name) of other libraries' private names, from the table of the decision; owner is module or module:Class.
+    """Return (owner, name) of other libraries' private names in the decision's table; owner is module or module:Class.
 
     A name that ends in * counts once.
     """
@@ -132,7 +132,7 @@ def private_names() -> list[tuple[str, str]]:
 
 
 def unlisted_private_names() -> list[str]:
-    """`file:line: name` of every use in the product of another library's private name that the table lacks."""
+    """Return `file:line: name` of every private name of another library that the product uses but the table lacks."""
     listed = re.compile("|".join(name.replace("*", r"\w*") for _, name in private_names()))
     product = {name for file in files_of(PRODUCT) for name in _defined(file)} | DOCUMENTED
     found = []
@@ -201,13 +201,13 @@ def files_of(folders: tuple[str, ...]) -> list[Path]:
 
 
 def _pages() -> list[Path]:
-    """The pages of docs/ that are written by hand."""
+    """Return the hand-written pages of docs/."""
     pages = [file for file in _tracked("*.md") if file.relative_to(ROOT).parts[:1] == ("docs",)]
     return [page for page in pages if page.relative_to(ROOT).parts[1] != "reference"]
 
 
 def _product_files() -> list[Path]:
-    """All of the product's packages: code, templates, scripts, JSON and YAML."""
+    """Return all files of the product's packages: code, templates, scripts, JSON and YAML."""
     return [file for file in _tracked(*(f"{folder}/*" for folder in PRODUCT)) if file != ROOT / WORD_LIST]
 
 
@@ -216,7 +216,7 @@ def line_count(file: Path) -> int:
 
 
 def code_tokens(file: Path) -> int:
-    """Names, numbers and operators; a string or an f-string with all that is in it is none, in every Python."""
+    """Count names, numbers and operators; strings and f-strings with their contents count 0, in any Python."""
     start, end = (getattr(tokenize, f"FSTRING_{name}", None) for name in ("START", "END"))  # of Python 3.12
     count = depth = 0
     with file.open("rb") as lines:

@@ -1,4 +1,4 @@
-"""Small batches of labeled windows made without a data set, packed and padded."""
+"""Small batches of labeled windows made without a dataset, packed and padded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ LENGTHS = (1, 5, 18, 9)
 
 
 def make_batch(has_segments: bool, head: Head) -> LabeledBatch:
-    """One window of each of `LENGTHS`, of which the head sees the first token, or all; ids are below `ROWS`."""
+    """Return windows of `LENGTHS`; the head reads the first token of each, or all tokens. Ids are below `ROWS`."""
     starts = np.cumsum([0, *LENGTHS])
     seen = starts[:-1] if head == "sequence" else np.arange(starts[-1])
     labels = np.zeros((len(seen), 2), np.uint8) if head == "spans" else np.zeros(len(seen), np.int64)
@@ -25,7 +25,7 @@ def make_batch(has_segments: bool, head: Head) -> LabeledBatch:
 def windows_of(
     lengths: Sequence[int], labels: np.ndarray, seen: np.ndarray, weights: np.ndarray | None = None, segments: int = 2
 ) -> Windows:
-    """One window an example; the head sees the tokens numbered `seen`, in whose order labels are."""
+    """Return one window per example; the head reads the tokens with the indices `seen`, to which the labels belong."""
     starts, draw = np.cumsum([0, *lengths]), np.random.default_rng(0)
     return Windows(
         ids=draw.integers(5, ROWS, starts[-1]).astype(np.int32),
@@ -39,14 +39,14 @@ def windows_of(
     )
 
 
-def batch_of(*given: Any, **more: Any) -> LabeledBatch:
-    """One micro-batch of `windows_of`."""
-    (batch,) = Batches(windows_of(*given, **more), seed=0, budget=100, rank=0, world_size=1).every_window()
+def batch_of(*arguments: Any, **options: Any) -> LabeledBatch:
+    """Return `windows_of` these arguments as one micro-batch."""
+    (batch,) = Batches(windows_of(*arguments, **options), seed=0, budget=100, rank=0, world_size=1).every_window()
     return batch
 
 
 def pad(batch: LabeledBatch) -> dict[str, Tensor]:
-    """int64 [B, L] each; padding is filled with ids that would show."""
+    """Return int64 [B, L] tensors, padded with an id that would change results if it were not masked."""
     longest = max(batch.lengths)
     real = torch.arange(longest) < torch.tensor(batch.lengths)[:, None]
     ids = torch.full(real.shape, 7).masked_scatter(real, batch.input_ids)

@@ -1,4 +1,4 @@
-"""Counts the kernels that a GPU would be given, on the meta device."""
+"""Counts the kernels that would be launched on a GPU, using the meta device."""
 
 import math
 from collections import Counter
@@ -23,14 +23,14 @@ from pretrain.training.optim import (
 from tests.distributed import Alone, of_whole_tensors
 
 VOCABULARY = 30_522
-# A kernel of several lists takes so many tensors, by the number of lists, and 320 chunks of 2^16 entries
+# Maximum tensors of a multi-tensor kernel, by the number of lists; it also takes at most 320 chunks of 2^16 entries
 # (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
 _TENSORS, _CHUNKS, _CHUNK = (110, 64, 48, 36, 30), 320, 1 << 16
 _NO_KERNEL = {"empty", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view"}
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations by name, views left out, and those on lists of tensors as often as they launch a kernel."""
+    """Counts operations by name, without views; operations on lists count once per launched kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
 
 
 def _of_lists(lists: list[Any]) -> int:
-    """Kernels of an operation on these lists: one for each tensor if the tensors at one place differ in shape."""
+    """Return the kernels of an operation on these lists: one per tensor if shapes at an index differ between lists."""
     first = lists[0]
     if any(x.shape != y.shape for other in lists[1:] for x, y in zip(first, other, strict=True)):
         return len(first)
@@ -61,10 +61,10 @@ def _of_lists(lists: list[Any]) -> int:
 
 
 def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> Launches:
-    """Of one optimizer step of BERT in `size` on one worker.
+    """Count the launches of one optimizer step of BERT of this size on one worker.
 
     Args:
-        flat: weights lie in one tensor for each group, as in ZeRO 1; else each parameter by itself, as in stage 0.
+        flat: one tensor of weights per group, as in ZeRO 1; otherwise separate parameters, as in stage 0.
     """
     named = _parameters(size)
     optimizer = make_optimizer(settings, parameter_groups(named.items(), 0.01))
@@ -85,14 +85,14 @@ def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> La
     elif isinstance(optimizer, Muon):
         optimizer.set_shards(segments, matrix_shapes({name: x.shape for name, x in named.items()}), Alone())
     optimizer.found_inf = torch.empty((), device="meta")  # type: ignore[attr-defined]
-    optimizer.step()  # what the first step keeps
+    optimizer.step()  # allocates state
     with Launches() as launches:
         optimizer.step()
     return launches
 
 
 def of_norm(size: str = "large") -> Launches:
-    """Of the norm of the gradients, which are views of flat sums, one for each parameter."""
+    """Count the launches of the norm of the gradients, which are views of flat sums, one per parameter."""
     gradients = [parameter.view(-1) for parameter in _parameters(size).values()]
     with torch.no_grad(), Launches() as launches:
         global_norm(gradients)
@@ -111,7 +111,7 @@ def _joined(
     ids: dict[str, range],
     segments: dict[Tensor, list[Any]],
 ) -> torch.nn.Parameter:
-    """The flat parameter of a group, whose segments are added."""
+    """Return the flat parameter of a group; add its segments to `segments`."""
     numels = {name: named[name].numel() for name in group["names"]}
     flat = torch.nn.Parameter(torch.empty(sum(numels.values()), device="meta"))
     segments[flat], at = [], 0

@@ -1,4 +1,4 @@
-"""A real S3 server (moto's, in a process of its own) and a proxy that injects faults before any store, on loopback."""
+"""A real S3 server (moto, in a separate process) and a proxy that injects faults in front of any store, on loopback."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ from pretrain.storage import objects
 from pretrain.storage.runs import fetched_model
 from tests.distributed import free_port
 
-KEY = "right"  # the proxy knows no other access key
+KEY = "right"  # the only access key that the proxy accepts
 BUCKET = "bucket"
 _SERVE = (
     "from werkzeug.serving import make_server, WSGIRequestHandler\n"
@@ -35,7 +35,7 @@ _SERVE = (
     "print(server.server_port, flush=True)\n"
     "server.serve_forever()\n"
 )
-_SECRET = "ZW11bGF0b3I="  # a key in base64, of an account that Azurite is given
+_SECRET = "ZW11bGF0b3I="  # base64 key of the Azurite account
 _GOOGLE = "fake-gcs-server -scheme http -host 127.0.0.1 -public-host 127.0.0.1:{proxy} -backend filesystem"
 _AZURE = "azurite-blob --silent --skipApiVersionCheck --disableTelemetry --blobHost 127.0.0.1"
 # Stores that are not moto, by scheme: the client's package, and a program with its arguments.
@@ -48,7 +48,7 @@ STORES = {
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests whose "METHOD path" matches `where`.
+    """A fault of the next `times` requests whose "METHOD path" matches `where`.
 
     kind: `503`, `500` or `403` is answered; `drop` closes before the request is passed on; `lost` passes it on and
     closes without an answer; `cut` closes in the middle of the answer's body; `slow` answers after a moment.
@@ -60,12 +60,12 @@ class Fault:
 
 
 class FaultyProxy:
-    """Passes requests on to a server, apart from the faults in `plan` and requests without the `key`.
+    """Forwards requests to a server, except for the faults in `plan` and requests without the `key`.
 
     Attributes:
-        plan: faults to come; a fault that has happened `times` times is removed.
+        plan: pending faults; a fault is removed after it has happened `times` times.
         happened: "kind METHOD path" of the faults that have happened.
-        requests: "METHOD path" of all requests, with the name that Google's client has in the body.
+        requests: "METHOD path" of all requests, with the object name that Google's client sends in the body.
     """
 
     def __init__(self, port: int, key: str = KEY) -> None:
@@ -88,7 +88,7 @@ class FaultyProxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def reset(self) -> None:
-        """An empty bucket, and no faults."""
+        """Empty the bucket, and remove all faults."""
         self.plan, self.happened = [], []
         fetched_model.cache_clear()
         for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{BUCKET}")):
@@ -121,7 +121,7 @@ class FaultyProxy:
         if kind == "503":
             outgoing.write(_error(method, 503, "SlowDown", "Please reduce your request rate."))
             return
-        if kind == "500":  # s3fs does not try it again
+        if kind == "500":  # s3fs does not retry it
             outgoing.write(_error(method, 500, "InternalError", "We encountered an internal error."))
             return
         if kind == "slow":
@@ -131,8 +131,8 @@ class FaultyProxy:
             connection.shutdown(socket.SHUT_RDWR)
             return
         if kind == "cut":
-            begin = answer.index(b"\r\n\r\n") + 4
-            outgoing.write(answer[: begin + (len(answer) - begin) // 2])
+            start = answer.index(b"\r\n\r\n") + 4
+            outgoing.write(answer[: start + (len(answer) - start) // 2])
             outgoing.flush()
             connection.shutdown(socket.SHUT_RDWR)
             return
@@ -151,7 +151,7 @@ class FaultyProxy:
             return fault.kind
 
     def _pass_on(self, head: bytes, body: bytes) -> bytes:
-        """The server's whole answer; the connection is closed after it."""
+        """Return the server's whole answer; close the connection."""
         head = re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", head)
         first, rest = head.split(b"\r\n", 1)
         with socket.create_connection(("127.0.0.1", self._target)) as server:
@@ -163,7 +163,7 @@ class FaultyProxy:
 
 
 def _head(incoming: Any) -> bytes:
-    """The head of a request with the empty line at its end; b"" at the end of the connection."""
+    """Return the head of a request including the empty line; b"" at the end of the connection."""
     lines = []
     while (line := incoming.readline()) not in (b"\r\n", b""):
         lines.append(line)
@@ -178,7 +178,7 @@ def _error(method: str, status: int, code: str, message: str) -> bytes:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[FaultyProxy]:
-    """A server with one bucket, and a proxy in front of it."""
+    """Start a server with one bucket, and a proxy in front of it."""
     server = subprocess.Popen([sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -195,7 +195,7 @@ def s3_server() -> Iterator[FaultyProxy]:
 
 @contextlib.contextmanager
 def real_store(scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """One of `STORES` with an empty bucket, to which the addresses of its scheme lead, and a proxy in front of it."""
+    """Start one of `STORES` with an empty bucket, used for addresses of its scheme, and a proxy in front of it."""
     from tests.chaos import wait_for
 
     package, command = STORES[scheme]
@@ -209,9 +209,9 @@ def real_store(scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("AZURITE_ACCOUNTS", f"bert:{_SECRET}")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"DefaultEndpointsProtocol=http;{account}")
     forget_clients(monkeypatch)
-    (folder / "store" / BUCKET).mkdir(parents=True)  # a bucket of those that keep them as folders
-    given = command.format(port=port, proxy=proxy.port, folder=folder / "store").split()
-    with subprocess.Popen(given, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    (folder / "store" / BUCKET).mkdir(parents=True)  # for stores whose buckets are folders
+    words = command.format(port=port, proxy=proxy.port, folder=folder / "store").split()
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             wait_for(lambda: f":{port:04X} " in Path("/proc/net/tcp").read_text(encoding="ascii"))
             if scheme == "az":
@@ -223,12 +223,12 @@ def real_store(scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def forget_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the calls of a test read the credentials again."""
+    """Clear cached clients, so that credentials are read again."""
     monkeypatch.setattr(objects, "_open_filesystem", functools.cache(objects._open_filesystem.__wrapped__))
 
 
 def point_to(proxy: FaultyProxy, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make s3:// addresses of this process and its children those of `proxy`, with their local folders in `cache`."""
+    """Use `proxy` for s3:// addresses of this process and its children, with local folders in `cache`."""
     for name, value in environment(proxy, cache).items():
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", RUNS_VARIABLE):
@@ -242,7 +242,7 @@ def environment(proxy: FaultyProxy, cache: Any) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_MAX_ATTEMPTS": "1",  # what is retried is to be retried by our code
+        "AWS_MAX_ATTEMPTS": "1",  # only our code retries
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         "NO_PROXY": "127.0.0.1",

@@ -1,6 +1,6 @@
-"""Phrases at which a native reader stops, counted in the product's comments, docstrings and strings.
+"""Counts phrases that are not standard English in the product's comments, docstrings and strings.
 
-`python -m tests.odd_phrases [NAME]` lists them. Their limits are in `tests/house.yaml`.
+`python -m tests.odd_phrases [NAME]` lists them. `tests/house.yaml` has the limits.
 """
 
 import ast
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# By name: how they are written. Docstrings and names in capitals are looked at alone.
+# Regular expressions by name. Docstrings and constants are checked separately.
 PROSE = {
     "is_no": r"(?<!there )(?<!There )\b(?:is|are|was|were) no (?!longer\b|more\b)\w",
     "those": r"\b(?:those|that) (?:of|that|in|which|to|with|on|at|from)\b|\bthose\b",
@@ -26,13 +26,13 @@ DOCSTRINGS = re.compile(r"(?:What|Whether|How)\b")
 
 
 def count(files: Iterable[Path]) -> dict[str, int]:
-    """How many there are in all, under the names of the limits."""
+    """Return the total of each phrase, by the name of its limit."""
     found = Counter(name for file in files for name, _, _ in odd_phrases(file))
     return {f"odd_{name}": found[name] for name in ("docstrings", "names", *PROSE)}
 
 
 def odd_phrases(file: Path) -> Iterator[tuple[str, int, str]]:
-    """(name, line, phrase and what surrounds it) of each."""
+    """Yield (name, line, phrase with context) of each phrase."""
     source = file.read_text(encoding="utf-8")
     tree = ast.parse(source)
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Small tokenizers as XLM-R, DeBERTa-v3 and mmBERT (Gemma's) have them, in the parts of their tokenizer.json.
+"""Small tokenizers like those of XLM-R, DeBERTa-v3 and mmBERT (Gemma's), with the parts of their tokenizer.json.
 
 The character map is that of SentencePiece 0.2.3's rule `nmt_nfkc` (Apache License 2.0), which XLM-R's holds, too: a
 model that it trains has it as `normalizer_spec.precompiled_charsmap`.
@@ -33,7 +33,7 @@ CODE = "def f(x):\n    if x > 1:\n\treturn [x, 'a  b']\n\n\n    # naïve\n    re
 
 
 def make_pieces(kind: PieceKind) -> Tokenizer:
-    """About 600 entries, trained on `LANGUAGES` and `CODE`."""
+    """Return a tokenizer of about 600 entries, trained on `LANGUAGES` and `CODE`."""
     return Tokenizer.from_str(_trained(kind))
 
 
@@ -49,7 +49,7 @@ def character_map() -> normalizers.Normalizer:
 
 
 def _pieces(normalizer: normalizers.Normalizer, cut: Any) -> list[list[Any]]:
-    """[entry, score] of a Unigram."""
+    """Return [entry, score] of a trained Unigram."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, cut
     trainer = trainers.UnigramTrainer(vocab_size=600, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)

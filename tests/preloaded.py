@@ -1,4 +1,4 @@
-"""What the workers of `tests.distributed` are forked with: importing it costs more than most tests."""
+"""Modules that the fork server of `tests.distributed` imports once: importing them takes longer than most tests."""
 
 import finetune.training.train  # noqa: F401
 import pretrain.run.train  # noqa: F401

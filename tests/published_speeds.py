@@ -1,6 +1,6 @@
-"""Published training speeds beside the limit that `pretrain --dry-run --on` computes, without a GPU.
+"""Published training speeds, to compare with the limit that `pretrain --dry-run --on` computes. Needs no GPU.
 
-A result above the limit would refute the model. The share that public trainers reach is what the dry run assumes.
+A result above the limit would refute the roofline model. The dry run assumes the share that public trainers reach.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,8 +20,8 @@ class Record:
 
     Attributes:
         published: sequences/s of one GPU, or tokens/s with `in_tokens`.
-        mean: tokens of a sequence without padding, as the source or its data have it.
-        each: sequences of a GPU in an optimizer step; an assumption where the source does not say.
+        mean: mean tokens per sequence without padding, from the source or its data.
+        each: sequences per GPU and optimizer step; assumed if the source does not state it.
     """
 
     name: str
@@ -74,12 +74,12 @@ RECORDS = (
 
 
 def share(record: Record) -> float:
-    """The published speed, as a share of the limit of the same step in bf16, also for the records in FP8."""
+    """Return the published speed as a share of the limit of the same step in bf16, also for FP8 records."""
     config = _config(record)
     objective = objective_of(config, _VOCABULARY[config.model.family])
     work = phase_work(config, config.phases[0], objective.vocabulary, record.mean)
     times = step_times(objective, config.phases[0], work, GPUS[record.gpu], record.workers)
-    times = replace(times, host=0.0)  # that of our program
+    times = replace(times, host=0.0)  # the host time of our program does not apply
     return record.published * times.limit / (record.each * (record.mean if record.in_tokens else 1))
 
 

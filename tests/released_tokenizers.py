@@ -1,4 +1,4 @@
-"""Small byte-level tokenizers as RoBERTa, ModernBERT and EuroBERT have them, and checkpoints that use them."""
+"""Small byte-level tokenizers like those of RoBERTa, ModernBERT and EuroBERT, and checkpoints with them."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ _LLAMA_SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|mask|>", "<|pad|>"
 
 
 def make_tokenizer(kind: Kind) -> Tokenizer:
-    """About 500 entries, trained on `TEXT`."""
+    """Return a tokenizer of about 500 entries, trained on `TEXT`."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "eurobert"))
     if kind == "eurobert":
         split = pre_tokenizers.Split(Regex(_LLAMA), "isolated")
@@ -71,7 +71,7 @@ def _add_tokens(tokenizer: Tokenizer, kind: Kind) -> None:
 
 
 def save_released(folder: Path, kind: Kind) -> Tokenizer:
-    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json as released; returns the tokenizer."""
+    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json as released; return the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(kind)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -92,7 +92,7 @@ def save_released(folder: Path, kind: Kind) -> Tokenizer:
 
 
 def make_released(folder: Path, kind: Kind) -> Tokenizer:
-    """A checkpoint for masked language modeling of random weights, with five padded rows; returns its tokenizer."""
+    """Write an MLM checkpoint with random weights and five extra embedding rows; return its tokenizer."""
     import torch
     from transformers import ModernBertConfig, ModernBertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 

@@ -1,4 +1,4 @@
-"""Whole trainings, started, stopped and resumed in the processes of `tests.distributed`."""
+"""Training runs that are started, stopped and resumed in the processes of `tests.distributed`."""
 
 import json
 import threading
@@ -19,14 +19,14 @@ class Start:
 
     config: dict[str, Any]
     resume: bool = False
-    stop_at: int = 0  # the step, from this start on, in which a stop is asked for
+    stop_at: int = 0  # number of the step of this start in which a stop is requested
 
 
-def make_starts(main: Callable[[TrainingRequest, Worker], None], given: Sequence[Start]) -> list[str]:
-    """Make the starts one after another on this worker; the kind and text of the error of each, or ''."""
+def make_starts(main: Callable[[TrainingRequest, Worker], None], starts: Sequence[Start]) -> list[str]:
+    """Run the starts in order on this worker; return type and message of each error, or ''."""
     outcomes = []
     rank, size = dist.get_rank(), dist.get_world_size()
-    for start in given:
+    for start in starts:
         try:
             main(
                 TrainingRequest(start.config, start.resume),
@@ -38,17 +38,17 @@ def make_starts(main: Callable[[TrainingRequest, Worker], None], given: Sequence
     return outcomes
 
 
-def starts(given: Sequence[Start]) -> list[str]:
-    """Starts of pretrainings; as `make_starts`."""
+def starts(requested: Sequence[Start]) -> list[str]:
+    """Run `make_starts` with pretraining."""
     from pretrain.run import train
 
-    return make_starts(train.main, given)
+    return make_starts(train.main, requested)
 
 
 def pretraining(
     corpus: Path, run_dir: Path, phases: Sequence[tuple[int, int, int]], /, **changes: Any
 ) -> dict[str, Any]:
-    """Settings of an fp32 run that logs every step; phases are (length, sequences, steps), section__key changes one."""
+    """Return the config of an fp32 run that logs every step; phases are (length, sequences, steps)."""
     return with_changes(
         {
             "name": "trial",
@@ -69,7 +69,7 @@ def pretraining(
 
 
 def with_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested `values` with those named as section__key changed, in place."""
+    """Set `changes`, named section__key, in the nested dict `values`, which is returned."""
     for key, value in changes.items():
         *sections, last = key.split("__")
         section = values
@@ -88,19 +88,19 @@ def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
-    """(step, loss) in the order of the file."""
+    """Return (step, loss) of all records, in file order."""
     return [(record["step"], record["loss"]) for record in records(run_dir, split)]
 
 
 @dataclass
 class _StopsAt(Worker):
-    """A worker that is asked to stop while it takes its `step`-th step."""
+    """A worker for which a stop is requested in its `step`-th step."""
 
     step: int = 0
-    _asked: int = 0
+    _calls: int = 0
 
     def stop_requested(self) -> bool:
-        if threading.current_thread() is not threading.main_thread():  # the watcher asks by the clock
+        if threading.current_thread() is not threading.main_thread():  # the watcher thread polls
             return False
-        self._asked += 1
-        return self._asked == self.step
+        self._calls += 1
+        return self._calls == self.step

@@ -1,4 +1,4 @@
-"""The project weighs no more than its committed limits, and the limits follow it down."""
+"""Code size stays within the committed limits, and the limits are lowered when it shrinks."""
 
 from pathlib import Path
 

@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
 }
 
-# Libraries that one place owns: what another place needs of them goes through it.
+# Libraries that only some components may import: others use them through these components.
 OWNERS = {
     "ray": ("cluster/", "pretrain/corpus/"),
     "deepspeed": ("pretrain/training/engine/",),
@@ -85,7 +85,7 @@ OWNERS = {
 
 @functools.cache
 def _files() -> dict[str, Path]:
-    """Each module's file, by dotted name."""
+    """Return the file of each module, by dotted name."""
     modules = {}
     for package in PACKAGES:
         for file in (ROOT / package).rglob("*.py"):
@@ -96,7 +96,7 @@ def _files() -> dict[str, Path]:
 
 @functools.cache
 def _imports(file: Path) -> list[tuple[str, int]]:
-    """All that a file imports, wherever in it, as (dotted name, line)."""
+    """Return all imports anywhere in a file, as (dotted name, line)."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -111,7 +111,7 @@ def _imports(file: Path) -> list[tuple[str, int]]:
 
 @functools.cache
 def _arrows() -> dict[str, dict[str, int]]:
-    """Module -> the project's modules that it imports, each with a line that does."""
+    """Return module -> the project's modules that it imports, each with a line of the import."""
     arrows: dict[str, dict[str, int]] = {}
     for module, file in _files().items():
         arrows[module] = {name: line for name, line in _imports(file) if name in _files() and name != module}
@@ -124,7 +124,7 @@ def _component(module: str) -> str:
 
 
 def _circles(arrows: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
-    """What is left when everything that imports nothing left is taken away, again and again."""
+    """Return the modules on import cycles, found by repeatedly removing modules without imports."""
     left = {module: set(imported) & set(arrows) for module, imported in arrows.items()}
     while free := [module for module, imported in left.items() if not imported & set(left)]:
         for module in free:

@@ -1,4 +1,4 @@
-"""What Ray Tune runs in the tests of cluster.workers.trials; each call leaves its traces in the working directory."""
+"""Functions that Ray Tune runs in the tests of cluster.workers.trials; calls are recorded in the working directory."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pretrain.common.worker import TrainingRequest, Worker
 
 
 def trial(request: TrainingRequest, worker: Worker) -> None:
-    """Do as "do" of the config says: meet the others, be killed at first, diverge, or have a bug."""
+    """Do what "do" in the config says: wait for another trial, be killed once, diverge, or have a bug."""
     config = request.config
     do, trace = config["do"], Path(f"starts-{config['name']}")
     before = trace.read_text().count("\n") if trace.exists() else 0
@@ -19,7 +19,7 @@ def trial(request: TrainingRequest, worker: Worker) -> None:
     if do == "meet":
         deadline = time.monotonic() + 120
         while not Path(f"starts-{config['other']}").exists():
-            assert time.monotonic() < deadline, "nobody else came"
+            assert time.monotonic() < deadline, "the other trial did not start"
             time.sleep(0.05)
     elif do == "die once" and before == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Reads the .wandb files of offline runs: records of protobuf in the log format of LevelDB, behind 7 bytes."""
+"""Reads the .wandb files of offline runs: protobuf records in the log format of LevelDB, after a header of 7 bytes."""
 
 import struct
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def history(path: Path) -> list[tuple[int, dict[str, str]]]:
-    """(W&B's step, JSON of each value) of the rows in a .wandb file, which may end within a record."""
+    """Return (W&B's step, JSON of each value) of the rows in a .wandb file, which may be truncated within a record."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     rows = []
@@ -24,18 +24,18 @@ def history(path: Path) -> list[tuple[int, dict[str, str]]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    place, parts = 7, b""
-    while place + _HEADER.size <= len(data):
-        left = _BLOCK - place % _BLOCK
+    offset, parts = 7, b""
+    while offset + _HEADER.size <= len(data):
+        left = _BLOCK - offset % _BLOCK
         if left < _HEADER.size:
-            place += left
+            offset += left
             continue
-        _, length, kind = _HEADER.unpack_from(data, place)
-        place += _HEADER.size
-        part = data[place : place + length]
+        _, length, kind = _HEADER.unpack_from(data, offset)
+        offset += _HEADER.size
+        part = data[offset : offset + length]
         if not kind or len(part) < length:
             return
-        place += length
+        offset += length
         parts = part if kind in (_FULL, _FIRST) else parts + part
         if kind in (_FULL, _LAST):
             yield parts

@@ -1,4 +1,4 @@
-"""Measurements beside baselines. They use the product as anybody does; it never imports them."""
+"""Benchmarks against baselines. They use the product like any user; the product never imports them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def environment() -> dict[str, str]:
-    """That of a program that imports this package from the clone, wherever it runs."""
+    """Return the environment of a program that imports this package from the clone, in any folder."""
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
 def aligned(rows: Sequence[Sequence[str]], right_aligned: Iterable[int]) -> list[str]:
-    """Lines of padded columns; the columns numbered in `right_aligned` are aligned to the right."""
+    """Return lines of padded columns; columns with an index in `right_aligned` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""`./launch.sh bench NAME`: comparisons of bertrain with other software, run from a clone."""
+"""`./launch.sh bench NAME`: benchmarks of bertrain against other software, run from a clone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BENCHMARKS = {
     "prepare": ("tests.bench.prepare", "MB/s from raw text to token shards against tokenizers and datasets"),
     "finetune": ("tests.bench.finetuning", "fine-tuning against transformers"),
     "workers": ("tests.bench.workers", "cost of Ray, DeepSpeed, tracking and a second worker"),
-    "amx": ("tests.bench.amx", "products in bf16 on this CPU, and the time for which oneDNN generates kernels"),
-    "gpu": ("tests.bench.gpu", "training steps on this machine's GPU beside the limit of --dry-run --on"),
+    "amx": ("tests.bench.amx", "bf16 matmuls on this CPU, and the time oneDNN takes to generate kernels"),
+    "gpu": ("tests.bench.gpu", "training steps on this machine's GPU, and the limit of --dry-run --on"),
     "scale": ("tests.bench.scale", "work of one rank for a step, by the number of ranks, simulated"),
-    "stream": ("tests.bench.stream", "loaders on several machines that stream a made-up corpus of 1 TB"),
+    "stream": ("tests.bench.stream", "loaders on several machines that stream a synthetic corpus of 1 TB"),
     "speedrun": ("tests.bench.speedrun.command", "what a config learns per FLOP on a fixed text"),
 }
 
@@ -39,7 +39,7 @@ def _run(words: list[str]) -> int:
     names = "\n".join(f"  {name:10}  {purpose}" for name, (_, purpose) in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog=f"{program()} bench",
-        description="Compare speed and quality with other software.",
+        description="Measure speed and quality against other software.",
         epilog=f"benchmarks:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,9 +1,9 @@
-"""`bench amx`: what products in bf16 cost on this CPU, made for those whose kernels are slow to generate (AMX).
+"""`bench amx`: the cost of bf16 matmuls on this CPU, for CPUs whose kernels are slow to generate (AMX).
 
-`products`: rates of the forward, input gradient and weight gradient of BERT's matrices, the last one also with its
-narrower operand transposed first, as training does where that is faster. A round counts only if a square product beside
-it reaches 0.8 of the fastest one, because virtual machines share AMX. `kernels`: milliseconds of a step in which oneDNN
-generated kernels, beside those of its products, by oneDNN's own log. Each takes at most ten minutes.
+`products`: rates of the forward, input-gradient and weight-gradient matmuls of BERT, the last one also with its
+narrower operand transposed first. A round counts only if a square matmul in the same round reaches 0.8 of the fastest
+one, because virtual machines share AMX. `kernels`: milliseconds per step in which oneDNN generates kernels and runs
+matmuls, from oneDNN's log. Each takes at most ten minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=positive_int, default=1, help="threads (default: 1)")
     parser.add_argument("--rounds", type=positive_int, default=9, help="rounds of products; the median is printed")
     parser.add_argument("--config", help="kernels: config of a run, whose corpus is prepared")
-    parser.add_argument("--windows", nargs="+", default=["100-120", "1000-1020"], help="kernels: steps to look at")
+    parser.add_argument("--windows", nargs="+", default=["100-120", "1000-1020"], help="kernels: steps to measure")
     options = parser.parse_args(argv)
     if options.part == "kernels" and not options.config:
         raise InputError("bench amx kernels: --config is missing. Give the config of a run whose corpus is prepared.")
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def products(rounds: int) -> Iterator[str]:
-    """A row for each shape: GFLOP/s of its products."""
+    """Return a row for each shape: GFLOP/s of its matmuls."""
     square = torch.randn(_SQUARE, _SQUARE).bfloat16()
     for rows, width, inner in SHAPES:
         x, g, w = (torch.randn(*size).bfloat16() for size in ((rows, width), (rows, inner), (inner, width)))
@@ -76,7 +76,7 @@ def _seconds(function: Callable[[], Tensor]) -> float:
 
 
 def kernels(config: str, windows: Iterable[str]) -> Iterator[str]:
-    """A row for each window of steps: milliseconds of oneDNN's log in a step."""
+    """Return a row for each range of steps: milliseconds per step in oneDNN's log."""
     ranges = [tuple(map(int, window.split("-"))) for window in windows]
     code = f"from tests.bench.amx import train; train({config!r}, {max(last for _, last in ranges)})"
     done = run_program([sys.executable, "-c", code], {**os.environ, "ONEDNN_VERBOSE": "profile"})
@@ -97,7 +97,7 @@ def kernels(config: str, windows: Iterable[str]) -> Iterator[str]:
 
 
 def train(config: str, steps: int) -> None:
-    """Train in this process, with a line before each step."""
+    """Train in this process, and print a line before each step."""
     from pretrain.batches.loader import Loader
     from pretrain.common import settings
     from pretrain.config import PretrainConfig

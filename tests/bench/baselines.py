@@ -1,8 +1,8 @@
-"""The programs that the step benchmarks compare: this project's engine and its baselines, with one interface.
+"""The trainers that the step benchmarks compare: bertrain's engine and its baselines, with one interface.
 
 The baselines are transformers' BERT in several variants, and this project's model in a plain torch loop.
-Each trainer runs in its own process, as its user would run it. So settings of one process do not affect another; for
-example, our engine keeps freed memory. Only one trainer works at a time.
+Each trainer runs in a separate process, so that the settings of one process do not affect another; for example, our
+engine keeps freed memory. Only one trainer works at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.distributed import engine_of, of_whole_tensors
 
 OURS = "ours"
-# Variants of transformers: whether torch.compile is used. Which is fastest depends on the machine.
+# Variants of transformers, with or without torch.compile. Which is fastest depends on the machine.
 BASELINES = ("sdpa", "sdpa-compiled")
 # Our model and batches in a plain torch loop: shows the overhead of the engine.
 BARE = "bare"
@@ -45,15 +45,15 @@ class TrainerSpec:
 
     kind: str  # `OURS`, `BARE` or one of `BASELINES`
     config: PretrainConfig  # the run that it trains
-    steps: int = 0  # batches to make before training starts; 0 makes each batch when it is needed
+    steps: int = 0  # batches to make before training starts; 0: make each batch when it is needed
 
 
 def bench_config(
     corpus: str, size: str, length: int, sequences: int, *, precision: str = "auto", **model: Any
 ) -> PretrainConfig:
-    """A run of `sequences` per step and one micro-batch per step, with no last step.
+    """Return the config of an unlimited run with `sequences` per step, in one micro-batch.
 
-    `model` holds further settings of the section model. The precision is resolved for this machine; the baselines use
+    `model` has more settings of the section model. The precision is resolved for this machine; the baselines use
     the same one. Only BERT predicts the next sentence. Raises `InputError` if there is no such run.
     """
     phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": 1e-4}
@@ -71,7 +71,7 @@ def bench_config(
 
 
 def validated(values: dict[str, Any]) -> PretrainConfig:
-    """The config of a benchmark. Raises `InputError` if its options give none."""
+    """Return the config of a benchmark. Raises `InputError` if its options are invalid."""
     try:
         return PretrainConfig.model_validate(values)
     except ValidationError as error:
@@ -249,7 +249,7 @@ class TransformersTrainer:
         )
 
     def prepare(self, step: StepBatch) -> list[dict[str, Tensor]]:
-        """The step's micro-batches with padding; not timed."""
+        """Return the step's micro-batches with padding; not timed."""
         return [pad(batch) for batch in step.micro_batches]
 
     def train(self, step: list[dict[str, Tensor]], learning_rate: float) -> float:
@@ -287,7 +287,7 @@ def _their_model(config: PretrainConfig, vocabulary_size: int) -> Any:
 
 
 def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Parameter groups without weight decay for biases and LayerNorm, as in the HF Trainer."""
+    """Return parameter groups without weight decay for biases and LayerNorm, as in the HF Trainer."""
     exempt = {True: [], False: []}
     for parameter in model.parameters():
         exempt[parameter.ndim < 2].append(parameter)
@@ -295,7 +295,7 @@ def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
 
 
 def pad(batch: MicroBatch) -> dict[str, Tensor]:
-    """The micro-batch in the layout of transformers: tensors [sequences, longest], label -100 at unmasked tokens."""
+    """Return the micro-batch as transformers takes it: tensors [sequences, longest], label -100 at unmasked tokens."""
     sequences, longest = len(batch.lengths), max(batch.lengths)
     device = batch.input_ids.device
     lengths = torch.tensor(batch.lengths, device=device)

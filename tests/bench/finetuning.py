@@ -2,8 +2,8 @@
 
 The baseline is the usual setup of transformers: its model for the task and `Trainer`, with autocast to the config's
 precision, fused AdamW and dynamic padding, and the same checkpoint, features, steps, batch size, learning rates and
-settings of AdamW. It truncates a long text to its first window, as the public scripts do. The same code scores both:
-ours at the best of its evaluations, the baseline after its last step. Each run has its own process.
+settings of AdamW. It truncates long texts to the first window, as the public scripts do. The same code scores both:
+ours at its best evaluation, the baseline after its last step. Each run is a separate process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(config: FinetuneConfig, seeds: int) -> dict[str, list[dict[str, Any]]]:
-    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"metric", "score", "examples_per_second"}.
+    """Return {"ours": [run, ...], "trainer": [run, ...]} with run = {"metric", "score", "examples_per_second"}.
 
     Raises:
         InputError: the config has settings that the Trainer lacks, no dev set, or a checkpoint that transformers lacks.
@@ -76,7 +76,7 @@ def compare(config: FinetuneConfig, seeds: int) -> dict[str, list[dict[str, Any]
 
 
 def _check(config: FinetuneConfig) -> None:
-    """Raise `InputError` if ours would train in a way that the Trainer cannot, or there is no set to score."""
+    """Raise `InputError` if the Trainer does not support the config, or there is no set to score."""
     training = config.training
     weighted = getattr(config.task_settings, "class_weights", "none")
     smoothed = getattr(config.task_settings, "label_smoothing", 0)
@@ -95,7 +95,7 @@ def _check(config: FinetuneConfig) -> None:
 
 
 def _start_folder(config: FinetuneConfig) -> Path:
-    """The folder of the initial checkpoint. Raises as `compare` if there can be no baseline of it."""
+    """Return the folder of the initial checkpoint. Raises like `compare` if the baseline cannot use it."""
     from pretrain.checkpoint.released import unsupported_in_transformers
     from pretrain.checkpoint.tokenizer import is_run, released_folder
 
@@ -141,7 +141,7 @@ def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]
     training = [record for record in read_records(folder) if is_training(record)]
     warm = next(record for record in training if record["step"] >= _WARM_UP * training[-1]["step"])
     last = training[-1]
-    # If one record has all steps, only the speed of the whole run is known.
+    # If there is only one record, only the speed of the whole run is known.
     examples, seconds = (last[key] - (warm[key] if warm is not last else 0) for key in ("samples", "seconds"))
     return {
         "metric": scores["metric"],
@@ -217,7 +217,7 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def trainer_arguments(config: FinetuneConfig, steps: int) -> Any:
-    """TrainingArguments with our schedule and optimizer settings."""
+    """Return TrainingArguments with our schedule and optimizer settings."""
     import torch
     import transformers
 
@@ -266,7 +266,7 @@ def _make_clock(transformers: Any) -> Any:
 
 
 def _features(windows: Any, head: str) -> list[dict[str, Any]]:
-    """The features of each example as in the public scripts: lists of ids, types and labels."""
+    """Return the features of each example as in the public scripts: lists of ids, types and labels."""
     features = []
     queries_of = np.searchsorted(windows.queries, windows.starts)
     for number in range(len(windows)):
@@ -289,7 +289,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
 
 
 def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool, tags: bool) -> dict[str, Any]:
-    """Pad to the longest of the batch; without token_type_ids if the model has no token types.
+    """Pad to the longest sequence of the batch; omit token_type_ids if the model has no token types.
 
     With `tags`, the labels are those of the tokens.
     """
@@ -312,7 +312,7 @@ def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool,
 
 
 def _predict(trainer: Any, windows: Any, head: str, outputs: int) -> np.ndarray:
-    """float32 [R, C]: logits of the query positions."""
+    """Return float32 [R, C]: logits of the query positions."""
     bounds = list(itertools.pairwise(windows.starts))
     given = [{"input_ids": windows.ids[a:b].tolist(), "token_type_ids": windows.types[a:b].tolist()} for a, b in bounds]
     made = trainer.predict(given).predictions

@@ -1,9 +1,9 @@
-"""`bench gpu`: training steps on this machine's GPU beside the limit that the roofline model computes.
+"""`bench gpu`: training steps on this machine's GPU, and the limit of the roofline model.
 
-One process without Ray trains each model by itself: our engine with ZeRO-1 on one worker, full sequences of random
-tokens, no corpus. The limit is that of the kernels; the share is its time over ours. `host` is the host's own time to
-launch a step, `kernels` is how long its kernels run (torch.profiler). Host reads are the operations of one step at
-which the host waits for the GPU, with the lines of Python below the table.
+One process without Ray trains one model at a time: our engine with ZeRO-1 on one worker, full sequences of random
+tokens, no corpus. The limit is that of the kernels; the share is its time over ours. `host` is the time in which the
+host launches a step, `kernels` the time of its kernels (torch.profiler). Host reads are the operations of one step at
+which the host waits for the GPU; their Python lines are below the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.bench.baselines import bench_config
 from tests.distributed import engine_of
 
 _WARM_UP = 5  # steps that compile the model and allocate memory
-BLOCKS = 5  # of steps, between which the host waits for the GPU
+BLOCKS = 5  # timed blocks of steps, after each of which the host waits for the GPU
 _RATE = 1e-4
 
 
@@ -51,12 +51,12 @@ class Case:
 
     name: str
     length: int
-    tokens: int  # of a step, in one micro-batch
+    tokens: int  # per step, in one micro-batch
     vocabulary: int
     model: dict[str, Any] = field(default_factory=dict)
 
     def config(self, precision: str, *, graphs: bool = False) -> PretrainConfig:
-        """A run whose steps these are, recorded as CUDA graphs or not."""
+        """Return the config of a run with these steps, with or without CUDA graphs."""
         config = bench_config("none", length=self.length, sequences=self.sequences, precision=precision, **self.model)
         engine = config.engine.model_copy(update={"cuda_graphs": graphs})
         return config.model_copy(update={"engine": engine})
@@ -125,7 +125,7 @@ def measure(case: Case, steps: int, precision: str, gpu: Gpu | None, *, graphs: 
         except torch.OutOfMemoryError:
             row["failed"] = "does not fit into this GPU's memory"
     if device.type == "cuda":
-        gc.collect()  # the model is in cycles, whose memory would count as used
+        gc.collect()  # reference cycles keep the previous model in memory
         torch.cuda.empty_cache()
     if "limit_seconds" in row and "seconds" in row:
         row["share"] = row["limit_seconds"] / row["seconds"]
@@ -133,7 +133,7 @@ def measure(case: Case, steps: int, precision: str, gpu: Gpu | None, *, graphs: 
 
 
 def host_reads(step: Callable[[], Any]) -> dict[str, int]:
-    """How often `step` made the host wait for the GPU, by the line of Python that did."""
+    """Count how often `step` makes the host wait for the GPU, by Python line."""
     before, synchronize, places = torch.cuda.get_sync_debug_mode(), torch.cuda.synchronize, list[str]()
 
     def noted(*arguments: Any, **options: Any) -> None:
@@ -144,7 +144,7 @@ def host_reads(step: Callable[[], Any]) -> dict[str, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        torch.cuda.synchronize = noted  # of which there is no warning
+        torch.cuda.synchronize = noted  # torch does not warn about it
         try:
             step()
         finally:
@@ -156,7 +156,7 @@ def host_reads(step: Callable[[], Any]) -> dict[str, int]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text, and where the host waited."""
+    """Return the rows as text, and the lines where the host waited."""
     lines = [["model", "step", "ms", "host, ms", "kernels, ms", "tokens/s", "limit, ms", "share"]]
     lines[0] += ["limited by", "host reads", "memory, GiB"]
     lines += [_cells(row) for row in rows]
@@ -185,12 +185,12 @@ def _predicted(case: Case, config: PretrainConfig, gpu: Gpu) -> dict[str, Any]:
     objective = objective_of(config, case.vocabulary)
     work = phase_work(config, config.phases[0], case.vocabulary, case.length)
     times = step_times(objective, config.phases[0], work, gpu, 1)
-    times = dataclasses.replace(times, loader=0.0, host=0.0)  # there is no loader, and the host's time is measured
+    times = dataclasses.replace(times, loader=0.0, host=0.0)  # no loader, and the host's time is measured
     return {"limit_seconds": times.limit, "limited_by": times.limited_by, "parts": dict(times.rows())}
 
 
 def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int) -> dict[str, Any]:
-    """Seconds of a step, host reads of one step, and peak memory of the device."""
+    """Return the seconds of a step, the host reads of one step, and the device's peak memory."""
     on_gpu = device.type == "cuda"
     objective = MaskedTokens(config, case.vocabulary)
     objective.build(read_frozen)
@@ -217,7 +217,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
 
 
 def _seconds(train: Callable[[], None], steps: int, on_gpu: bool) -> float:
-    """Of one of so many steps, with the GPU's last kernel."""
+    """Return the mean seconds of these steps, up to the GPU's last kernel."""
     if on_gpu:
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -229,7 +229,7 @@ def _seconds(train: Callable[[], None], steps: int, on_gpu: bool) -> float:
 
 
 def _host_and_kernels(train: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a step: the host's, with waits beyond the 1,000 launches that a GPU takes; its kernels'."""
+    """Return seconds of a step: of the host, including waits for the queue of 1,000 launches; of the kernels."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         train()

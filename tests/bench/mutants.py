@@ -1,7 +1,7 @@
-"""What the tests of twelve components catch: `python -m tests.bench.mutants` changes one operator or number at a time.
+"""Mutation testing of twelve components: `python -m tests.bench.mutants` changes one operator or number at a time.
 
-A mutant is killed if a test of its component's own folder fails, or takes three times as long as without it. The sample
-follows from the seed and the code. `--again FILE` repeats the mutants of an earlier result on today's code and tests.
+A mutant is killed if a test in its component's folder fails, or takes three times as long as without it. The sample
+depends only on the seed and the code. `--again FILE` repeats the mutants of an earlier result on the current code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOMS = {
     "experiments": "finetune/experiments",
     "workflows": "finetune/workflows",
 }
-SLOWER = 3  # times the time without a change counts as killed
+SLOWER = 3  # a mutant is killed if tests take this many times as long as without it
 _SPARE_SECONDS = 60
 _SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE,
@@ -58,12 +58,12 @@ _SWAPS: dict[type[ast.AST], Any] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
-# Only a GPU runs these: Triton's functions and what launches them.
+# These run only on a GPU: Triton functions and their launches.
 _ON_GPU = re.compile(r"kernels/(fused|triton|flash)\w*\.py$")
 
 
 class Mutant(NamedTuple):
-    """A changed expression of a file: bytes `start` to `end` become `text`."""
+    """A changed expression in a file: bytes `start` to `end` are replaced by `text`."""
 
     room: str
     file: str
@@ -75,7 +75,7 @@ class Mutant(NamedTuple):
 
 
 def mutants(room: str, file: str) -> Iterator[Mutant]:
-    """Every change that is tried in a file, in order. Annotations, texts and the messages of errors are left alone."""
+    """Yield all mutants of a file, in order. Annotations, strings and error messages are not changed."""
     source = (ROOT / file).read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -89,7 +89,7 @@ def mutants(room: str, file: str) -> Iterator[Mutant]:
 
 
 def _expressions(node: ast.AST) -> Iterator[ast.expr]:
-    """Expressions below `node` in order, without those whose change shows nowhere, or has no place in the source."""
+    """Yield the expressions in `node`, except where a change has no effect or no position in the source."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
@@ -102,7 +102,7 @@ def _expressions(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _changed(node: ast.expr) -> ast.expr | None:
-    """The expression with its operator swapped, its number increased by one, or its `not` dropped; None: as it was."""
+    """Return the expression with its operator swapped, its number plus one, or without its `not`; None if unchanged."""
     new: Any = copy.deepcopy(node)
     if isinstance(new, ast.Compare) and type(new.ops[0]) in _SWAPS:
         new.ops[0] = _SWAPS[type(new.ops[0])]()
@@ -126,7 +126,7 @@ def _changed(node: ast.expr) -> ast.expr | None:
 
 
 def sample(per_room: int, seed: int, rooms: list[str]) -> list[Mutant]:
-    """As many mutants of each component, one of each after the other."""
+    """Return equally many mutants of each component, interleaved."""
     chosen: list[list[Mutant]] = []
     for room in rooms:
         files = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / ROOMS[room]).rglob("*.py"))
@@ -136,7 +136,7 @@ def sample(per_room: int, seed: int, rooms: list[str]) -> list[Mutant]:
 
 
 def again(results: Path, rooms: list[str]) -> list[tuple[Mutant, str]]:
-    """Mutants of an earlier result in today's code, the nearest ones with the same expression, and what killed them."""
+    """Return the mutants of an earlier result in the current code (nearest equal expression), and what killed them."""
     chosen = []
     for row in map(json.loads, results.read_text(encoding="utf-8").splitlines()):
         if row["room"] not in rooms or not (ROOT / row["file"]).is_file():
@@ -150,7 +150,7 @@ def again(results: Path, rooms: list[str]) -> list[tuple[Mutant, str]]:
 
 
 def copied(folder: Path) -> None:
-    """The tracked files of the working tree."""
+    """Return the tracked files of the working tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -159,7 +159,7 @@ def copied(folder: Path) -> None:
 
 
 def tested(folder: Path, tests: list[str], limit: float | None) -> tuple[bool, str]:
-    """Whether all of these files of tests pass in the copy within `limit` seconds, and what failed first."""
+    """Return whether all of these test files pass in the copy within `limit` seconds, and the first failure."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
     with subprocess.Popen(
@@ -175,7 +175,7 @@ def tested(folder: Path, tests: list[str], limit: float | None) -> tuple[bool, s
 
 
 def ordered(folder: Path, mutant: Mutant, killer: str, near: bool) -> list[str]:
-    """The files of tests of the mutant's component: what killed it before, those that name its module, the others.
+    """Return the test files of the mutant's component: what killed it before, those that name its module, others.
 
     `near`: without the others, if there are some that name its module or its package.
     """
@@ -193,12 +193,12 @@ def ordered(folder: Path, mutant: Mutant, killer: str, near: bool) -> list[str]:
 def main() -> None:
     """Sample, run, write a line of JSON for each mutant, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="a line of JSON for each mutant; what is in it is not repeated")
+    parser.add_argument("out", type=Path, help="a line of JSON for each mutant; mutants in it are not repeated")
     parser.add_argument("--per-room", type=int, default=10)
     parser.add_argument("--seed", type=int, default=20261128)
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
     parser.add_argument("--again", type=Path, metavar="FILE", help="the mutants of an earlier result")
-    parser.add_argument("--near", action="store_true", help="only files of tests that name the module or its package")
+    parser.add_argument("--near", action="store_true", help="only test files that name the module or its package")
     parser.add_argument("--limit", type=float, help="seconds after which a mutant counts as killed, not measured")
     options = parser.parse_args()
     if options.again:
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def time_without_change(folder: Path, room: str) -> float:
-    """Seconds after which a mutant counts as killed."""
+    """Return the seconds after which a mutant counts as killed."""
     began = time.monotonic()
     passes, failed = tested(folder, [f"tests/{room}"], None)
     assert passes, f"{failed} fails without a change"
@@ -233,7 +233,7 @@ def time_without_change(folder: Path, room: str) -> float:
 
 
 def run(folder: Path, mutant: Mutant, killer: str, limit: float, near: bool) -> dict[str, Any]:
-    """Test the copy with this change, and take it back."""
+    """Test the copy with this change, and revert it."""
     file, began = folder / mutant.file, time.monotonic()
     source = file.read_bytes()
     file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])

@@ -1,12 +1,12 @@
-"""`bench prepare`: raw text to token shards with ours, datasets and tokenizers, alternating, on all cores.
+"""`bench prepare`: raw text to token shards with bertrain, datasets and tokenizers, alternating, on all cores.
 
 All take the same WikiExtractor file and vocabulary, and are measured in MB/s of the raw file:
 
-- `prepare`, from the file to the manifest, with the start of its processes.
-- run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts, caching off. It starts from
-  documents that are already extracted and in Arrow, and makes no sentences, no duplicate check and no hashes.
-- `tokenizers.Tokenizer.encode_batch_fast` alone, of sentences that are already split and in memory. Its ids are not
-  even copied out.
+- `prepare`, from the file to the manifest, including the start of its processes.
+- run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts, without caching. It starts from
+  documents that are already extracted and in Arrow, and does no sentence splitting, deduplication or hashing.
+- `tokenizers.Tokenizer.encode_batch_fast` alone, on sentences that are already split and in memory. Its ids are not
+  copied.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pretrain.corpus import prepare, sources
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import split_sentences
 
-SEQUENCE_LENGTH = 512  # what group_texts cuts to
+SEQUENCE_LENGTH = 512  # of group_texts
 _LANGUAGE = "en"
 _UNLIMITED = 10**9  # tokens, so that transformers does not warn of long documents
 _BATCH_SENTENCES = 10_000  # for encode_batch_fast
@@ -70,14 +70,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def compare(file: Path, scratch: Path, repeats: int) -> dict[str, Any]:
-    """All three, alternating: MB/s with ranges, and the ratios to ours."""
+    """Measure all three, alternating; return MB/s with ranges, and the ratios to ours."""
     vocabulary, documents = scratch / "trained", scratch / "documents"
     _prepare(settings_for(file, vocabulary))
     texts = list(read_documents(file))
     sentences = list(itertools.chain.from_iterable(texts))
     _write_dataset(texts, documents)
     megabytes = file.stat().st_size / 1e6
-    # Our process has no threads and none of the baselines' libraries, like that of the command line, so that it forks.
+    # Like the command line, our process has no threads and no libraries of the baselines, so that it can fork.
     with _process(int) as ours, _process(_load_dataset, documents, vocabulary) as theirs:
         compared: dict[str, Callable[[Path], int]] = {
             "prepare": lambda folder: ours.submit(_prepare, settings_for(file, folder, vocabulary)).result(),
@@ -109,7 +109,7 @@ def compare(file: Path, scratch: Path, repeats: int) -> dict[str, Any]:
 def _alternate(
     compared: dict[str, Callable[[Path], int]], output: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of every repetition and tokens of each program, which works into an empty folder.
+    """Return the seconds of every repetition and the tokens of each program, which writes into an empty folder.
 
     The first round warms up and does not count.
     """
@@ -127,7 +127,7 @@ def _alternate(
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Ratio of our speed to the baseline's, for each repetition."""
+    """Return the ratio of our speed to the baseline's, for each repetition."""
     ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
     return {"median": statistics.median(ratios), "spread": [min(ratios), max(ratios)]}
 
@@ -153,7 +153,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def settings_for(file: Path, folder: Path, vocabulary: Path | None = None) -> dict[str, Any]:
-    """A run's settings that prepare `file` in `folder`; a vocabulary is trained unless given."""
+    """Return a config to prepare `file` in `folder`; a vocabulary is trained unless given."""
     given = {"path": str(vocabulary)} if vocabulary else {}
     source = {"kind": "wikiextractor", "path": str(file)}
     corpus = {"dir": str(folder), "sources": [source], "vocabulary": given, "language": _LANGUAGE}
@@ -162,7 +162,7 @@ def settings_for(file: Path, folder: Path, vocabulary: Path | None = None) -> di
 
 
 def read_documents(file: Path) -> Iterator[list[str]]:
-    """The sentences of each document of a WikiExtractor file, as our preparation splits them."""
+    """Return the sentences of each document of a WikiExtractor file, split as in `prepare`."""
     source, problems = SourceConfig(kind="wikiextractor", path=str(file)), Problems()
     for number, item in enumerate(sources.find_inputs(source, "--file")):
         for chunk in sources.cut(source, 0, number, item):
@@ -172,17 +172,17 @@ def read_documents(file: Path) -> Iterator[list[str]]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def _process(make_ready: Callable[..., object], *arguments: Any) -> ProcessPoolExecutor:
-    """A process that is made ready once and then waits for the next round."""
+    """A process that is initialized once and then waits for rounds."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), make_ready, arguments)
 
 
 def _prepare(settings: dict[str, Any]) -> int:
-    """Our whole preparation; returns the number of tokens."""
+    """Run the whole `prepare`; return the number of tokens."""
     config = PretrainConfig.model_validate(settings)
     prepare.prepare(config, quiet=True)
     return sum(shard["tokens"] for shard in read_manifest(config.corpus.folder)["shards"])
@@ -197,7 +197,7 @@ def _tokenizer(vocabulary: Path) -> Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, sentences: list[str], _: Path) -> int:
-    """`tokenizers` on all cores: its threads share the sentences of this process; returns the number of tokens."""
+    """Run `tokenizers` on all cores, with threads over the sentences of this process; return the number of tokens."""
     batches = (sentences[start : start + _BATCH_SENTENCES] for start in range(0, len(sentences), _BATCH_SENTENCES))
     return sum(len(one) for batch in batches for one in tokenizer.encode_batch_fast(batch, add_special_tokens=False))
 
@@ -209,16 +209,16 @@ def _write_dataset(texts: list[list[str]], folder: Path) -> None:
     datasets.Dataset.from_dict({"text": ["\n".join(lines) for lines in texts]}).save_to_disk(folder)
 
 
-_held: Any = None  # what this process was made ready with
+_held: Any = None  # the data with which this process was initialized
 
 
 def _load_dataset(folder: Path, vocabulary: Path) -> None:
-    """Get ready for run_mlm's preprocessing. Special tokens written out are ordinary characters, as for us."""
+    """Initialize run_mlm's preprocessing. Special tokens in the text are ordinary characters, as in ours."""
     global _held
     import datasets
     import transformers
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # num_proc is the parallelism; further threads would slow it down
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # num_proc sets the parallelism; threads would slow it down
     datasets.disable_progress_bars()
     datasets.disable_caching()
     transformers.logging.set_verbosity_error()
@@ -229,7 +229,7 @@ def _load_dataset(folder: Path, vocabulary: Path) -> None:
 
 
 def _map_dataset(folder: Path) -> int:
-    """Tokenize and group the held dataset into files in `folder`; returns the number of tokens."""
+    """Tokenize and group the dataset into files in `folder`; return the number of tokens."""
     dataset, tokenizer = _held
 
     def tokenize(examples: dict[str, list[str]]) -> Any:
@@ -242,7 +242,7 @@ def _map_dataset(folder: Path) -> int:
 
 
 def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """run_mlm's own: all documents of a batch end to end, cut to full sequences; the rest is dropped."""
+    """Concatenate the documents of a batch and split them into full sequences, without the remainder, as run_mlm."""
     joined = {name: list(itertools.chain(*rows)) for name, rows in examples.items()}
     total = len(joined["input_ids"]) // SEQUENCE_LENGTH * SEQUENCE_LENGTH
     return {

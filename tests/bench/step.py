@@ -1,8 +1,8 @@
-"""`bench step`: training throughput of ours and of transformers' BERT on the same batches.
+"""`bench step`: training throughput of bertrain and of transformers' BERT on the same batches.
 
 Baselines (`--peers`): transformers with scaled-dot-product attention, with or without torch.compile, autocast to the
 same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's
-engine (DeepSpeed ZeRO-1 on one worker) on the same sequences without padding. Each runs in its own process, and only
+engine (DeepSpeed ZeRO-1 on one worker) on the same sequences without padding. Each runs in a separate process, and only
 one works at a time. Throughput counts the tokens of the sequences, never padding. The reported ratio is to the fastest
 baseline.
 """
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def compare(size: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One model size at one sequence length: medians over the timed steps, as JSON values.
+    """Measure one model size at one sequence length; return medians over the timed steps, as JSON values.
 
     `mfu` is the model FLOPs utilization of our engine (`pretrain.run.metrics`).
     """
@@ -63,7 +63,7 @@ def compare(size: str, length: int, options: argparse.Namespace) -> dict[str, An
     tokens = sum(step.tokens for step in steps)
     seconds = timings.seconds_per_token
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
-    # Utilization for each FLOP that a token costs.
+    # MFU per FLOP of a token.
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
     model_flops = objective_of(config, shards.vocabulary_size).model_flops
     batches = [batch for step in steps for batch in step.micro_batches]
@@ -88,7 +88,7 @@ def compare(size: str, length: int, options: argparse.Namespace) -> dict[str, An
 
 @dataclass
 class _Timings:
-    """What the timed steps measured, by trainer."""
+    """Measurements of the timed steps, by trainer."""
 
     seconds_per_token: dict[str, list[float]]
     losses: dict[str, list[float]]
@@ -114,7 +114,7 @@ def _measure(specs: dict[str, TrainerSpec], count: int, precision: Precision) ->
 
 
 def _ratio(baseline: Sequence[float], ours: Sequence[float]) -> list[float]:
-    """[median, lowest, highest] of baseline time / our time, step by step."""
+    """Return [median, minimum, maximum] of baseline time / our time, step by step."""
     ratios = [a / b for a, b in zip(baseline, ours, strict=True)]
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
@@ -139,7 +139,7 @@ def _rate(result: dict[str, Any], kind: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{program()} bench step", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--corpus", required=True, help="prepared corpus folder, which gives the sequence lengths")
+    parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
     parser.add_argument("--lengths", nargs="+", type=positive_int, default=[512, 128], help="sequence lengths")
     parser.add_argument(

@@ -1,8 +1,8 @@
-"""`bench stream`: loaders of several ranks on "machines" of this one, on a corpus that nobody stores.
+"""`bench stream`: data loaders of several ranks on simulated machines, with a synthetic corpus that is not stored.
 
-A server with S3's requests makes up the corpus from block numbers: ten different blocks at each of a hundred places of
-a shard, so that their digests can be known. Each machine has its own cache. Measured: the time to the first step,
-stalls at a given consumption, what each machine fetches, memory, and the time to the first step in the middle.
+An S3 server generates the corpus from block numbers: a shard has a hundred positions with one of ten different blocks
+each, so that the digests are known. Each machine has a separate cache. Measured: the time to the first step, stalls at
+a given token rate, bytes fetched by each machine, memory, and the time to the first step from the middle.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tests.bench import environment
 
 _KINDS, _PLACES, _TOKENS, _DOCUMENT, _SENTENCE = 10, 100, 1 << 20, 512, 32
 _SEQUENCES, _VOCABULARY, _ADDRESS = 4096, 30_000, "s3://bucket/corpus"
-_MACHINES, _CACHE = 2, 10**9  # each with a cache of its own of so many bytes
+_MACHINES, _CACHE = 2, 10**9  # bytes of the cache of each machine
 _SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 _HEADER, _WIDTHS = 128, {"tokens": 2, "sentences": 8, "documents": 16}  # bytes
 _LENGTHS = {"tokens": _TOKENS, "sentences": _TOKENS // _SENTENCE, "documents": _TOKENS // _DOCUMENT}
 
 
 def config(steps: int) -> PretrainConfig:
-    """The run that reads the corpus."""
+    """Return the config of the run that reads the corpus."""
     phase = {"sequence_length": 128, "global_sequences": _SEQUENCES, "steps": steps, "peak_learning_rate": 1e-3}
     corpus = {"dir": _ADDRESS, "cache": _CACHE}
     return PretrainConfig.model_validate(
@@ -47,7 +47,7 @@ def config(steps: int) -> PretrainConfig:
 
 
 class Corpus:
-    """What the server has, by the names of its objects."""
+    """The objects of the server, by name."""
 
     def __init__(self, shards: int) -> None:
         random = np.random.default_rng(0)
@@ -68,7 +68,7 @@ class Corpus:
             files[f"{name}.blocks.npy"] = _file(self.table(number))
             for part in ("tokens", "sentences", "documents"):
                 elements = _PLACES * _LENGTHS[part] + (part != "tokens")
-                digest = hashlib.sha256(f"{name}.{part}".encode()).hexdigest()  # nobody reads a whole file
+                digest = hashlib.sha256(f"{name}.{part}".encode()).hexdigest()  # whole files are never read
                 files[f"{name}.{part}.npy"] = {"bytes": _HEADER + elements * _WIDTHS[part], "sha256": digest}
         counts = {part: _PLACES * length for part, length in _LENGTHS.items()}
         manifest = {
@@ -88,7 +88,7 @@ class Corpus:
         self.counts = {f".samples/{name}": content}
 
     def table(self, shard: int) -> bytes:
-        """The blocks of a shard, as a file."""
+        """Return the table of blocks of a shard, as a file."""
         blocks = np.zeros(_PLACES, BLOCK)
         place = np.arange(_PLACES)
         for begin, end, part in (("begin", "end", "tokens"), ("first", "last", "documents")):
@@ -100,7 +100,7 @@ class Corpus:
         return _npy(blocks)
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """Bytes of an array of a shard."""
+        """Return the number of bytes of an array of a shard."""
         shard, part = int(name[6:11]), name.split(".")[1]
         begin, end = begin - _HEADER, end - _HEADER
         if part != "tokens":
@@ -118,7 +118,7 @@ class Corpus:
 
 
 def kind_of(shard: int, place: int) -> int:
-    """Which of the different blocks stands at a place of a shard."""
+    """Return which of the different blocks is at a position of a shard."""
     return hashlib.blake2b(f"{shard} {place}".encode(), digest_size=4).digest()[0] % _KINDS
 
 
@@ -133,7 +133,7 @@ def _file(content: bytes) -> dict[str, Any]:
 
 
 def _counts(manifest: dict[str, Any], blocks: int) -> tuple[str, bytes]:
-    """(name, content) of the counts of samples of all blocks, which are alike."""
+    """Return (name, content) of the sample counts of all blocks, which are equal."""
     from pretrain.batches.blocks import counts_file
     from pretrain.batches.cuts import Cutting
     from pretrain.corpus.shards import TokenShards, source_fingerprints
@@ -146,7 +146,7 @@ def _counts(manifest: dict[str, Any], blocks: int) -> tuple[str, bytes]:
 
 
 def serve(shards: int) -> None:
-    """Serve the corpus; prints the port, then the bytes of all of it."""
+    """Serve the corpus; print the port, then the size of the corpus in bytes."""
     corpus = Corpus(shards)
     small = {name: content.encode() for name, content in corpus.small.items()} | corpus.counts
 
@@ -201,9 +201,9 @@ def serve(shards: int) -> None:
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One rank: reads at the given rate for some time, then as fast as it can; prints what it measured."""
+    """Run one rank: read at the given rate for some time, then at full speed; print the measurements."""
     began = time.monotonic()
-    import s3fs  # noqa: F401 - the store's library, which is imported when it is first read
+    import s3fs  # noqa: F401 - here, so that the first read does not import it
     import torch
     import torch.distributed as dist
 
@@ -252,7 +252,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
         if (wait := start + tokens / arguments.rate - time.monotonic()) > 0:
             time.sleep(wait)
         over = torch.tensor([float(time.monotonic() > deadline)])
-        dist.all_reduce(over)  # ranks stop together
+        dist.all_reduce(over)  # all ranks stop at the same step
         if over.item():
             break
     seconds = time.monotonic() - start
@@ -272,7 +272,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def _memory() -> int:
-    """Bytes of this process that are not of files: what others cannot share."""
+    """Return the bytes of this process that are not file-backed, so not shared with others."""
     status = Path("/proc/self/status").read_text()
     return 1024 * sum(int(found) for found in re.findall(r"RssAnon:\s+(\d+)", status))
 
@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and print a table."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench stream", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--terabytes", type=float, default=1.0, help="size of the corpus (1)")
-    parser.add_argument("--ranks", type=int, default=8, help="of all machines (8)")
+    parser.add_argument("--ranks", type=int, default=8, help="total number of ranks (8)")
     parser.add_argument("--rate", type=float, default=4e5, help="tokens/s to consume, over all ranks (4e5)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long each start reads (60)")
     parser.add_argument("--steps", type=int, nargs="*", default=[0, 800_000], help="where to start (0 800000)")
@@ -314,7 +314,7 @@ def _measure(arguments: argparse.Namespace) -> None:
 
 
 def _start(arguments: argparse.Namespace, this: list[str], scratch: Path, port: str, step: int) -> None:
-    """All ranks from one step on."""
+    """Run all ranks, starting at one step."""
     ranks, options = [], ("ranks", "rate", "seconds")
     given = [word for name in options for word in (f"--{name}", str(getattr(arguments, name)))]
     for rank in range(arguments.ranks):

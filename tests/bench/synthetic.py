@@ -1,4 +1,4 @@
-"""A corpus in memory, for measurements of what makes batches."""
+"""A corpus in memory, for benchmarks of data loading."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ VOCABULARY_SIZE = 30522
 
 
 def synthetic_corpus(folder: Path) -> TokenShards:
-    """Five million tokens in memory: documents of 1 to 60 sentences, sentences of 5 to 45 tokens.
+    """Return five million tokens in memory: documents of 1 to 60 sentences, sentences of 5 to 45 tokens.
 
     `folder` gets the vocabulary.
     """
@@ -25,7 +25,7 @@ def synthetic_corpus(folder: Path) -> TokenShards:
 
 
 def of_shards(folder: Path, shards: list[Shard]) -> TokenShards:
-    """A corpus of these shards, with a vocabulary in `folder`."""
+    """Return a corpus of these shards, with a vocabulary in `folder`."""
     words = [f"##p{i}" if i % 4 == 0 else f"w{i}" for i in range(VOCABULARY_SIZE - len(SPECIALS))]
     (folder / "vocab.txt").write_text("".join(f"{entry}\n" for entry in (*SPECIALS, *words)), encoding="utf-8")
     special_ids = {special[1:-1].lower(): number for number, special in enumerate(SPECIALS)}

@@ -1,8 +1,8 @@
 """`bench workers`: the overhead of Ray, DeepSpeed, tracking and more workers, measured on complete runs.
 
-Each round runs `pretrain` once for each ZeRO stage and number of workers; the workers divide the machine's cores.
+Each round runs `pretrain` once for each ZeRO stage and number of workers; the workers share the machine's cores.
 Each round also trains the same batches in a plain torch loop (`bare` in baselines.py). The throughput of a run is the
-median over its records; the first record is left out as warm-up.
+median over its records; the first record is excluded as warm-up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for `bare` and one for each ZeRO stage and number of workers, with the throughput of every round."""
+    """Return a row for `bare` and for each ZeRO stage and number of workers, with the throughput of every round."""
     bare: dict[str, Any] = {"name": BARE, "tokens_per_second": []}
     setups = [
         {"name": f"zero {zero} x {workers} workers", "zero": zero, "workers": workers, "tokens_per_second": []}
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare(bare: dict[str, Any], setups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with medians, and the throughput of each setup relative to bare and to the first setup of its stage."""
+    """Return the rows with medians, and the throughput relative to bare and to the first setup of the same stage."""
     first = {setup["zero"]: setup for setup in reversed(setups)}
     for setup in setups:
         setup["of bare"] = _share(setup, bare)
@@ -81,7 +81,7 @@ def compare(bare: dict[str, Any], setups: list[dict[str, Any]]) -> list[dict[str
 
 
 def _share(row: dict[str, Any], base: dict[str, Any]) -> float:
-    """Median over the rounds of row / base."""
+    """Return the median over rounds of row / base."""
     pairs = zip(row["tokens_per_second"], base["tokens_per_second"], strict=True)
     return statistics.median(rate / base_rate for rate, base_rate in pairs)
 
@@ -91,7 +91,7 @@ def _config(options: argparse.Namespace) -> PretrainConfig:
 
 
 def _pretrain(run: Path, setup: dict[str, Any], options: argparse.Namespace) -> float:
-    """Run the command `pretrain`; returns its throughput."""
+    """Run the command `pretrain`; return its throughput."""
     path = run.with_suffix(".yaml")
     path.write_text(dump(_config(options)))
     settings = {

@@ -50,7 +50,7 @@ def test_a_frozen_weight_or_input_gets_no_gradient(monkeypatch: pytest.MonkeyPat
 def test_only_cpus_with_amx_are_measured(monkeypatch: pytest.MonkeyPatch, amx: bool) -> None:
     calls: list[str] = []
     monkeypatch.setattr(products, "cpu_has", lambda flag: amx and flag == "amx_bf16")
-    monkeypatch.setattr(products, "remembered", lambda what, measure: calls.append(what) or measure())
+    monkeypatch.setattr(products, "cached_rate", lambda what, measure: calls.append(what) or measure())
     monkeypatch.setattr(products, "measure_gain", lambda: 1.5)
     monkeypatch.setattr(products, "transposes", False)
     products.choose()

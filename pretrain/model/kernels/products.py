@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.common.measured import cpu_has, remembered
+from pretrain.common.measured import cached_rate, cpu_has
 
 _MEASURED = 2048, 768, 768  # T, I, O
 _ROUNDS = 9
@@ -29,7 +29,7 @@ def choose() -> None:
     """Choose how weight gradients in bf16 are computed from now on, by a measurement if this CPU has AMX."""
     global transposes
     what = f"gain of weight gradients from transposed copies, {torch.get_num_threads()} threads"
-    transposes = cpu_has("amx_bf16") and remembered(what, measure_gain) > _MIN_GAIN
+    transposes = cpu_has("amx_bf16") and cached_rate(what, measure_gain) > _MIN_GAIN
 
 
 def linear_product(x: Tensor, weight_OI: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""`bench speedrun`: what a config learns from a fixed text with a fixed number of FLOPs."""
+"""`bench speedrun`: quality of a config after training on fixed text with a fixed number of FLOPs."""

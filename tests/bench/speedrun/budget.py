@@ -1,4 +1,4 @@
-"""A budget of FLOPs as a number of steps: the phases of a config keep their proportions.
+"""Converts a FLOP budget to steps; the phases of a config keep their proportions.
 
 What a sequence costs is measured on batches of the prepared corpus, so the lengths of its sequences are its own. The
 FLOPs are the objective's `executed_flops` and `pretrain.planning.work.optimizer_flops`: of training, not evaluations.
@@ -17,13 +17,13 @@ from pretrain.objectives import objective_of
 from pretrain.planning import pace, work
 
 MOST_EPOCHS = 10.0
-TOLERANCE = 0.01  # of a budget
-_MEASURED = 4096  # sequences of each phase, at even distances
+TOLERANCE = 0.01  # fraction of a budget
+_MEASURED = 4096  # sequences of each phase that are measured, evenly spaced
 
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Means of the sequences of one phase."""
+    """Mean values of the sequences of one phase."""
 
     flops: float
     tokens: float
@@ -34,10 +34,10 @@ class SequenceCost:
 class Plan:
     """A run that spends a budget."""
 
-    phases: tuple[PhaseConfig, ...]  # of the config, scaled
-    phase_flops: tuple[float, ...]  # what each costs; together within `TOLERANCE` of the budget
-    phase_tokens: tuple[float, ...]  # what each reads
-    epochs: float  # how often they read the corpus
+    phases: tuple[PhaseConfig, ...]  # the config's, scaled
+    phase_flops: tuple[float, ...]  # cost of each phase; the sum is within `TOLERANCE` of the budget
+    phase_tokens: tuple[float, ...]  # tokens of each phase
+    epochs: float  # number of passes over the corpus
 
     @property
     def flops(self) -> float:
@@ -56,7 +56,7 @@ class Plan:
         return sum(phase.sequences for phase in self.phases)
 
     def flops_of(self, tokens: float) -> float:
-        """What the first `tokens` of the run cost. Beyond the plan's, tokens cost what those of the last phase do."""
+        """Return the FLOPs of the first `tokens` of the run. Tokens beyond the plan cost as in the last phase."""
         *earlier, last = zip(self.phase_flops, self.phase_tokens, strict=True)
         flops = 0.0
         for phase_flops, phase_tokens in earlier:
@@ -66,7 +66,7 @@ class Plan:
 
 
 def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[SequenceCost]:
-    """What a sequence of each phase costs, from batches of the config's prepared corpus."""
+    """Return the cost of a sequence of each phase, from batches of the config's prepared corpus."""
     shards = open_shards(config.corpus.folder, "train")
     rows = config.model.rows(shards.vocabulary_size)
     counted = objective_of(config, rows, teacher)
@@ -85,7 +85,7 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
 
 
 def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceCost]) -> Plan:
-    """The config's phases, scaled so that they cost `budget` FLOPs.
+    """Return the config's phases, scaled to cost `budget` FLOPs.
 
     Raises `InputError` if steps are too large to meet the budget within `TOLERANCE`, or the text would be read more
     than `MOST_EPOCHS` times.

@@ -1,4 +1,4 @@
-"""The command `bench speedrun`: text, corpus, a run that spends the budget, scores and the rows of the log."""
+"""The command `bench speedrun`: text, corpus, a run with the budget, scores and log rows."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_bu
 from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, text_files
 from tests.bench.speedrun.results import Trial, budget_text, measure
 
-_EVALUATIONS = 10  # in a run
-# Settings of a run that do not change what it comes to. The name of the corpus folder is a hash of what does.
+_EVALUATIONS = 10  # per run
+# Settings that do not affect the result. The name of the corpus folder is a hash of settings that do.
 _FREE = ("scheduling", "tracking", "corpus.processes", "run_dir", "corpus.dir", "corpus.sources.*.path")
-_DESCRIPTION = """Trains a config on a fixed text with a fixed budget of FLOPs, and says what it learned.
+_DESCRIPTION = """Trains a config on fixed text with a fixed FLOP budget, and scores the model.
 
-The text is drawn from --data: at most 10 million words, and others that are held out. The budget counts every FLOP of
-matrix products that training executes; the phases of the config keep their proportions. The run is an ordinary
-pretraining in --out/runs. Bits of common words decide: they compare vocabularies. The same command again continues
-what was stopped.
+The text is sampled from --data: at most 10 million words for training, and more that is held out. The budget counts
+every FLOP of matrix products that training executes; the phases of the config keep their proportions. The run is an
+ordinary pretraining in --out/runs. Trials are ranked by bits of common words, which compare vocabularies. To resume,
+repeat the command.
 
 example: ./launch.sh bench speedrun my.yaml --data text/ --set name=fast --set phases.0.peak_learning_rate=2e-3"""
 
@@ -80,9 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     data = "folder with WikiExtractor's files and novels (*.txt), and nothing else"
-    parser.add_argument("config", type=local_path, metavar="CONFIG", help="YAML file; its text is not used")
+    parser.add_argument("config", type=local_path, metavar="CONFIG", help="YAML file; its corpus sources are not used")
     parser.add_argument("--data", type=local_path, required=True, metavar="DIR", help=data)
-    parser.add_argument("--budget", type=float, default=0.5e15, metavar="FLOP", help="to train with (0.5e15)")
+    parser.add_argument("--budget", type=float, default=0.5e15, metavar="FLOP", help="FLOPs of training (0.5e15)")
     parser.add_argument("--out", type=local_path, default="runs/speedrun", metavar="DIR", help="(runs/speedrun)")
     add_set(parser)
     add_workers(parser)
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def ground_config(path: Path, overrides: Sequence[str], card: Mapping[str, Any], out: Path) -> PretrainConfig:
-    """The trial's config, with the drawn text as its corpus.
+    """Return the trial's config, with the sampled text as its corpus.
 
     Trials with equal settings of the vocabulary share a prepared corpus.
 
@@ -124,7 +124,7 @@ def ground_config(path: Path, overrides: Sequence[str], card: Mapping[str, Any],
 
 
 def run_config(config: PretrainConfig, budget: float, plan: Plan, out: Path) -> PretrainConfig:
-    """The run that spends `budget`: an ordinary pretraining. Raises `InputError` for a name too long."""
+    """Return the config of the run with this budget. Raises `InputError` if the name is too long."""
     name = f"{config.name}-{budget_text(budget)}-s{config.seed}"
     every = max(1, plan.steps // _EVALUATIONS)
     values = {
@@ -139,7 +139,7 @@ def run_config(config: PretrainConfig, budget: float, plan: Plan, out: Path) -> 
 
 
 def begin(config: PretrainConfig, out: Path) -> Path:
-    """Write the run's config beside the runs; returns its path.
+    """Write the run's config next to the runs; return its path.
 
     Raises `InputError` if a run of its name was begun with other settings.
     """
@@ -155,7 +155,7 @@ def begin(config: PretrainConfig, out: Path) -> Path:
 
 
 def finished(config: PretrainConfig, budget: float, plan: Plan, texts: Sequence[Path]) -> dict[str, Any]:
-    """What is known of a finished run: the fields of `Trial`."""
+    """Return the fields of `Trial` for a finished run."""
     records = read_records(config.folder)
     last = [record for record in records if is_training(record)][-1]
     flops = plan.flops_of(last["tokens"])

@@ -1,9 +1,9 @@
-"""The text of the yardstick: at most 10 million words, drawn from a folder by a rule that no machine decides.
+"""The text of the benchmark: at most 10 million words, sampled from a folder in the same way on every machine.
 
-Documents are ordered by the SHA-256 of their text. Of each source the first ones are held out: 1 % of its words, and at
-least 200 documents or 1 MB. Of the others, the next one is always taken from the source that has the least of its share
-so far; a source ends with the first document that would exceed the limit. Words are runs of characters that are not
-blank. Equal documents count once.
+Documents are ordered by the SHA-256 of their text. The first of each source are held out: 1 % of its words, and at
+least 200 documents or 1 MB. The next training document is always from the source that is furthest below its share; a
+source stops at the first document that would exceed the limit. Words are separated by whitespace. Duplicates are
+dropped.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pretrain.corpus.inputs import Problems, plain_suffix
 
 CARD = "card.json"
 TRAIN, HELD_OUT = "train", "held-out"
-SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}  # by the kind of their files
-# Of the words, about as in BERT's text: 2,500 million of Wikipedia and 800 million of books (Devlin et al. 2019,
+SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}  # by source kind
+# Shares of the words, about as in BERT's text: 2,500 million of Wikipedia and 800 million of books (Devlin et al. 2019,
 # section 3.1).
 SHARES = {"wikipedia": 0.75, "novels": 0.25}
 _LEAST_WORDS = 20  # of a document, as corpus.min_document_words
 
 
 class Limits(NamedTuple):
-    """How much text is drawn."""
+    """How much text is sampled."""
 
     words: int = 10_000_000  # for training, at most
-    held_out_share: float = 0.01  # of the words of a source
-    held_out_documents: int = 200  # of each source, at least these or so many bytes
+    held_out_share: float = 0.01  # of a source's words
+    held_out_documents: int = 200  # of each source, at least this many, or the bytes below
     held_out_bytes: int = 1_000_000
 
 
@@ -41,7 +41,7 @@ LIMITS = Limits()
 
 
 class Document(NamedTuple):
-    """One document of a source, without its text."""
+    """Metadata of one document of a source."""
 
     digest: str  # SHA-256 of the text, hexadecimal
     words: int
@@ -50,14 +50,14 @@ class Document(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The documents drawn from one source, in order."""
+    """The documents sampled from one source, in order."""
 
     train: list[Document]
     held_out: list[Document]
 
 
 def draw_text(data: Path, out: Path, limits: Limits = LIMITS) -> dict[str, Any]:
-    """Draw the text in `data` into the folder `out` and return its card; a folder that holds it already stays as it is.
+    """Sample the text in `data` into the folder `out` and return its card; keep a folder that already has it.
 
     The card has, for each source, the documents, words, characters and SHA-256 of what is trained on and of what is
     held out; `sha256` covers all of it.
@@ -78,7 +78,7 @@ def draw_text(data: Path, out: Path, limits: Limits = LIMITS) -> dict[str, Any]:
 
 
 def text_files(card: Mapping[str, Any], out: Path, part: str) -> dict[str, Path]:
-    """Source -> JSONL file of its training or held-out documents."""
+    """Return source -> JSONL file of its training or held-out documents."""
     return {name: out / parts[part]["file"] for name, parts in card["sources"].items()}
 
 
@@ -94,7 +94,7 @@ def _files(data: Path) -> list[Path]:
 
 
 def _earlier(out: Path, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The card of text that was drawn from the same files and is undamaged; None if there is none."""
+    """Return the card of intact text that was sampled from the same files, or None."""
     if not (out / CARD).is_file():
         return None
     card: dict[str, Any] = json.loads((out / CARD).read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ def _earlier(out: Path, given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _documents(files: Sequence[Path]) -> Iterator[tuple[str, Document, str]]:
-    """(source, document, text) of every distinct document that is long enough."""
+    """Yield (source, document, text) of every distinct document that is long enough."""
     seen: set[str] = set()
     for file in files:
         source = SOURCES[kind_of(file)]
@@ -149,15 +149,15 @@ def _held_out(ordered: Sequence[Document], limits: Limits) -> list[Document]:
     return taken
 
 
-def _in_turn(ordered: Mapping[str, Sequence[Document]], most: int) -> dict[str, list[Document]]:
-    """At most `most` words of all sources together, in their shares as long as all of them have text."""
+def _in_turn(ordered: Mapping[str, Sequence[Document]], limit: int) -> dict[str, list[Document]]:
+    """Return at most `limit` words in total, in the sources' shares while all of them have text."""
     taken: dict[str, list[Document]] = {name: [] for name in ordered}
     words = dict.fromkeys(ordered, 0)
     rest = {name: iter(documents) for name, documents in ordered.items()}
     while rest:
         name = min(rest, key=lambda one: words[one] / SHARES[one])
         document = next(rest[name], None)
-        if document is None or sum(words.values()) + document.words > most:
+        if document is None or sum(words.values()) + document.words > limit:
             del rest[name]
             continue
         taken[name].append(document)
@@ -166,7 +166,7 @@ def _in_turn(ordered: Mapping[str, Sequence[Document]], most: int) -> dict[str, 
 
 
 def _write(files: Sequence[Path], drawn: Mapping[str, Drawn], out: Path) -> None:
-    """Write the drawn documents as JSONL, in their order."""
+    """Write the sampled documents as JSONL, in order."""
     wanted = {document.digest for one in drawn.values() for part in one for document in part}
     texts = {document.digest: text for _, document, text in _documents(files) if document.digest in wanted}
     for name, one in drawn.items():

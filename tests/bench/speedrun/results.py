@@ -1,4 +1,4 @@
-"""What trained models are worth, by scores of held-out text: speedrun.json and the rows of the log."""
+"""Scores of trained models on held-out text: speedrun.json and the log rows."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _NONE = "-"
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one run, None where the model cannot have them."""
+    """Scores of one run; None if a score does not apply to the model."""
 
     nats: float | None = None  # per masked token of the held-out text, 15 % masked 80/10/10
     accuracy: float | None = None  # of these tokens
-    bits_per_character: float | None = None  # of the held-out text; compares runs of one vocabulary only
-    common_word_bits: float | None = None  # of common words in the held-out text; compares vocabularies
-    common_word_error: float | None = None  # standard error of it, over the words
+    bits_per_character: float | None = None  # of the held-out text; comparable only within a vocabulary
+    common_word_bits: float | None = None  # of common words in the held-out text; comparable across vocabularies
+    common_word_error: float | None = None  # its standard error over the words
     whole_word_bits: tuple[float, float] | None = None  # bounds of the bits per character of whole words
-    unscored: str = ""  # why there is no score of words
+    unscored: str = ""  # why there are no word scores
 
     @property
     def headline(self) -> str:
-        """The one number: that which compares vocabularies, or else that within one."""
+        """The main score: comparable across vocabularies if there is one, otherwise within a vocabulary."""
         if self.common_word_bits is not None:
             return f"{self._common} bits of common words"
         if self.bits_per_character is not None:
@@ -50,12 +50,12 @@ class Scores:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Of runs with one budget: by the score that compares vocabularies, then by that within one."""
+        """Sort key of runs with the same budget: the score across vocabularies, then that within one."""
         across, within = self.common_word_bits, self.bits_per_character
         return float("inf") if across is None else across, float("inf") if within is None else within
 
     def cells(self) -> dict[str, str]:
-        """Heading of the log -> text."""
+        """Return column of the log -> text."""
         return {
             "bits/character, one vocabulary": _number(self.bits_per_character),
             "nats/token": _number(self.nats),
@@ -66,7 +66,7 @@ class Scores:
 
 
 def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
-    """The scores of a finished run.
+    """Return the scores of a finished run.
 
     ELECTRA's discriminator predicts no tokens, so it has none. Raises as the parts of `evaluate-pretrained`.
     """
@@ -84,7 +84,7 @@ def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
 
 
 def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `Scores` from those of `text_scores`."""
+    """Convert the fields of `text_scores` to those of `Scores`."""
     common, whole = found[common_words.NAME], found[whole_words.NAME]
     why_not = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}" for part, one in found.items() if WHY_NOT in one]
     return {
@@ -102,18 +102,18 @@ class Trial(BaseModel):
 
     run: str  # name of its run folder
     budget: float
-    flops: float  # executed, counted from the tokens that were trained on
+    flops: float  # executed, counted from the trained tokens
     steps: int
     epochs: float = 0.0
     minutes: float = 0.0  # of training, over all starts, without evaluations and checkpoints
     ground: str  # SHA-256 of the text
     scores: Scores = Scores()
-    config: dict[str, Any] = {}  # of the run, whole
+    config: dict[str, Any] = {}  # the run's full config
     machine: dict[str, Any] = {}  # environment.json of the run
-    remarks: str = ""  # what else its row must say
+    remarks: str = ""  # additional text of its row
 
     def row(self) -> dict[str, str]:
-        """The row of the log: heading -> text. What `evaluate-pretrained` measures of the run is left open."""
+        """Return the log row: column -> text. Columns that `evaluate-pretrained` measures are empty."""
         machine = f"{counted(self.machine.get('cpu_cores', 0), 'core')} of {self.machine.get('cpu')}"
         commit = re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", self.machine.get("git_commit") or "unknown")
         return {
@@ -137,7 +137,7 @@ _TRIALS = TypeAdapter(list[Trial])
 
 
 def read(path: Path, ground: str) -> list[Trial]:
-    """The trials in the file `path`; none if it does not exist.
+    """Return the trials in the file `path`; none if it does not exist.
 
     Raises `InputError` if it is damaged, or has trials on another text than that with the SHA-256 `ground`.
     """
@@ -154,7 +154,7 @@ def read(path: Path, ground: str) -> list[Trial]:
 
 
 def with_trial(trials: Sequence[Trial], trial: Trial) -> list[Trial]:
-    """The trials with one more, or another one of the same run; in the order of budgets and scores."""
+    """Return the trials with one added, or replaced if of the same run; sorted by budget and score."""
     kept = [one for one in trials if one.run != trial.run]
     return sorted([*kept, trial], key=lambda one: (one.budget, one.scores.rank, one.run))
 
@@ -165,7 +165,7 @@ def write(trials: Sequence[Trial], path: Path) -> None:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """The trials as the Markdown table that ends docs/benchmarks/speedrun.md."""
+    """Return the trials as the Markdown table at the end of docs/benchmarks/speedrun.md."""
     rows = [one.row() for one in trials]
     lines = [list(rows[0]), *([cell.replace("|", "\\|") for cell in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
