@@ -58,7 +58,7 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
         folders.fetch(corpus.dir, objects, exclude=skipped, concurrency=_SMALL_FETCHES, advice=advice)
         folders.fetch_files(join(corpus.dir, COUNTS), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
-        with folders.alone(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:
+        with folders.folder_lock(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:
             file.write(content or b"")
     elif is_remote(corpus.dir):
         folders.fetch(corpus.dir, advice=advice)

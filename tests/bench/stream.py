@@ -223,9 +223,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
     opened = time.monotonic() - began
     fetched, read_range = [], ObjectStore.read_range
 
-    def counting(self: ObjectStore, address: str, begin: int, end: int) -> bytes:
-        fetched.append(end - begin)
-        return read_range(self, address, begin, end)
+    def counting(self: ObjectStore, address: str, start: int, end: int) -> bytes:
+        fetched.append(end - start)
+        return read_range(self, address, start, end)
 
     ObjectStore.read_range = counting
     shards = open_corpus(run.corpus, "train")

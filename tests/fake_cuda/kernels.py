@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pretrain.model.compile import program
+from pretrain.model.compile import maybe_compile
 from pretrain.model.kernels.kernels import kernels
 from tests.fake_cuda import trace
 
@@ -42,7 +42,7 @@ def main(cases: list[str]) -> None:
     calls = note_compiled_functions()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     for case in map(json.loads, cases):
-        for made_before in (program, kernels):  # with the marks of their first arguments
+        for made_before in (maybe_compile, kernels):  # with the marks of their first arguments
             made_before.cache_clear()
         trace.take_a_step({**case, "compile": True})
         sources.clear()

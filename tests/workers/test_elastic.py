@@ -121,7 +121,7 @@ def test_a_node_that_comes_late_is_waited_for(cluster: Cluster) -> None:
     shown: list[str] = []
 
     def nodes() -> list[Node]:
-        shown.extend(client._waiting(cluster.folder))
+        shown.extend(client._wait_notice(cluster.folder))
         return [node("a", 3), node("b")] if len(shown) == 3 else [node("a", 3)]
 
     cluster.show(nodes)
