@@ -21,7 +21,7 @@ from pretrain.batches.order import below, draw, uniform
 _SLACK, _SLACK_SHARE = 25, 0.2  # mean unused tokens of a sample, so that cuts fit between sentences; maximum share
 _GROUP = 4
 _GOLDEN = 0.6180339887498949  # golden ratio: the fractional parts of its multiples are evenly spread
-_NODE, _GRID, _DIVIDED, _AT = range(4)  # counters for the independent random numbers of a unit
+_NODE, _GRID, _DIVIDED, _HALF = range(4)  # counters for the independent random numbers of a unit
 
 
 class SentenceStarts(Protocol):
@@ -71,15 +71,15 @@ class Cutting:
     @property
     def identity(self) -> list[float]:
         """Values that determine the number of samples of a unit."""
-        return [self.capacity, self.min_tokens, self.short_share, self.joined, self._step, self._shortest]
+        return [self.capacity, self.min_tokens, self.short_share, self.joined, self._mean_tokens, self._min_part]
 
     @property
-    def _step(self) -> int:
+    def _mean_tokens(self) -> int:
         """Mean tokens of a sample of a long unit."""
         return self.capacity - min(_SLACK, int(_SLACK_SHARE * self.capacity))
 
     @property
-    def _shortest(self) -> int:
+    def _min_part(self) -> int:
         """Minimum tokens of a part of a unit with several parts."""
         return max(min(2 * self.min_tokens, (self.capacity + 1) // 2), self.capacity // 8)
 
@@ -109,16 +109,16 @@ class Cutting:
 
     def _parts(self, size: np.ndarray) -> np.ndarray:
         """Return the number of parts of each unit, before some of them are divided again."""
-        long_parts = np.maximum(2, -(-size // self._step))
+        long_parts = np.maximum(2, -(-size // self._mean_tokens))
         min_tokens = 1 if self.joined else self.min_tokens
         return np.where(size <= self.capacity, size >= min_tokens, np.minimum(long_parts, size // self.min_tokens))
 
     def _divided(self, size: np.ndarray, parts: np.ndarray) -> np.ndarray:
         """Return the number of parts of each unit that are divided again."""
-        if not self.short_share or self._shortest < 2 * self.min_tokens:
+        if not self.short_share or self._min_part < 2 * self.min_tokens:
             return np.zeros_like(size)
         target = np.floor(self.short_share * parts + np.modf(size * _GOLDEN)[0]).astype(np.int64)
-        return np.where(size >= 2 * self._shortest, np.minimum(target, parts), 0)
+        return np.where(size >= 2 * self._min_part, np.minimum(target, parts), 0)
 
     def _part_of(
         self, size: np.ndarray, parts: np.ndarray, sample: np.ndarray, key: np.ndarray
@@ -154,7 +154,7 @@ class Cutting:
         groups = np.maximum(1, -(-parts // _GROUP))
         group = ((part + 1) * groups - 1) // np.maximum(parts, 1)
         first, last = group * parts // groups, (group + 1) * parts // groups
-        above_minimum = size // np.maximum(parts, 1) - self._shortest
+        above_minimum = size // np.maximum(parts, 1) - self._min_part
         stretch = np.maximum(np.minimum(above_minimum, (parts * self.capacity - size) // 3), 0)
         offset = below(draw(search.key, _GRID), stretch + 1)
         # Each of a group's two edges may move by half of the tokens that its parts leave free.
@@ -179,8 +179,8 @@ class Cutting:
             is_low = part[rows] < middle
             start, end = search.spans.start[rows], search.spans.end[rows]
             free = (high - low) * self.capacity - (end - start)
-            lower = np.maximum(end - (high - middle) * self.capacity, start + (middle - low) * self._shortest)
-            upper = np.minimum(start + (middle - low) * self.capacity, end - (high - middle) * self._shortest)
+            lower = np.maximum(end - (high - middle) * self.capacity, start + (middle - low) * self._min_part)
+            upper = np.minimum(start + (middle - low) * self.capacity, end - (high - middle) * self._min_part)
             moved = below(search.bits(rows, middle), free // 2 + 1) - free // 4
             target = start + (end - start) * (middle - low) // (high - low) + moved
             search.cut(rows, target.clip(lower, upper), lower, upper, keep_first=is_low)
@@ -190,7 +190,7 @@ class Cutting:
         """Divide the spans `rows` at a random position, and narrow each to one of its halves."""
         start, end = search.spans.start[rows], search.spans.end[rows]
         lower, upper = start + self.min_tokens, end - self.min_tokens
-        bits = draw(draw(search.key[rows], _AT), start)
+        bits = draw(draw(search.key[rows], _HALF), start)
         target = lower + below(bits, upper - lower + 1)
         search.cut(rows, target, lower, upper, keep_first=half[rows] == 0)
 

@@ -116,8 +116,8 @@ def _cap_samples(requested: np.ndarray, remaining: np.ndarray) -> tuple[np.ndarr
     while (exceeds := (planned > remaining) & ~capped).any():
         capped |= exceeds
         uncapped = np.where(capped, 0.0, requested)
-        factor = max(0.0, total - remaining[capped].sum()) / max(uncapped.sum(), 1e-300)
-        planned = np.where(capped, remaining, uncapped * factor)
+        budget = max(0.0, total - remaining[capped].sum())
+        planned = np.where(capped, remaining, uncapped * budget / max(uncapped.sum(), 1e-300))
     return planned, capped
 
 

@@ -207,7 +207,7 @@ class JoinedArrays:
         return self._starts[number] + start
 
     def _index(self, number: np.ndarray, index: np.ndarray) -> np.ndarray:
-        # A negative index becomes a huge unsigned one.
+        # As unsigned integers, negative indices are huge, so one comparison checks both bounds.
         if (index.view(np.uint64) >= self._lengths[number].view(np.uint64)).any():
             raise IndexError(_DAMAGED)
         return self._starts[number] + index

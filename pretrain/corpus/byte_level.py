@@ -62,7 +62,7 @@ def joining_lines(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def without_line_ends(text: str) -> str:
-    """Normalize `text` as the tokenizer that `joining_lines` returns."""
+    """Normalize `text` like the tokenizer that `joining_lines` returns."""
     if "\n" not in text:
         return text
     blanks = " \t\r"

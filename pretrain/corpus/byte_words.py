@@ -20,7 +20,7 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Invert bytes_to_unicode of openai/gpt-2 encoder.py: printable bytes represent themselves, 256 + n the others."""
+    """Invert bytes_to_unicode of openai/gpt-2 encoder.py: printable bytes map to themselves, others to 256 + n."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [number for number in range(256) if number not in printable]
     return {chr(n): n for n in printable} | {chr(256 + index): n for index, n in enumerate(others)}
@@ -29,14 +29,14 @@ def _bytes_of_characters() -> dict[str, int]:
 _BYTES = _bytes_of_characters()
 
 
-_MARK, _LINE_FEED = "\u2581", "\u010a"  # of a blank; of a line break in a vocab.txt
+_MARK, _LINE_FEED = "\u2581", "\u010a"  # stand for a blank, and for a line break in a vocab.txt
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 Spell = Callable[[str], bytes]
 
 
 def speller(entries: Sequence[str]) -> Spell | None:
-    """Return the function from an entry to its bytes, blanks included; None for a WordPiece vocabulary."""
+    """Return the function that converts an entry to its bytes, including blanks; None for a WordPiece vocabulary."""
     counts = {mark: sum(_starts_word(entry, mark) for entry in entries) for mark in (_MARK, "\u0120", "##")}
     if counts[_MARK] > max(counts["\u0120"], counts["##"]):
         return _marked_bytes
@@ -66,7 +66,7 @@ def entry_bytes(entry: str) -> bytes:
 
 
 def _marked_bytes(entry: str) -> bytes:
-    """Return the bytes of an entry with a mark for blanks; <0xE4> is the byte E4."""
+    """Return the bytes of an entry in which a mark stands for blanks; <0xE4> is the byte E4."""
     if byte := _BYTE.fullmatch(entry):
         return bytes([int(byte[1], 16)])
     if entry.strip(_LINE_FEED) == "":
@@ -205,7 +205,7 @@ def _classes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     classes[points == ord(" ")] = _ANY
     clipped = np.minimum(points, scripts.PLANES - 1)
     sets = (scripts.ALONE, scripts.FOLLOWS, scripts.JOINS, scripts.ACCENTS)
-    alone, follows, joins, accents = (scripts.members(members)[clipped] for members in sets)
+    alone, follows, joins, accents = (scripts.members(group)[clipped] for group in sets)
     classes[accents] = LETTER
     first = np.where(follows, _ANY, np.where(alone, _WORD_START, classes))
     return first, np.where(joins, _ANY, np.where(alone, _WORD_END, classes))

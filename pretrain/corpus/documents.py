@@ -251,7 +251,7 @@ class Documents:
             )
 
     def _hold_out(self) -> None:
-        """Hold out the documents whose hash is below the fraction; if too few, the ones with the lowest hashes."""
+        """Hold out the documents with hashes below the fraction; if there are too few, take the lowest hashes."""
         below, fraction = self._below, self._fraction
         held_out, lowest = 0, np.zeros(0, np.uint64)
         for part in self._decided_parts():
@@ -293,7 +293,7 @@ class Documents:
     def sample(self, max_bytes: int) -> Iterator[tuple[str, np.ndarray, int]]:
         """Yield (part, bool [D] chosen, bytes of the chosen documents) for each part.
 
-        Chosen are the training documents with the lowest hashes, at most `max_bytes` of text, at least one document.
+        The training documents with the lowest hashes are chosen: at least one, and at most `max_bytes` of text.
         """
         last = self._max_sampled_hash(max_bytes)
         for part, candidates in self._candidates():

@@ -7,7 +7,7 @@ WordPiece matches the longest entry. In a Unigram, the score of a new entry slig
 scores: so little that other words do not change, but more for more pieces, so that a longer word is preferred to its
 prefix. A BPE that first splits text into words looks up a whole word before applying merges (`ignore_merges`).
 
-For scripts without blanks, a WordPiece or a Unigram gets the sequences of letters that byte-pair encoding finds.
+In scripts without blanks, byte-pair encoding finds the sequences of letters to add to a WordPiece or Unigram.
 """
 
 import collections
@@ -95,7 +95,7 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], max_words
         max_words: maximum number of new entries.
 
     Raises:
-        InputError: the tokenizer's format does not allow new words, or the ids no longer fit the shards.
+        InputError: the tokenizer's format does not allow new words, or the ids would not fit in the shards' type.
     """
     check_extension(tokenizer, max_words)
     unknown, known = _unknown_id(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
@@ -132,7 +132,7 @@ def check_extension(tokenizer: Tokenizer, max_words: int) -> None:
     where = f"corpus.vocabulary.added_words ({max_words})"
     model = json.loads(tokenizer.to_str())["model"]
     kind, is_cut = model["type"], len(_pre_tokenized(tokenizer, {"one": 1, "two words": 1})) > 2
-    # With end-of-word marks (XLM, HerBERT) an entry without one is a piece inside a word.
+    # With end-of-word marks (XLM, HerBERT), an entry without a mark only matches inside a word.
     if kind not in ("WordPiece", "Unigram") and (not is_cut or model.get("end_of_word_suffix")):
         raise InputError(
             f"{where}: the checkpoint's tokenizer is a {kind} that does not split text into words, or marks "

@@ -136,7 +136,7 @@ class Chunk(Span):
 
 
 class SourceReader:
-    """A reader of one source; every kind subclasses it as `Reader`. By default, an input is a file and one chunk."""
+    """The reader of a source; each kind subclasses it as `Reader`. By default, an input is one file and one chunk."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to read in a folder; () for all files
     text_share: ClassVar[float] = 1.0  # approximate bytes of text per byte of a file
@@ -201,7 +201,7 @@ class SourceReader:
         return sorted(files)
 
     def stored_files(self, objects: ObjectStore) -> dict[str, ListedObject]:
-        """Return the objects at an address that would be read, by their addresses; none is fetched."""
+        """Return {address: object} of the objects at an address that would be read, without fetching them."""
         address = self.config.path.rstrip("/")
         root = folders.root_of(address)
         listed = folders.find(address if root == address else f"{root}/**", objects)

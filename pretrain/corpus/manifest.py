@@ -108,7 +108,7 @@ def fingerprint_settings(
     tokenizer: Tokenizer | None,
     states: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings that affect the tokens, by their names in the config.
+    """Return the settings that affect the tokens, under their full names in the config.
 
     `tokenizer` is None if one is to be trained; `states` has the file states of sources without inputs.
     """
@@ -343,7 +343,7 @@ def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
 
 
 def source_facts(source: SourceConfig) -> dict[str, Any]:
-    """Return the fields of a source in the manifest and the card that may change later."""
+    """Return the fields of a source in the manifest and card that the config may change later."""
     return {
         "name": source_name(source),
         "kind": source.kind,

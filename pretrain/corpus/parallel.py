@@ -1,4 +1,4 @@
-"""The processes that execute the calls of `prepare`: on this machine, or as tasks of a Ray cluster."""
+"""The processes that execute the functions of `stages`, on this machine or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pretrain.corpus.inputs import Chunk
 
 
 class Pool:
-    """Executes calls in several processes, or in this one if `processes` is 1. Results are in the order of the calls.
+    """Executes calls in several processes, or in the current one if `processes` is 1; results are in call order.
 
     With `address`, the processes are on a Ray cluster, one per core if `processes` is 0.
     """

@@ -10,7 +10,7 @@ from pretrain.corpus import bzip2, inputs
 from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, SourceReader, Span, compression
 from pretrain.corpus.streams import TextStream, is_utf16
 
-MAX_RECORD_BYTES = 512 << 20  # a larger record means that the file is of another kind
+MAX_RECORD_BYTES = 512 << 20  # a larger record means that the file has a different format
 BZIP2_CHUNK_BYTES = 2 << 20
 STREAM_READ_BYTES = 1 << 18
 
@@ -63,7 +63,7 @@ class RecordReader(SourceReader):
             raise BrokenInputError(f"broken file: {stream.fault}")
 
     def _read_range(self, chunk: Chunk, problems: Problems) -> bytes:
-        """Return the records that start in [start, end) of the file."""
+        """Return the records that start in the chunk's range of the file."""
         path = Path(chunk.paths[0])
         if not path.stat().st_size:
             problems.add(str(path), "empty file")

@@ -61,7 +61,8 @@ def is_bert(described: dict[str, Any]) -> bool:
 def released_from_json(path: Path, text: str) -> Tokenizer:
     """Load the `text` of a tokenizer.json unchanged, except for truncation and padding, which are disabled.
 
-    Raises `InputError`, which names `path`, if it cannot be read, its tokens are random, or bytes are missing.
+    Raises `InputError`, which names `path`, if it cannot be parsed, its tokens are random, or entries for bytes are
+    missing.
     """
     try:
         tokenizer = Tokenizer.from_str(text)

@@ -22,8 +22,8 @@ from pretrain.corpus.whole_documents import without_special
 MAX_PARTS = 32  # of a source with sampled documents
 _MAX_PER_PART = 16
 _LONG_CHARACTERS = 1 << 13  # longer documents are only sampled if there are no shorter ones
-_MIN_CHARACTERS, _MAX_CHARACTERS = 1 << 14, 1 << 16  # of a shard's sample
-_TOKENS_PER_CHARACTER = 1 << 9  # tokens of a shard per character of its sample
+_MIN_CHARACTERS, _MAX_CHARACTERS = 1 << 14, 1 << 16  # in the sample of a shard
+_TOKENS_PER_CHARACTER = 1 << 9  # tokens in a shard per character in its sample
 _SUFFIX = ".sample"
 _MAX_SHOWN = 6  # tokens in a message
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; quotations in longer sentences are split
 _QUOTATIONS = dict.fromkeys('"“”„«»‘’', " ")
-# Full stops of Tibetan and Khmer, which sentencex does not know -> one that it knows
+# Full stops of Tibetan and Khmer that sentencex does not support -> a full stop that it supports.
 _STOPS = {"\u0f0d \u0f0d": "  。", "\u0f0d": "。", "\u0f0e": "。", "\u17d4": "。", "\u17d5": "。"}
 _BATCH_BYTES = 2 << 20  # text processed together; a larger batch does not fit in the CPU cache
 

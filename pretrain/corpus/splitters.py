@@ -58,7 +58,7 @@ class Gpt2Splitter:
         return cls(known, adds_blank=True, line_ends=line_ends, bounds=bertrain_bounds)
 
     def fits(self, text: str) -> bool:
-        """Return whether a document without added tokens may be cut."""
+        """Return whether a document without added tokens may be cut into pieces."""
         if not self._line_ends and "\n" in text:
             return False
         return self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
@@ -196,7 +196,7 @@ def _splits_at_all_blanks(tokenizer: Tokenizer) -> bool:
 
 
 def _replaces_blanks(normalizer: dict[str, Any]) -> bool:
-    """Return whether a Replace only merges blanks, which no word contains."""
+    """Return whether a normalizer is not a Replace, or only merges blanks, which no word contains."""
     return normalizer["type"] != "Replace" or (normalizer["pattern"], normalizer["content"]) == (
         {"Regex": " {2,}"},
         " ",

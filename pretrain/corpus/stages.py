@@ -93,7 +93,7 @@ class _Process:
             self.known_words()
 
     def known_words(self) -> WordTokens:
-        """Return the tokens of the words in `table`."""
+        """Return the `WordTokens` of `table`."""
         if self._words is None:
             tokenizer = self._load()
             self.unknown_id = special_ids(tokenizer)["unk"]
@@ -102,7 +102,7 @@ class _Process:
         return self._words
 
     def document_encoder(self) -> DocumentEncoder:
-        """Return the encoder of whole documents, for a tokenizer that was not trained here."""
+        """Return the encoder of whole documents, for a released tokenizer."""
         if self._documents is None:
             self.unknown_id = self.settings.unknown_id
             self._documents = DocumentEncoder(self._load(), self.table)
@@ -151,7 +151,7 @@ def _stop(signum: int, frame: types.FrameType | None) -> None:
 def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
     """Initialize this process for calls, with the tokenizer if the vocabulary is given.
 
-    A child leaves Ctrl-C to its parent, which sends STOP, and exits when its parent dies.
+    A child ignores Ctrl-C, since its parent sends STOP, and exits when its parent dies.
     """
     global _process
     if child:

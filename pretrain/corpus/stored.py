@@ -34,7 +34,7 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
 _ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{array}.npy" for array in ("tokens", "sentences", "documents"))
-_SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # needed only to prepare
+_SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # only needed by `prepare`
 _SMALL_FETCHES = 16  # simultaneous fetches of block tables, which have a few kilobytes each
 _STREAMED = ".streamed"  # subfolder with the manifest and the fetched blocks
 

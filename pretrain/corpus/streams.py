@@ -45,7 +45,7 @@ class TextStream(io.RawIOBase):
         return reads[0] if len(reads) == 1 else b"".join(reads)
 
     def _read_some(self, max_bytes: int) -> bytes:
-        """Return between one and `max_bytes` bytes; none at the end of the file."""
+        """Return between 1 and `max_bytes` bytes, or b"" at the end of the file."""
         while not self._ready and not self._is_at_end:
             self._ready = self._read_next(max(len(_BYTE_ORDER_MARKS[0]), min(max_bytes, READ_BYTES)))
         result, self._ready = self._ready[:max_bytes], self._ready[max_bytes:]

@@ -286,16 +286,16 @@ class WordPieces(WordTokens):
         """
         letters = self._table.letters(numbers)
         plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
-        walking, others = np.flatnonzero(plain), np.flatnonzero(~plain)
-        walked_words, walked_tokens = self._trie.tokenize(letters[walking])
+        in_trie, others = np.flatnonzero(plain), np.flatnonzero(~plain)
+        trie_words, trie_tokens = self._trie.tokenize(letters[in_trie])
         other_words, other_tokens = self._whole_tokenizer.tokens(self._table.words(numbers[others]))
-        words = np.concatenate([walking[walked_words], others[other_words]])
-        tokens = np.concatenate([walked_tokens, other_tokens])
+        words = np.concatenate([in_trie[trie_words], others[other_words]])
+        tokens = np.concatenate([trie_tokens, other_tokens])
         return np.bincount(words, minlength=len(numbers)), tokens[np.argsort(words, kind="stable")]
 
 
 class BytePairs(WordTokens):
-    """The tokens of the pieces of `pieces.document_pieces` in a byte-level BPE vocabulary."""
+    """The tokens of pieces, from `pieces.document_pieces`, in a byte-level BPE vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)

@@ -26,7 +26,7 @@ SENTENCE_PIECES = ("sentencepiece.bpe.model", "spm.model")
 def load_vocabulary(
     path: Path, *, lowercase: bool, kind: str = "wordpiece", strip_accents: bool | None = None
 ) -> Tokenizer:
-    """Load the tokenizer of a vocab.txt (BERT's), a tokenizer.json, or a folder as `read_files` reads it.
+    """Load the tokenizer of a BERT vocab.txt, a tokenizer.json, or a folder (see `read_files`).
 
     If `strip_accents` is None, it is as declared in the files, by default as `lowercase`.
 
@@ -247,7 +247,7 @@ def _contents(tokens: Any, path: Path) -> set[str]:
 
 
 def _content(token: Any, path: Path) -> str:
-    """Return the string of a token in the file `path`: a string, or an object that has it as `content`."""
+    """Return the string of a token in the file `path`, which is a string or an object with the string as `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         raise InputError(f"{path}: {_shown(token)} is not a token. Download it again.")

@@ -98,7 +98,7 @@ class Masker:
         return self._scheme.choose(rows, bits, self._limits(np.diff(rows.starts), share))
 
     def _limits(self, lengths: np.ndarray, share: np.ndarray | None) -> np.ndarray:
-        """Return the maximum tokens to predict in sequences of `lengths`: their share, at least one; int64 [S]."""
+        """Return the maximum tokens to predict in sequences of these `lengths`, at least 1; int64 [S]."""
         shares = self._probability if share is None else share
         limit = self._max_predictions or np.rint(shares * self._sequence_length).astype(np.int64)
         return np.clip(np.rint(shares * lengths).astype(np.int64), 1, np.maximum(1, limit))

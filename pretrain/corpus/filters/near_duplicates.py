@@ -119,7 +119,7 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
     for number in map(int, np.flatnonzero(np.diff(batch.terms) == 0)):
         digest = hashlib.blake2b(texts[number].encode(), digest_size=8).digest()
         whole[number] = int.from_bytes(digest, "little")
-    hashes = [grams[i : i + k] if k else whole[n : n + 1] for n, (i, k) in enumerate(zip(first, counts, strict=True))]
+    hashes = [grams[i : i + k] if k else whole[j : j + 1] for j, (i, k) in enumerate(zip(first, counts, strict=True))]
     return np.concatenate(hashes), np.maximum(1, counts)
 
 
@@ -128,7 +128,7 @@ def join_sketches(parts: Sequence[Path], out: Path) -> None:
     with atomic_open(out) as file:
         for number in range(4):
             arrays = [_map_array(path, number) for path in parts]
-            axis = 1 if number == 1 else 0  # along which the documents are
+            axis = 1 if number == 1 else 0  # axis of the documents
             shape = list(arrays[0].shape)
             shape[axis] = sum(array.shape[axis] for array in arrays)
             described = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False}
@@ -359,7 +359,7 @@ def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """The documents to drop.
+    """The near-duplicates to drop.
 
     Attributes:
         hashes: uint64 [N, 2], ascending.

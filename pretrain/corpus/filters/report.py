@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-MAX_EXAMPLES = 3  # shown of a rule
+MAX_EXAMPLES = 3  # per rule
 _EXCERPT_CHARACTERS = 160
 
 

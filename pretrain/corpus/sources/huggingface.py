@@ -55,7 +55,7 @@ class Reader(ColumnReader):
 
 
 def saved_dataset(folder: str, split: str) -> Any:
-    """Load a split from a folder written by save_to_disk as `datasets.Dataset`; `InputError` if it is not one."""
+    """Load a split from a folder written by save_to_disk as `datasets.Dataset`. Raises `InputError` if it cannot."""
     expect(folder, "datasets")
     import datasets
 

@@ -99,7 +99,7 @@ def _normalize_name(name: str) -> str:
 
 
 def plain_text(markup: str, dropped: Set[str]) -> str:
-    """Return the running text of an article: paragraphs and list items, one per line, without `dropped` links."""
+    """Return the prose of an article: paragraphs and list items, one per line, without links that are `dropped`."""
     import mwparserfromhell
     from mwparserfromhell.nodes import Heading, Wikilink
 
@@ -136,7 +136,7 @@ def _strip_link(code: Wikicode, link: Wikilink, dropped: Set[str]) -> None:
         return
     title = title.translate(_DIRECTION_MARKS).strip()
     name, _, page = title.removeprefix(":").partition(":")
-    # Wikis define further aliases for files.
+    # Wikis may define more aliases for the file namespace.
     is_dropped = bool(page) and (_normalize_name(name) in dropped or _FILE.search(page) is not None)
     if not title.startswith(":"):
         if is_dropped:

@@ -42,7 +42,7 @@ def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
 
 
 def _report_unread(text: str, count: int, path: str, problems: Problems) -> None:
-    """Report the articles beyond the `count` that were read."""
+    """Report the articles that could not be read; `count` were read."""
     opened = count
     if text.count("<doc") != count:  # five times as fast as the next line, and usually equal
         opened = text.count("\n<doc ") + text.startswith("<doc ")
