@@ -210,7 +210,7 @@ def test_a_store_keeps_what_is_written_and_says_what_is_missing(bucket, tmp_path
             assert (tmp_path / "back").read_bytes() == file.read_bytes()
     there.delete(one)
     assert there.listing(base).keys() == {odd[len(base) + 1 :], "new/1", "0", "1", str(17 << 20)}
-    calls = [there.read, there.facts, there.listing, there.delete, functools.partial(there.upload, file)]
+    calls = [there.read, there.info, there.listing, there.delete, functools.partial(there.upload, file)]
     for call in (*calls, *(functools.partial(one, content=b"x") for one in (there.write, there.create))):
         with pytest.raises(InputError, match=r"Create the bucket, or correct its name"):
             call(address=f"{at}-that-is-not-there/a")
@@ -367,7 +367,7 @@ def test_a_store_that_ignores_conditions_is_named_at_the_start(container, tmp_pa
 
 def test_what_other_clients_say_otherwise_is_understood(container, monkeypatch) -> None:
     there, address = ObjectStore(retry_seconds=0), f"abfs://container@{ACCOUNT}/none"
-    for call in (there.read, there.facts, there.listing, there.delete):
+    for call in (there.read, there.info, there.listing, there.delete):
         assert not call(address)
         with pytest.raises(InputError, match=r"/a: the bucket does not exist\. Create the bucket"):
             call(f"abfs://nowhere@{ACCOUNT}/a")  # of which nothing says more than of a missing object
