@@ -651,7 +651,7 @@ def laid_out(draw: st.DrawFn) -> tuple[list[Sentence], int, Any]:
                     st.sampled_from(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]), min_size=len(one), max_size=len(one)
                 )
             )
-            sentences.append(Sentence(one, tags, f"document {number}", document=document, place=place))
+            sentences.append(Sentence(one, tags, f"document {number}", document=document, index=place))
     chosen = draw(st.lists(st.sampled_from(sentences), min_size=1, max_size=8))
     context = draw(st.sampled_from([False, True, 0, 1, 5]))
     return chosen, draw(st.integers(3, 24)), context
