@@ -375,7 +375,7 @@ def test_scores_are_one_model_s_whoever_writes_them(tmp_path: Path) -> None:
     assert found == read_models(tmp_path)
     assert [one["model"]["name"] for one in found] == ["m", "n"]
     assert found[1].keys() == {"model", "blimp", "held_out"}
-    refused(r"another model named n \(d, or what", check_model, tmp_path, {**model, "fingerprint": "g"})
+    refused(r"another model named n \(d, or an", check_model, tmp_path, {**model, "fingerprint": "g"})
     refused("another model named n", write_scores, tmp_path, {**model, "fingerprint": "g"}, {})
     for content in ("{", "[]", '{"scores": {}}', '{"models": [{"held_out": {}}]}'):
         (tmp_path / "scores.json").write_text(content)
@@ -399,7 +399,7 @@ def test_a_model_without_a_masked_head_is_refused(tmp_path: Path, capsys: Any) -
         (["--blimp", ".", "--length", "3"], "--length: has no effect without --texts"),
         (["--blimp", ".", "--text-scores", "held_out"], "--text-scores: has no effect without --texts"),
         (["--blimp", ".", "--pid", "3"], "--pid: has no effect without --follow"),
-        (["--texts", ".", "--out", "run"], "--out: run is the folder of a run"),
+        (["--texts", ".", "--out", "run"], "--out: run is a run folder"),
     ],
 )
 def test_options_without_effect_are_refused(tmp_path, words, message, capsys, monkeypatch) -> None:
