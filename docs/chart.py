@@ -42,7 +42,7 @@ def published(page: str) -> tuple[list[str], list[list[float]]]:
 
 
 def svg(page: str) -> str:
-    """Return the chart of the page's numbers: like a report's chart, with another style and labels at the curves."""
+    """The chart of the page's numbers: a chart of the reports, with its own style and the names beside the curves."""
     figure = line_chart(_TITLE, _series(page), form="{:.3g}".format, form_x="{:g} min".format)
     drawing = figure.partition("<svg ")[2].partition("</svg>")[0]
     curves = json.loads(html.unescape(figure.partition('data-chart="')[2].partition('"')[0]))

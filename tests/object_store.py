@@ -223,7 +223,7 @@ def real_store(scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def forget_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clear cached clients, so that credentials are read again."""
+    """Make the calls of a test read the credentials again."""
     monkeypatch.setattr(objects, "_systems", functools.cache(objects._systems.__wrapped__))
 
 

@@ -95,7 +95,7 @@ def _check(config: FinetuneConfig) -> None:
 
 
 def _start_folder(config: FinetuneConfig) -> Path:
-    """Return the folder of the initial checkpoint. Raises like `compare` if the baseline cannot use it."""
+    """The folder of the initial checkpoint. Raises as `compare` if there can be no baseline of it."""
     from pretrain.checkpoint.released import why_not_transformers
     from pretrain.checkpoint.tokenizer import is_run, released_folder
 

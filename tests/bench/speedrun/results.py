@@ -84,7 +84,7 @@ def measure(config: PretrainConfig, texts: Sequence[Path]) -> Scores:
 
 
 def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert the fields of `text_scores` to those of `Scores`."""
+    """The fields of `Scores` from those of `text_scores`."""
     common, whole = found[common_words.PART], found[whole_words.PART]
     why_not = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}" for part, one in found.items() if WHY_NOT in one]
     return {
