@@ -1,4 +1,4 @@
-"""`./launch.sh bench NAME`: comparisons of bertrain with other software, run from a clone."""
+"""`./launch.sh bench NAME`: benchmarks of bertrain against other software, run from a clone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _run(words: list[str]) -> int:
     names = "\n".join(f"  {name:10}  {purpose}" for name, (_, purpose) in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog=f"{program()} bench",
-        description="Compare speed and quality with other software.",
+        description="Measure speed and quality against other software.",
         epilog=f"benchmarks:\n{names}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
