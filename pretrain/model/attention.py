@@ -68,8 +68,7 @@ def self_attention(
     elif flash:
         qkv, bias = F.linear(hidden, weight, bias), None
     else:
-        # torch's CPU matmul writes the bias out to every row first; the kernels add it as they read.
-        qkv = linear_product(hidden, weight)  # [T, 3H]
+        qkv = linear_product(hidden, weight)  # [T, 3H]; the kernels add the bias as they read
     if flash:
         return flash_attention(qkv, layout, options)
     if should_attend_natively(qkv, layout, options):

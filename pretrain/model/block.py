@@ -1,10 +1,10 @@
 """A Transformer layer, and the arithmetic of the embeddings, as pure functions.
 
-The encoder calls them over unpadded batches, its padded twin (`padded.py`) over padded ones; nothing else defines a
+The encoder calls them on unpadded batches, the padded encoder (`padded.py`) on padded ones; nothing else defines a
 layer. A layer's parameters are flat, and everything after the attention is one pure function (`after_attention`). So
 torch.compile compiles it once for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
 
-Shape letters: T tokens (the padded twin has sequences times tokens), R query positions, E width of the embeddings,
+Shape letters: T tokens (the padded encoder has sequences times tokens), R query positions, E width of the embeddings,
 H hidden width, F feed-forward width.
 """
 
@@ -40,8 +40,7 @@ class Layer(nn.Module):
         compile: fuse the operations between the matmuls.
     """
 
-    # Query, key and value are stacked: one matmul instead of three. If key and value have fewer heads, the query is
-    # separate: q and kv.
+    # Stacked: one matmul instead of three. If key and value have fewer heads, the query is separate: q and kv.
     qkv_weight: nn.Parameter  # [3H, H]
 
     def __init__(self, shape: ModelConfig, number: int, compile: bool) -> None:
@@ -222,8 +221,8 @@ def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias in fp32: [..., in] -> [..., out]; the caller rounds it.
 
-    For compiled code: the bias is added in the pass that reads the product. On CPU, `F.linear` writes it to every row
-    before the matmul, which costs an eighth of the matmul's time at BERT-Base (docs/benchmarks/lab-notes.md).
+    Compiled code adds the bias as it reads the product. On CPU, `F.linear` writes the bias to every row before the
+    matmul, which costs an eighth of its time at BERT-Base (docs/benchmarks/lab-notes.md).
     """
     sums = linear_product(x, weight).float()
     return sums if bias is None else sums + bias.float()
