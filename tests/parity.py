@@ -278,7 +278,7 @@ def _measure_task(
 
 
 def padded_logits(released: Released, inputs: dict[str, Tensor], head: Head) -> Tensor:
-    """[R, C] of the padded twin, which the ONNX export is made of."""
+    """[R, C] of the padded encoder, which the ONNX export is made of."""
     model = PaddedModel(released, head).eval()
     with torch.no_grad():
         outputs = model(*(_given(inputs, name) for name in model.inputs))

@@ -1,6 +1,6 @@
 """Fixed position encodings: sinusoids, rotations, and the buckets of relative positions.
 
-Shape letters: T tokens (L positions in the padded twin), E width of the embeddings, N heads of width D, K = D / 2
+Shape letters: T tokens (L positions in the padded encoder), E width of the embeddings, N heads of width D, K = D / 2
 frequencies.
 """
 

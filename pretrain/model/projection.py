@@ -1,6 +1,6 @@
 """Projections that BERT lacks: rotated queries and keys, keys and values shared by heads, and distances.
 
-Shape letters: T tokens (the padded twin has sequences and tokens), N heads of width D, G heads of keys and values,
+Shape letters: T tokens (the padded encoder has sequences and tokens), N heads of width D, G heads of keys and values,
 H = N * D.
 """
 
