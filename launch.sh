@@ -20,7 +20,7 @@ usage() {
 Develop:
   bench                compare speed and quality with other software
   docs                 serve the documentation as a site on 127.0.0.1
-  test                 run lint, type checks and tests, or only pytest with arguments
+  test                 run lint, type checks and tests; with arguments, pytest
 
 The first command sets up .venv next to this file.
 PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).

@@ -230,6 +230,7 @@ def _worker(
     if port:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.barrier()  # a function without collectives would end while others connect to its process
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

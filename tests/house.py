@@ -184,7 +184,7 @@ def _defined(file: Path) -> Iterator[str]:
 
 
 def _tracked(*patterns: str) -> list[Path]:
-    """The files of the repository; those of an unpack_matrix archive are all there are."""
+    """The files of the repository; those of an unpacked archive are all there are."""
     listed = subprocess.run(["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode or not listed.stdout:
         return [file for pattern in patterns for file in ROOT.glob(f"**/{pattern}") if ".venv" not in file.parts]

@@ -184,7 +184,7 @@ def test_failing_storage_is_not_damage(many_shards: Path, monkeypatch: pytest.Mo
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(shards_of.mmap, "mmap", mmap)
-    with pytest.raises(MachineError, match=r"cannot be read \(Input/output error\)\. Check the storage"):
+    with pytest.raises(MachineError, match=r"cannot be read \(Input/output error\)\. Check its storage"):
         open_shards(many_shards, "train")
 
 

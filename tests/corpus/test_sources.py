@@ -499,7 +499,7 @@ def test_a_file_that_cannot_be_unpacked_is_refused(tmp_path: Path, name: str) ->
     (tmp_path / name).write_bytes(bytes(range(256)))
     for kind, path in (("books", "*"), ("books", name), ("wikiextractor", "")):
         where = str(tmp_path / path)
-        refused(rf"sources\.0\.path: .*{name}: \.\w+ files are not unpack_matrix here\. Unpack", kind=kind, path=where)
+        refused(rf"sources\.0\.path: .*{name}: \.\w+ files are not unpacked here\. Unpack", kind=kind, path=where)
 
 
 def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_a_wrong_token(tmp_path: Path, config: Path) -> None:
         ([], ["--workers", "2"], 2, "such as --workers, go before it"),
         ([], ["--resume"], 2, "a job resumes without --resume"),
         ([], ["--set", "phasess=1"], 2, "did you mean phases"),
-        ([], ["finetune", "{config}", "--from", "s3://b"], 2, "is not an address of"),
+        ([], ["finetune", "{config}", "--from", "s3://b"], 2, "does not name a file or folder"),
         ([], ["pretrain", "nowhere.yaml"], 2, "nowhere.yaml"),
     ],
 )

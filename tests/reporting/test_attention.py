@@ -246,7 +246,7 @@ def test_averages_over_a_file_are_of_all_its_texts(folders, bert, tmp_path) -> N
     [
         ({}, "no text is given. Add --text TEXT, or --texts FILE."),
         ({"text": "  "}, "the text has no token"),
-        ({"text": "good " * 63}, "the text has 65 tokens, and the page holds at most 64 for this model"),
+        ({"text": "good " * 63}, "the text has 65 tokens, and the page can show 64 for this model"),
         ({"texts": Path("no.txt")}, "no.txt: no such file"),
         ({"texts": Path("empty.txt")}, "empty.txt: has no text"),
         ({"texts": Path("bytes.txt")}, "bytes.txt: not a UTF-8 text file"),

@@ -125,7 +125,7 @@ def test_the_mean_of_forks_is_exported(parent: Path, corpus: Path, tmp_path: Pat
     assert run_workers(1, starts, given) == [[""] * 4]
     hf.export_run(runs[0], tmp_path / "mean", others=runs[1:])
     card = (tmp_path / "mean/README.md").read_text()
-    assert "the mean of this run's and those of b, c. Its first 4 steps are those of trial." in card
+    assert "The weights are averaged over this run and b, c. It was forked from trial after step 4." in card
     written = read_released(tmp_path / "mean").backbone["embeddings.word"]
     each = [store.read_weights(run / "checkpoints" / store.name_of(7))["embeddings.word"] for run in runs]
     torch.testing.assert_close(written, torch.stack(each).mean(0))
