@@ -321,7 +321,7 @@ def load_config(
 
 def config_type(path: Path | str) -> type[RunConfig]:
     """Return the type of a config: a fine-tuning if it has the section of a task, else a pretraining."""
-    return FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
+    return FinetuneConfig if settings.top_level_keys(path) & set(TASKS) else PretrainConfig
 
 
 # Settings that may differ between a run and its continuation.

@@ -273,7 +273,7 @@ def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple
     if last is None:
         return []
     shown = [
-        (metric.title, metric.text(last[name], extra=1))
+        (metric.title, metric.text(last[name], extra_digits=1))
         for name, metric in objective_metrics().items()
         if last.get(name) is not None
     ]

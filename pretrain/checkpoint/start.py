@@ -23,7 +23,7 @@ from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.sentence_transformers import module_warnings
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
-from pretrain.common.addresses import local
+from pretrain.common.addresses import local_path
 from pretrain.common.errors import InputError
 from pretrain.common.settings import AnyConfig, Overrides, load, unvalidated_values
 from pretrain.config import ModelConfig, PretrainConfig, run_folder, used_start_from
@@ -198,8 +198,8 @@ def check_start_corpus(config: PretrainConfig) -> None:
     """
     tokenizer = start_tokenizer(fetched_model(config.start_from))
     for folder in filter(None, (config.corpus.dir, config.adaptation.replay_corpus)):
-        open_shards(local(folder), "train")
-        check_same_tokenizer(local(folder), tokenizer, extended=folder == config.corpus.dir)
+        open_shards(local_path(folder), "train")
+        check_same_tokenizer(local_path(folder), tokenizer, extended=folder == config.corpus.dir)
 
 
 def start_table(config: PretrainConfig) -> str:

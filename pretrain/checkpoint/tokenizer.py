@@ -86,7 +86,7 @@ def released_folder(folder: Path) -> Path:
     """
     if (folder / "model" / "finetune.json").is_file():
         return folder / "model"
-    if is_run(folder) and "training" in settings.names(folder / "config.yaml"):
+    if is_run(folder) and "training" in settings.top_level_keys(folder / "config.yaml"):
         raise InputError(f"{folder}: an unfinished fine-tuning has no model yet. Resume it first.")
     # Older versions of sentence-transformers
     inner = folder / "0_Transformer"

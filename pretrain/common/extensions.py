@@ -25,9 +25,9 @@ from pretrain.common.errors import InputError
 from pretrain.common.wording import did_you_mean
 
 ENV_VAR = "BERTRAIN_MODULES"
-"""The environment variable with the modules that the user requested, as JSON of `_requested`; workers inherit it."""
+"""The environment variable with the modules that the user requested: `_requested()` as JSON. Workers inherit it."""
 
-_OURS = ("pretrain", "finetune", "cluster")
+_OUR_PACKAGES = ("pretrain", "finetune", "cluster")
 
 
 class Contract(NamedTuple):
@@ -35,7 +35,7 @@ class Contract(NamedTuple):
 
     attribute: str
     base: type
-    needed: tuple[str, ...] = ()  # members that `base` only declares, besides its abstract methods
+    needed: tuple[str, ...] = ()  # required members that `base` declares, besides its abstract methods
 
     def check(self, module: Any, name: str) -> None:
         """Raise `InputError` if the module `name` does not implement the interface."""
@@ -59,17 +59,17 @@ def is_custom(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def check_name(name: str, *, attribute: bool = False) -> None:
-    """Raise `ValueError` unless `name` is `package.module`, or `package.module:name` with an `attribute`."""
+def check_name(name: str, *, with_attribute: bool = False) -> None:
+    """Raise `ValueError` unless `name` is `package.module`, or `package.module:name` if `with_attribute`."""
     module, colon, inner = name.partition(":")
     parts = [*module.split("."), *([inner] if colon else [])]
-    if not all(map(str.isidentifier, parts)) or bool(colon) != attribute or not (colon or is_custom(name)):
-        form = "my_package.module:name" if attribute else "my_package.module"
+    if not all(map(str.isidentifier, parts)) or bool(colon) != with_attribute or not (colon or is_custom(name)):
+        form = "my_package.module:name" if with_attribute else "my_package.module"
         raise ValueError(f"{name!r} is not a dotted name such as {form}")
 
 
 def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
-    """Import these modules (`module` or `module:name`), from `folder` too. Raises as `load_custom` does."""
+    """Import modules by `names` (`module` or `module:name`), also from `folder`. Raises as `load_custom` does."""
     requested, modules = _requested(), list(dict.fromkeys(name.partition(":")[0] for name in names))
     if not modules:
         return
@@ -77,10 +77,10 @@ def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
     requested["folders"] = list(dict.fromkeys([*requested["folders"], *folders]))
     requested["names"] = list(dict.fromkeys([*requested["names"], *modules]))
     os.environ[ENV_VAR] = json.dumps(requested)
-    before = set(sys.modules)
+    loaded = set(sys.modules)
     for name in modules:
         load_custom(name)
-    tops = {name.partition(".")[0] for name in (*requested["names"], *(set(sys.modules) - before))} - set(_OURS)
+    tops = {name.partition(".")[0] for name in (*requested["names"], *(set(sys.modules) - loaded))} - set(_OUR_PACKAGES)
     paths = [_path(sys.modules[top]) for top in sorted(tops) if top in sys.modules]
     local = [str(path) for path in paths if str(path.parent) in requested["folders"]]
     os.environ[ENV_VAR] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *local]))})
@@ -138,7 +138,7 @@ def hashes() -> dict[str, str]:
 
 
 def _requested() -> dict[str, list[str]]:
-    """Return the requested names, the folders to search, and the files there to copy to other machines."""
+    """Return the `names` of modules, the `folders` to search, and the files there to copy to workers (`carried`)."""
     return {"names": [], "folders": [], "carried": [], **json.loads(os.environ.get(ENV_VAR, "{}"))}
 
 

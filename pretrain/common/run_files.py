@@ -12,10 +12,11 @@ LAST_SENT = "wandb-step.json"  # the last step sent to W&B
 START_FILE = "start.json"  # the origin of the initial weights, and the released model that the run started from
 FORK_FILE = "fork.json"  # the run and step that the run forked from
 HISTORY = "attention.json"  # attention patterns of the heads at evaluations
-SCORES = "scores.json"  # of a finished fine-tuning
-SUMMARY = "summary.json"  # of several fine-tunings, in their common folder
-FAILED = "failed.json"  # the error of a failed fine-tuning among several
+SCORES = "scores.json"  # scores of a finished fine-tuning run
+SUMMARY = "summary.json"  # scores of several fine-tuning runs, in the folder that contains them
+FAILED = "failed.json"  # the error of a fine-tuning run, if it is one of several
 
+# The files that are stored with a run at an address.
 STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, HISTORY, SCORES)
 
 

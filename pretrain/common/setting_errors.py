@@ -33,7 +33,7 @@ _WORDS = {
 
 
 def expected(error: ErrorDetails) -> str:
-    """Return the message about the value that was expected."""
+    """Return the part of a message that says which value pydantic expected."""
     message = error["msg"]
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)

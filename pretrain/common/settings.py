@@ -18,11 +18,11 @@ from pretrain.common.commands import run_argument
 from pretrain.common.errors import InputError, is_control, printable, version_mismatch
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import import_kind
-from pretrain.common.sections import MULTILINE, Keys, Section, field_at
+from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, Keys, Section, field_at
 from pretrain.common.setting_errors import expected, format_value, shorten, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
-_MIN_UNKNOWN = 3  # number of unknown sections from which a config is reported as one of another kind
+_MIN_UNKNOWN = 3  # a config with at least this many unknown top-level keys is reported as one of another kind
 _SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
 _MAX_SHOWN = 200  # characters of an override in a message
 
@@ -115,8 +115,8 @@ def read_values(path: Path | str) -> dict[str, Any]:
     return _to_plain(values) if isinstance(values, dict) else {}
 
 
-def names(path: Path | str) -> set[str]:
-    """Return the top-level names in the YAML file `path`. Raises `InputError` if it cannot be read."""
+def top_level_keys(path: Path | str) -> set[str]:
+    """Return the top-level keys of the YAML file `path`. Raises `InputError` if it cannot be read."""
     return set(read_values(path))
 
 
@@ -129,7 +129,7 @@ def dump(settings: Section, exclude: set[str] | None = None) -> str:
 def differences(
     before: Section | Mapping[str, Any], after: Section | Mapping[str, Any], *, ignore: Sequence[str]
 ) -> list[str]:
-    """List the settings that differ and match no pattern in `ignore`: dotted name and both values.
+    """List the settings that differ, with both values, except those whose dotted names match a pattern in `ignore`.
 
     Both arguments may be plain values (`model_dump`) of a section whose fields this version does not have.
     """
@@ -187,8 +187,8 @@ class _Document(Generic[S]):
         if not equals or "" in keys:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
         self._set_value(keys, _to_plain(parse(value, where)[1] if value.strip() else ""), where)
-        others = {path: origin for path, origin in self.origins.items() if path[: len(keys)] != keys}
-        self.origins = others | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in others}
+        unaffected = {path: origin for path, origin in self.origins.items() if path[: len(keys)] != keys}
+        self.origins = unaffected | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in unaffected}
 
     def _set_value(self, keys: Keys, value: Any, where: str) -> None:
         """Set the value at `keys`, and create missing sections and lists above it."""
@@ -252,7 +252,7 @@ class _Document(Generic[S]):
         """Yield a line for each name or string with control characters, which could break out of a line or quotes."""
         for path, value in _leaves(self.values):
             name, field = ".".join(map(str, path)), field_at(self.kind, path)
-            allowed = "\t\n" if field is not None and field.json_schema_extra == MULTILINE else ""
+            allowed = "\t\n" if field is not None and field.json_schema_extra == ALLOW_TABS_AND_NEWLINES else ""
             if controls := _controls(name):
                 yield f"{self.where(path)}: the name {printable(name)} contains {controls}. Remove them."
             elif isinstance(value, str) and (controls := _controls(value, allowed)):

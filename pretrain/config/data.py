@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
-from pretrain.common.addresses import is_remote, local
+from pretrain.common.addresses import is_remote, local_path
 from pretrain.common.kinds import check_kind
 from pretrain.common.sections import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
@@ -183,16 +183,17 @@ class CorpusConfig(Section):
     def _check_dir(self) -> CorpusConfig:
         if self.cache and not is_remote(self.dir):
             raise ValueError(f"cache has no effect with dir: {self.dir}, which is not an address. Remove it")
-        if shared := [n for n, source in enumerate(self.sources) if source.path and local(source.path) == self.folder]:
+        read = [n for n, one in enumerate(self.sources) if one.path and local_path(one.path) == self.folder]
+        if read:
             raise ValueError(
-                f"dir: {self.dir} is the folder that sources.{shared[0]} reads. Choose another one, which may be in it"
+                f"dir: {self.dir} is the folder that sources.{read[0]} reads. Choose another one, which may be in it"
             )
         return self
 
     @property
     def folder(self) -> Path:
         """Return the corpus's folder on this machine."""
-        return local(self.dir)
+        return local_path(self.dir)
 
 
 class MaskingConfig(Section):

@@ -130,7 +130,7 @@ def _check_callback(entry: Any) -> Any:
         raise ValueError("use my_package.module:name, or a section with it as `call`")
     if isinstance(entry, dict) and (policy := entry.get("on_error", "warn")) not in ("warn", "stop"):
         raise ValueError(f"on_error: {policy!r} is not one of warn, stop")
-    check_name(callback_options(entry)[0], attribute=True)
+    check_name(callback_options(entry)[0], with_attribute=True)
     return entry
 
 
