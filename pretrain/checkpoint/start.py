@@ -27,7 +27,7 @@ from pretrain.common.addresses import local_path
 from pretrain.common.errors import InputError
 from pretrain.common.settings import AnyConfig, Overrides, load, unvalidated_values
 from pretrain.config import ModelConfig, PretrainConfig, run_folder, used_start_from
-from pretrain.config.families import SIZES, Shape
+from pretrain.config.families import SIZES, PublishedSize
 from pretrain.corpus.extension import replaced_ids
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -119,7 +119,7 @@ def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) 
 
 def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model in the config that contradicts the checkpoint."""
-    from_size = {name for name in Shape._fields if given.get(name) == 0}
+    from_size = {name for name in PublishedSize._fields if given.get(name) == 0}
     wanted = {name: value for name, value in given.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
     size = SIZES[model.family].get(str(given.get("size")))
     if size is not None:

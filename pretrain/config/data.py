@@ -69,9 +69,9 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _check_location(self) -> SourceConfig:
-        needed = {"huggingface": "dataset", "docstrings": ""}.get(self.kind, "path")
-        if needed and not getattr(self, needed):
-            raise ValueError(f"kind: {self.kind} needs {needed}")
+        required = {"huggingface": "dataset", "docstrings": ""}.get(self.kind, "path")
+        if required and not getattr(self, required):
+            raise ValueError(f"kind: {self.kind} needs {required}")
         return self
 
 
@@ -81,8 +81,8 @@ class VocabularyConfig(Section):
     kind: Literal["wordpiece", "byte_bpe", "released"] = Field(
         default="wordpiece",
         description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it "
-        "can encode any text and normalizes nothing. released is the tokenizer.json at path of any other kind, such as "
-        "XLM-R's, DeBERTa-v3's or mmBERT's.",
+        "can encode any text and normalizes nothing. released is any other tokenizer.json, such as XLM-R's, "
+        "DeBERTa-v3's or mmBERT's; path names it.",
     )
     path: LocalPath = Field(
         default="",
@@ -250,7 +250,8 @@ class PairsConfig(Section):
         default="nsp",
         description="Prediction for pairs of segments. nsp (next-sentence prediction): whether the second segment "
         "follows the first or, in half of the pairs, comes from another document. sop (ALBERT's sentence-order "
-        "prediction): whether adjacent segments are swapped, as in half. none: sequences have one segment.",
+        "prediction): whether two adjacent segments are swapped, as in half of the pairs. none: sequences have one "
+        "segment.",
     )
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",
@@ -260,12 +261,12 @@ class PairsConfig(Section):
         "doc_sentences.",
     )
     short_share: float = Field(
-        default=0.1, ge=0, le=1, description="Share of the sequences with a random length below the maximum."
+        default=0.1, ge=0, le=1, description="Share of the sequences that get a random length below the maximum."
     )
 
     @property
     def has_classifier(self) -> bool:
-        """Return whether the model has a classifier of pairs, and sequences have two segments."""
+        """Return whether sequences are pairs of segments, which the model has a head to classify."""
         return self.objective != "none"
 
     @property

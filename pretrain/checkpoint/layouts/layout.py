@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from pretrain.checkpoint.layouts.task_heads import TaskHead
 from pretrain.config import ModelConfig
-from pretrain.config.families import PARTS
+from pretrain.config.families import FAMILY_SETTINGS
 from pretrain.model.activations import ACTIVATIONS, get_activation
 from pretrain.model.parameters import (
     embedding_parameters,
@@ -93,7 +93,7 @@ class KeyMapping:
     config: Mapping[str, str]
     task_head: Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]
     model_type: str = ""
-    parts: str = "bert"
+    model_family: str = "bert"
     prefix: str = ""
     bare: tuple[str, ...] = ("embeddings.",)
     spellings: tuple[tuple[str, str], ...] = ()
@@ -205,8 +205,8 @@ class KeyMapping:
             sizes["embedding"] = 0
         if self.padded_positions:
             sizes["max_positions"] -= first_position(config)
-        values = {"family": self.parts, "size": "custom", **self.defaults, "activation": self._activation(config)}
-        return ModelConfig.model_validate({**values, **sizes, **self.read(config)})
+        values = {"family": self.model_family, "size": "custom", "activation": self._activation(config)}
+        return ModelConfig.model_validate({**self.defaults, **values, **sizes, **self.read(config)})
 
     def values_of(self, model: ModelConfig, config: Mapping[str, Any], token_types: int = 2) -> dict[str, Any]:
         """Return the fields of config.json that a shape determines.
@@ -236,7 +236,7 @@ class KeyMapping:
                 values["max_position_embeddings"] += first_position(values)
             reread = self._shape_of(values)
         except (KeyError, ValueError) as error:
-            positions = PARTS[self.parts].get("positions", "learned")
+            positions = FAMILY_SETTINGS[self.model_family].get("positions", "learned")
             if model.positions != positions:  # then config.json lacks fields that reading needs
                 return f"model.positions is {model.positions}, and {self.family} supports only {positions}"
             return " ".join(str(error).split())
@@ -265,9 +265,8 @@ class KeyMapping:
 
     def _activation(self, config: Mapping[str, Any]) -> str:
         """Return our name of the activation in a config.json; raises ValueError for an unknown one."""
-        return activation_name(
-            self.activation_key, config.get(self.activation_key, PARTS[self.parts].get("activation", "gelu"))
-        )
+        default = FAMILY_SETTINGS[self.model_family].get("activation", "gelu")
+        return activation_name(self.activation_key, config.get(self.activation_key, default))
 
     @property
     def released_name(self) -> str:

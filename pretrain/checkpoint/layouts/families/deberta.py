@@ -124,7 +124,7 @@ LAYOUT = KeyMapping(
     out=bert.OUT,
     config=bert.CONFIG,
     task_head=_head,
-    parts="deberta",
+    model_family="deberta",
     bare=("embeddings.", "encoder."),
     spellings=(
         (r"^lm_predictions\.lm_head\.(dense|LayerNorm)\.", r"cls.predictions.transform.\1."),

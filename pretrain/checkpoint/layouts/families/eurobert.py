@@ -101,7 +101,7 @@ LAYOUT = KeyMapping(
         "layer_norm_eps": "rms_norm_eps",
     },
     task_head=_head,
-    parts="eurobert",
+    model_family="eurobert",
     prefix="model.",
     bare=("embed_tokens.", "layers.", "norm."),
     modernize=_modernize,

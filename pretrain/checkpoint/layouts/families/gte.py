@@ -62,7 +62,7 @@ LAYOUT = KeyMapping(
     out=bert.OUT,
     config=bert.CONFIG,
     task_head=sequence_head("tanh"),
-    parts="gte",
+    model_family="gte",
     bare=BARE,
     spellings=(
         (r"^(new|gte)\.", ""),

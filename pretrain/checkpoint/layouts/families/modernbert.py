@@ -164,7 +164,7 @@ LAYOUT = KeyMapping(
         "layer_norm_eps": "norm_eps",
     },
     task_head=_head,
-    parts="modernbert",
+    model_family="modernbert",
     prefix="model.",
     bare=("embeddings.", "layers.", "final_norm."),
     read=_read,

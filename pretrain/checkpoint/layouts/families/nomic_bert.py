@@ -64,7 +64,7 @@ LAYOUT = KeyMapping(
     out=bert.OUT,
     config=bert.CONFIG,
     task_head=sequence_head("tanh"),
-    parts="nomic_bert",
+    model_family="nomic_bert",
     bare=gte.BARE,
     spellings=(
         (r"^(bert|nomic_bert)\.", ""),
