@@ -1,8 +1,8 @@
 """Settings, tokenizer and initial weights of a run that continues from a checkpoint (`start_from`).
 
 The checkpoint determines `model` and `corpus.vocabulary`. Missing parameters are initialized as in a new run, with two
-exceptions. Rows of words that the corpus's vocabulary adds are the mean of the rows of the wordpieces they replace, so
-all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the corpus, so
+exceptions. The row of a word that the corpus's vocabulary adds is the mean of the rows of the tokens that it replaces,
+so all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the corpus, so
 that a new masked-language-modeling head starts by predicting these frequencies.
 """
 
@@ -42,7 +42,7 @@ _NOT_IN_WEIGHTS = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
 _VOCABULARY_PARAMETERS = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
 _POOLER = {"heads.pooler_weight": "dense_weight", "heads.pooler_bias": "dense_bias"}
-# Parameters of a run that may be the first layer of a task's head: BERT's pooler, ModernBERT's MLM transform.
+# Parameters that may also be the first layer of a task's head (BERT's pooler, ModernBERT's MLM transform) -> its names.
 _SHARED = {
     **_POOLER,
     "heads.mlm_transform_weight": "dense_weight",
@@ -83,13 +83,13 @@ def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer
     Raises `InputError` if it is missing, or does not support the preparation of a corpus.
     """
     tokenizer = read_tokenizer(folder, released.vocabulary_size if released else None)
-    described = json.loads(tokenizer.to_str())
-    lowercase = (described["normalizer"] or {}).get("lowercase", False)
-    return tokenizer_from_json(folder, json.dumps(described), lowercase=lowercase)
+    content = json.loads(tokenizer.to_str())
+    lowercase = (content["normalizer"] or {}).get("lowercase", False)
+    return tokenizer_from_json(folder, json.dumps(content), lowercase=lowercase)
 
 
 def _earlier_config(given: Mapping[str, Any]) -> PretrainConfig | None:
-    """Return the config that the run started with, if it started from a checkpoint and has one to resume from."""
+    """Return the config that the run started with, if it started from a checkpoint and has saved one since."""
     folder = run_folder(given)
     return load(folder / "config.yaml", PretrainConfig) if used_start_from(folder) else None
 
@@ -104,7 +104,7 @@ def _resume_overrides(earlier: PretrainConfig, given: Mapping[str, Any]) -> list
 
 
 def _model(released: Released, entries: int) -> ModelConfig:
-    """Return the checkpoint's shape, including rows beyond the `entries` of its vocabulary; 0: without such rows."""
+    """Return the checkpoint's shape, with its padding rows beyond the vocabulary's `entries`; 0 leaves them out."""
     rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
     return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
 
@@ -173,9 +173,9 @@ class Start:
     Attributes:
         state: the parameters of `pretrain.model.heads.PretrainingModel` that are in the checkpoint; fp32.
         fingerprint: SHA-256 of the tensors that were read, as hexadecimal digits.
-        old_entries: rows of the checkpoint's vocabulary.
+        old_entries: number of rows of the checkpoint's vocabulary.
         initialized: parameters that are not in `state`.
-        table: lines for the user: the parameter for each tensor, and how the others are initialized.
+        table: lines for the user: the parameter that each tensor fills, and how the others are initialized.
         family: a key of `layouts.LAYOUTS`.
         config: config.json of the checkpoint; {} if it is one of our runs.
         sentence: as in `released.Released`.
@@ -192,10 +192,7 @@ class Start:
 
 
 def check_start_corpus(config: PretrainConfig) -> None:
-    """Compare the tokenizers of the prepared corpora with the checkpoint's.
-
-    Raises `InputError` if the corpus or the replay corpus was prepared with another tokenizer.
-    """
+    """Raise `InputError` unless the corpus and the replay corpus were prepared with the checkpoint's tokenizer."""
     tokenizer = start_tokenizer(fetched_model(config.start_from))
     for folder in filter(None, (config.corpus.dir, config.adaptation.replay_corpus)):
         open_shards(local_path(folder), "train")
@@ -203,7 +200,7 @@ def check_start_corpus(config: PretrainConfig) -> None:
 
 
 def start_table(config: PretrainConfig) -> str:
-    """Return lines with the parameter for each tensor, and how the others are initialized. Raises as `read_start`."""
+    """Return `Start.table`, without reading the corpus's tokens. Raises as `read_start` does."""
     shards = open_corpus(config.corpus, "train", tokens=False)
     with torch.device("meta"):
         rows = config.model.rows(shards.vocabulary_size)
@@ -221,7 +218,7 @@ def read_start(
         config: the run.
         shapes: shape of each parameter of the model, by name.
         shards: the corpus, which has the checkpoint's vocabulary, or an extended one.
-        count: whether to count the tokens of the corpus for a missing decoder bias; else it is 0.
+        count: whether to count the corpus's tokens for a missing decoder bias; otherwise that bias is 0.
 
     Raises:
         InputError: the checkpoint cannot be read, or `config.model` was taken from another one.
@@ -235,13 +232,13 @@ def read_start(
             found[ours] = released.head[theirs]
     found = {name: tensor for name, tensor in found.items() if name in shapes}
     fingerprint = digest(found)
-    old = vocabulary_size(tokenizer)
+    old_entries = vocabulary_size(tokenizer)
     added = _added_entries(tokenizer, shards)
     if not added:
-        old = config.model.rows(old)
+        old_entries = config.model.rows(old_entries)
     for name in _VOCABULARY_PARAMETERS:
         if name in found:
-            found[name] = _with_rows(found[name][:old], added)
+            found[name] = _with_rows(found[name][:old_entries], added)
     bias = "heads.mlm_bias"
     from_corpus = bias in shapes and bias not in found
     if from_corpus:
@@ -260,7 +257,7 @@ def read_start(
     table = weights_table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
     table = "\n".join([table, *module_warnings(folder)])
     config_json = {} if is_run(released_folder(folder)) else released.config
-    return Start(found, fingerprint, old, missing, table, released.family, config_json, released.sentence)
+    return Start(found, fingerprint, old_entries, missing, table, released.family, config_json, released.sentence)
 
 
 def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
@@ -275,23 +272,21 @@ def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
 
 
 def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
-    """Return the old ids that each added entry of the corpus's vocabulary replaces, in the order of the new ids."""
+    """Return, for each entry that the corpus's vocabulary adds, in order of ids, the old ids that it replaces."""
     extended = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
-    entries = [
-        extended.id_to_token(number) or "" for number in range(vocabulary_size(tokenizer), shards.vocabulary_size)
-    ]
+    entries = [extended.id_to_token(index) or "" for index in range(vocabulary_size(tokenizer), shards.vocabulary_size)]
     return replaced_ids(tokenizer, entries)
 
 
 def _with_rows(rows_VH: Tensor, added: Sequence[Sequence[int]]) -> Tensor:
-    """Append a row to `rows_VH` [V, ...] for each list of ids: the mean of their rows."""
+    """Append to `rows_VH` [V, ...] a row for each list of ids in `added`: the mean of the rows with these ids."""
     if not added:
         return rows_VH.contiguous()
     return torch.cat([rows_VH, torch.stack([rows_VH[list(ids)].mean(0) for ids in added])])
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, shapes and values, as hexadecimal digits."""
+    """Return the SHA-256 of the tensors' names, shapes and values, as hexadecimal digits."""
     sums = hashlib.sha256()
     for name in sorted(state):
         sums.update(f"{name} {list(state[name].shape)}\n".encode())
@@ -309,8 +304,8 @@ def weights_table(
 ) -> str:
     """Return lines with the mapping of the checkpoint's tensors, and how missing parameters are initialized."""
     targets = {tensor.target for tensor in released.mapping}
-    shared = [part for ours, part in _SHARED.items() if ours in shapes and ours not in {*targets, *missing}]
-    used = {*shapes, *(f"head.{part}" for part in shared)}
+    shared_with_task = [part for ours, part in _SHARED.items() if ours in shapes and ours not in {*targets, *missing}]
+    used = {*shapes, *(f"head.{part}" for part in shared_with_task)}
     mapping = [
         tensor._replace(target=f"{LEFT_OUT}this run has no such head")
         if tensor.is_read and tensor.target.startswith("head") and tensor.target not in used
