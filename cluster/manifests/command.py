@@ -29,7 +29,7 @@ cluster/manifests/templates/kuberay.yaml.j2 or slurm.sbatch.j2.""",
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument(
-        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or a name of `configs`"
+        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or the name of an example config"
     )
     parser.add_argument("--template", type=parse_path, metavar="FILE", help="your copy of the template of KIND")
     parser.add_argument("--out", type=parse_path, metavar="FILE", help="file to write (default: standard output)")

@@ -35,7 +35,7 @@ class Released:
         config: config.json as read; {} for our runs.
         mapping: one entry for each tensor in the file.
         token_types: number of token types that the model supports; if it is below 2, every token must have type 0.
-        pretraining: state of those `pretrain.model.heads.Heads` that are complete in the file.
+        pretraining: state of the parts of `pretrain.model.heads.Heads` that are complete in the file.
         sentence: the files of sentence-transformers to write next to its exports, name -> content.
     """
 
@@ -178,7 +178,7 @@ class _Source:
         self.chunks[ours] = chunk
 
     def _add_tied(self) -> None:
-        """Locate tied parameters: a file may have either of two tied tensors. An untied decoder's bias is its own."""
+        """Locate tied parameters: a file may have either of two tied tensors. An untied decoder has a separate bias."""
         for name in self.tensors:
             tied = self.layout.tied_parameter(name, self.model)
             if tied is not None and (StackedName(tied) not in self.chunks or not self.model.tied_decoder):

@@ -208,7 +208,7 @@ def best_intact(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
-    """Remove leftovers, and all checkpoints except the `keep_last` latest, the `best`, `saved` and those marked kept.
+    """Remove leftovers, and all checkpoints except the `keep_last` latest, the `best`, `saved` and any marked `kept`.
 
     Raises `MachineError`, and removes nothing, if the best one is unknown because a state cannot be read.
     """
@@ -385,7 +385,7 @@ class CheckpointReader:
 
 
 class StoredFragment(NamedTuple):
-    """Elements [start, stop) of a flattened parameter, stored in `file` in the tensor whose name ends with `start`."""
+    """Elements [start, stop) of a flattened parameter, stored in `file` as a tensor with the name suffix `start`."""
 
     start: int
     stop: int

@@ -61,7 +61,7 @@ def _cpu(field: str) -> str:
 
 
 def _machine() -> tuple[str, ...]:
-    name = _cpu("model name")
+    cpu = _cpu("model name")
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    return platform.node(), name, f"cores {cores}", f"threads {threads}", f"torch {importlib.metadata.version('torch')}"
+    return platform.node(), cpu, f"cores {cores}", f"threads {threads}", f"torch {importlib.metadata.version('torch')}"

@@ -36,7 +36,7 @@ class Section(BaseModel):
         """Yield (path of the setting, package of its kinds, name) of each custom module (`common.extensions`)."""
         yield from ()
 
-    def narrowed(self) -> type[Section]:
+    def extended_class(self) -> type[Section]:
         """Return the class of these settings, extended by the sections of custom modules, which must be imported."""
         return type(self)
 
@@ -82,10 +82,10 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 @functools.cache
-def fields_of(model: type[Section]) -> dict[Keys, FieldInfo]:
-    """Return the fields of all settings below `model` by path; list items have the index 0."""
+def fields_of(schema: type[Section]) -> dict[Keys, FieldInfo]:
+    """Return the fields of all settings below `schema` by path; list items have the index 0."""
     fields: dict[Keys, FieldInfo] = {}
-    for name, field in model.model_fields.items():
+    for name, field in schema.model_fields.items():
         fields[name,] = field
         parent = (name, 0) if typing.get_origin(field.annotation) is tuple else (name,)
         for section in filter(is_section, (field.annotation, *typing.get_args(field.annotation))):
@@ -94,6 +94,6 @@ def fields_of(model: type[Section]) -> dict[Keys, FieldInfo]:
     return fields
 
 
-def field_at(model: type[Section], path: Keys) -> FieldInfo | None:
-    """Return the field at `path` below `model`; None if there is none."""
-    return fields_of(model).get(tuple(0 if isinstance(key, int) else key for key in path))
+def field_at(schema: type[Section], path: Keys) -> FieldInfo | None:
+    """Return the field at `path` below `schema`; None if there is none."""
+    return fields_of(schema).get(tuple(0 if isinstance(key, int) else key for key in path))

@@ -37,7 +37,7 @@ _SET_AT = 10**18
 
 @dataclass(frozen=True)
 class Flag:
-    """A file that tells the processes of one attempt to save a checkpoint and exit.
+    """A file that tells the workers of one attempt (a start or restart of the run) to save a checkpoint and exit.
 
     Shared storage may show a file for a minute after its removal, and a process of an earlier attempt may write one
     late. So a file is honored only if it belongs to this attempt.

@@ -116,7 +116,7 @@ class EngineConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints of a run, written while training continues.
 
-    Their copy in memory takes 12 bytes per parameter, over all workers together; 16 while weights are averaged.
+    Their copy in CPU memory takes 12 bytes per parameter, 16 while weights are averaged, divided among all workers.
     """
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between checkpoints.")

@@ -297,8 +297,8 @@ class PretrainConfig(RunConfig):
     @property
     def graph_obstacle(self) -> str:
         """Return why passes cannot be recorded as CUDA graphs; "" if they can."""
-        if other := self._objective_section or (self.objective and f"objective ({self.objective})"):
-            return f"does not fit {other}: only masked language modeling of one model ignores filler in its loss"
+        if objective := self._objective_section or (self.objective and f"objective ({self.objective})"):
+            return f"does not fit {objective}: only masked language modeling of one model ignores filler in its loss"
         if not self.model.fits_flash_attention:
             return (
                 "does not fit the model: it needs flash attention. That requires a head width that is a multiple of "

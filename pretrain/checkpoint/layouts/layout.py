@@ -67,7 +67,7 @@ class KeyMapping:
         spellings: regular expressions of older names, without the prefix, and their current replacement.
         fused: module of older files -> the current modules that it stacks, in this order.
         unused: prefix of names that fill none of our parameters -> what these tensors are.
-        defaults: values of `ModelConfig` if config.json has none, where they differ from those of `model_family`.
+        defaults: values of `ModelConfig` if config.json has none, where they differ from `model_family`'s.
         supported: key of config.json -> the values that our encoder supports; the first one if the key is absent.
         modernize: converts a config.json to the current keys, for families whose keys changed.
         read: current config.json -> fields of `ModelConfig` that need more than renaming a key.

@@ -58,7 +58,7 @@ def read_tying(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_tying(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that `read_tying` and `SUPPORTED` check; those of a tied decoder are as in older files."""
+    """Return the fields of config.json that `read_tying` and `SUPPORTED` check."""
     absolute = {"position_embedding_type": "absolute"}
     return absolute if model.tied_decoder else {**absolute, "tie_word_embeddings": False}
 
