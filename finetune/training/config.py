@@ -195,7 +195,7 @@ _WithTask = create_model("_WithTask", __base__=_Start, **_SECTIONS)
 class FinetuneConfig(_WithTask):
     """The complete config of a fine-tuning."""
 
-    PURPOSE = "fine-tuning"
+    SUBJECT = "fine-tuning run"
 
     training: TrainingConfig = Field(
         default=TrainingConfig(), description="Length of the training, batch size and learning rate."

@@ -1,4 +1,4 @@
-"""The names of the small files in a run folder. Each is written by one package; others read it or store it remotely."""
+"""The names of the small files in a run folder. Runs at an address also store those in `STORED` there."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,6 @@ SCORES = "scores.json"  # scores of a finished fine-tuning run
 SUMMARY = "summary.json"  # scores of several fine-tuning runs, in the folder that contains them
 FAILED = "failed.json"  # the error of a fine-tuning run, if it is one of several
 
-# The files that are stored with a run at an address.
 STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, HISTORY, SCORES)
 
 

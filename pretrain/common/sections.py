@@ -23,7 +23,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    PURPOSE: ClassVar[str] = "run"
+    SUBJECT: ClassVar[str] = "run"
     """The object that a config of this class describes."""
 
     @field_validator("*", mode="before")

@@ -245,7 +245,7 @@ class _Document(Generic[S]):
         unknown = [str(path[0]) for path in paths if len(path) == 1]
         if len(unknown) >= _MIN_UNKNOWN:
             raise InputError(
-                f"{self.origin}: is not the config of a {self.schema.PURPOSE}, which has no {', '.join(unknown)}."
+                f"{self.origin}: is not the config of a {self.schema.SUBJECT}, which has no {', '.join(unknown)}."
             )
 
     def _control_characters(self) -> Iterator[str]:

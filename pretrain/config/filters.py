@@ -16,8 +16,7 @@ class NearDuplicatesConfig(Section):
         gt=0,
         le=1,
         description="Minimum similarity of a dropped document: the share of distinct word sequences that both have "
-        "(Jaccard), as MinHash estimates it. Sequences have 3 words: if an eighth of the words "
-        "differs, the similarity is about 0.5.",
+        "(Jaccard), as MinHash estimates it. Sequences have 3 words: changing 1 word in 8 gives about 0.5.",
     )
 
 

@@ -182,7 +182,7 @@ class RunConfig(Section):
 class PretrainConfig(RunConfig):
     """All settings of a pretraining run."""
 
-    PURPOSE = "pretraining"
+    SUBJECT = "pretraining run"
 
     optimizer: PretrainOptimizerConfig = Field(default=PretrainOptimizerConfig(), description="The optimizer.")
     corpus: CorpusConfig = Field(description="The text and the prepared corpus.")

@@ -200,9 +200,7 @@ def fetch_found(
         needed = sum(bytes_to_fetch(local_path(name), listed[name]) for name in missing)
         _check_space(root, needed)
         with _bar(f"fetching {address}", needed if shown else 0) as advance:
-            run_concurrently(
-                lambda name: objects.download(name, local_path(name), listed[name], advance=advance), missing
-            )
+            run_concurrently(lambda key: objects.download(key, local_path(key), listed[key], advance=advance), missing)
     return sorted(local_path(name) for name in listed)
 
 
