@@ -33,7 +33,7 @@ from pretrain.objectives.objective import Exported
 
 logger = logging.getLogger(__name__)
 
-# Fields of config.json besides the shape, as transformers 5 writes them; 4 reads them too.
+# Fields of BERT's config.json besides the shape, as transformers 5 writes them; 4 reads them, too.
 _BERT_FIELDS = {
     "bos_token_id": None,
     "eos_token_id": None,
@@ -96,7 +96,7 @@ def export(
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     exported = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with atomic_folder(out) as temporary:
-        # transformers would pass token types to a model that accepts none.
+        # Otherwise, transformers would pass token types to a model that accepts none.
         fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
         fields |= {} if family else {"model_max_length": model.max_positions}
         write_part(temporary, values, exported, facts, tokenizer, fields=fields)

@@ -18,6 +18,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.norms import get_norm
 from pretrain.model.positions import sinusoids
 
+# Purpose of a head -> suffix of its class in transformers.
 _CLASSES = {
     "sequence": "ForSequenceClassification",
     "tokens": "ForTokenClassification",

@@ -129,7 +129,7 @@ class Saver:
 
     def _write_or_retry(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:
         # All ranks get the same error at the same attempt (`writing.write`), and must make the same decision. Their
-        # clocks may differ, so the waits are summed instead.
+        # clocks may differ, so the time is measured as the sum of the waits.
         waited, wait, reason = 0.0, FIRST_WAIT_SECONDS, ""
         while True:
             try:

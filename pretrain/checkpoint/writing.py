@@ -24,7 +24,7 @@ from pretrain.common.files import (
 
 
 class FragmentLike(Protocol):
-    """The attributes of a fragment that `save` needs (`pretrain.training.engine.Fragment`)."""
+    """The attributes of a fragment (`pretrain.training.engine.Fragment`) that `take_shard` reads."""
 
     @property
     def name(self) -> str: ...
@@ -72,14 +72,8 @@ def take_shard(
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}|{fragment.name}|{start}"
             tensors[key] = copy(key, tensor[piece].detach())
-        entries.append(
-            {
-                "name": fragment.name,
-                "start": start,
-                "numel": piece.stop - piece.start,
-                "kinds": list(fragment.tensors),
-            }
-        )
+        entry = {"name": fragment.name, "start": start, "numel": piece.stop - piece.start}
+        entries.append({**entry, "kinds": list(fragment.tensors)})
     return CheckpointShard(tensors, entries)
 
 
@@ -103,7 +97,7 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
 
 
 def write_shard(tmp: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
-    """Write this rank's tensors; returns the entry of the file for the manifest."""
+    """Write this rank's tensors to a file in the folder `tmp`, and return the file's entry for the manifest."""
     name = shard_name(group)
     path = tmp / name
     with _write_errors(path):

@@ -35,7 +35,7 @@ def split_lines(text: Iterable[str]) -> Iterator[str]:
 
 
 def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, cells) of each row, with quotes as characters. Blank rows count only in a single column."""
+    """Yield (line number, cells) of each row; quotes are ordinary. Blank rows are skipped unless in a single column."""
     is_single = False
     blank: list[int] = []  # line numbers of blank rows in a single column, yielded if another row follows
     has_rows = False

@@ -35,7 +35,7 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_record(line))
+            records.append(_checked_record(line))
         except ValueError as error:
             if number < len(lines):
                 raise InputError(f"{path}:{number}: {error}. Remove the line, or restore the file.") from None
@@ -45,7 +45,7 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
 def append_end_event(run_dir: Path, event: str, message: str, saved_step: int) -> None:
     """Append the event that ended the run, replacing an incomplete last line.
 
-    A stop gets `saved_step`, other events the last training step. Does nothing if both are 0.
+    A stop event gets the step `saved_step`, others get the last training step. Does nothing if both are 0.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -79,12 +79,12 @@ def is_training(record: dict[str, Any]) -> bool:
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """Return the record in a line of metrics.jsonl; None if the line is not a valid record."""
     try:
-        return _record(line)
+        return _checked_record(line)
     except ValueError:
         return None
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _checked_record(line: bytes) -> dict[str, Any]:
     """Return the record in a line. Raises `ValueError` with the reason if it is not valid."""
     try:
         content = json.loads(line)
@@ -94,14 +94,14 @@ def _record(line: bytes) -> dict[str, Any]:
         raise ValueError("not a JSON object")
     record: dict[str, Any] = content
     for key, value in record.items():
-        expected = _expected(key, value, in_event="event" in record)
+        expected = _expected_type(key, value, in_event="event" in record)
         if expected:
             shown = repr(value)
             raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
     return record
 
 
-def _expected(key: str, value: Any, *, in_event: bool) -> str:
+def _expected_type(key: str, value: Any, *, in_event: bool) -> str:
     """Return the type that `key` requires if `value` has another type; "" if it is valid."""
     if key in _STRING_FIELDS:
         return "" if isinstance(value, str) else "text"

@@ -1,6 +1,6 @@
 """The description of a released layout: the names of our parameters in a family's files, and its config.json.
 
-`pretrain/model/parameters.py` has our names. The tables map modules, which have a weight and a bias in the files:
+`pretrain/model/parameters.py` has our names. `KeyMapping` maps modules, which have a weight and a bias in the files:
 
     embeddings.word, .position, .token_type    the three tables
     embeddings.norm, .project                  norm of their sum; projection to the hidden width, if any
@@ -42,7 +42,7 @@ class StackedName(NamedTuple):
     part: int = 0
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
+def _no_fields(*_: Any) -> dict[str, Any]:
     return {}
 
 
@@ -57,9 +57,9 @@ class KeyMapping:
         layer_modules: our module of a layer -> the family's modules that it stacks, in this order.
         other_modules: our module outside the layers -> the family's, including the prefix if it has one.
         decoder: the module of the masked-language-modeling decoder; "" if files only have it under our names.
-        out: purpose -> the module of head.out to write; on reading, any of them is accepted.
+        out: task (sequence, tokens, spans) -> the module of head.out to write; any of them is accepted on reading.
         config: field of `ModelConfig` -> key of config.json.
-        task_head: (config.json, shape, purpose) -> the layers between the encoder and head.out.
+        task_head: (config.json, shape, task) -> the layers between the encoder and head.out.
         model_type: transformers' name of the family, if it is not `family`.
         model_family: `ModelConfig.family`, which determines the parts of the block.
         prefix: prefix of the encoder's names in a model with a head; "" stands for the family and a period.
@@ -78,7 +78,7 @@ class KeyMapping:
         padded_positions: whether the position table starts with unused rows up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
         special_ids: key of config.json for the id of a special token, besides pad_token_id -> the token's role.
-        tokenizer_class: transformers' class of its tokenizers; "" stands for `classes` + "Tokenizer".
+        tokenizer_class: transformers' class of its tokenizers; "" stands for `class_prefix` + "Tokenizer".
         variants: model_type of other families with the same layout -> the prefix of their classes.
         old_types: earlier values of model_type for this family; models are written with the current one.
     """
@@ -102,8 +102,8 @@ class KeyMapping:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     modernize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    write: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]] = _nothing
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields
+    write: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]] = _no_fields
     activation_key: str = "hidden_act"
     mlm_activation: str = ""
     token_types: int | None = None
