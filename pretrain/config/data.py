@@ -34,19 +34,19 @@ class SourceConfig(Section):
     )
     dataset: LocalPath = Field(
         default="",
-        description="Only huggingface, required: the name of a hub dataset, or a folder written by save_to_disk.",
+        description="Only for huggingface, required: the name of a hub dataset, or a folder written by save_to_disk.",
     )
     subset: str = Field(
-        default="", description="Only huggingface: name of the dataset's configuration, such as 20231101.en."
+        default="", description="Only for huggingface: name of the dataset's configuration, such as 20231101.en."
     )
-    split: str = Field(default="train", description="Only huggingface: split to read.")
-    revision: str = Field(default="", description="Only huggingface: commit of the dataset; required for hub datasets.")
+    split: str = Field(default="train", description="Only for huggingface: split to read.")
+    revision: str = Field(default="", description="Only for huggingface: commit of the dataset; required on the Hub.")
     text_column: str = Field(
-        default="text", description="Only jsonl, parquet, csv and huggingface: column with the text."
+        default="text", description="Only for jsonl, parquet, csv and huggingface: column with the text."
     )
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
-        description="Only csv: standard (RFC 4180), none (quotes are ordinary characters) or auto: standard for .csv, "
+        description="Only for csv: standard (RFC 4180), none (quotes are ordinary) or auto: standard for .csv, "
         "none for .tsv, where no cell may then start with a quote.",
     )
     weight: float = Field(
@@ -56,7 +56,7 @@ class SourceConfig(Section):
     )
     held_out: bool = Field(
         default=False,
-        description="Hold all documents of this source out for validation. The vocabulary is trained without them. "
+        description="Hold out all documents of this source for validation. The vocabulary is trained without them. "
         "Usually corpus.validation_fraction is then 0.",
     )
     license: str = Field(default="unknown", description="License of the text, shown on the corpus card.")
@@ -105,7 +105,7 @@ class VocabularyConfig(Section):
     strip_accents: bool | None = Field(
         default=None,
         description="Remove accents, and the vowel signs of Hindi and other Indic scripts. Empty follows lowercase. "
-        "false with lowercase: true keeps them. Only wordpiece; BertTokenizer has the same setting.",
+        "false with lowercase: true keeps them. Only for wordpiece; BertTokenizer has the same setting.",
     )
     min_frequency: int = Field(default=2, ge=1, description="Minimum occurrences of a pair of tokens to merge.")
     added_words: int = Field(

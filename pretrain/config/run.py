@@ -74,8 +74,8 @@ class SchedulingConfig(Section):
     min_workers: int = Field(
         default=0,
         ge=0,
-        description="Minimum workers to continue with when nodes are lost, at most workers. The run grows again when "
-        "nodes return. 0 always requires all workers.",
+        description="Minimum number of workers, up to workers, to continue with when nodes are lost. The run grows "
+        "again when nodes return. 0 always requires all workers.",
     )
     cpus_per_worker: int = Field(
         default=0, ge=0, description="CPU threads per worker. 0 divides the cores of a node among its workers."

@@ -30,8 +30,8 @@ class OptimizerConfig(Section):
     muon_lr_scale: float = Field(
         default=1.0,
         gt=0,
-        description="Only muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are as "
-        "large as with adamw, so 1 suits most runs.",
+        description="Only for muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are "
+        "as large as with adamw, so 1 suits most runs.",
     )
 
     @model_validator(mode="after")
