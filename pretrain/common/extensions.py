@@ -80,8 +80,8 @@ def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
     loaded = set(sys.modules)
     for name in modules:
         load_custom(name)
-    names = {*requested["names"], *(set(sys.modules) - loaded)}
-    packages = sorted({name.partition(".")[0] for name in names} - set(_OUR_PACKAGES))
+    new = {*requested["names"], *(set(sys.modules) - loaded)}
+    packages = sorted({name.partition(".")[0] for name in new} - set(_OUR_PACKAGES))
     paths = [_path(sys.modules[package]) for package in packages if package in sys.modules]
     found = [str(path) for path in paths if str(path.parent) in requested["folders"]]
     os.environ[ENV_VAR] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *found]))})

@@ -19,7 +19,7 @@ _SIGNAL = signal.SIGUSR2  # signals also interrupt waits for locks and for child
 
 
 class Interrupted(BaseException):
-    """A stop was requested. Not an `Exception`, because libraries catch those."""
+    """A stop was requested. Libraries that catch `Exception` do not catch it."""
 
 
 class Interrupts:

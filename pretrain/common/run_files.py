@@ -1,4 +1,4 @@
-"""The names of the small files in a run folder. Runs at an address also store those in `STORED` there."""
+"""The names of the small files in a run folder. A run at an address also stores the `STORED` ones there."""
 
 import json
 from pathlib import Path
