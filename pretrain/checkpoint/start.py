@@ -41,9 +41,10 @@ from pretrain.storage.runs import fetched_model
 _NOT_IN_WEIGHTS = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
 _VOCABULARY_PARAMETERS = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
+# BERT's pooler -> its name in `Released.head`.
 _POOLER = {"heads.pooler_weight": "dense_weight", "heads.pooler_bias": "dense_bias"}
-# Parameters that may also be the first layer of a task's head (BERT's pooler, ModernBERT's MLM transform) -> its names.
-_SHARED = {
+# Parameters that may also be the first layer of a task's head -> their names in `Released.head`.
+_SHARED_WITH_TASKS = {
     **_POOLER,
     "heads.mlm_transform_weight": "dense_weight",
     "heads.mlm_transform_bias": "dense_bias",
@@ -73,7 +74,7 @@ def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) ->
     released = read_released(fetched_model(folder))
     tokenizer = start_tokenizer(fetched_model(folder), released)
     added = _section(_section(given, "corpus"), "vocabulary").get("added_words")
-    model = _model(released, 0 if added else vocabulary_size(tokenizer))
+    model = _model_config(released, 0 if added else vocabulary_size(tokenizer))
     return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]
 
 
@@ -103,7 +104,7 @@ def _resume_overrides(earlier: PretrainConfig, given: Mapping[str, Any]) -> list
     return [*_model_overrides(earlier.start_from, earlier.model, given), *overrides]
 
 
-def _model(released: Released, entries: int) -> ModelConfig:
+def _model_config(released: Released, entries: int) -> ModelConfig:
     """Return the checkpoint's shape, with its padding rows beyond the vocabulary's `entries`; 0 leaves them out."""
     rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
     return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
@@ -117,17 +118,19 @@ def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) 
     return [_override(f"model.{key}", values[key]) for key in values if not (key in _NOT_IN_WEIGHTS and key in section)]
 
 
-def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
+def _refuse_contradictions(folder: str, model: ModelConfig, section: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model in the config that contradicts the checkpoint."""
-    from_size = {name for name in PublishedSize._fields if given.get(name) == 0}
-    wanted = {name: value for name, value in given.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
-    size = SIZES[model.family].get(str(given.get("size")))
+    from_size = {name for name in PublishedSize._fields if section.get(name) == 0}
+    wanted = {name: value for name, value in section.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
+    size = SIZES[model.family].get(str(section.get("size")))
     if size is not None:
         wanted = {**size._asdict(), **wanted}
     for name, value in wanted.items():
         if name in ModelConfig.model_fields and value != getattr(model, name):
             where = (
-                f"model.size: {given['size']} has {name} {value!r}" if name not in given else f"model.{name}: {value!r}"
+                f"model.size: {section['size']} has {name} {value!r}"
+                if name not in section
+                else f"model.{name}: {value!r}"
             )
             raise InputError(
                 f"{where}, but the checkpoint in start_from ({folder}) has {getattr(model, name)!r}. "
@@ -304,7 +307,9 @@ def weights_table(
 ) -> str:
     """Return lines with the mapping of the checkpoint's tensors, and how missing parameters are initialized."""
     targets = {tensor.target for tensor in released.mapping}
-    shared_with_task = [part for ours, part in _SHARED.items() if ours in shapes and ours not in {*targets, *missing}]
+    shared_with_task = [
+        part for ours, part in _SHARED_WITH_TASKS.items() if ours in shapes and ours not in {*targets, *missing}
+    ]
     used = {*shapes, *(f"head.{part}" for part in shared_with_task)}
     mapping = [
         tensor._replace(target=f"{LEFT_OUT}this run has no such head")
