@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The entry point: sets up .venv on first use, then becomes the console command bertrain. ./launch.sh --help
+# The entry point: sets up .venv on first use, then runs the console command bertrain. ./launch.sh --help
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -7,7 +7,7 @@ venv=$root/.venv
 lock=$root/requirements.lock
 log=$venv/install.log
 
-# The commands, as the reference lists them: docs/generate.py writes it from their parser.
+# Prints the list of commands in the reference, which docs/generate.py writes from the parser.
 list_commands() {
     awk '/^```/ { if (inside) exit; inside = 1; next } inside' "$root/docs/reference/commands.md"
 }
@@ -99,7 +99,7 @@ checksum() {
     cat "$lock" "$root/pyproject.toml" | cksum
 }
 
-# Succeeds if .venv was created at this path: its scripts contain Python's absolute path, so a copy runs the original.
+# Succeeds if .venv was created at this path, not copied: its scripts contain Python's absolute path.
 is_in_place() {
     local lines
     mapfile -t -n 2 lines 2>/dev/null <"$venv/bin/bertrain" || return
@@ -132,7 +132,7 @@ pip_step() {
 
 # Runs a command with its output in the log. Shows time and pip's step on a terminal; elsewhere a line every 10 s.
 with_progress() { # TEXT COMMAND...
-    local text=$1 start=$SECONDS job status line=$SECONDS
+    local text=$1 start=$SECONDS job status last_line=$SECONDS
     shift
     # In a separate process group, which is terminated as a whole; Ctrl-C does not reach it.
     set -m
@@ -147,9 +147,9 @@ with_progress() { # TEXT COMMAND...
     while kill -0 "$job" 2>/dev/null; do
         if [[ -t 2 ]]; then
             printf '\r\033[K  %d s  %s' $((SECONDS - start)) "$(pip_step)" >&2
-        elif ((SECONDS >= line + 10)); then
-            line=$SECONDS
-            printf '  %d s  %s\n' $((line - start)) "$(pip_step)" >&2
+        elif ((SECONDS >= last_line + 10)); then
+            last_line=$SECONDS
+            printf '  %d s  %s\n' $((last_line - start)) "$(pip_step)" >&2
         fi
         sleep 0.5
     done
@@ -210,7 +210,7 @@ run_tests() {
     echo "$version"
     "$venv/bin/ruff" check || failed+=("ruff check")
     "$venv/bin/ruff" format --check || failed+=("ruff format --check")
-    # Each Python has another version of numpy, with other type annotations.
+    # The version of numpy, and so its type annotations, depends on Python's version.
     if [[ $version == "Python 3.11."* ]]; then
         "$venv/bin/pyright" --pythonpath "$python" || failed+=("pyright")
     else
@@ -256,7 +256,7 @@ case $command in
         PYTHONPATH=$root PYTHONSAFEPATH=1 BERTRAIN_PROGRAM=./launch.sh exec "$venv/bin/python" -m tests.bench "$@"
         ;;
     *)
-        # With .venv set up, the console command suggests a similar one.
+        # Once .venv is set up, the console command reports an unknown command and suggests a similar one.
         if ! is_command "$command" && ! is_set_up base; then
             print_error "'$command' is not a command; ./launch.sh --help lists them."
             exit 2

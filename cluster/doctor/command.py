@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.commands import add_address, add_command, check_effects, local_path
+from pretrain.common.commands import add_address, add_command, check_effects, parse_path
 from pretrain.common.errors import MachineError
 
 
@@ -28,7 +28,7 @@ def add_to(commands: Any, measures: str) -> None:
     parser.add_argument("--cluster", action="store_true", help="check the cluster of `up` on this machine")
     parser.add_argument(
         "--dir",
-        type=local_path,
+        type=parse_path,
         metavar="DIR",
         help="folder that all machines of the cluster should share (default: the current directory)",
     )

@@ -31,7 +31,7 @@ from cluster.workers.address import (
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import choose_cpus
 from cluster.workers.processes import JOB_COMMAND
-from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
+from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs_folder
 from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
 from pretrain.common.extensions import ship_modules
@@ -454,7 +454,7 @@ def _training_progress(run_dir: Path) -> list[str]:
 def job_metadata(job: Job) -> dict[str, str]:
     """Return the metadata that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
     return {
-        **({"runs": str(runs())} if os.environ.get(RUNS_VARIABLE) else {}),
+        **({"runs": str(runs_folder())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
         **({"resumes": "yes"} if job.resumes else {}),
         "config": json.dumps(job.config, separators=(",", ":")),

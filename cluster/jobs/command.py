@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pretrain.common.commands import add_address, add_command, add_follow, local_path, positive_int, program
+from pretrain.common.commands import add_address, add_command, add_follow, parse_path, positive_int, program
 from pretrain.common.errors import NothingSavedError, printable
 from pretrain.common.wording import print_table
 
@@ -147,7 +147,7 @@ def _add_submit(commands: Any, functions: Functions) -> None:
     )
     parser.add_argument(
         "--dir",
-        type=local_path,
+        type=parse_path,
         metavar="DIR",
         help="working directory of the job, shared by the cluster's machines (default: the current directory)",
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.commands import add_command, config_argument, local_path
+from pretrain.common.commands import add_command, config_argument, parse_path
 from pretrain.common.files import atomic_open, check_outputs_differ, disk_errors
 
 KINDS = ("kuberay", "slurm")
@@ -29,10 +29,10 @@ cluster/manifests/templates/kuberay.yaml.j2 or slurm.sbatch.j2.""",
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument(
-        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or a name of `configs`"
+        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or the name of an example config"
     )
-    parser.add_argument("--template", type=local_path, metavar="FILE", help="your copy of the template of KIND")
-    parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write (default: standard output)")
+    parser.add_argument("--template", type=parse_path, metavar="FILE", help="your copy of the template of KIND")
+    parser.add_argument("--out", type=parse_path, metavar="FILE", help="file to write (default: standard output)")
     set_help = "override a setting of the config or of its section place; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
 

@@ -13,7 +13,7 @@ from cluster.manifests.settings import KubeRaySettings, ManifestSettings
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_COMMAND
 from pretrain.common import settings as yaml_settings
-from pretrain.common.addresses import cache, local
+from pretrain.common.addresses import cache_folder, local_path
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, RunConfig
 
@@ -44,7 +44,7 @@ def template_values(
     cpus = scheduling.cpus_per_worker or place.cpus_per_worker
     per_node = min(scheduling.workers, place.workers_per_node)
     # A stored run's folder must not depend on this machine's cache; BERTRAIN_RUNS is stored-runs on all nodes.
-    stored = f"stored-runs/{local(config.address).relative_to(cache())}" if config.address else ""
+    stored = f"stored-runs/{local_path(config.address).relative_to(cache_folder())}" if config.address else ""
     on_cluster = scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})
     return {
         "name": _object_name(config.name) if place_type is KubeRaySettings else config.name,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from pretrain.common.sections import MULTILINE, LocalPath, Section
+from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, LocalPath, Section
 
 _OBJECT = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # name of a Kubernetes object; may be empty
 _ObjectName = Annotated[str, StringConstraints(pattern=_OBJECT, min_length=1)]
@@ -66,7 +66,7 @@ class SlurmSettings(ManifestSettings):
     )
     environment: str = Field(
         default="source .venv/bin/activate",
-        json_schema_extra=MULTILINE,
+        json_schema_extra=ALLOW_TABS_AND_NEWLINES,
         description="Shell lines that put this project's python on the path. They are executed unchanged.",
     )
 

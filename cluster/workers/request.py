@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.addresses import runs
+from pretrain.common.addresses import runs_folder
 from pretrain.common.errors import StoppedError
 from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest
 
@@ -34,7 +34,7 @@ class Launch:
     outcome: Path
     since: int
     launcher: int
-    runs: Path = field(default_factory=runs)
+    runs: Path = field(default_factory=runs_folder)
 
     def stop_flag(self) -> Flag:
         """Return the flag that stops the whole launch. A pod's hook or a user may also set it with `touch`."""

@@ -73,7 +73,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             if worker.stop_requested():
                 raise Interrupted
             change_folder(launch.working_dir)
-            worker.interrupts.stuck = lambda: os._exit(StoppedError.exit_code)
+            worker.interrupts.on_stuck = lambda: os._exit(StoppedError.exit_code)
             with worker.interrupts:
                 resolve(request.target)(_with_gauges(attempt, worker), worker)
         except Interrupted:

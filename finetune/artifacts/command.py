@@ -5,8 +5,8 @@ import sys
 from typing import Any
 
 from finetune.training.folders import find_model, model_folder
-from pretrain.common.addresses import local
-from pretrain.common.commands import add_command, local_path, target_path
+from pretrain.common.addresses import local_path
+from pretrain.common.commands import add_command, parse_path, target_path
 from pretrain.common.errors import InputError
 from pretrain.run.arguments import add_run, run_path, store_target
 
@@ -69,9 +69,9 @@ def _export(arguments: argparse.Namespace) -> None:
         raise InputError(f"--{used[0]}: is for pretraining runs, and {arguments.run} is fine-tuned. Leave it out.")
     from finetune.artifacts.export import export
 
-    written = export(arguments.run, local(arguments.out), onnx=arguments.onnx)
+    written = export(arguments.run, local_path(arguments.out), onnx=arguments.onnx)
     store_target(arguments.out)
-    print(written.replace(str(local(arguments.out)), str(arguments.out), 1))
+    print(written.replace(str(local_path(arguments.out)), str(arguments.out), 1))
 
 
 # ---------------------------------------------------------------- parsers
@@ -96,7 +96,7 @@ def _add_evaluate(commands: Any) -> None:
     )
     parser.add_argument(
         "--out",
-        type=local_path,
+        type=parse_path,
         metavar="DIR",
         help="folder for metrics.json and predictions (default: evaluation/ in the run folder, or "
         "NAME-evaluation/ next to an export)",
@@ -128,7 +128,7 @@ def _add_predict(commands: Any) -> None:
     )
     parser.add_argument(
         "--out",
-        type=local_path,
+        type=parse_path,
         metavar="FILE",
         help="file to write, and files for the task's official scorers next to it: .csv, .tsv, .parquet, or else JSON "
         "Lines (default: standard output)",

@@ -14,8 +14,8 @@ from pretrain.common.commands import (
     add_run_options,
     add_workers,
     check_effects,
-    local_path,
     overrides,
+    parse_path,
     positive_int,
     run_options,
 )
@@ -150,7 +150,7 @@ def _add_sweep(commands: Any) -> None:
     )
     parser.add_argument(
         "--submission",
-        type=local_path,
+        type=parse_path,
         metavar="DIR",
         help="write gluebenchmark.com's files from the best run of each GLUE task",
     )

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pretrain.common.addresses import hub_hint
-from pretrain.common.commands import add_command, add_follow, check_effects, local_path, positive_int
+from pretrain.common.commands import add_command, add_follow, check_effects, parse_path, positive_int
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import add_run
@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
     add_run(parser, "model", "a run, an export or a released model")
     parser.add_argument(
         "--out",
-        type=local_path,
+        type=parse_path,
         default=_OUT,
         metavar="DIR",
         help=f"folder for the results of all models (default: {_OUT})",
@@ -72,7 +72,7 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         "--texts",
         nargs="+",
         action="extend",
-        type=local_path,
+        type=parse_path,
         default=[],
         metavar="PATH",
         help="score on text that the model was not trained on; bits of common (English) words compare vocabularies: "
@@ -94,7 +94,7 @@ def _add_scores(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="--texts: tokens per sequence for held_out (default: 128, or the model's maximum if lower)",
     )
-    parser.add_argument("--blimp", type=local_path, metavar="DIR", help="score on BLiMP: folder with its .jsonl files")
+    parser.add_argument("--blimp", type=parse_path, metavar="DIR", help="score on BLiMP: folder with its .jsonl files")
     parser.add_argument(
         "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
     )

@@ -157,7 +157,7 @@ class _Start(RunConfig):
     @field_validator("task")
     @classmethod
     def _check_kind(cls, task: Any) -> Any:
-        if isinstance(task, dict):  # not yet the section that `narrowed` adds
+        if isinstance(task, dict):  # not yet the section that `extended_class` adds
             try:
                 check_name(str(task.get("kind", "")))
             except ValueError as error:
@@ -173,13 +173,13 @@ class _Start(RunConfig):
                 yield (section, "metric"), own_metric.__name__, metric
         yield from super().custom_modules()
 
-    def narrowed(self) -> type[Section]:
+    def extended_class(self) -> type[Section]:
         if self.task is None:
             return type(self)
         settings_type: Any = registry.custom_task(self.task["kind"]).settings_type
         section: Any = create_model("Task", __base__=settings_type, kind=(str, ...))
-        narrowed: Any = {"task": (section | None, None)}
-        return create_model(type(self).__name__, __base__=type(self), **narrowed)
+        fields: Any = {"task": (section | None, None)}
+        return create_model(type(self).__name__, __base__=type(self), **fields)
 
 
 def _section_field(task: type[registry.Task[Any]]) -> tuple[Any, Any]:
@@ -195,7 +195,7 @@ _WithTask = create_model("_WithTask", __base__=_Start, **_SECTIONS)
 class FinetuneConfig(_WithTask):
     """The complete config of a fine-tuning."""
 
-    PURPOSE = "fine-tuning"
+    SUBJECT = "fine-tuning run"
 
     training: TrainingConfig = Field(
         default=TrainingConfig(), description="Length of the training, batch size and learning rate."
@@ -321,7 +321,7 @@ def load_config(
 
 def config_type(path: Path | str) -> type[RunConfig]:
     """Return the type of a config: a fine-tuning if it has the section of a task, else a pretraining."""
-    return FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
+    return FinetuneConfig if settings.top_level_keys(path) & set(TASKS) else PretrainConfig
 
 
 # Settings that may differ between a run and its continuation.

@@ -1,4 +1,4 @@
-"""Assembles a model from the tensors of a released file by name, with a record of each tensor (invariant 6)."""
+"""Assembles a model from a released file's tensors by name, and records each (invariant 6 in docs/invariants.md)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,11 +14,11 @@ from pretrain.config import ModelConfig
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import head_parameters
 
-# All other types are quantized: their values are meaningless without the scales in other tensors.
-_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Tensors of all other types are quantized: their values are meaningless without the scales in other tensors.
+_FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _REFUSAL = "Incomplete models are refused; use a complete checkpoint."
 Shapes = dict[str, tuple[int | None, ...]]
-"""Our parameters -> their shapes; None allows any size."""
+"""Name of our parameter -> its shape; None allows any size."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Released:
         family: a key of `layouts.LAYOUTS`.
         model: the shape of the encoder.
         backbone: state of `pretrain.model.encoder.Encoder`, always whole.
-        head: the tensors in the file of dense_weight [H, H], dense_bias [H], norm_weight [H], norm_bias [H] (the first
-            layer of a task's head: BERT's pooler, ModernBERT's prediction head), out_weight [labels, H] and out_bias
-            [labels].
+        head: the tensors of a task's head that are in the file: dense_weight [H, H], dense_bias [H], norm_weight [H],
+            norm_bias [H] (its first layer: BERT's pooler, ModernBERT's prediction head), out_weight [labels, H] and
+            out_bias [labels].
         config: config.json as read; {} for our runs.
         mapping: one entry for each tensor in the file.
-        token_types: number of segments that the model supports: 2, or fewer, and then every token must have type 0.
-        pretraining: state of the `pretrain.model.heads.Heads` that are complete in the file.
+        token_types: number of token types that the model supports; if it is below 2, every token must have type 0.
+        pretraining: state of the parts of `pretrain.model.heads.Heads` that are complete in the file.
         sentence: the files of sentence-transformers to write next to its exports, name -> content.
     """
 
@@ -51,7 +51,7 @@ class Released:
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows of the word embeddings, padding included."""
+        """Return the number of rows of the word embeddings, padding included."""
         return len(self.backbone["embeddings.word"])
 
     def prediction_state(self, *, next_sentence: bool = False) -> tuple[dict[str, Tensor], str]:
@@ -79,8 +79,8 @@ def assemble(
         InputError: the backbone is incomplete; `where` is the file for the message.
     """
     layout, model = facts.layout, facts.model
-    groups = _heads(facts, task_head(layout.family, config, model, "sequence"))
-    source = _Source(tensors, facts, groups, where)
+    heads = _head_shapes(facts, task_head(layout.family, config, model, "sequence"))
+    source = _Source(tensors, facts, heads, where)
     if prefix := _foreign_prefix(source):
         stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         if len(stripped) == len(tensors):
@@ -88,10 +88,10 @@ def assemble(
             mapping = (mapped._replace(name=name) for mapped, name in zip(released.mapping, tensors, strict=True))
             return replace(released, mapping=tuple(mapping))
     backbone = _backbone(source, facts)
-    parts: dict[str, Tensor] = {}
+    head_state: dict[str, Tensor] = {}
     filled = {chunk.name: ours.name for ours, chunk in source.chunks.items() if ours.name in backbone}
     reasons: dict[str, str] = {}
-    for shapes in groups:
+    for shapes in heads:
         names = {ours: source.chunks[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.chunks}
         if not names:
             continue
@@ -100,23 +100,23 @@ def assemble(
         if reason:
             reasons |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
         else:
-            parts |= head
+            head_state |= head
             filled = {**{name: ours for ours, name in names.items()}, **filled}
     targets = {name: f"{LEFT_OUT}{layout.skip_reason(name)}" for name in tensors} | reasons | filled
     for name in tensors:
         tied = layout.tied_parameter(name, model)
         if tied and name not in filled:
-            has_head = "heads.mlm_transform_weight" in parts or "heads.mlm_bias" in parts
+            has_head = "heads.mlm_transform_weight" in head_state or "heads.mlm_bias" in head_state
             targets[name] = f"{LEFT_OUT}tied to {tied}" if has_head else f"{LEFT_OUT}its head is not read"
     return Released(
         family=layout.family,
         model=model,
         backbone=backbone,
-        head={ours.removeprefix("head."): tensor for ours, tensor in parts.items() if ours.startswith("head.")},
+        head={ours.removeprefix("head."): tensor for ours, tensor in head_state.items() if ours.startswith("head.")},
         config=config,
         mapping=tuple(MappedTensor(name, tuple(tensor.shape), targets[name]) for name, tensor in tensors.items()),
         token_types=facts.token_types,
-        pretraining=_in_order(parts),
+        pretraining=_in_order(head_state),
     )
 
 
@@ -134,9 +134,9 @@ class _Chunk(NamedTuple):
 class _Source:
     """The tensors of a file, and the location of each of our parameters in them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, groups: list[Shapes], where: str) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, heads: list[Shapes], where: str) -> None:
         self.tensors, self.layout, self.model, self.where = tensors, facts.layout, facts.model, where
-        known = self._known(groups)
+        known = self._known(heads)
         self.chunks: dict[StackedName, _Chunk] = {}
         for name in tensors:
             names = self.layout.current_names(name)
@@ -150,7 +150,7 @@ class _Source:
         """Return the values of one parameter, or of one of its stacked parts, fp32."""
         name, index, total = self.chunks[ours]
         whole = self.tensors[name]
-        if whole.dtype not in _TYPES:
+        if whole.dtype not in _FLOAT_TYPES:
             raise InputError(
                 f"{self.where}: {name} is {whole.dtype}; quantized weights are not supported. Use the weights in fp32."
             )
@@ -159,10 +159,10 @@ class _Source:
             raise InputError(f"{self.where}: {name} has values that are not finite (NaN). Use an intact checkpoint.")
         return (whole if total == 1 else whole.chunk(total)[index]).float()
 
-    def _known(self, groups: list[Shapes]) -> dict[str, list[StackedName]]:
+    def _known(self, heads: list[Shapes]) -> dict[str, list[StackedName]]:
         """Map each current name to the parameters that it fills: several if a task's head shares a pretraining head."""
         known: dict[str, list[StackedName]] = {}
-        ours = [*encoder_shapes(self.model, 0), *(name for shapes in groups for name in shapes)]
+        ours = [*encoder_shapes(self.model, 0), *(name for shapes in heads for name in shapes)]
         for name in ours:
             for purpose in self.layout.out if name.startswith("head.out") else ("sequence",):
                 for part, theirs in enumerate(self.layout.names(name, purpose)):
@@ -178,7 +178,7 @@ class _Source:
         self.chunks[ours] = chunk
 
     def _add_tied(self) -> None:
-        """Fill tied parameters: a file may have either of two tied tensors. An untied decoder has a separate bias."""
+        """Locate tied parameters: a file may have either of two tied tensors. An untied decoder has a separate bias."""
         for name in self.tensors:
             tied = self.layout.tied_parameter(name, self.model)
             if tied is not None and (StackedName(tied) not in self.chunks or not self.model.tied_decoder):
@@ -187,11 +187,11 @@ class _Source:
     def _refuse_extra_layers(self, known: Mapping[str, Any]) -> None:
         layers = self.model.layers
         for name in sorted(self.tensors):
-            number = self.layout.layer_number(name)
-            if number is None or number < layers:
+            index = self.layout.layer_index(name)
+            if index is None or index < layers:
                 continue
             names = self.layout.current_names(name)
-            if any(current.replace(f".{number}.", f".{layers - 1}.", 1) in known for current in names):
+            if any(current.replace(f".{index}.", f".{layers - 1}.", 1) in known for current in names):
                 raise InputError(
                     f"{self.where}: has {name}, beyond the {layers} layers of its config. "
                     "Use the config.json that belongs to these weights."
@@ -199,11 +199,11 @@ class _Source:
 
 
 def _foreign_prefix(source: _Source) -> str:
-    """Return the prefix of all names of the encoder, such as a wrapper's "0.auto_model."; "" if there is none."""
+    """Return the prefix that a wrapper adds to all names of the encoder, such as "0.auto_model."; "" without one."""
     if StackedName("embeddings.word") in source.chunks:
         return ""
     (full,) = source.layout.names("embeddings.word")
-    for known in (full, *(full[full.index(bare) :] for bare in source.layout.bare if bare in full)):
+    for known in (full, *(full[full.index(bare) :] for bare in source.layout.unprefixed if bare in full)):
         if name := next((name for name in source.tensors if name.endswith(f".{known}")), ""):
             return name.removesuffix(known)
     return ""
@@ -229,7 +229,7 @@ def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
 
 
 def _token_types(source: _Source, shape: tuple[int, ...], rows: int) -> Tensor:
-    """Return the token types [2, E]: the rows of the file, a single row repeated; zeros if the family has none."""
+    """Return the token types [2, E]: the file's two rows, or its single row twice; zeros if it has none."""
     if rows == 0:
         return torch.zeros(shape)
     table = _gather(source, "embeddings.token_type", (rows, *shape[1:]))
@@ -260,11 +260,11 @@ def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
 # ---- the heads
 
 
-def _heads(facts: ReleasedFacts, first: TaskHead) -> list[Shapes]:
-    """Return the shapes of each head's parameters. `first`: the head for sequences, which has the most layers."""
+def _head_shapes(facts: ReleasedFacts, head: TaskHead) -> list[Shapes]:
+    """Return the shapes of each head's parameters. `head` is the task head for sequences, which has the most layers."""
     hidden, layout = facts.model.hidden, facts.layout
-    norm = {f"head.norm_{kind}": (hidden,) for kind in get_norm(first.norm).parameters} if first.norm else {}
-    bias: Shapes = {"head.dense_bias": (hidden,)} if first.bias else {}
+    norm = {f"head.norm_{kind}": (hidden,) for kind in get_norm(head.norm).parameters} if head.norm else {}
+    bias: Shapes = {"head.dense_bias": (hidden,)} if head.bias else {}
     pretraining: Shapes = {
         f"heads.{parameter.name}": parameter.shape
         # The size of the vocabulary is not known before the word embeddings are read.
@@ -290,7 +290,7 @@ def _head_defect(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, ba
         actual = head[ours].shape
         if ours in ("heads.mlm_bias", "heads.decoder"):
             shape = (rows, *shape[1:])
-        if len(actual) != len(shape) or any(b is not None and a != b for a, b in zip(actual, shape, strict=True)):
+        if len(actual) != len(shape) or any(size not in (None, n) for n, size in zip(actual, shape, strict=True)):
             return f"{ours} would be {list(actual)}"
     if "head.out_weight" in head and len(head["head.out_weight"]) != len(head["head.out_bias"]):
         return "its weight and bias have different numbers of rows"
@@ -303,7 +303,7 @@ def _head_defect(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, ba
     return ""
 
 
-def _in_order(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of `Heads`, in order: the next-sentence head comes first."""
-    first = {name: tensor for name, tensor in parts.items() if name.startswith(("heads.pooler_", "heads.nsp_"))}
-    return {**first, **{name: parts[name] for name in parts if name.startswith(("heads.mlm_", "heads.decoder"))}}
+def _in_order(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of `pretrain.model.heads.Heads`, in its order: the next-sentence head comes first."""
+    first = {name: tensor for name, tensor in state.items() if name.startswith(("heads.pooler_", "heads.nsp_"))}
+    return {**first, **{name: state[name] for name in state if name.startswith(("heads.mlm_", "heads.decoder"))}}

@@ -1,6 +1,6 @@
-"""Exports pretraining runs in the layout of their family or in ours, and reads such models back (invariant 6).
+"""Exports pretraining runs in the layout of their family or in ours, and reads such models back.
 
-`layouts` defines the names. A decoder that is tied to the word embeddings is not written, as in transformers.
+`layouts` defines the names (invariant 6 in docs/invariants.md). As in transformers, exports lack a tied decoder.
 """
 
 import functools
@@ -33,7 +33,7 @@ from pretrain.objectives.objective import Exported
 
 logger = logging.getLogger(__name__)
 
-# Fields of config.json besides the shape, as transformers 5 writes them; 4 reads them too.
+# Fields of BERT's config.json besides the shape, as transformers 5 writes them; 4 reads them, too.
 _BERT_FIELDS = {
     "bos_token_id": None,
     "eos_token_id": None,
@@ -62,7 +62,7 @@ def export(
 
     Args:
         state: our parameters.
-        model: their shape.
+        model: the shape of the model.
         tokenizer_folder: contains tokenizer.json, vocab.txt and tokenizer_config.json.
         out: folder to create.
         next_sentence: whether to write BertForPreTraining or BertForMaskedLM. Other families have no next-sentence
@@ -70,9 +70,9 @@ def export(
         card: README.md in Markdown.
         family: a key of `layouts.LAYOUTS`, for a model that started from a released one; "" uses the model's family,
             or `layouts.BERTRAIN` if that layout cannot represent the model.
-        config: config.json of that released model; fields that the model does not determine are kept.
+        config: config.json of that released model, whose fields are kept if the model does not determine them.
         sentence: further JSON files of sentence-transformers, name -> content.
-        head: suffix of the class's name, if `next_sentence` does not decide it.
+        head: suffix of the class's name, such as ForPreTraining; "" if `next_sentence` decides it.
 
     Raises:
         InputError: the family's layout cannot represent the model, or the tokenizer is incomplete or has another size.
@@ -94,12 +94,12 @@ def export(
     head = head or ("ForPreTraining" if next_sentence else "ForMaskedLM")
     values = write_config(config or {}, facts, head, rows, ids["pad"], ids)
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
-    kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
+    exported = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with atomic_folder(out) as temporary:
-        # transformers would pass token types to a model that accepts none.
+        # Otherwise, transformers would pass token types to a model that accepts none.
         fields: dict[str, Any] = {} if facts.token_types else {"model_input_names": ["input_ids", "attention_mask"]}
         fields |= {} if family else {"model_max_length": model.max_positions}
-        write_part(temporary, values, kept, facts, tokenizer, fields=fields)
+        write_part(temporary, values, exported, facts, tokenizer, fields=fields)
         write_sentence_files(sentence or {}, temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")
 
@@ -181,16 +181,16 @@ def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill_mask_export(run_dir: Path, config: PretrainConfig) -> Path:
-    """Return the export in a run's folder whose model predicts masked tokens."""
+    """Return the folder of the export, in a run's folder, whose model predicts masked tokens."""
     suffix = next((part.suffix for part in objective_of(config).exported if not part.usage), "")
     return run_dir / f"export{suffix}"
 
 
 def auto_class(folder: Path) -> str:
     """Return the transformers class that loads an export with all of its heads."""
-    # Only families with a second head have a class for pretraining.
-    second = read_json(folder / "config.json")["architectures"][0].endswith("ForPreTraining")
-    return "AutoModelForPreTraining" if second else "AutoModelForMaskedLM"
+    # Only families with a second pretraining head have such a class.
+    has_second_head = read_json(folder / "config.json")["architectures"][0].endswith("ForPreTraining")
+    return "AutoModelForPreTraining" if has_second_head else "AutoModelForMaskedLM"
 
 
 def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
@@ -210,7 +210,7 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 def _released_start(run_dir: Path) -> dict[str, Any]:
-    """Return family, config and files of the released model that a run started from; {} if its weights were random."""
+    """Return family, config and files of the released model that a run started from; {} after a random start."""
     path = run_dir / START_FILE
     start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {key: start.get(key) for key in (("family", "config", SENTENCE) if start.get("config") else (SENTENCE,))}
@@ -266,14 +266,14 @@ def _model_card(
 
 
 def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
-    """Return labels and values of the last evaluation up to `step`, or of the averaged weights at `step`, or []."""
-    key, value, first = ("event", "average", step) if averaged else ("split", "validation", 0)
+    """Return (label, value) pairs of the last evaluation up to `step`, or of the averaged weights at `step`."""
+    key, value, earliest = ("event", "average", step) if averaged else ("split", "validation", 0)
     found = (record for record in reversed(read_records(run_dir)) if record.get(key) == value)
-    last = next((record for record in found if first <= record.get("step", 0) <= step), None)
+    last = next((record for record in found if earliest <= record.get("step", 0) <= step), None)
     if last is None:
         return []
     shown = [
-        (metric.title, metric.text(last[name], extra=1))
+        (metric.title, metric.text(last[name], extra_digits=1))
         for name, metric in objective_metrics().items()
         if last.get(name) is not None
     ]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pretrain.common.wording import counted
 
 LEFT_OUT = "left out: "
-_MAX_NAMES = 2  # of tensors left out without a common pattern
+_MAX_NAMES = 2  # maximum number of names to list of tensors that are left out and have no common pattern
 
 
 class MappedTensor(NamedTuple):
@@ -57,5 +57,5 @@ def _pattern(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     parts = zip(*(re.split(r"(?<=[./])", name) for name in names), strict=False)
-    same = itertools.takewhile(lambda column: len(set(column)) == 1, parts)
-    return "".join(column[0] for column in same) + "*"
+    common = itertools.takewhile(lambda column: len(set(column)) == 1, parts)
+    return "".join(column[0] for column in common) + "*"

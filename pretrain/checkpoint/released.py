@@ -1,4 +1,4 @@
-"""Reads released encoders, and our runs and exports, from their folders (invariant 6).
+"""Reads released encoders, and our runs and exports, from their folders (invariant 6 in docs/invariants.md).
 
 The families of `layouts` are read as transformers writes them, BERT also as NVIDIA does.
 `layouts` defines the names, `assembly` assembles the model, and `released_writer` writes a fine-tuned one.
@@ -35,27 +35,27 @@ def read_released(folder: Path) -> Released:
         InputError: something is missing or damaged, our encoder does not support the architecture, or a tensor of the
             backbone is missing or has the wrong shape.
     """
-    inner = _inner(folder)
+    inner = _model_folder(folder)
     if is_run(inner):
         return _read_run(inner)
     config, facts = _read_config(folder, inner)
     path, tensors = read_weights(inner)
     with one_thread():
         released = assemble(tensors, facts, config, where=str(path))
-    # In other families, the key comes from sentence-transformers or from one of our exports.
+    # In other families, the pooling in config.json comes from sentence-transformers or from one of our exports.
     is_native = POOLING in facts.layout.values_of(facts.model, config)
     return replace(released, sentence=sentence_files(folder, facts.model, "" if is_native else config.get(POOLING, "")))
 
 
 def read_shape(location: Path | str) -> ModelConfig:
     """Read the shape of the model in a folder or at an address, without weights; `InputError` if there is none."""
-    inner = _inner(folder := fetched_model(location))
+    inner = _model_folder(folder := fetched_model(location))
     if is_run(inner):
         return with_position_table(config_of(inner).model, {})[0]
     return _read_config(folder, inner)[1].model
 
 
-def _inner(folder: Path) -> Path:
+def _model_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder. Use one with config.json and the weights.{hub_hint(folder)}")
     return released_folder(folder)
@@ -117,5 +117,5 @@ def _read_run(folder: Path) -> Released:
 def _as_task_head(name: str, layout: KeyMapping) -> str:
     """Return the parameter of a task's head that shares its tensor with a pretraining head's, such as the pooler's."""
     kind = name.rpartition("_")[2]
-    same = (f"head.{module}_{kind}" for module in ("dense", "norm"))
-    return next((ours for ours in same if layout.names(name) == layout.names(ours) != []), "")
+    candidates = (f"head.{module}_{kind}" for module in ("dense", "norm"))
+    return next((ours for ours in candidates if layout.names(name) == layout.names(ours) != []), "")

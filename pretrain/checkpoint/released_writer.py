@@ -1,4 +1,4 @@
-"""Writes models under their family's names, as transformers loads them if it supports the family (invariant 6)."""
+"""Writes models under their family's names, in the form that transformers loads (invariant 6 in docs/invariants.md)."""
 
 import shutil
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.norms import get_norm
 from pretrain.model.positions import sinusoids
 
+# Purpose of a head -> suffix of its class in transformers.
 _CLASSES = {
     "sequence": "ForSequenceClassification",
     "tokens": "ForTokenClassification",
@@ -41,8 +42,8 @@ def write_released(
 ) -> None:
     """Write a fine-tuned model in its family's layout, atomically; an earlier export at `out` is replaced.
 
-    DistilBERT has no token types, so ours are added to its positions. A RoBERTa or GTE with one token type keeps one
-    if both of ours are equal, otherwise it gets two.
+    DistilBERT has no token types, so the embedding of type 0 is added to its positions. A RoBERTa or GTE with one token
+    type keeps one if our two are equal, otherwise it gets two.
 
     Args:
         out: folder to create.
@@ -50,7 +51,7 @@ def write_released(
         model: the shape.
         backbone, head: as in `assembly.Released`; the head needs all layers of the family's `layouts.TaskHead`.
         purpose: "sequence", "tokens" or "spans", a key of `_CLASSES`.
-        config: fields of config.json that the shape does not decide: the config that was read, id2label, problem_type.
+        config: fields of config.json that the shape does not determine: the read ones, id2label, problem_type.
         tokenizer: a folder with the model's tokenizer.
         card: README.md in Markdown.
         extra: additional text files, name -> content.
@@ -66,8 +67,8 @@ def write_released(
     if missing := sorted(needed - head.keys()):
         raise ValueError(f"a head for {purpose} needs {', '.join(missing)}")
     labels = _labels(config, len(head["out_weight"]), purpose)
-    read = ModelTokenizer.read(tokenizer)
-    facts, ids = written_facts(layout, model, backbone, config, read.special_ids)
+    source = ModelTokenizer.read(tokenizer)
+    facts, ids = written_facts(layout, model, backbone, config, source.special_ids)
     rows = len(backbone["embeddings.word"])
     values = write_config({**config, **labels}, facts, _CLASSES[purpose], rows, ids["pad"], ids)
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
@@ -76,8 +77,8 @@ def write_released(
         if values["model_type"] == pooled.MODEL_TYPE:
             shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, target / pooled.MODELING_FILE)
             parts[pooled.ENCODER] = write_config(config, facts, "Model", rows, ids["pad"], ids), dict(backbone)
-        for part, (content, tensors) in parts.items():
-            write_part(target / part, content, tensors, facts, read, purpose, for_words=purpose == "tokens")
+        for subfolder, (content, tensors) in parts.items():
+            write_part(target / subfolder, content, tensors, facts, source, purpose, for_words=purpose == "tokens")
         write_sentence_files({} if layout is BERTRAIN else sentence or {}, target / list(parts)[-1])
         for name, text in {**(extra or {}), "README.md": card}.items():
             (target / name).write_text(text, encoding="utf-8")
@@ -133,10 +134,10 @@ def written_facts(
     config: Mapping[str, Any],
     special_ids: Mapping[str, int],
 ) -> tuple[ReleasedFacts, dict[str, int | None]]:
-    """Return the facts about segments and positions for config.json, and the ids of special tokens by role.
+    """Return the facts that determine config.json, and the ids of special tokens by role.
 
     Args:
-        config: the config that was read, whose pad_token_id takes precedence; {} for our runs.
+        config: config.json of the model that was read, whose pad_token_id takes precedence; {} for our runs.
         special_ids: the ids in the tokenizer.
     """
     ids: dict[str, int | None] = {"pad": None, **special_ids}
@@ -145,8 +146,8 @@ def written_facts(
     types = 0 if layout.token_types is None or not model.token_types else 2
     if types and layout.family in ("roberta", "gte") and config.get("type_vocab_size", 1) == 1:
         types = 1 if torch.equal(*backbone["embeddings.token_type"]) else 2
-    first = (1 if ids["pad"] is None else ids["pad"]) + 1 if layout.padded_positions else 0
-    return ReleasedFacts(layout, model, types, first), ids
+    first_position = (1 if ids["pad"] is None else ids["pad"]) + 1 if layout.padded_positions else 0
+    return ReleasedFacts(layout, model, types, first_position), ids
 
 
 def write_part(
@@ -160,8 +161,8 @@ def write_part(
 ) -> None:
     """Write weights, config.json and tokenizer of a model to a folder; `options` are passed on to `copy_tokenizer`."""
     layout, limit = facts.layout, facts.model.max_positions
-    classes = layout.variants.get(pooled.unwrap(config)["model_type"], layout.classes)
-    tokenizer_class = layout.tokenizer_class or f"{classes}Tokenizer"
+    prefix = layout.variants.get(pooled.unwrap(config)["model_type"], layout.class_prefix)
+    tokenizer_class = layout.tokenizer_class or f"{prefix}Tokenizer"
     folder.mkdir(exist_ok=True)
     save_weights(released_tensors(state, facts, purpose), folder / WEIGHTS, FOR_TRANSFORMERS)
     write_json(folder / "config.json", config)
@@ -183,7 +184,7 @@ def _labels(config: Mapping[str, Any], count: int, purpose: str) -> dict[str, An
     """Return id2label and label2id for transformers, which assumes two labels if a config names none."""
     if purpose == "spans":
         return {}
-    id2label = config.get("id2label") or {number: f"LABEL_{number}" for number in range(count)}
+    id2label = config.get("id2label") or {index: f"LABEL_{index}" for index in range(count)}
     if len(id2label) != count:
         raise ValueError(f"id2label names {len(id2label)} labels, but the head has {count}")
     id2label = {str(number): label for number, label in id2label.items()}

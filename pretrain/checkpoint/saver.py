@@ -21,7 +21,7 @@ from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 
 logger = logging.getLogger(__name__)
 
-FIRST_WAIT_SECONDS = 2.0  # before the first retry; doubled each time
+FIRST_WAIT_SECONDS = 2.0  # wait before the first retry; doubled each time
 
 
 class Saver:
@@ -33,7 +33,7 @@ class Saver:
             separate group.
         keep_last: number of latest checkpoints to keep (`store.prune`).
         retry_seconds: how long to retry if the storage fails. A full disk is retried once.
-        stored: the run in an object store that also gets the checkpoints, if any. A failure there is reported as
+        stored: the run in an object store that also gets the checkpoints, if any. A failure to store is reported as
             `trouble` and does not stop the run; the next checkpoint is stored again.
     """
 
@@ -106,15 +106,15 @@ class Saver:
 
     def _store(self, stored: StoredRun, checkpoint: Path) -> None:
         """Store the file that each rank wrote; then rank 0 stores the other files, the manifest last."""
-        name, is_first = checkpoint.name, self._group.rank == 0
-        steps: list[Callable[[], None]] = [
-            lambda: stored.unpublish(name) if is_first else None,
+        name, is_rank_0 = checkpoint.name, self._group.rank == 0
+        actions: list[Callable[[], None]] = [
+            lambda: stored.unpublish(name) if is_rank_0 else None,
             lambda: stored.put(checkpoint, [writing.shard_name(self._group)]),
-            lambda: self._publish(stored, checkpoint) if is_first else None,
+            lambda: self._publish(stored, checkpoint) if is_rank_0 else None,
         ]
         try:
-            for step in steps:
-                store.agree(self._group, step)
+            for action in actions:
+                store.agree(self._group, action)
         except RunError as error:
             self.trouble = f"{checkpoint.name} is not stored at {stored.address}, only in {self._folder}: {error}"
             logger.warning("%s", self.trouble)
@@ -129,7 +129,7 @@ class Saver:
 
     def _write_or_retry(self, step: int, shard: writing.CheckpointShard, state: dict[str, Any]) -> None:
         # All ranks get the same error at the same attempt (`writing.write`), and must make the same decision. Their
-        # clocks may differ, so the waits are summed instead.
+        # clocks may differ, so the time is measured as the sum of the waits.
         waited, wait, reason = 0.0, FIRST_WAIT_SECONDS, ""
         while True:
             try:
@@ -138,8 +138,8 @@ class Saver:
                     self.trouble = f"{store.name_of(step)} was delayed {waited:.0f} s by the storage: {reason}"
                 return
             except RunError as error:  # a read-only or full disk may recover
-                full = "disk full" in str(error)
-                if waited >= (FIRST_WAIT_SECONDS if full else self._retry_seconds):
+                is_full = "disk full" in str(error)
+                if waited >= (FIRST_WAIT_SECONDS if is_full else self._retry_seconds):
                     raise
                 reason = str(error)
                 logger.warning("%s Retrying in %.0f s.", reason, wait)

@@ -19,7 +19,7 @@ from pretrain.config import ModelConfig
 SENTENCE = "sentence_transformers"  # key of these files in START_FILE of a run
 _MODULES, _POOLING, _PROMPTS = "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"
 _TRANSFORMER = "sentence_bert_config.json"
-# File -> pattern of its name in other folders, if it differs.
+# File -> glob pattern of the names that it may also have in a folder that is read.
 _NAMES = {_POOLING: "*_Pooling/config.json", _TRANSFORMER: "sentence_*_config.json"}
 _MODES = {
     "pooling_mode_cls_token": "cls",
@@ -61,15 +61,15 @@ def length_warnings(folder: Path, max_length: int) -> list[str]:
 
 def module_warnings(folder: Path) -> list[str]:
     """Return a warning that names the modules of `folder` that are neither read nor exported; [] if there are none."""
-    others = [kind for kind in _classes(_read_files(folder)) if kind not in ("Transformer", "Pooling", "Normalize")]
-    return [f"warning: {folder}: exports leave out its modules {', '.join(others)}."] if others else []
+    ignored = [name for name in _classes(_read_files(folder)) if name not in ("Transformer", "Pooling", "Normalize")]
+    return [f"warning: {folder}: exports leave out its modules {', '.join(ignored)}."] if ignored else []
 
 
 def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[str, Any]:
     """Return the files, name -> content, that make other programs use an export as they use the model in `folder`.
 
     Args:
-        pooling: the pooling of a folder without such files; "" if it is unknown, and then the result is {}.
+        pooling: the pooling of the model if `folder` has no such files; "" if unknown: then the result is {}.
     """
     declared = _read_files(folder)
     chosen = _pooling_modes(declared) or [pooling]
@@ -79,8 +79,8 @@ def sentence_files(folder: Path, model: ModelConfig, pooling: str = "") -> dict[
     if "Normalize" in _classes(declared):
         paths["Normalize"] = "2_Normalize"
     modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (kind, path) in enumerate(paths.items())
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(paths.items())
     ]
     pooling_config = {"word_embedding_dimension": model.hidden, **{flag: _MODES[flag] in chosen for flag in _MODES}}
     pooling_config["include_prompt"] = declared.get(_POOLING, {}).get("include_prompt", True)

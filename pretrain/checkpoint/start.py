@@ -1,8 +1,8 @@
 """Settings, tokenizer and initial weights of a run that continues from a checkpoint (`start_from`).
 
 The checkpoint determines `model` and `corpus.vocabulary`. Missing parameters are initialized as in a new run, with two
-exceptions. Rows of words that the corpus's vocabulary adds are the mean of the rows of the wordpieces they replace, so
-all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the corpus, so
+exceptions. The row of a word that the corpus's vocabulary adds is the mean of the rows of the tokens that it replaces,
+so all other logits stay the same. A missing decoder bias is the logarithm of the token frequencies in the corpus, so
 that a new masked-language-modeling head starts by predicting these frequencies.
 """
 
@@ -23,11 +23,11 @@ from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.sentence_transformers import module_warnings
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
-from pretrain.common.addresses import local
+from pretrain.common.addresses import local_path
 from pretrain.common.errors import InputError
 from pretrain.common.settings import AnyConfig, Overrides, load, unvalidated_values
 from pretrain.config import ModelConfig, PretrainConfig, run_folder, used_start_from
-from pretrain.config.families import SIZES, Shape
+from pretrain.config.families import SIZES, PublishedSize
 from pretrain.corpus.extension import replaced_ids
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -41,9 +41,10 @@ from pretrain.storage.runs import fetched_model
 _NOT_IN_WEIGHTS = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
 _VOCABULARY_PARAMETERS = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
+# BERT's pooler -> its name in `Released.head`.
 _POOLER = {"heads.pooler_weight": "dense_weight", "heads.pooler_bias": "dense_bias"}
-# Parameters of a run that may be the first layer of a task's head: BERT's pooler, ModernBERT's MLM transform.
-_SHARED = {
+# Parameters that may also be the first layer of a task's head -> their names in `Released.head`.
+_SHARED_WITH_TASKS = {
     **_POOLER,
     "heads.mlm_transform_weight": "dense_weight",
     "heads.mlm_transform_bias": "dense_bias",
@@ -73,7 +74,7 @@ def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool) ->
     released = read_released(fetched_model(folder))
     tokenizer = start_tokenizer(fetched_model(folder), released)
     added = _section(_section(given, "corpus"), "vocabulary").get("added_words")
-    model = _model(released, 0 if added else vocabulary_size(tokenizer))
+    model = _model_config(released, 0 if added else vocabulary_size(tokenizer))
     return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]
 
 
@@ -83,13 +84,13 @@ def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer
     Raises `InputError` if it is missing, or does not support the preparation of a corpus.
     """
     tokenizer = read_tokenizer(folder, released.vocabulary_size if released else None)
-    described = json.loads(tokenizer.to_str())
-    lowercase = (described["normalizer"] or {}).get("lowercase", False)
-    return tokenizer_from_json(folder, json.dumps(described), lowercase=lowercase)
+    content = json.loads(tokenizer.to_str())
+    lowercase = (content["normalizer"] or {}).get("lowercase", False)
+    return tokenizer_from_json(folder, json.dumps(content), lowercase=lowercase)
 
 
 def _earlier_config(given: Mapping[str, Any]) -> PretrainConfig | None:
-    """Return the config that the run started with, if it started from a checkpoint and has one to resume from."""
+    """Return the config that the run started with, if it started from a checkpoint and has saved one since."""
     folder = run_folder(given)
     return load(folder / "config.yaml", PretrainConfig) if used_start_from(folder) else None
 
@@ -103,8 +104,8 @@ def _resume_overrides(earlier: PretrainConfig, given: Mapping[str, Any]) -> list
     return [*_model_overrides(earlier.start_from, earlier.model, given), *overrides]
 
 
-def _model(released: Released, entries: int) -> ModelConfig:
-    """Return the checkpoint's shape, including rows beyond the `entries` of its vocabulary; 0: without such rows."""
+def _model_config(released: Released, entries: int) -> ModelConfig:
+    """Return the checkpoint's shape, with its padding rows beyond the vocabulary's `entries`; 0 leaves them out."""
     rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
     return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
 
@@ -117,17 +118,19 @@ def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) 
     return [_override(f"model.{key}", values[key]) for key in values if not (key in _NOT_IN_WEIGHTS and key in section)]
 
 
-def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
+def _refuse_contradictions(folder: str, model: ModelConfig, section: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model in the config that contradicts the checkpoint."""
-    from_size = {name for name in Shape._fields if given.get(name) == 0}
-    wanted = {name: value for name, value in given.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
-    size = SIZES[model.family].get(str(given.get("size")))
+    from_size = {name for name in PublishedSize._fields if section.get(name) == 0}
+    wanted = {name: value for name, value in section.items() if name not in (*_NOT_IN_WEIGHTS, "size", *from_size)}
+    size = SIZES[model.family].get(str(section.get("size")))
     if size is not None:
         wanted = {**size._asdict(), **wanted}
     for name, value in wanted.items():
         if name in ModelConfig.model_fields and value != getattr(model, name):
             where = (
-                f"model.size: {given['size']} has {name} {value!r}" if name not in given else f"model.{name}: {value!r}"
+                f"model.size: {section['size']} has {name} {value!r}"
+                if name not in section
+                else f"model.{name}: {value!r}"
             )
             raise InputError(
                 f"{where}, but the checkpoint in start_from ({folder}) has {getattr(model, name)!r}. "
@@ -173,9 +176,9 @@ class Start:
     Attributes:
         state: the parameters of `pretrain.model.heads.PretrainingModel` that are in the checkpoint; fp32.
         fingerprint: SHA-256 of the tensors that were read, as hexadecimal digits.
-        old_entries: rows of the checkpoint's vocabulary.
+        old_entries: number of rows of the checkpoint's vocabulary.
         initialized: parameters that are not in `state`.
-        table: lines for the user: the parameter for each tensor, and how the others are initialized.
+        table: lines for the user: the parameter that each tensor fills, and how the others are initialized.
         family: a key of `layouts.LAYOUTS`.
         config: config.json of the checkpoint; {} if it is one of our runs.
         sentence: as in `released.Released`.
@@ -192,18 +195,15 @@ class Start:
 
 
 def check_start_corpus(config: PretrainConfig) -> None:
-    """Compare the tokenizers of the prepared corpora with the checkpoint's.
-
-    Raises `InputError` if the corpus or the replay corpus was prepared with another tokenizer.
-    """
+    """Raise `InputError` unless the corpus and the replay corpus were prepared with the checkpoint's tokenizer."""
     tokenizer = start_tokenizer(fetched_model(config.start_from))
     for folder in filter(None, (config.corpus.dir, config.adaptation.replay_corpus)):
-        open_shards(local(folder), "train")
-        check_same_tokenizer(local(folder), tokenizer, extended=folder == config.corpus.dir)
+        open_shards(local_path(folder), "train")
+        check_same_tokenizer(local_path(folder), tokenizer, extended=folder == config.corpus.dir)
 
 
 def start_table(config: PretrainConfig) -> str:
-    """Return lines with the parameter for each tensor, and how the others are initialized. Raises as `read_start`."""
+    """Return `Start.table`, without reading the corpus's tokens. Raises as `read_start` does."""
     shards = open_corpus(config.corpus, "train", tokens=False)
     with torch.device("meta"):
         rows = config.model.rows(shards.vocabulary_size)
@@ -221,7 +221,7 @@ def read_start(
         config: the run.
         shapes: shape of each parameter of the model, by name.
         shards: the corpus, which has the checkpoint's vocabulary, or an extended one.
-        count: whether to count the tokens of the corpus for a missing decoder bias; else it is 0.
+        count: whether to count the corpus's tokens for a missing decoder bias; otherwise that bias is 0.
 
     Raises:
         InputError: the checkpoint cannot be read, or `config.model` was taken from another one.
@@ -235,13 +235,13 @@ def read_start(
             found[ours] = released.head[theirs]
     found = {name: tensor for name, tensor in found.items() if name in shapes}
     fingerprint = digest(found)
-    old = vocabulary_size(tokenizer)
+    old_entries = vocabulary_size(tokenizer)
     added = _added_entries(tokenizer, shards)
     if not added:
-        old = config.model.rows(old)
+        old_entries = config.model.rows(old_entries)
     for name in _VOCABULARY_PARAMETERS:
         if name in found:
-            found[name] = _with_rows(found[name][:old], added)
+            found[name] = _with_rows(found[name][:old_entries], added)
     bias = "heads.mlm_bias"
     from_corpus = bias in shapes and bias not in found
     if from_corpus:
@@ -260,7 +260,7 @@ def read_start(
     table = weights_table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
     table = "\n".join([table, *module_warnings(folder)])
     config_json = {} if is_run(released_folder(folder)) else released.config
-    return Start(found, fingerprint, old, missing, table, released.family, config_json, released.sentence)
+    return Start(found, fingerprint, old_entries, missing, table, released.family, config_json, released.sentence)
 
 
 def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
@@ -275,23 +275,21 @@ def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
 
 
 def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
-    """Return the old ids that each added entry of the corpus's vocabulary replaces, in the order of the new ids."""
+    """Return, for each entry that the corpus's vocabulary adds, in order of ids, the old ids that it replaces."""
     extended = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
-    entries = [
-        extended.id_to_token(number) or "" for number in range(vocabulary_size(tokenizer), shards.vocabulary_size)
-    ]
+    entries = [extended.id_to_token(index) or "" for index in range(vocabulary_size(tokenizer), shards.vocabulary_size)]
     return replaced_ids(tokenizer, entries)
 
 
 def _with_rows(rows_VH: Tensor, added: Sequence[Sequence[int]]) -> Tensor:
-    """Append a row to `rows_VH` [V, ...] for each list of ids: the mean of their rows."""
+    """Append to `rows_VH` [V, ...] a row for each list of ids in `added`: the mean of the rows with these ids."""
     if not added:
         return rows_VH.contiguous()
     return torch.cat([rows_VH, torch.stack([rows_VH[list(ids)].mean(0) for ids in added])])
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, shapes and values, as hexadecimal digits."""
+    """Return the SHA-256 of the tensors' names, shapes and values, as hexadecimal digits."""
     sums = hashlib.sha256()
     for name in sorted(state):
         sums.update(f"{name} {list(state[name].shape)}\n".encode())
@@ -309,8 +307,10 @@ def weights_table(
 ) -> str:
     """Return lines with the mapping of the checkpoint's tensors, and how missing parameters are initialized."""
     targets = {tensor.target for tensor in released.mapping}
-    shared = [part for ours, part in _SHARED.items() if ours in shapes and ours not in {*targets, *missing}]
-    used = {*shapes, *(f"head.{part}" for part in shared)}
+    shared_with_task = [
+        part for ours, part in _SHARED_WITH_TASKS.items() if ours in shapes and ours not in {*targets, *missing}
+    ]
+    used = {*shapes, *(f"head.{part}" for part in shared_with_task)}
     mapping = [
         tensor._replace(target=f"{LEFT_OUT}this run has no such head")
         if tensor.is_read and tensor.target.startswith("head") and tensor.target not in used

@@ -1,14 +1,14 @@
-"""Checkpoints on disk (invariant 5): sharded, atomic, verified. A run resumes from the latest intact one.
+"""Checkpoints on disk: sharded, atomic, verified (invariant 5 in docs/invariants.md).
 
     checkpoints/step-00001000/
         state.json                        step, data position, optimizer updates, config, W&B run id, losses
         rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>";
-                                          kind: weight, exp_avg, exp_avg_sq; average of the last steps' weights;
+                                          kind: weight, exp_avg, exp_avg_sq; average (mean of the last steps' weights);
                                           row_square, where start counts rows
-        manifest.json                     sizes and SHA-256 of the files, and where each part of each parameter is
+        manifest.json                     sizes and SHA-256 of the files, and the file of each part of each parameter
                                           (`FragmentIndex`)
 
-A checkpoint names its tensors and does not depend on the number of workers that wrote it
+A run resumes from the latest intact checkpoint, with any number of workers: tensors are stored by name
 (`pretrain.training.engine.Fragment`).
 """
 
@@ -36,9 +36,9 @@ from pretrain.storage.runs import best_of
 
 FORMAT = 2
 _DAMAGED = "damaged-"  # prefix of the name of a checkpoint that was set aside
-# Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
-_READS, READ_WAIT_SECONDS = 6, 1.0
-# Limit of mapped pages: they are counted as memory of the process until the file is closed.
+# Number of attempts to read a file when the storage fails, and the wait before the second one, which then doubles.
+_READ_ATTEMPTS, READ_WAIT_SECONDS = 6, 1.0
+# Maximum bytes to read before files are closed: until then, their mapped pages count as memory of the process.
 _MAX_MAPPED_BYTES = 128 << 20
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class SavingGroup(Protocol):
 
 
 def name_of(step: int) -> str:
-    """The folder name of the checkpoint after `step` optimizer steps."""
+    """Return the folder name of the checkpoint after `step` optimizer steps."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match is None:
         raise InputError(f"{checkpoint}: not the name of a checkpoint. Use a folder such as {name_of(1000)}.")
@@ -80,7 +80,7 @@ def latest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Pa
         InputError: all checkpoints are damaged, including the ones set aside before.
     """
     tried = set[Path]()
-    # Listed again each time: a running training may have saved another checkpoint and removed earlier ones.
+    # Listed again each time: a run in progress may have saved another checkpoint and removed earlier ones.
     while left := [path for path in _named_as_checkpoints(folder) if path not in tried]:
         checkpoint = left[-1]
         tried.add(checkpoint)
@@ -156,7 +156,7 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
 
 
 def verify_rank_files(checkpoint: Path, rank: int, ranks: int) -> None:
-    """Verify the content of every `ranks`-th file from number `rank` on, so that all ranks together verify all files.
+    """Verify the content of every `ranks`-th file from index `rank` on: all ranks together verify all files.
 
     Raises as `verify` does. A missing file is treated as unreadable: another machine may see it later than rank 0.
     """
@@ -177,10 +177,10 @@ def _named_as_checkpoints(folder: Path) -> list[Path]:
 
 
 def best(folder: Path) -> Path | None:
-    """Return the checkpoint with the lowest `rank` of `pretrain.storage.runs`; None if none was evaluated.
+    """Return the checkpoint with the best evaluation (`pretrain.storage.runs.rank`); None if none was evaluated.
 
-    Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of earlier
-    phases are ignored once a later phase was evaluated. So are checkpoints with a damaged state. Raises `MachineError`
+    Losses are comparable only on the same held-out samples (`validation_set`), so checkpoints of earlier phases are
+    ignored once a later phase was evaluated. Checkpoints with a damaged state are ignored, too. Raises `MachineError`
     if a state cannot be read.
     """
     states = {}
@@ -208,7 +208,7 @@ def best_intact(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
-    """Remove leftovers and all checkpoints except the `keep_last` latest, the `kept`, the `best` and the `saved` ones.
+    """Remove leftovers, and all checkpoints except the `keep_last` latest, the `best`, `saved` and any marked `kept`.
 
     Raises `MachineError`, and removes nothing, if the best one is unknown because a state cannot be read.
     """
@@ -265,9 +265,9 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
 
 
 def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = itemgetter(0)) -> Any:
-    """Run `work` on every rank, then `conclude` on rank 0 with all results; by default, return rank 0's.
+    """Run `work` on every rank, then `conclude` on rank 0 with all results; by default, it returns rank 0's.
 
-    Returns the result of `conclude`, or raises the first error, on all ranks. Only rank 0 collects the results, so that
+    On all ranks, returns the result of `conclude`, or raises the first error. Only rank 0 collects the results, so that
     the work of other ranks does not grow with the world size. Every rank of the group calls this. An error that is
     neither a `RunError` nor an `OSError` is logged, and also raised as a `MachineError`: the other ranks wait for it.
     """
@@ -298,14 +298,14 @@ def _result(outcome: dict[str, Any]) -> Any:
 def read_with_retries(path: Path, read: Callable[[], T]) -> T:
     """Return the result of `read`; retry read errors for half a minute, then raise `MachineError`.
 
-    A missing file is read_with_retries, too: machines that share a folder may see a new file late.
+    Reading a missing file is retried, too: machines that share a folder may see a new file late.
     """
     attempt = 0
     while True:
         try:
             return read()
         except OSError as error:
-            if attempt == _READS - 1 or isinstance(error, PermissionError):
+            if attempt == _READ_ATTEMPTS - 1 or isinstance(error, PermissionError):
                 raise MachineError(
                     f"{error.filename or path}: cannot be read ({error.strerror or error}). Check the storage and the "
                     "file's permissions."
@@ -335,7 +335,7 @@ class CheckpointReader:
     def __init__(self, checkpoint: Path, *, averaged: bool = False) -> None:
         self._averaged = averaged
         self._files: dict[str, Any] = {}
-        self._mapped = 0  # bytes read since the files were opened
+        self._mapped = 0  # bytes read since files were last closed
         self._checkpoint = checkpoint
         manifest = checkpoint_manifest(checkpoint)
         self.shapes: dict[str, list[int]] = manifest["shapes"]  # of the parameters
@@ -343,7 +343,7 @@ class CheckpointReader:
         self._fragments = FragmentIndex(manifest["fragments"], files)
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """Read elements [start, start + numel) of the flattened `name`, fp32; `InputError` if any is missing."""
+        """Read elements [start, start + numel) of the flattened `name`, fp32. Raises `InputError` if one is missing."""
         out, position, stop = torch.empty(numel), start, start + numel
         kind = "average" if self._averaged and kind == "weight" else kind
         for fragment in self._fragments.covering(kind, name, start, stop):
@@ -385,7 +385,7 @@ class CheckpointReader:
 
 
 class StoredFragment(NamedTuple):
-    """Entries [start, stop) of a flattened parameter, in `file` under the tensor name with the suffix `start`."""
+    """Elements [start, stop) of a flattened parameter, stored in `file` as a tensor with the name suffix `start`."""
 
     start: int
     stop: int
@@ -402,19 +402,19 @@ class FragmentIndex:
 
     def __init__(self, entries: Iterable[Mapping[str, Any]], files: Sequence[str]) -> None:
         self._files = files
-        self._runs: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+        self._entries: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
         for entry in entries:
             for kind in entry["kinds"]:
-                self._runs[kind, entry["name"]].append(entry)
-        for runs in self._runs.values():
-            runs.sort(key=lambda run: run["start"])
+                self._entries[kind, entry["name"]].append(entry)
+        for entries_of_parameter in self._entries.values():
+            entries_of_parameter.sort(key=lambda entry: entry["start"])
 
     def covering(self, kind: str, name: str, start: int, stop: int) -> Iterator[StoredFragment]:
         """Yield the fragments that overlap [start, stop), in ascending order."""
-        for run in self._runs.get((kind, name), ()):
-            first, numel, parts = run["start"], run["numel"], run.get("parts", 1)
+        for entry in self._entries.get((kind, name), ()):
+            first, numel, parts = entry["start"], entry["numel"], entry.get("parts", 1)
             first_part = max(0, (start - first) // numel)
             end = min(parts, -(-(stop - first) // numel))
-            for number in range(first_part, end):
-                file = self._files[int(run["rank"]) + number]
-                yield StoredFragment(first + number * numel, first + (number + 1) * numel, file)
+            for part in range(first_part, end):
+                file = self._files[int(entry["rank"]) + part]
+                yield StoredFragment(first + part * numel, first + (part + 1) * numel, file)

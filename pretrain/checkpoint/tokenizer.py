@@ -1,4 +1,4 @@
-"""Reads and writes the tokenizer of a released model; only some of its files need to exist."""
+"""Reads and writes the tokenizer of a released model, from whichever of its files exist."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.tokenizer_files import CASING, SENTENCE_PIECES, declared_types, read_files
 from pretrain.corpus.vocabulary import tokenizer_digest
 
-# Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
+# Files to copy, besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
 _COPIED = (
     "vocab.txt",
     "vocab.json",
@@ -33,13 +33,13 @@ _COPIED = (
 class ModelTokenizer(NamedTuple):
     """The tokenizer of a model as `read_tokenizer` reads it, with further facts from its files."""
 
-    folder: Path  # of the files
+    folder: Path  # the folder of its files
     tokenizer: Tokenizer  # truncation and padding off
-    special_ids: dict[str, int]  # by role
+    special_ids: dict[str, int]  # role -> id
 
     @classmethod
     def read(cls, folder: Path, rows: int | None = None) -> "ModelTokenizer":
-        """Read with the arguments and errors of `read_tokenizer`."""
+        """Read the tokenizer of the model in `folder`, with the arguments and errors of `read_tokenizer`."""
         return cls.read_files(tokenizer_folder(folder), rows)
 
     @classmethod
@@ -86,7 +86,7 @@ def released_folder(folder: Path) -> Path:
     """
     if (folder / "model" / "finetune.json").is_file():
         return folder / "model"
-    if is_run(folder) and "training" in settings.names(folder / "config.yaml"):
+    if is_run(folder) and "training" in settings.top_level_keys(folder / "config.yaml"):
         raise InputError(f"{folder}: an unfinished fine-tuning has no model yet. Resume it first.")
     # Older versions of sentence-transformers
     inner = folder / "0_Transformer"
@@ -103,16 +103,16 @@ def tokenizer_folder(folder: Path) -> Path:
     folder = released_folder(folder)
     if not is_run(folder):
         return folder
-    return corpus_of(folder, config_of(folder).corpus, _trained_tokenizer(folder))
+    return corpus_of(folder, config_of(folder).corpus, _trained_tokenizer_digest(folder))
 
 
 def corpus_of(run: Path, corpus: CorpusConfig, trained_with: str) -> Path:
-    """Return the folder of a run's `corpus`, whose tokenizer must have the digest `trained_with`; "" allows any.
+    """Return the folder of a run's `corpus`. Its tokenizer must have the digest `trained_with`; "" allows any.
 
-    Raises `InputError` if it has another tokenizer now.
+    Raises `InputError` if the corpus has another tokenizer now.
     """
-    for again in (False, True):  # a corpus at an address may have been prepared again since it was fetched
-        folder = fetch_without_tokens(corpus, refresh=again)
+    for refresh in (False, True):  # a corpus at an address may have been prepared again since it was fetched
+        folder = fetch_without_tokens(corpus, refresh=refresh)
         # A missing tokenizer is not reported here.
         if not trained_with or not (folder / "vocab.txt").is_file() or trained_with == tokenizer_digest(folder):
             return folder
@@ -122,7 +122,7 @@ def corpus_of(run: Path, corpus: CorpusConfig, trained_with: str) -> Path:
     )
 
 
-def _trained_tokenizer(run: Path) -> str:
+def _trained_tokenizer_digest(run: Path) -> str:
     """Return the digest of the tokenizer that a run was trained with, from its latest readable checkpoint, or ""."""
     for checkpoint in reversed(store.list_checkpoints(run / "checkpoints")):
         with contextlib.suppress(InputError):
@@ -132,7 +132,7 @@ def _trained_tokenizer(run: Path) -> str:
 
 
 def copy_tokenizer(
-    read: ModelTokenizer,
+    source: ModelTokenizer,
     out: Path,
     *,
     tokenizer_class: str,
@@ -143,20 +143,20 @@ def copy_tokenizer(
     """Write a tokenizer to the folder `out` so that transformers reads the same one.
 
     Args:
-        tokenizer_class: transformers' class, if tokenizer_config.json names none.
+        tokenizer_class: class of transformers, if tokenizer_config.json names none.
         max_positions: maximum number of tokens.
-        for_words: for a model that was trained on separate words: every word gets a space before it, including the
+        for_words: whether the model was trained on separate words: then every word gets a space before it, even the
             first one and words that are passed as a list (transformers refuses them otherwise).
         fields: further fields of tokenizer_config.json.
     """
-    tokenizer = _with_prefix_space(read.tokenizer) if for_words else read.tokenizer
+    tokenizer = _with_prefix_space(source.tokenizer) if for_words else source.tokenizer
     for name in _COPIED:
-        if (read.folder / name).is_file():
-            shutil.copyfile(read.folder / name, out / name)
+        if (source.folder / name).is_file():
+            shutil.copyfile(source.folder / name, out / name)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     # transformers does not have defaults for every family.
-    special = {f"{role}_token": tokenizer.id_to_token(number) for role, number in read.special_ids.items()}
-    declared = {"tokenizer_class": tokenizer_class, **special, **declared_types(read.folder)}
+    special = {f"{role}_token": tokenizer.id_to_token(number) for role, number in source.special_ids.items()}
+    declared = {"tokenizer_class": tokenizer_class, **special, **declared_types(source.folder)}
     declared["model_max_length"] = min(declared.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
@@ -177,8 +177,8 @@ def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
         space, old = normalizers.Prepend(" "), tokenizer.normalizer
         tokenizer.normalizer = space if old is None else normalizers.Sequence([space, old])  # pyright: ignore[reportAttributeAccessIssue]
         return tokenizer
-    described = json.loads(tokenizer.to_str())
+    content = json.loads(tokenizer.to_str())
     for part in ("pre_tokenizer", "post_processor"):
-        if "add_prefix_space" in (described[part] or {}):
-            described[part]["add_prefix_space"] = True
-    return Tokenizer.from_str(json.dumps(described))
+        if "add_prefix_space" in (content[part] or {}):
+            content[part]["add_prefix_space"] = True
+    return Tokenizer.from_str(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Reads the weight files of released models, unpickling only tensors; writes folders atomically."""
+"""Reads the weight files of released models, unpickling only tensors, and writes exports atomically."""
 
 import contextlib
 import os
@@ -21,21 +21,21 @@ from pretrain.common.files import (
     fsync_folder,
     read_json,
     read_manifest,
-    refuse_pointer,
+    refuse_lfs_pointer,
     sha256_file,
     write_manifest,
 )
 from pretrain.storage.released import TORCH_SUFFIXES, WEIGHT_FILES
 
 WEIGHTS = WEIGHT_FILES[0]
-FOR_TRANSFORMERS = {"format": "pt"}  # metadata; without it, transformers 4.x refuses a file
+FOR_TRANSFORMERS = {"format": "pt"}  # metadata of a file; without it, transformers 4.x refuses it
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     """Read safetensors or torch weights, in one file or in shards; returns (the file, all tensors in it by name).
 
-    The first of these that exists is read: model.safetensors, its index, pytorch_model.bin, its index, the only torch
-    file of the folder. If the folder has our manifest, the files must match it.
+    The first of these that exists is read: model.safetensors, its index, pytorch_model.bin, its index, the only other
+    torch file in the folder. If the folder has our manifest, the files must match it.
 
     Raises:
         InputError: there are no weights, or they are damaged, incomplete or contain other objects than tensors.
@@ -62,8 +62,8 @@ def atomic_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             yield temporary
-            if taken := next((path for path in others if path.parent != out or (temporary / path.name).exists()), None):
-                raise InputError(f"{taken}: no export wrote it, and this one would overwrite it. Move it, then retry.")
+            if clash := next((path for path in others if path.parent != out or (temporary / path.name).exists()), None):
+                raise InputError(f"{clash}: no export wrote it, and this one would overwrite it. Move it, then retry.")
             for path in temporary.rglob("*"):
                 if path.is_dir():
                     fsync_folder(path)
@@ -88,10 +88,10 @@ def _other_files(out: Path) -> list[Path]:
     files = read_manifest(out)["files"] if (out / MANIFEST).is_file() else {}
     if "config.json" not in files:
         raise InputError(f"{out}: exists and is not an export. Choose another folder, or remove it.")
-    written = {MANIFEST, *(Path(name).parts[0] for name in files)}
-    within = [path for name in written for path in (out / name).rglob("*") if path.is_file()]
+    exported = {MANIFEST, *(Path(name).parts[0] for name in files)}
+    within = [path for name in exported for path in (out / name).rglob("*") if path.is_file()]
     others = [path for path in within if path.relative_to(out).as_posix() not in files]
-    return [path for path in inside if path.name not in written] + others
+    return [path for path in inside if path.name not in exported] + others
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -116,9 +116,9 @@ def _only_torch_file(folder: Path) -> Path:
             f"{folder}: a TensorFlow checkpoint. Google's are on the Hub with torch weights: use "
             "hf://google-bert/bert-base-uncased or hf://google/bert_uncased_L-4_H-256_A-4, for example."
         )
-    several = f"; has {', '.join(path.name for path in files)}, but only one is allowed" if files else ""
+    found = f"; has {', '.join(path.name for path in files)}, but only one is allowed" if files else ""
     raise InputError(
-        f"{folder}: has none of {', '.join(WEIGHT_FILES)}{several}. Use a folder with config.json and the weights."
+        f"{folder}: has none of {', '.join(WEIGHT_FILES)}{found}. Use a folder with config.json and the weights."
     )
 
 
@@ -145,14 +145,14 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     _check_manifest(path)
-    refuse_pointer(path)
+    refuse_lfs_pointer(path)
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: damaged ({error}). Download or export it again.") from None
     try:
-        # Invariant 5: only tensors and plain containers are unpickled.
+        # Only tensors and plain containers are unpickled (invariant 5 in docs/invariants.md).
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises various exceptions for damaged bytes
         # torch's message advises loading arbitrary objects.
@@ -164,7 +164,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def _find_tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a training checkpoint: under "model" (NVIDIA, fairseq) or "state_dict" (Lightning)."""
+    """Return the tensors in a torch file, also below "model" (NVIDIA, fairseq) or "state_dict" (Lightning)."""
     for key in ("model", "state_dict", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]

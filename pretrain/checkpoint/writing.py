@@ -24,7 +24,7 @@ from pretrain.common.files import (
 
 
 class FragmentLike(Protocol):
-    """The attributes of a fragment that `save` needs (`pretrain.training.engine.Fragment`)."""
+    """The attributes of a fragment (`pretrain.training.engine.Fragment`) that `take_shard` reads."""
 
     @property
     def name(self) -> str: ...
@@ -38,10 +38,10 @@ class FragmentLike(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """The part of a checkpoint that one rank writes: fp32 tensors by "<kind>|<parameter>|<start>", and their list."""
+    """The part of a checkpoint that one rank writes: fp32 tensors by "<kind>|<parameter>|<start>", and an index."""
 
     tensors: dict[str, Tensor]
-    entries: list[dict[str, Any]]  # name, start, numel, kinds
+    entries: list[dict[str, Any]]  # name, start, numel and kinds of each fragment
 
 
 def shard_name(group: SavingGroup) -> str:
@@ -65,21 +65,15 @@ def take_shard(
     tensors: dict[str, Tensor] = {}
     entries = []
     fragments = list(fragments)
-    for fragment, part in zip(fragments, _parts(fragments, group), strict=True):
-        if part.start >= part.stop:
+    for fragment, piece in zip(fragments, _slices_to_write(fragments, group), strict=True):
+        if piece.start >= piece.stop:
             continue
-        start = fragment.start + part.start
+        start = fragment.start + piece.start
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}|{fragment.name}|{start}"
-            tensors[key] = copy(key, tensor[part].detach())
-        entries.append(
-            {
-                "name": fragment.name,
-                "start": start,
-                "numel": part.stop - part.start,
-                "kinds": list(fragment.tensors),
-            }
-        )
+            tensors[key] = copy(key, tensor[piece].detach())
+        entry = {"name": fragment.name, "start": start, "numel": piece.stop - piece.start}
+        entries.append({**entry, "kinds": list(fragment.tensors)})
     return CheckpointShard(tensors, entries)
 
 
@@ -103,7 +97,7 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
 
 
 def write_shard(tmp: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
-    """Write this rank's tensors; returns the entry of the file for the manifest."""
+    """Write this rank's tensors to a file in the folder `tmp`, and return the file's entry for the manifest."""
     name = shard_name(group)
     path = tmp / name
     with _write_errors(path):
@@ -130,11 +124,11 @@ def _write_errors(path: Path) -> Iterator[None]:
         raise MachineError(f"{path}: cannot be written ({error.strerror or error}). Check the storage.") from error
 
 
-def _parts(fragments: Sequence[FragmentLike], group: SavingGroup) -> Iterator[slice]:
-    """Yield the part of each fragment that this rank writes."""
+def _slices_to_write(fragments: Sequence[FragmentLike], group: SavingGroup) -> Iterator[slice]:
+    """Yield the slice of each fragment that this rank writes."""
     sizes = [next(iter(fragment.tensors.values())).numel() for fragment in fragments]
-    shared = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.shared)
-    start, end = (shared * rank // group.world_size for rank in (group.rank, group.rank + 1))
+    replicated = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.shared)
+    start, end = (replicated * rank // group.world_size for rank in (group.rank, group.rank + 1))
     offset = 0
     for fragment, size in zip(fragments, sizes, strict=True):
         if fragment.shared:
@@ -185,23 +179,23 @@ def _write_manifest(tmp: Path, shards: list[dict[str, Any]], state: dict[str, An
 
 
 def merge_entries(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the entries {name, start, numel, kinds, rank} of all ranks: equal parts on consecutive ranks become one.
+    """Merge the entries {name, start, numel, kinds, rank} of all ranks, with one for equal parts on consecutive ranks.
 
     A merged entry has the start and rank of the first part, and their number as `parts`.
     """
-    runs: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     for entry in sorted(entries, key=lambda entry: (entry["name"], entry["kinds"], entry["start"])):
-        if runs and _continues(runs[-1], entry):
-            runs[-1]["parts"] = runs[-1].get("parts", 1) + 1
+        if merged and _continues(merged[-1], entry):
+            merged[-1]["parts"] = merged[-1].get("parts", 1) + 1
         else:
-            runs.append(dict(entry))
-    return runs
+            merged.append(dict(entry))
+    return merged
 
 
-def _continues(run: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    parts = run.get("parts", 1)
+def _continues(merged: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    parts = merged.get("parts", 1)
     return (
-        all(run[key] == entry[key] for key in ("name", "kinds", "numel"))
-        and entry["start"] == run["start"] + parts * run["numel"]
-        and entry["rank"] == run["rank"] + parts
+        all(merged[key] == entry[key] for key in ("name", "kinds", "numel"))
+        and entry["start"] == merged["start"] + parts * merged["numel"]
+        and entry["rank"] == merged["rank"] + parts
     )

@@ -1,8 +1,8 @@
 """Addresses of object stores, such as s3://bucket/runs/mini, and the local folder of each.
 
 Data at an address is used through its local folder: fetched into it, or written there and then stored. The folder is
-below `~/.cache/bertrain`, or below the folder in the environment variable BERTRAIN_CACHE. A run in training has its
-folder below the one in BERTRAIN_RUNS, if that is set: it must be shared by all machines of the run, while each machine
+in `~/.cache/bertrain`, or in the folder that the environment variable BERTRAIN_CACHE names. While a run trains, its
+folder is in the one that BERTRAIN_RUNS names, if that is set: all machines of the run must share it, while each machine
 may have a separate cache.
 """
 
@@ -17,9 +17,9 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
-def is_remote(text: Path | str) -> bool:
-    """Return whether `text` is an address of an object store, not a path."""
-    match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
+def is_remote(location: Path | str) -> bool:
+    """Return whether `location` is an address of an object store, not a path."""
+    match = _ADDRESS.fullmatch(location) if isinstance(location, str) else None
     return match is not None and match[1] in SCHEMES
 
 
@@ -28,51 +28,51 @@ def scheme_of(address: str) -> str:
     return address.partition("://")[0]
 
 
-def check_address(address: str, *, written: bool = False) -> None:
-    """Raise `ValueError` unless `address` names a file or folder in a bucket, and is writable if `written`."""
+def check_address(address: str, *, for_writing: bool = False) -> None:
+    """Raise `ValueError` unless `address` names a file or folder in a bucket, and is writable if `for_writing`."""
     scheme, _, rest = address.partition("://")
     parts = rest.rstrip("/").split("/")
     if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts) or not rest.isprintable() or ":" in parts[0]:
         raise ValueError(
             f"{address!r} does not name a file or folder in a bucket. Use an address such as {scheme}://bucket/folder."
         )
-    if written and scheme in READ_ONLY:
+    if for_writing and scheme in READ_ONLY:
         raise ValueError(f"{address!r} is read-only. Use a local path, or an address with s3://, gs:// or abfs://.")
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Return the folder that contains the local folders of all addresses."""
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/bertrain").expanduser().absolute()
 
 
-def local(text: Path | str) -> Path:
+def local_path(location: Path | str) -> Path:
     """Return the local folder or file of an address; a path is returned with ~ expanded."""
-    return _below(cache(), text)
+    return _path_below(cache_folder(), location)
 
 
-def runs() -> Path:
-    """Return the folder that contains the local folders of runs in training at addresses."""
-    return Path(os.environ.get(RUNS_VARIABLE) or cache()).expanduser().absolute()
+def runs_folder() -> Path:
+    """Return the folder that contains the local folders of runs at addresses while they train."""
+    return Path(os.environ.get(RUNS_VARIABLE) or cache_folder()).expanduser().absolute()
 
 
-def local_run(text: Path | str) -> Path:
+def local_run(location: Path | str) -> Path:
     """Return the local folder in which the run at an address trains; a path is returned with ~ expanded."""
-    return _below(runs(), text)
+    return _path_below(runs_folder(), location)
 
 
 def display_path(path: Path | str) -> str:
     """Return the address whose local copy is `path`, or `path` itself if it is not a local copy."""
     try:
-        scheme, *parts = Path(path).relative_to(cache()).parts
+        scheme, *parts = Path(path).relative_to(cache_folder()).parts
     except ValueError:
         return str(path)
     return f"{scheme}://{'/'.join(parts)}" if scheme in SCHEMES and parts else str(path)
 
 
-def _below(folder: Path, text: Path | str) -> Path:
-    if not is_remote(text):
-        return Path(text).expanduser()
-    scheme, _, rest = str(text).partition("://")
+def _path_below(folder: Path, location: Path | str) -> Path:
+    if not is_remote(location):
+        return Path(location).expanduser()
+    scheme, _, rest = str(location).partition("://")
     return folder / scheme / rest.rstrip("/")
 
 
@@ -83,5 +83,5 @@ def hub_hint(name: Path | str) -> str:
 
 
 def join(address: str, *names: str) -> str:
-    """The address of `names` below `address`."""
+    """Return `address` extended by the path components `names`."""
     return "/".join((address.rstrip("/"), *names))

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-_GRACE_SECONDS = 20  # for a program to stop its child processes and remove its temporary files
+_GRACE_SECONDS = 20  # in which a program can stop its child processes and remove its temporary files
 
 
 @contextlib.contextmanager
 def unwind_on_sigterm() -> Iterator[None]:
-    """While entered, SIGTERM unwinds the stack: temporary folders are removed, and `run_program` stops its program."""
-    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    """While entered, SIGTERM raises `SystemExit`, which removes temporary folders and stops the child."""
+    previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         yield
     finally:

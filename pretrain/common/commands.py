@@ -29,11 +29,11 @@ EXIT_CODES = (
 )
 
 # Set when this process starts to compile: on exit, torch would wait up to five minutes for compilations.
-compiles = threading.Event()
+compilation_started = threading.Event()
 
-# Commands that read recorded configs. A recorded config imports a custom module only with --import.
-_READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "attention")
-_READ_RUNS += ("finetune", "sweep", "evaluate", "predict", "evaluate-pretrained")
+# Commands with --import: they read recorded configs, which import custom modules only with this option.
+_IMPORT_COMMANDS = ("prepare", "pretrain", "adapt", "export", "report", "attention")
+_IMPORT_COMMANDS += ("finetune", "sweep", "evaluate", "predict", "evaluate-pretrained")
 
 
 def program() -> str:
@@ -53,26 +53,26 @@ def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> i
     A `RunError` is printed as `error: ...` and determines the exit code. A bug keeps its traceback. If the reader of
     the output exits, as `head` does, the command exits silently with the code of SIGPIPE. SIGTERM acts like Ctrl-C.
 
-    If one of several processes under torchrun fails, it exits immediately (see `_has_group`), as does a process that
-    is stopped while it compiles.
+    If one of several processes under torchrun fails, it exits immediately (see `_has_nccl_group`), as does a
+    process that is stopped while it compiles.
     """
     try:
         code = _exit_code(run)
     except Exception:
-        if not _has_group():
+        if not _has_nccl_group():
             raise
         traceback.print_exc()
         code = 1
     stopped = code in (StoppedError.exit_code, NothingSavedError.exit_code)
-    if code and (_has_group() or (ends_process and stopped and compiles.is_set())):
+    if code and (_has_nccl_group() or (ends_process and stopped and compilation_started.is_set())):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _has_group() -> bool:
-    """Return whether an NCCL process group exists: the interpreter's exit would wait for the other ranks."""
+def _has_nccl_group() -> bool:
+    """Return whether an NCCL process group exists: then the interpreter's exit would wait for the other ranks."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized() and distributed.get_backend() == "nccl"
 
@@ -112,9 +112,9 @@ def _reader_exited() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts options between positional arguments: `evaluate RUN --precision fp32 FILE`; an error is one line.
+    """Accepts options between positional arguments: `evaluate RUN --precision fp32 FILE`; errors are one line.
 
-    argparse itself closes a list at an option, and sets an optional positional argument to its default too early.
+    argparse itself closes a list at the next option, and sets optional positional arguments to defaults too early.
     """
 
     _is_nested = False
@@ -156,7 +156,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
 
 
 def check_effects(options: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise `InputError` for an option without effect; `options`: name -> (value, has an effect, reason if not)."""
+    """Raise `InputError` for an option without effect. `options`: name -> (value, whether it has one, why not)."""
     for option, (value, has_effect, reason) in options.items():
         if value and not has_effect:
             raise InputError(f"{option}: has no effect {reason}. Leave it out.")
@@ -164,14 +164,14 @@ def check_effects(options: Mapping[str, tuple[Any, Any, str]]) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Check that options shared by several commands have an effect. Raises `InputError`."""
-    in_ray, reason = torchrun_rank() is None, "under torchrun, which has started the processes"
+    can_use_ray, reason = torchrun_rank() is None, "under torchrun, which has started the processes"
     plain_http, address = options.get("allow_plain_http"), options.get("address")
     check_effects({"--allow-plain-http": (plain_http, address, "without --address")})
     for option in ("show_config", "on", "mean_length"):
         is_set = options.get(option) not in (None, False)
         check_effects({f"--{option.replace('_', '-')}": (is_set, options.get("dry_run"), "without --dry-run")})
     has_workers = options.get("workers") is not None
-    check_effects({"--workers": (has_workers, in_ray, reason), "--ray": (options.get("ray"), in_ray, reason)})
+    check_effects({"--workers": (has_workers, can_use_ray, reason), "--ray": (options.get("ray"), can_use_ray, reason)})
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
@@ -190,7 +190,7 @@ def add_command(
         name: the command.
         function: called with the parsed arguments; stored as `arguments.command`.
         purpose: one sentence without its full stop, in the imperative mood.
-        examples: lines that name the program as ./launch.sh.
+        examples: lines of example commands that call the program ./launch.sh.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -201,7 +201,7 @@ def add_command(
         allow_abbrev=False,
     )
     parser.set_defaults(command=function)
-    if name in _READ_RUNS:
+    if name in _IMPORT_COMMANDS:
         parser.add_argument(
             "--import",
             dest="imports",
@@ -212,11 +212,11 @@ def add_command(
     return parser
 
 
-def add_config(parser: argparse.ArgumentParser, start: str, *, several: bool = False) -> None:
-    """Add CONFIG (one, or `several`), --from with the help text `start`, and --set."""
-    purpose = "YAML file of the run, or a name of `configs`"
+def add_config(parser: argparse.ArgumentParser, start_help: str, *, several: bool = False) -> None:
+    """Add CONFIG (one, or `several`), --from with the help text `start_help`, and --set."""
+    purpose = "YAML file of the run, or the name of an example config (`configs` lists them)"
     parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="+" if several else None, help=purpose)
-    add_start(parser, f"{start}, in place of the config's", type=run_argument)
+    add_start(parser, f"{start_help}, in place of the config's", type=run_argument)
     add_set(parser)
 
 
@@ -292,7 +292,7 @@ def default_workers() -> int:
 
 
 def local_string(text: str) -> str:
-    """Return an argument that may be a path. Raises `InputError` if it is a remote address."""
+    """Return `text`, an argument that may be a local path. Raises `InputError` if it is a remote address."""
     try:
         check_local(text)
     except ValueError as error:
@@ -300,26 +300,26 @@ def local_string(text: str) -> str:
     return text
 
 
-def local_path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """Parse a local path. Raises `InputError` for a remote address."""
     return Path(local_string(text))
 
 
 def config_argument(text: str) -> Path:
     """Parse a config: a local path, or the name of an example config."""
-    return config_path(local_path(text))
+    return config_path(parse_path(text))
 
 
 def run_argument(value: Any) -> Path | str:
-    """Parse a run folder or model: a path, the name of a run (`find_run`), an address, or a result object."""
+    """Parse a run folder or model: a path, the name of a run (`find_run`), an address, or a result with a `place`."""
     text = str(getattr(value, "place", value))
-    return checked_address(text) if is_remote(text) else find_run(local_path(text))
+    return checked_address(text) if is_remote(text) else find_run(parse_path(text))
 
 
-def checked_address(text: str, *, written: bool = False) -> str:
-    """Parse an address. Raises `InputError` if it names nothing in a bucket, or is read-only although `written`."""
+def checked_address(text: str, *, for_writing: bool = False) -> str:
+    """Parse an address. Raises `InputError` if it names nothing in a bucket, or is read-only although `for_writing`."""
     try:
-        check_address(text, written=written)
+        check_address(text, for_writing=for_writing)
     except ValueError as error:
         raise InputError(f"{error}") from None
     return text.rstrip("/")
@@ -327,7 +327,7 @@ def checked_address(text: str, *, written: bool = False) -> str:
 
 def target_path(text: str) -> Path | str:
     """Parse a folder to write to: a path or an address. Raises `InputError` if the address is read-only."""
-    return checked_address(text, written=True) if is_remote(text) else local_path(text)
+    return checked_address(text, for_writing=True) if is_remote(text) else parse_path(text)
 
 
 def positive_int(text: str) -> int:

@@ -14,11 +14,11 @@ def print_error(message: object) -> None:
 
     NO_COLOR and TERM=dumb turn the color off, and FORCE_COLOR on.
     """
-    forced = os.environ.get("FORCE_COLOR", "") not in ("", "0")
-    is_red = forced or (os.environ.get("TERM") != "dumb" and sys.stderr.isatty())
-    head = "\033[1;31merror:\033[0m" if is_red and not os.environ.get("NO_COLOR") else "error:"
+    is_forced = os.environ.get("FORCE_COLOR", "") not in ("", "0")
+    is_red = is_forced or (os.environ.get("TERM") != "dumb" and sys.stderr.isatty())
+    prefix = "\033[1;31merror:\033[0m" if is_red and not os.environ.get("NO_COLOR") else "error:"
     for line in str(message).split("\n"):
-        print(head, printable(line), file=sys.stderr, flush=True)
+        print(prefix, printable(line), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
@@ -64,7 +64,7 @@ class StoppedError(RunError):
     """Stopped on request after saving a checkpoint; `--resume` continues."""
 
     exit_code = 75
-    CONTINUE = " Continue with --resume."  # the end of a message
+    CONTINUE = " Continue with --resume."  # the last sentence of a message
     BETWEEN = "stopped before the next step." + CONTINUE  # the message if no step was in progress
 
     def again(self) -> "StoppedError":

@@ -10,12 +10,12 @@ from pretrain.common.errors import InputError
 from pretrain.common.wording import did_you_mean
 
 CONFIGS = Path(__file__).with_name("configs").resolve()
-KINDS = ("pretrain", "finetune")  # of configs, and the commands that take them
+KINDS = ("pretrain", "finetune")  # kinds of configs, named after the commands that take them
 
 
 @functools.cache
 def examples() -> dict[str, Path]:
-    """Return name -> file, such as `mini` -> configs/pretrain/mini.yaml."""
+    """Return the example configs as name -> file, such as `mini` -> configs/pretrain/mini.yaml."""
     return {
         path.relative_to(CONFIGS / kind).with_suffix("").as_posix(): path
         for kind in KINDS
@@ -24,7 +24,7 @@ def examples() -> dict[str, Path]:
 
 
 def config_path(path: Path) -> Path:
-    """Return `path`, or the example config of that name if there is no such file. `InputError` for a similar name."""
+    """Return `path`, or the example config of that name if there is no such file; a typo raises `InputError`."""
     if path.suffix or path.exists():
         return path
     if (name := path.as_posix()) not in examples() and (nearest := did_you_mean(name, examples())):

@@ -25,9 +25,9 @@ from pretrain.common.errors import InputError
 from pretrain.common.wording import did_you_mean
 
 ENV_VAR = "BERTRAIN_MODULES"
-"""The environment variable with the modules that the user requested, as JSON of `_requested`; workers inherit it."""
+"""The environment variable with the modules that the user requested: `_requested()` as JSON. Workers inherit it."""
 
-_OURS = ("pretrain", "finetune", "cluster")
+_OUR_PACKAGES = ("pretrain", "finetune", "cluster")
 
 
 class Contract(NamedTuple):
@@ -35,7 +35,7 @@ class Contract(NamedTuple):
 
     attribute: str
     base: type
-    needed: tuple[str, ...] = ()  # members that `base` only declares, besides its abstract methods
+    needed: tuple[str, ...] = ()  # required members that `base` declares, besides its abstract methods
 
     def check(self, module: Any, name: str) -> None:
         """Raise `InputError` if the module `name` does not implement the interface."""
@@ -59,17 +59,17 @@ def is_custom(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def check_name(name: str, *, attribute: bool = False) -> None:
-    """Raise `ValueError` unless `name` is `package.module`, or `package.module:name` with an `attribute`."""
+def check_name(name: str, *, with_attribute: bool = False) -> None:
+    """Raise `ValueError` unless `name` is `package.module`, or `package.module:name` if `with_attribute`."""
     module, colon, inner = name.partition(":")
     parts = [*module.split("."), *([inner] if colon else [])]
-    if not all(map(str.isidentifier, parts)) or bool(colon) != attribute or not (colon or is_custom(name)):
-        form = "my_package.module:name" if attribute else "my_package.module"
+    if not all(map(str.isidentifier, parts)) or bool(colon) != with_attribute or not (colon or is_custom(name)):
+        form = "my_package.module:name" if with_attribute else "my_package.module"
         raise ValueError(f"{name!r} is not a dotted name such as {form}")
 
 
 def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
-    """Import these modules (`module` or `module:name`), from `folder` too. Raises as `load_custom` does."""
+    """Import the modules in `names` (`module` or `module:name`), also from `folder`. Raises as `load_custom` does."""
     requested, modules = _requested(), list(dict.fromkeys(name.partition(":")[0] for name in names))
     if not modules:
         return
@@ -77,13 +77,14 @@ def import_modules(names: Iterable[str], folder: Path | None = None) -> None:
     requested["folders"] = list(dict.fromkeys([*requested["folders"], *folders]))
     requested["names"] = list(dict.fromkeys([*requested["names"], *modules]))
     os.environ[ENV_VAR] = json.dumps(requested)
-    before = set(sys.modules)
+    loaded = set(sys.modules)
     for name in modules:
         load_custom(name)
-    tops = {name.partition(".")[0] for name in (*requested["names"], *(set(sys.modules) - before))} - set(_OURS)
-    paths = [_path(sys.modules[top]) for top in sorted(tops) if top in sys.modules]
-    local = [str(path) for path in paths if str(path.parent) in requested["folders"]]
-    os.environ[ENV_VAR] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *local]))})
+    new = {*requested["names"], *(set(sys.modules) - loaded)}
+    packages = sorted({name.partition(".")[0] for name in new} - set(_OUR_PACKAGES))
+    paths = [_path(sys.modules[package]) for package in packages if package in sys.modules]
+    found = [str(path) for path in paths if str(path.parent) in requested["folders"]]
+    os.environ[ENV_VAR] = json.dumps({**requested, "carried": list(dict.fromkeys([*requested["carried"], *found]))})
 
 
 def load_custom(name: str) -> Any:
@@ -92,8 +93,7 @@ def load_custom(name: str) -> Any:
     Raises `InputError` if it was not requested, is not found, raises on import, or has no such attribute.
     """
     module_name, colon, attribute = name.partition(":")
-    # A recorded config may name the class of a kind in an imported module, but not an arbitrary function, such as
-    # one of os.
+    # A recorded config may name the class of a kind in an imported module, but no arbitrary function, as of os.
     if (colon or module_name not in sys.modules) and module_name not in _requested()["names"]:
         raise InputError(
             f"{name}: a recorded config names this module, and imports nothing by itself. If you trust the module, "
@@ -129,7 +129,7 @@ def imported_modules() -> dict[str, ModuleType]:
     return {name: sys.modules[name] for name in _requested()["names"] if name in sys.modules}
 
 
-def hashes() -> dict[str, str]:
+def module_hashes() -> dict[str, str]:
     """Return the SHA-256 of each requested module's file, and of the modules that they import from the same folders."""
     tops = tuple(f"{Path(path).stem}." for path in _requested()["carried"])
     names = [name for name in sys.modules if name in _requested()["names"] or f"{name}.".startswith(tops)]
@@ -138,7 +138,7 @@ def hashes() -> dict[str, str]:
 
 
 def _requested() -> dict[str, list[str]]:
-    """Return the requested names, the folders to search, and the files there to copy to other machines."""
+    """Return the modules' `names`, the `folders` to search, and the packages there to copy to workers (`carried`)."""
     return {"names": [], "folders": [], "carried": [], **json.loads(os.environ.get(ENV_VAR, "{}"))}
 
 

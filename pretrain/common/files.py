@@ -1,4 +1,4 @@
-"""Atomic files and verified folders (invariant 5).
+"""Atomic files and verified folders (invariant 5 in docs/invariants.md).
 
 A file is written under a temporary name, fsynced and renamed. A folder gets its `manifest.json` last; a folder without
 a matching manifest is treated as missing.
@@ -31,10 +31,11 @@ _HASH_KEY = "manifest_sha256"
 # One slash is enough: pathlib reduces two slashes to one.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _POINTER = b"version https://git-lfs."
-_OTHER_FILES = 4096  # more than the sockets, libraries and logs of a large run need
+_OTHER_FILES = 4096  # open files besides the counted ones: more than the sockets and logs of a large run need
 # Errors of flock if the file system or its mount does not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_NO_SUCH_PATH = (
+# Errors of paths that this user cannot create or write.
+_NOT_WRITABLE = (
     *(errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO),
 )
@@ -67,7 +68,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 f"{path}: disk full ({free / 1e9:.2f} GB free). No incomplete file is kept; "
                 "free some space and run the same command again (pretrain and finetune: with --resume)."
             ) from error
-        if error.errno in _NO_SUCH_PATH:
+        if error.errno in _NOT_WRITABLE:
             raise InputError(f"{path}: cannot write here ({error.strerror}). Choose a writable path.") from error
         raise
 
@@ -88,9 +89,9 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     permission errors become `MachineError` and `InputError`; the temporary file is removed. If `path` is a link, its
     target is replaced. A pipe or a device is written in place.
     """
-    path, text = Path(path), {} if "b" in mode else {"encoding": "utf-8"}
+    path, encoding = Path(path), {} if "b" in mode else {"encoding": "utf-8"}
     if is_stream(path):
-        with disk_errors(path), path.open(mode, **text) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
+        with disk_errors(path), path.open(mode, **encoding) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
             yield file
         return
     path = Path(os.path.realpath(path)) if path.is_symlink() else path
@@ -99,7 +100,7 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open(mode, **text) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
+            with temporary.open(mode, **encoding) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -116,14 +117,14 @@ def is_stream(path: Path) -> bool:
 
 def check_outputs_differ(outputs: Iterable[Path], inputs: Iterable[Path | str]) -> None:
     """Raise `InputError` if an output is the same file as an input, even under another name."""
-    read = [Path(path).expanduser() for path in inputs]
+    input_paths = [Path(path).expanduser() for path in inputs]
     for out in outputs:
         # A device, such as a terminal, may be both.
-        if out.is_file() and any(path.is_file() and path.samefile(out) for path in read):
+        if out.is_file() and any(path.is_file() and path.samefile(out) for path in input_paths):
             raise InputError(f"{out}: is also an input, which would be overwritten. Choose another name.")
 
 
-def refuse_pointer(path: Path) -> None:
+def refuse_lfs_pointer(path: Path) -> None:
     """Raise `InputError` if Git LFS left a pointer in place of the file."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
@@ -133,7 +134,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """Return the object (or list) in an untrusted JSON file; `InputError` if it is not of the `kind`."""
+    """Return the value of an untrusted JSON file. Raises `InputError` unless it is a `kind`: a dict or a list."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -230,7 +231,7 @@ def sha256_file(path: Path) -> str:
 
 
 def write_manifest(folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
-    """Write the manifest of the complete `folder`: `extra`, and each file in it with size and SHA-256. Returns it."""
+    """Write and return the manifest of the complete `folder`: `extra`, and the size and SHA-256 of each file."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
         name = path.relative_to(folder).as_posix()

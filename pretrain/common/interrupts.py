@@ -14,48 +14,48 @@ from typing import Any
 from pretrain.common.errors import RunError
 
 POLL_SECONDS = 0.5
-STUCK_SECONDS = 6.0  # for the main thread to return from library code, such as a wait for another machine
+STUCK_SECONDS = 6.0  # limit for the main thread to return from library code, such as a wait for another machine
 _SIGNAL = signal.SIGUSR2  # signals also interrupt waits for locks and for child processes, such as a C++ compiler
 
 
 class Interrupted(BaseException):
-    """A stop was requested. Not an `Exception`, which libraries catch."""
+    """A stop was requested. Libraries that catch `Exception` do not catch it."""
 
 
 class Interrupts:
     """While entered in the main thread, raises `Interrupted` there `patience` seconds after a stop was requested.
 
     Attributes:
-        patience: 0 at entry, while there is nothing to save; inf never interrupts.
-        stuck: called in another thread if `patience` is 0 and the main thread does not return from library code.
+        patience: seconds from a stop request to the interrupt: 0 at entry, while nothing needs saving; inf: never.
+        on_stuck: called in another thread if `patience` is 0 and the main thread does not return from library code.
     """
 
-    def __init__(self, requested: Callable[[], bool]) -> None:
+    def __init__(self, stop_requested: Callable[[], bool]) -> None:
         self.patience = math.inf
-        self.stuck: Callable[[], None] = lambda: None
-        self._requested = requested
-        self._since = math.inf  # when the request was seen
-        self._left = threading.Event()
+        self.on_stuck: Callable[[], None] = lambda: None
+        self._stop_requested = stop_requested
+        self._requested_at = math.inf  # time at which the request was seen
+        self._exited = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="stop-watch")
-        self._handler: Any = None
-        self._hook, self._before = sys.unraisablehook, math.inf
+        self._previous_handler: Any = None
+        self._previous_hook, self._patience_before = sys.unraisablehook, math.inf
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self.patience = 0.0
-            self._handler = signal.signal(_SIGNAL, self._interrupt)
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+            self._previous_handler = signal.signal(_SIGNAL, self._interrupt)
+            self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
             self._watcher.start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         patience, self.patience = self.patience, math.inf
         if self._watcher.is_alive():
-            self._left.set()
+            self._exited.set()
             self._watcher.join()  # it sends no further signal
-            signal.signal(_SIGNAL, self._handler)
-            sys.unraisablehook = self._hook
-        self._check(error, patience)
+            signal.signal(_SIGNAL, self._previous_handler)
+            sys.unraisablehook = self._previous_hook
+        self._raise_if_stopped(error, patience)
 
     @contextlib.contextmanager
     def after(self, seconds: float) -> Iterator[None]:
@@ -64,37 +64,37 @@ class Interrupts:
         try:
             yield
         except Exception as error:
-            self._check(error, seconds)
+            self._raise_if_stopped(error, seconds)
             raise
         finally:
             self.patience = math.inf
 
-    def _check(self, error: BaseException | None, patience: float) -> None:
+    def _raise_if_stopped(self, error: BaseException | None, patience: float) -> None:
         """Raise `Interrupted` if a library failed because the stop signal also killed its child, such as a compiler."""
-        is_library = isinstance(error, Exception) and not isinstance(error, RunError)
-        if is_library and patience < math.inf and self._requested():
+        is_library_error = isinstance(error, Exception) and not isinstance(error, RunError)
+        if is_library_error and patience < math.inf and self._stop_requested():
             raise Interrupted from error
 
     def _watch(self) -> None:
-        while not self._left.wait(POLL_SECONDS):
-            if self.patience < math.inf and self._requested():
-                self._since = min(self._since, time.monotonic())
+        while not self._exited.wait(POLL_SECONDS):
+            if self.patience < math.inf and self._stop_requested():
+                self._requested_at = min(self._requested_at, time.monotonic())
                 if self._is_due():
                     signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
-                if self.patience == 0 and time.monotonic() - self._since > STUCK_SECONDS:
-                    self.stuck()
+                if self.patience == 0 and time.monotonic() - self._requested_at > STUCK_SECONDS:
+                    self.on_stuck()
 
     def _is_due(self) -> bool:
-        return time.monotonic() - self._since >= self.patience
+        return time.monotonic() - self._requested_at >= self.patience
 
     def _interrupt(self, *_: object) -> None:
         if self._is_due():
-            self._before, self.patience = self.patience, math.inf  # cleanup is not interrupted
+            self._patience_before, self.patience = self.patience, math.inf  # cleanup is not interrupted
             raise Interrupted
 
     def _on_unraisable(self, unraisable: Any) -> None:
         """Interrupt again if the signal arrived in a finalizer, whose exceptions Python only reports."""
         if unraisable.exc_type is Interrupted:
-            self.patience = self._before
+            self.patience = self._patience_before
         else:
-            self._hook(unraisable)
+            self._previous_hook(unraisable)

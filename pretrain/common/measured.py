@@ -12,7 +12,7 @@ from pathlib import Path
 from pretrain.common.files import write_json
 from pretrain.common.thread_waits import waited_seconds
 
-_MAX_WAIT_SHARE = 0.03  # a result is not cached if a thread waited for a core for more of the time
+_MAX_WAIT_SHARE = 0.03  # a result is cached only if no thread waited for a core for a larger share of the time
 _CPU = Path("/proc/cpuinfo")
 
 
@@ -51,7 +51,7 @@ def _read() -> dict[str, float]:
 
 
 def cpu_has(flag: str) -> bool:
-    """Return whether this CPU has a feature, by Linux's name of it."""
+    """Return whether this CPU has a feature; `flag` is its name in /proc/cpuinfo."""
     return flag in _cpu("flags").split()
 
 
@@ -61,7 +61,7 @@ def _cpu(field: str) -> str:
 
 
 def _machine() -> tuple[str, ...]:
-    name = _cpu("model name")
+    cpu = _cpu("model name")
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    return platform.node(), name, f"cores {cores}", f"threads {threads}", f"torch {importlib.metadata.version('torch')}"
+    return platform.node(), cpu, f"cores {cores}", f"threads {threads}", f"torch {importlib.metadata.version('torch')}"

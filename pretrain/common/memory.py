@@ -5,9 +5,9 @@ import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
-# malloc.h
+# Parameters of mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
-OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+OWN_CGROUPS, _CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def hold_freed_memory(max_bytes: int = -1) -> None:
@@ -53,10 +53,10 @@ def control_groups(controller: str) -> list[Path]:
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError, ValueError):  # not Linux
-        for line in OWN_GROUPS.read_text().splitlines():
+        for line in OWN_CGROUPS.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
             if not controllers or controller in controllers.split(","):
-                root = _GROUPS / controller if controllers else _GROUPS
+                root = _CGROUP_ROOT / controller if controllers else _CGROUP_ROOT
                 group = root / name.lstrip("/")
                 folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
     return folders

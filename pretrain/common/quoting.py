@@ -35,14 +35,14 @@ def split_lines(text: Iterable[str]) -> Iterator[str]:
 
 
 def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, cells) of each row; quotes are ordinary characters. Blank rows are kept only in a single column."""
+    """Yield (line number, cells) of each row; quotes are ordinary. Blank rows are skipped unless in a single column."""
     is_single = False
-    blank: list[int] = []  # numbers of blank lines in a single column, yielded if another row follows
-    seen = False
+    blank: list[int] = []  # line numbers of blank rows in a single column, yielded if another row follows
+    has_rows = False
     for number, line in enumerate(split_lines(text), 1):
         if line:
-            is_single = is_single if seen else delimiter not in line
-            seen = True
+            is_single = is_single if has_rows else delimiter not in line
+            has_rows = True
             yield from ((blank_number, [""]) for blank_number in blank)
             blank.clear()
             yield number, line.split(delimiter)
@@ -51,21 +51,21 @@ def bare_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[s
 
 
 def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (first line, cells) of each row that is not blank, by RFC 4180. Raises `QuotingError`."""
+    """Yield (number of its first line, cells) of each row that is not blank, by RFC 4180. Raises `QuotingError`."""
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # the default is 128 kB
     reader = csv.reader(text, delimiter=delimiter, strict=True)
-    first = 1
+    first_line = 1
     try:
         for cells in reader:
             if cells:
-                yield first, cells
-            first = reader.line_num + 1
+                yield first_line, cells
+            first_line = reader.line_num + 1
     except csv.Error as error:
-        raise QuotingError(first, str(error)) from None
+        raise QuotingError(first_line, str(error)) from None
 
 
 def refuse_quoted(text: Iterable[str], delimiter: str, path: object, setting: str) -> None:
-    """Raise `InputError`, which names the `setting`, if a cell starts with a quote: then the modes differ."""
+    """Raise `InputError`, which names the `setting`, if a cell starts with a quote: its meaning is ambiguous."""
     for line, cells in bare_rows(text, delimiter):
         if quoted := next((cell for cell in cells if cell.startswith('"')), ""):
             raise InputError(

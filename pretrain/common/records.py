@@ -35,17 +35,17 @@ def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_record(line))
+            records.append(_checked_record(line))
         except ValueError as error:
             if number < len(lines):
                 raise InputError(f"{path}:{number}: {error}. Remove the line, or restore the file.") from None
     return records
 
 
-def record_end(run_dir: Path, event: str, message: str, saved: int) -> None:
+def append_end_event(run_dir: Path, event: str, message: str, saved_step: int) -> None:
     """Append the event that ended the run, replacing an incomplete last line.
 
-    A stop gets the step of the `saved` checkpoint, other events the last recorded step. Without either, writes nothing.
+    A stop event gets the step `saved_step`, others get the last training step. Does nothing if both are 0.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -54,15 +54,16 @@ def record_end(run_dir: Path, event: str, message: str, saved: int) -> None:
         data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
         records = (parse_record(line) for line in reversed(complete.splitlines()))
-        last = next((record["step"] for record in records if record is not None and is_training(record)), 0)
-        if not last and not saved:
+        last_step = next((record["step"] for record in records if record is not None and is_training(record)), 0)
+        if not last_step and not saved_step:
             return
         file.truncate(len(complete))
         file.seek(len(complete))
-        file.write(json.dumps(event_of(event, message, step=saved if event == "stop" else last)).encode() + b"\n")
+        step = saved_step if event == "stop" else last_step
+        file.write(json.dumps(make_event(event, message, step=step)).encode() + b"\n")
 
 
-def event_of(kind: str, message: str, **fields: Any) -> dict[str, Any]:
+def make_event(kind: str, message: str, **fields: Any) -> dict[str, Any]:
     """Return the record of an event that happens now.
 
     `kind` is a constant of `pretrain.tracking.events`; `fields` are the other fields, such as `step`.
@@ -78,12 +79,12 @@ def is_training(record: dict[str, Any]) -> bool:
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """Return the record in a line of metrics.jsonl; None if the line is not a valid record."""
     try:
-        return _record(line)
+        return _checked_record(line)
     except ValueError:
         return None
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _checked_record(line: bytes) -> dict[str, Any]:
     """Return the record in a line. Raises `ValueError` with the reason if it is not valid."""
     try:
         content = json.loads(line)
@@ -93,20 +94,20 @@ def _record(line: bytes) -> dict[str, Any]:
         raise ValueError("not a JSON object")
     record: dict[str, Any] = content
     for key, value in record.items():
-        expected = _expected(key, value, in_event="event" in record)
+        expected = _expected_type(key, value, in_event="event" in record)
         if expected:
             shown = repr(value)
             raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
     return record
 
 
-def _expected(key: str, value: Any, *, in_event: bool) -> str:
+def _expected_type(key: str, value: Any, *, in_event: bool) -> str:
     """Return the type that `key` requires if `value` has another type; "" if it is valid."""
     if key in _STRING_FIELDS:
         return "" if isinstance(value, str) else "text"
     if key == "step":
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return "" if is_integer and 0 <= value < 2**63 else "a step"
+        return "" if is_integer and 0 <= value < 2**63 else "a step number"
     if key == "time":
         return "" if _is_number(value) and 0 <= value <= _LATEST_TIME else "seconds since 1970"
     if in_event:  # the other fields depend on the kind of event
@@ -122,7 +123,7 @@ def _is_number(value: Any) -> bool:
 def drop_records_after(path: Path, step: int) -> None:
     """Drop the records after `step` from a file such as metrics.jsonl; it is rewritten only if a record is dropped.
 
-    Events after `step` are kept if the run resumes (`step` >= 0).
+    Events after `step` are kept, except if `step` is -1: then the run starts over, and all records are dropped.
     """
     if not path.is_file():
         return
@@ -152,13 +153,13 @@ class Metric(NamedTuple):
 
     unit: str
     description: str
-    title: str = ""  # of its chart, its tile and its row on a model card
+    title: str = ""  # title of its chart, its tile and its row on a model card
     short: str = ""  # label in progress lines; if empty, the metric appears only in its chart
-    live: bool = False  # whether the progress line of a running training shows it
+    live: bool = False  # whether the progress line during training shows it
 
-    def text(self, value: float, extra: int = 0) -> str:
-        """Format the value for display, with `extra` digits more than usual."""
-        return f"{value:.{1 + extra}%}" if self.unit == "fraction" else f"{value:.{3 + extra}f}"
+    def text(self, value: float, extra_digits: int = 0) -> str:
+        """Format the value for display, with this many digits more than in progress lines."""
+        return f"{value:.{1 + extra_digits}%}" if self.unit == "fraction" else f"{value:.{3 + extra_digits}f}"
 
     def line(self, value: float) -> str:
         """Format label and value, such as "mlm 12.3%"."""

@@ -1,4 +1,4 @@
-"""The names of the small files in a run folder. Each is written by one package; others read it or store it remotely."""
+"""The names of the small files in a run folder. A run at an address also stores the `STORED` ones there."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ LAST_SENT = "wandb-step.json"  # the last step sent to W&B
 START_FILE = "start.json"  # the origin of the initial weights, and the released model that the run started from
 FORK_FILE = "fork.json"  # the run and step that the run forked from
 HISTORY = "attention.json"  # attention patterns of the heads at evaluations
-SCORES = "scores.json"  # of a finished fine-tuning
-SUMMARY = "summary.json"  # of several fine-tunings, in their common folder
-FAILED = "failed.json"  # the error of a failed fine-tuning among several
+SCORES = "scores.json"  # scores of a finished fine-tuning run
+SUMMARY = "summary.json"  # scores of several fine-tuning runs, in the folder that contains them
+FAILED = "failed.json"  # the error of a fine-tuning run, if it is one of several
 
 STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, HISTORY, SCORES)
 

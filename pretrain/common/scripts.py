@@ -24,7 +24,7 @@ _PATTERNS = {  # later entries take precedence
     COMPLEX: r"[[\p{Line_Break=SA}\p{Line_Break=AK}\p{Line_Break=AS}]&&\p{L}]",
     MARK: r"\p{M}" + _INVISIBLE,  # joiners, too, occur within words
 }
-# Letters, with marks, of scripts without spaces: each is treated as a unit. Tibetan is excluded: it marks syllables.
+# Letters and marks of scripts without spaces: each letter is treated as a unit. Not Tibetan, which marks syllables.
 ALONE = "".join(_PATTERNS[kind] for kind in (IDEOGRAPH, KANA, COMPLEX)) + r"[\p{Line_Break=SA}&&\p{M}]"
 # Characters that cannot start a unit: marks, vowels after their consonant, small kana, repeat signs (Annex 14, CJ, NS)
 FOLLOWS = _PATTERNS[MARK] + (
@@ -34,13 +34,13 @@ FOLLOWS = _PATTERNS[MARK] + (
 # Characters that attach to the next letter: vowels written before their consonant, and joining signs.
 JOINS = r"[\p{L}&&\p{InPC=Visual_Order_Left}]\p{InSC=Invisible_Stacker}\u00ad\u200c\u200d"
 ACCENTS = r"[\p{M}--\p{Default_Ignorable_Code_Point}]\u180b-\u180f"  # Mongolian ones occur within words
-PLANES = 0x40000  # code points of the planes that have letters
+PLANES = 0x40000  # number of code points in the planes that have letters
 _IGNORED = regex.compile(f"(?V1){_INVISIBLE}+")
 STARTS_UNIT = regex.compile(f"(?V1)(?![{FOLLOWS}])[{ALONE}]")
 FOLLOWING = regex.compile(f"(?V1)[{FOLLOWS}]")
 CLUSTER = regex.compile(f"(?V1)(?s:.)(?:[{FOLLOWS}]|(?<=[{JOINS}])(?s:.))*")  # a letter and characters attached to it
 MARKS_AT_END = regex.compile(f"(?V1)[{_PATTERNS[MARK]}]+$")
-# What `comparable` may change. Other characters neither decompose nor compose with preceding ones (Annex 15, 9).
+# Characters that `comparable` may change. Others neither decompose nor compose with preceding ones (Annex 15, 9).
 _CHANGING = rf"\p{{NFKC_QC=No}}\p{{NFKC_QC=Maybe}}{_INVISIBLE}[^\p{{CCC=0}}]"
 
 WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
@@ -48,7 +48,7 @@ WORD = regex.compile(r"(?V1)[\p{L}\p{N}_][\p{L}\p{M}\p{N}_\u200c\u200d]*")
 
 @functools.cache
 def members(pattern: str) -> np.ndarray:
-    """Return the characters that the set `pattern` matches: bool [0x40000], read-only."""
+    """Return a read-only mask, bool [0x40000], of the code points that the character set `pattern` matches."""
     found = np.zeros(PLANES, bool)
     for run in regex.finditer(f"(?V1)[{pattern}]+", _characters()):
         found[run.start() : run.end()] = True
@@ -65,7 +65,7 @@ def _characters() -> str:
 
 @functools.cache
 def kinds() -> np.ndarray:
-    """Return the kind of each character in the planes that have letters: uint8 [0x40000], read-only."""
+    """Return the kind of each code point in the planes that have letters: uint8 [0x40000], read-only."""
     kinds = np.full(PLANES, OTHER, np.uint8)
     for kind, pattern in _PATTERNS.items():
         kinds[members(pattern)] = kind
@@ -86,7 +86,7 @@ def comparable(text: str) -> str:
 
 
 def changing() -> np.ndarray:
-    """Return the characters that `comparable` may change in a word: bool [0x40000].
+    """Return a mask, bool [0x40000], of the code points that `comparable` may change in a word.
 
     Characters that belong to a word in neither form, such as a no-break space, are excluded.
     """

@@ -23,7 +23,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    PURPOSE: ClassVar[str] = "run"
+    SUBJECT: ClassVar[str] = "run"
     """The object that a config of this class describes."""
 
     @field_validator("*", mode="before")
@@ -33,10 +33,10 @@ class Section(BaseModel):
         return tuple(value) if isinstance(value, list) else value
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
-        """Yield (setting, package of the kind, name) of each custom module (`pretrain.common.extensions`)."""
+        """Yield (path of the setting, package of its kinds, name) of each custom module (`common.extensions`)."""
         yield from ()
 
-    def narrowed(self) -> type[Section]:
+    def extended_class(self) -> type[Section]:
         """Return the class of these settings, extended by the sections of custom modules, which must be imported."""
         return type(self)
 
@@ -54,26 +54,26 @@ LocalPath = Annotated[str, AfterValidator(_check_path)]
 """A relative or absolute path on the machines that run; remote addresses are refused."""
 
 
-def check_location(text: str, *, written: bool = False) -> str:
+def check_location(location: str, *, for_writing: bool = False) -> str:
     """Return a path or address, without a trailing slash of the address. Raises `ValueError` if it is neither."""
-    if is_remote(text):
-        check_address(text, written=written)
-        return text.rstrip("/")
-    scheme, separator, _ = text.partition("://")
+    if is_remote(location):
+        check_address(location, for_writing=for_writing)
+        return location.rstrip("/")
+    scheme, separator, _ = location.partition("://")
     if separator and scheme.isalnum():
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ValueError(f"{text!r} is an address with an unknown scheme. Use a local path, or one of {known}.")
-    return _check_path(text)
+        raise ValueError(f"{location!r} is an address with an unknown scheme. Use a local path, or one of {known}.")
+    return _check_path(location)
 
 
 Location = Annotated[str, AfterValidator(check_location)]
-"""A path as `LocalPath`, or an address of an object store (`pretrain.common.addresses`)."""
+"""A path like `LocalPath`, or an address of an object store (`pretrain.common.addresses`)."""
 
-WritableLocation = Annotated[str, AfterValidator(lambda text: check_location(text, written=True))]
-"""As `Location`, but only addresses that can be written to."""
+WritableLocation = Annotated[str, AfterValidator(lambda value: check_location(value, for_writing=True))]
+"""Like `Location`, but an address must be writable."""
 
-MULTILINE: dict[str, JsonValue] = {"several_lines": True}
-"""`Field(json_schema_extra=MULTILINE)`: the setting's text may contain tabs and line breaks."""
+ALLOW_TABS_AND_NEWLINES: dict[str, JsonValue] = {"tabs_and_newlines": True}
+"""`Field(json_schema_extra=ALLOW_TABS_AND_NEWLINES)`: the setting may contain tabs and newlines."""
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
@@ -82,10 +82,10 @@ def is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 @functools.cache
-def fields_of(model: type[Section]) -> dict[Keys, FieldInfo]:
-    """Return the fields of all settings below `model` by path; list items have the index 0."""
+def fields_of(schema: type[Section]) -> dict[Keys, FieldInfo]:
+    """Return the fields of all settings below `schema` by path; list items have the index 0."""
     fields: dict[Keys, FieldInfo] = {}
-    for name, field in model.model_fields.items():
+    for name, field in schema.model_fields.items():
         fields[name,] = field
         parent = (name, 0) if typing.get_origin(field.annotation) is tuple else (name,)
         for section in filter(is_section, (field.annotation, *typing.get_args(field.annotation))):
@@ -94,6 +94,6 @@ def fields_of(model: type[Section]) -> dict[Keys, FieldInfo]:
     return fields
 
 
-def field_at(model: type[Section], path: Keys) -> FieldInfo | None:
-    """Return the field at `path` below `model`; None if there is none."""
-    return fields_of(model).get(tuple(0 if isinstance(key, int) else key for key in path))
+def field_at(schema: type[Section], path: Keys) -> FieldInfo | None:
+    """Return the field at `path` below `schema`; None if there is none."""
+    return fields_of(schema).get(tuple(0 if isinstance(key, int) else key for key in path))

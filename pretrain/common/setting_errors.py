@@ -33,7 +33,7 @@ _WORDS = {
 
 
 def expected(error: ErrorDetails) -> str:
-    """Return the message about the value that was expected."""
+    """Return the part of a message that says which value pydantic expected."""
     message = error["msg"]
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
@@ -47,15 +47,15 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {reason}" if where else reason
 
 
-def suggest(model: type[Section], path: Keys) -> str:
+def suggest(schema: type[Section], path: Keys) -> str:
     """Suggest a setting with a similar name in the same section, or else in another one."""
-    unknown, known = str(path[-1]), fields_of(model)
+    unknown, known = str(path[-1]), fields_of(schema)
     parent = tuple(0 if isinstance(key, int) else key for key in path[:-1])
     siblings = [str(keys[-1]) for keys in known if keys[:-1] == parent]
     if similar := did_you_mean(unknown, siblings):
         return similar
     # Do not suggest settings of alternative sections, such as another task: a config has only one of them.
-    others = {name for name, field in model.model_fields.items() if field.default is None} - {path[0]}
+    others = {name for name, field in schema.model_fields.items() if field.default is None} - {path[0]}
     candidates = [keys for keys in known if len(path) == 1 or keys[0] not in others]
     by_last_name = {str(keys[-1]): ".".join(map(str, keys)) for keys in reversed(candidates)}
     if similar := nearest(unknown, by_last_name, cutoff=0.8):

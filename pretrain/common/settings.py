@@ -18,11 +18,11 @@ from pretrain.common.commands import run_argument
 from pretrain.common.errors import InputError, is_control, printable, version_mismatch
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import import_kind
-from pretrain.common.sections import MULTILINE, Keys, Section, field_at
+from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, Keys, Section, field_at
 from pretrain.common.setting_errors import expected, format_value, shorten, suggest
 from pretrain.common.yaml_text import Dumper, parse, read_text
 
-_MIN_UNKNOWN = 3  # number of unknown sections from which a config is reported as one of another kind
+_MIN_UNKNOWN = 3  # a config with at least this many unknown top-level keys is reported as one of another kind
 _SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
 _MAX_SHOWN = 200  # characters of an override in a message
 
@@ -35,7 +35,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 """Overrides of a config: strings `key.path=value`, or values by key.path."""
 
 
-def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports: bool = False) -> S:
+def load(config: AnyConfig, schema: type[S], overrides: Overrides = (), *, imports: bool = False) -> S:
     """Load the settings of `config`, with overrides applied.
 
     Values are read as YAML 1.2 (1e-4 is a number, `off` is a string) and never converted to another type. List items
@@ -47,19 +47,19 @@ def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports
     Raises:
         InputError: one line per problem, each with the line of the file or the override that causes it.
     """
-    source = _Document(config, kind, overrides)
-    settings = source.validate()
+    document = _Document(config, schema, overrides)
+    settings = document.validate()
     if imports:
-        import_named(settings, source.folder, lambda keys: f"{source.where(keys)}: ")
-        if (narrowed := settings.narrowed()) is not kind:
-            source.kind = typing.cast(type[S], narrowed)
-            settings = kind.model_validate(source.validate().model_dump(mode="json"))
+        import_named(settings, document.folder, lambda keys: f"{document.where(keys)}: ")
+        if (extended := settings.extended_class()) is not schema:
+            document.schema = typing.cast(type[S], extended)
+            settings = schema.model_validate(document.validate().model_dump(mode="json"))
     return settings
 
 
-def load_recorded(path: Path, kind: type[S]) -> S:
+def load_recorded(path: Path, schema: type[S]) -> S:
     """Load the settings that a run recorded in `path`. Raises `InputError`, with one line if the version differs."""
-    return _Document(path, kind, ()).validate(recorded=True)
+    return _Document(path, schema, ()).validate(recorded=True)
 
 
 def import_named(settings: Section, folder: Path | None = None, where: Callable[[Keys], str] = lambda _: "") -> None:
@@ -74,12 +74,12 @@ def import_named(settings: Section, folder: Path | None = None, where: Callable[
             raise InputError(f"{where(keys)}{'.'.join(map(str, keys))}: {error}") from None
 
 
-def unvalidated_values(config: AnyConfig, kind: type[Section], overrides: Overrides) -> dict[str, Any]:
+def unvalidated_values(config: AnyConfig, schema: type[Section], overrides: Overrides) -> dict[str, Any]:
     """Return the values of `config` with `overrides` applied as in `load`, but not validated.
 
     Raises `InputError` if the file cannot be read, or an override cannot be applied.
     """
-    return _Document(config, kind, overrides).values
+    return _Document(config, schema, overrides).values
 
 
 def as_overrides(overrides: Overrides) -> list[str]:
@@ -115,8 +115,8 @@ def read_values(path: Path | str) -> dict[str, Any]:
     return _to_plain(values) if isinstance(values, dict) else {}
 
 
-def names(path: Path | str) -> set[str]:
-    """Return the top-level names in the YAML file `path`. Raises `InputError` if it cannot be read."""
+def top_level_keys(path: Path | str) -> set[str]:
+    """Return the top-level keys of the YAML file `path`. Raises `InputError` if it cannot be read."""
     return set(read_values(path))
 
 
@@ -129,7 +129,7 @@ def dump(settings: Section, exclude: set[str] | None = None) -> str:
 def differences(
     before: Section | Mapping[str, Any], after: Section | Mapping[str, Any], *, ignore: Sequence[str]
 ) -> list[str]:
-    """List the settings that differ and match no pattern in `ignore`: dotted name and both values.
+    """List the settings that differ, with both values, unless their dotted names match a pattern in `ignore`.
 
     Both arguments may be plain values (`model_dump`) of a section whose fields this version does not have.
     """
@@ -162,8 +162,8 @@ def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 class _Document(Generic[S]):
     """The values of one YAML file or dictionary with overrides applied, and the origin of each."""
 
-    def __init__(self, config: AnyConfig, kind: type[S], overrides: Overrides) -> None:
-        self.kind = kind
+    def __init__(self, config: AnyConfig, schema: type[S], overrides: Overrides) -> None:
+        self.schema = schema
         self.folder: Path | None = None
         self.origin, content, lines = "config", config, {}
         if isinstance(config, Path | str):
@@ -187,8 +187,8 @@ class _Document(Generic[S]):
         if not equals or "" in keys:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
         self._set_value(keys, _to_plain(parse(value, where)[1] if value.strip() else ""), where)
-        others = {path: origin for path, origin in self.origins.items() if path[: len(keys)] != keys}
-        self.origins = others | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in others}
+        unaffected = {path: origin for path, origin in self.origins.items() if path[: len(keys)] != keys}
+        self.origins = unaffected | {keys[:n]: where for n in range(1, len(keys) + 1) if keys[:n] not in unaffected}
 
     def _set_value(self, keys: Keys, value: Any, where: str) -> None:
         """Set the value at `keys`, and create missing sections and lists above it."""
@@ -213,7 +213,7 @@ class _Document(Generic[S]):
         """Split a setting's dotted name into keys. Names that the user chooses, as for sources, may contain dots."""
         keys, parts = _split_name(name), name.split(".")
         for depth in range(1, len(keys)):
-            field = field_at(self.kind, keys[:depth])
+            field = field_at(self.schema, keys[:depth])
             annotation = field.annotation if field else None
             if typing.get_origin(annotation) is dict and typing.get_args(annotation)[1] is not Any:
                 return (*keys[:depth], ".".join(parts[depth:]))
@@ -224,7 +224,7 @@ class _Document(Generic[S]):
         if problems := list(self._control_characters()):
             raise InputError("\n".join(problems))
         try:
-            settings = self.kind.model_validate(self.values, strict=True)
+            settings = self.schema.model_validate(self.values, strict=True)
         except ValidationError as error:
             # pydantic also reports a list as too short if its items are invalid.
             problems = [
@@ -245,14 +245,14 @@ class _Document(Generic[S]):
         unknown = [str(path[0]) for path in paths if len(path) == 1]
         if len(unknown) >= _MIN_UNKNOWN:
             raise InputError(
-                f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {', '.join(unknown)}."
+                f"{self.origin}: is not the config of a {self.schema.SUBJECT}, which has no {', '.join(unknown)}."
             )
 
     def _control_characters(self) -> Iterator[str]:
         """Yield a line for each name or string with control characters, which could break out of a line or quotes."""
         for path, value in _leaves(self.values):
-            name, field = ".".join(map(str, path)), field_at(self.kind, path)
-            allowed = "\t\n" if field is not None and field.json_schema_extra == MULTILINE else ""
+            name, field = ".".join(map(str, path)), field_at(self.schema, path)
+            allowed = "\t\n" if field is not None and field.json_schema_extra == ALLOW_TABS_AND_NEWLINES else ""
             if controls := _controls(name):
                 yield f"{self.where(path)}: the name {printable(name)} contains {controls}. Remove them."
             elif isinstance(value, str) and (controls := _controls(value, allowed)):
@@ -262,7 +262,7 @@ class _Document(Generic[S]):
         """Refuse strings in settings of other software whose names suggest secrets; our settings contain none."""
         for path, value in _leaves(self.values):
             names = [key for key in path if isinstance(key, str)]
-            ours = [field for n in range(len(path)) if (field := field_at(self.kind, path[: n + 1]))]
+            ours = [field for n in range(len(path)) if (field := field_at(self.schema, path[: n + 1]))]
             if isinstance(value, str) and value and any(map(_SECRET.search, names[len(ours) :])):
                 where = self.where(path)
                 where = where.partition("=")[0] if where.startswith("--set ") else where  # without the value
@@ -276,9 +276,9 @@ class _Document(Generic[S]):
         path: Keys = tuple(error["loc"])
         where, name = self.where(path), ".".join(map(str, path))
         if error["type"] == "extra_forbidden":
-            return f"{where}: {name} is not a known setting; {suggest(self.kind, path)}"
+            return f"{where}: {name} is not a known setting; {suggest(self.schema, path)}"
         if error["type"] == "missing":
-            field = field_at(self.kind, path)
+            field = field_at(self.schema, path)
             return f"{where}: {name} is missing. {(field and field.description) or ''}".rstrip()
         if error["type"] == "value_error":
             message = str(error.get("ctx", {})["error"])

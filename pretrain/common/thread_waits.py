@@ -3,7 +3,7 @@
 A kernel of T threads finishes with its last thread. Until then, and until the next kernel, OpenMP's threads spin,
 because waking a sleeping thread takes longer than most kernels. If another program uses the core of one thread, the
 others spin while they wait for it, and take CPU time that it needs. With twice as many busy threads as cores, training
-slows down to a fifth or less instead of a half. Sleeping threads leave their CPU time to others.
+runs at a fifth of its speed or less, instead of half. Sleeping threads leave their CPU time to others.
 
 libgomp, the GNU OpenMP that torch is built with, spins only while it has no more threads than cores (GOMP_SPINCOUNT in
 its manual). So a pool of idle threads makes the others sleep, and closing the pool makes them spin again. Results do

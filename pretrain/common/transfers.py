@@ -43,7 +43,7 @@ def to_host(values: Tensor) -> PendingCopy:
 
 
 def arrivals(copies: Iterable[tuple[K, PendingCopy]]) -> Iterator[tuple[K, Tensor]]:
-    """Yield each copy with its key. The next copy is launched before waiting, so that the device always has work."""
+    """Yield each key with its finished copy. The next copy is launched before waiting, to keep the device busy."""
     previous: tuple[K, PendingCopy] | None = None
     for current in copies:
         if previous is not None:

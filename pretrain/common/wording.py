@@ -36,7 +36,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Return the shortest names that start with `name`, at most three, else the most similar one (difflib's cutoff)."""
     known = list(names)
     longer = sorted((other for other in known if other.startswith(name)), key=len) if name.strip("-") else []
-    shortest = [other for number, other in enumerate(longer) if not other.startswith(tuple(longer[:number]))]
+    shortest = [other for index, other in enumerate(longer) if not other.startswith(tuple(longer[:index]))]
     return shortest[:3] or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
 
 
@@ -55,8 +55,8 @@ def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[
     accuracy, micro_f1 = scores.get("accuracy"), scores.get("micro_f1")
     if accuracy is None or micro_f1 is None or not math.isclose(accuracy, micro_f1):
         return dict(scores)
-    repeated = "accuracy" if metric == "micro_f1" else "micro_f1"
-    return {name: value for name, value in scores.items() if name != repeated}
+    duplicate = "accuracy" if metric == "micro_f1" else "micro_f1"
+    return {name: value for name, value in scores.items() if name != duplicate}
 
 
 def clock(seconds: float) -> str:
@@ -70,15 +70,15 @@ def clock(seconds: float) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Wrap `text` at the terminal's width, indented to the last column. Unchanged if stdout is not a terminal."""
+    """Wrap `text` to the terminal's width, aligned to the last column. Returns it unchanged without a terminal."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
     lines = []
     for line in text.split("\n"):
         columns = [match.end() for match in re.finditer(r"(?<=\S) {2,}", line[: width // 2])]
-        inner = " " * (columns[-1] if columns else len(line) - len(line.lstrip()) + 2)
-        options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": inner}
+        indent = " " * (columns[-1] if columns else len(line) - len(line.lstrip()) + 2)
+        options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
         lines += textwrap.wrap(line, width, **options) if len(line) > width else [line]
     return "\n".join(lines)
 

@@ -17,18 +17,18 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import disk_errors
 from pretrain.common.interrupts import Interrupts
 
-# In the run folder; makes the run save a checkpoint and exit.
+# File in the run folder that makes the run save a checkpoint and exit.
 STOP_FILE = "stop"
-# The folder of the scheduler's job that started this process, if any. Its file `started` is as old as the job, and a
-# STOP_FILE in it stops everything that the job runs.
+# Environment variable with the folder of the scheduler's job that started this process, if any. Its file `started` was
+# written when the job started. A STOP_FILE in the folder stops everything that the job runs.
 JOB_VARIABLE = "BERTRAIN_JOB"
-# In the logs folder: a hang that a watchdog detected, read by the driver that restarts the workers.
+# File in the logs folder with a hang that a watchdog detected, for the driver that restarts the workers.
 HANG_FILE = "hang.json"
-# In the logs folder, while the run waits for nodes: {"time", "message"}.
+# File in the logs folder while the run waits for nodes: {"time", "message"}.
 WAITING_FILE = "waiting.json"
 
-_OWNER = "for "
-_OWNER_BYTES = 200
+_OWNER_PREFIX = "for "
+_MAX_OWNER_BYTES = 200
 # Variables that torchrun always sets, and variables that several processes need to choose their GPUs and threads.
 _TORCHRUN, _LOCAL = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The modification time that `Flag.set` gives a file, in nanoseconds (in 2001). Touching the file changes it.
@@ -37,7 +37,7 @@ _SET_AT = 10**18
 
 @dataclass(frozen=True)
 class Flag:
-    """A file that tells the processes of one attempt to save a checkpoint and exit.
+    """A file that tells the workers of one attempt (a start or restart of the run) to save a checkpoint and exit.
 
     Shared storage may show a file for a minute after its removal, and a process of an earlier attempt may write one
     late. So a file is honored only if it belongs to this attempt.
@@ -60,16 +60,16 @@ class Flag:
             # A network file system answers stat from a cache; opening the file asks the server.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
-                written = os.fstat(descriptor).st_mtime_ns
-                text = file.read(_OWNER_BYTES).decode("utf-8", "replace")
+                modified = os.fstat(descriptor).st_mtime_ns
+                text = file.read(_MAX_OWNER_BYTES).decode("utf-8", "replace")
         except OSError:
             return False
-        if text.startswith(_OWNER):
-            if text.removeprefix(_OWNER).strip() == self.owner:
+        if text.startswith(_OWNER_PREFIX):
+            if text.removeprefix(_OWNER_PREFIX).strip() == self.owner:
                 return True
-            if written == _SET_AT:
+            if modified == _SET_AT:
                 return False
-        return self.since is not None and written >= self.since
+        return self.since is not None and modified >= self.since
 
     def set(self) -> None:
         """Write the file. It is renamed into place, so a link with its name is replaced, not followed."""
@@ -77,7 +77,7 @@ class Flag:
         try:
             temporary.touch()
             try:
-                temporary.write_text(f"{_OWNER}{self.owner}\n", encoding="utf-8")
+                temporary.write_text(f"{_OWNER_PREFIX}{self.owner}\n", encoding="utf-8")
             except OSError:  # disk full: the file stays empty, as if it was touched
                 if self.since is None:
                     raise
@@ -148,7 +148,7 @@ class TrainingRequest:
     Attributes:
         config: the run's settings, as `model_dump(mode="json")`.
         resume: continue from the latest checkpoint, if there is one.
-        events: earlier events, which the run records first.
+        events: events that happened before the start, which the run records first.
         callbacks: functions and objects that the run calls; serialized as strings.
     """
 
@@ -196,12 +196,12 @@ class Worker:
         if threading.current_thread() is not threading.main_thread():
             return
 
-        def on_signal(number: int, frame: FrameType | None) -> None:
+        def on_signal(signum: int, frame: FrameType | None) -> None:
             self._signaled.set()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-        for number in stop_signals():
-            signal.signal(number, on_signal)
+        for signum in stop_signals():
+            signal.signal(signum, on_signal)
 
     @classmethod
     def from_environment(cls) -> Worker:

@@ -12,7 +12,7 @@ from pretrain.common.errors import InputError, printable
 from pretrain.common.sections import Keys
 from pretrain.common.setting_errors import format_value
 
-_MAX_BYTES = 1 << 20  # of a config, far more than the settings of any run need
+_MAX_BYTES = 1 << 20  # maximum size of a config, far more than the settings of any run need
 
 
 def read_text(path: Path) -> str:
@@ -30,7 +30,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> tuple[dict[Keys, int], Any]:
-    """Parse one YAML document. Returns the 1-based line of each item, by keys in file order, and the values.
+    """Parse one YAML document. Returns (path of each item -> its 1-based line, in file order; the values).
 
     Args:
         text: the YAML.
@@ -62,7 +62,7 @@ def _lines(node: yaml.Node | None, path: Keys = ()) -> Iterator[tuple[Keys, int]
     if isinstance(node, yaml.MappingNode):
         items = [(key.value, key, item) for key, item in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        items = [(number, item, item) for number, item in enumerate(node.value)]
+        items = [(index, item, item) for index, item in enumerate(node.value)]
     for name, marked, item in items:
         yield (*path, name), marked.start_mark.line + 1
         yield from _lines(item, (*path, name))
@@ -117,6 +117,7 @@ class Dumper(yaml.SafeDumper):
 
 
 _DIGITS = "[0-9]+(?:_[0-9]+)*"
+# (tag, pattern, first characters) of the scalars of YAML 1.2.
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -128,9 +129,9 @@ _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
     ),
     ("merge", r"<<", ["<"]),
 )
-for _tag, _pattern, _first in _SCALARS:
+for _tag, _pattern, _first_characters in _SCALARS:
     for _class in (_Loader, Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
-_MAX_DIGITS = 100  # of an integer; Python refuses to parse 5,000
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first_characters)
+_MAX_DIGITS = 100  # maximum length of an integer; Python refuses to parse 5,000 digits
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_string)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
-from pretrain.common.addresses import is_remote, local
+from pretrain.common.addresses import is_remote, local_path
 from pretrain.common.kinds import check_kind
 from pretrain.common.sections import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
@@ -34,19 +34,19 @@ class SourceConfig(Section):
     )
     dataset: LocalPath = Field(
         default="",
-        description="Only huggingface, required: the name of a hub dataset, or a folder written by save_to_disk.",
+        description="Only for huggingface, required: the name of a hub dataset, or a folder written by save_to_disk.",
     )
     subset: str = Field(
-        default="", description="Only huggingface: name of the dataset's configuration, such as 20231101.en."
+        default="", description="Only for huggingface: name of the dataset's configuration, such as 20231101.en."
     )
-    split: str = Field(default="train", description="Only huggingface: split to read.")
-    revision: str = Field(default="", description="Only huggingface: commit of the dataset; required for hub datasets.")
+    split: str = Field(default="train", description="Only for huggingface: split to read.")
+    revision: str = Field(default="", description="Only for huggingface: commit of the dataset; required on the Hub.")
     text_column: str = Field(
-        default="text", description="Only jsonl, parquet, csv and huggingface: column with the text."
+        default="text", description="Only for jsonl, parquet, csv and huggingface: column with the text."
     )
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
-        description="Only csv: standard (RFC 4180), none (quotes are ordinary characters) or auto: standard for .csv, "
+        description="Only for csv: standard (RFC 4180), none (quotes are ordinary) or auto: standard for .csv, "
         "none for .tsv, where no cell may then start with a quote.",
     )
     weight: float = Field(
@@ -56,7 +56,7 @@ class SourceConfig(Section):
     )
     held_out: bool = Field(
         default=False,
-        description="Hold all documents of this source out for validation. The vocabulary is trained without them. "
+        description="Hold out all documents of this source for validation. The vocabulary is trained without them. "
         "Usually corpus.validation_fraction is then 0.",
     )
     license: str = Field(default="unknown", description="License of the text, shown on the corpus card.")
@@ -69,9 +69,9 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _check_location(self) -> SourceConfig:
-        needed = {"huggingface": "dataset", "docstrings": ""}.get(self.kind, "path")
-        if needed and not getattr(self, needed):
-            raise ValueError(f"kind: {self.kind} needs {needed}")
+        required = {"huggingface": "dataset", "docstrings": ""}.get(self.kind, "path")
+        if required and not getattr(self, required):
+            raise ValueError(f"kind: {self.kind} needs {required}")
         return self
 
 
@@ -81,8 +81,8 @@ class VocabularyConfig(Section):
     kind: Literal["wordpiece", "byte_bpe", "released"] = Field(
         default="wordpiece",
         description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it "
-        "can encode any text and normalizes nothing. released is the tokenizer.json at path of any other kind, such as "
-        "XLM-R's, DeBERTa-v3's or mmBERT's.",
+        "can encode any text and normalizes nothing. released is any other tokenizer.json, such as XLM-R's, "
+        "DeBERTa-v3's or mmBERT's; path names it.",
     )
     path: LocalPath = Field(
         default="",
@@ -105,7 +105,7 @@ class VocabularyConfig(Section):
     strip_accents: bool | None = Field(
         default=None,
         description="Remove accents, and the vowel signs of Hindi and other Indic scripts. Empty follows lowercase. "
-        "false with lowercase: true keeps them. Only wordpiece; BertTokenizer has the same setting.",
+        "false with lowercase: true keeps them. Only for wordpiece; BertTokenizer has the same setting.",
     )
     min_frequency: int = Field(default=2, ge=1, description="Minimum occurrences of a pair of tokens to merge.")
     added_words: int = Field(
@@ -183,16 +183,17 @@ class CorpusConfig(Section):
     def _check_dir(self) -> CorpusConfig:
         if self.cache and not is_remote(self.dir):
             raise ValueError(f"cache has no effect with dir: {self.dir}, which is not an address. Remove it")
-        if shared := [n for n, source in enumerate(self.sources) if source.path and local(source.path) == self.folder]:
+        read = [n for n, one in enumerate(self.sources) if one.path and local_path(one.path) == self.folder]
+        if read:
             raise ValueError(
-                f"dir: {self.dir} is the folder that sources.{shared[0]} reads. Choose another one, which may be in it"
+                f"dir: {self.dir} is the folder that sources.{read[0]} reads. Choose another one, which may be in it"
             )
         return self
 
     @property
     def folder(self) -> Path:
         """Return the corpus's folder on this machine."""
-        return local(self.dir)
+        return local_path(self.dir)
 
 
 class MaskingConfig(Section):
@@ -249,7 +250,8 @@ class PairsConfig(Section):
         default="nsp",
         description="Prediction for pairs of segments. nsp (next-sentence prediction): whether the second segment "
         "follows the first or, in half of the pairs, comes from another document. sop (ALBERT's sentence-order "
-        "prediction): whether adjacent segments are swapped, as in half. none: sequences have one segment.",
+        "prediction): whether two adjacent segments are swapped, as in half of the pairs. none: sequences have one "
+        "segment.",
     )
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",
@@ -259,12 +261,12 @@ class PairsConfig(Section):
         "doc_sentences.",
     )
     short_share: float = Field(
-        default=0.1, ge=0, le=1, description="Share of the sequences with a random length below the maximum."
+        default=0.1, ge=0, le=1, description="Share of the sequences that get a random length below the maximum."
     )
 
     @property
     def has_classifier(self) -> bool:
-        """Return whether the model has a classifier of pairs, and sequences have two segments."""
+        """Return whether sequences are pairs of segments, which the model has a head to classify."""
         return self.objective != "none"
 
     @property

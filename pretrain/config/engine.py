@@ -62,7 +62,7 @@ class EngineConfig(Section):
         "models and batches on GPUs, whose kernels take longer to launch than to run. auto records them in pretraining "
         "if nothing prevents it and --dry-run --on predicts a shorter step with them. Needs bf16, zero_stage 1, "
         "flash attention, and masked language modeling of one model. To keep the number of shapes small, about 2 % of "
-        "the tokens and 4 % of the masked rows are then filler, which the loss ignores. No effect on a CPU.",
+        "the tokens and 4 % of the masked ones are then filler, which the loss ignores. No effect on a CPU.",
     )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
@@ -91,12 +91,12 @@ class EngineConfig(Section):
 
     @property
     def compiled(self) -> bool:
-        """Return whether the layers are compiled; a fine-tuning replaces auto before it builds its model."""
+        """Return whether the layers are compiled; fine-tuning replaces auto before it builds the model."""
         return self.compile is not False
 
     @property
     def resolved_precision(self) -> Precision:
-        """`precision` after auto is resolved (`pretrain.model.precision`)."""
+        """Return the precision; `ValueError` if it is auto, which `pretrain.model.precision` resolves."""
         if self.precision == "auto":
             raise ValueError("engine.precision: auto is not resolved yet")
         return self.precision
@@ -116,7 +116,7 @@ class EngineConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints of a run, written while training continues.
 
-    Their copy in memory takes 12 bytes per parameter, over all workers together; 16 while weights are averaged.
+    Their copy in CPU memory takes 12 bytes per parameter, 16 while weights are averaged, divided among all workers.
     """
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between checkpoints.")
@@ -139,9 +139,9 @@ class CheckpointConfig(Section):
 
 
 class SpikeConfig(Section):
-    """Loss spikes: a run rolls back to its last checkpoint and skips the data that caused the spike.
+    """Loss spikes: the run rolls back to its last checkpoint and skips the data that caused the spike.
 
-    After three rollbacks without a checkpoint past the failed step, it stops as diverged (exit code 4).
+    After three rollbacks without a checkpoint past the failed step, the run stops as diverged (exit code 4).
     """
 
     spike_sigmas: float = Field(

@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 
-class Shape(NamedTuple):
-    """A published size."""
+class PublishedSize(NamedTuple):
+    """The numbers of a published size."""
 
     layers: int
     hidden: int
@@ -12,8 +12,8 @@ class Shape(NamedTuple):
     intermediate: int
 
 
-def _bert(layers: int, hidden: int, heads: int) -> Shape:
-    return Shape(layers, hidden, heads, 4 * hidden)
+def _bert(layers: int, hidden: int, heads: int) -> PublishedSize:
+    return PublishedSize(layers, hidden, heads, 4 * hidden)
 
 
 # google-research/bert README.md (the 24 smaller models) and Devlin et al. section 3.
@@ -24,22 +24,22 @@ _BERT_SIZES = {
     "base": _bert(12, 768, 12),
     "large": _bert(24, 1024, 16),
 }
-# Warner et al. 2024, arXiv:2412.13663, table 4 (base, large); Weller et al. 2025, Ettin, table 1. Mini and small are
-# BERT's with ModernBERT's ratio of widths.
+# Warner et al. 2024, arXiv:2412.13663, table 4 (base, large); Weller et al. 2025, Ettin, table 1. Mini to medium have
+# BERT's layers, hidden and heads; their intermediate is 1.5 x hidden, as in ModernBERT.
 _MODERNBERT_SIZES = {
-    "mini": Shape(4, 256, 4, 384),
-    "small": Shape(4, 512, 8, 768),
-    "medium": Shape(8, 512, 8, 768),
-    "base": Shape(22, 768, 12, 1152),
-    "large": Shape(28, 1024, 16, 2624),
-    "ettin-17m": Shape(7, 256, 4, 384),
-    "ettin-32m": Shape(10, 384, 6, 576),
-    "ettin-68m": Shape(19, 512, 8, 768),
-    "ettin-150m": Shape(22, 768, 12, 1152),
-    "ettin-400m": Shape(28, 1024, 16, 2624),
-    "ettin-1b": Shape(28, 1792, 28, 3840),
+    "mini": PublishedSize(4, 256, 4, 384),
+    "small": PublishedSize(4, 512, 8, 768),
+    "medium": PublishedSize(8, 512, 8, 768),
+    "base": PublishedSize(22, 768, 12, 1152),
+    "large": PublishedSize(28, 1024, 16, 2624),
+    "ettin-17m": PublishedSize(7, 256, 4, 384),
+    "ettin-32m": PublishedSize(10, 384, 6, 576),
+    "ettin-68m": PublishedSize(19, 512, 8, 768),
+    "ettin-150m": PublishedSize(22, 768, 12, 1152),
+    "ettin-400m": PublishedSize(28, 1024, 16, 2624),
+    "ettin-1b": PublishedSize(28, 1792, 28, 3840),
 }
-# He et al. 2021, arXiv:2111.09543, section 5, and the released config.json. Mini is BERT's.
+# He et al. 2021, arXiv:2111.09543, section 5, and the released config.json. Mini is BERT's size.
 _DEBERTA_SIZES = {
     "mini": _bert(4, 256, 4),
     "xsmall": _bert(12, 384, 6),
@@ -47,7 +47,7 @@ _DEBERTA_SIZES = {
     "base": _bert(12, 768, 12),
     "large": _bert(24, 1024, 16),
 }
-SIZES: dict[str, dict[str, Shape]] = {
+SIZES: dict[str, dict[str, PublishedSize]] = {
     "bert": _BERT_SIZES,
     "roberta": _BERT_SIZES,
     "modernbert": _MODERNBERT_SIZES,
@@ -57,8 +57,8 @@ SIZES: dict[str, dict[str, Shape]] = {
     "deberta": _DEBERTA_SIZES,
 }
 
-# As written in their papers.
-TITLES = {
+# The families' names in prose, as in their papers.
+FAMILY_TITLES = {
     "bert": "BERT",
     "roberta": "RoBERTa",
     "modernbert": "ModernBERT",
@@ -68,8 +68,8 @@ TITLES = {
     "deberta": "DeBERTa",
 }
 
-# Values of `ModelConfig` by family. A config may replace each; missing ones are BERT's, the defaults of the fields.
-PARTS: dict[str, dict[str, Any]] = {
+# Settings of `ModelConfig` by family. A config may replace each; the others have BERT's values, the fields' defaults.
+FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "bert": {},
     # FacebookAI/roberta-base and xlm-roberta-base, config.json.
     "roberta": {"layer_norm_eps": 1e-5},

@@ -8,7 +8,7 @@ from pretrain.common.sections import LocalPath, Section
 
 
 class NearDuplicatesConfig(Section):
-    """Documents that are nearly equal to an earlier one, of any source, found by MinHash and banding."""
+    """Finds documents that are nearly equal to an earlier one, of any source, by MinHash and banding."""
 
     enabled: bool = Field(default=False, description="Drop documents that are similar to an earlier one.")
     threshold: float = Field(
@@ -16,12 +16,12 @@ class NearDuplicatesConfig(Section):
         gt=0,
         le=1,
         description="Minimum similarity of a dropped document: the share of distinct word sequences that both have "
-        "(Jaccard), as MinHash estimates it. Sequences have 3 words: a change of an eighth gives 0.5.",
+        "(Jaccard), as MinHash estimates it. Sequences have 3 words: changing 1 word in 8 gives about 0.5.",
     )
 
 
 class EvaluationSetConfig(Section):
-    """Passages that a later evaluation uses."""
+    """Passages of a later evaluation."""
 
     path: LocalPath = Field(
         description="File, or folder of files: .txt (a passage per line), .csv, .tsv, .jsonl, .json, .conll, .bio or "
@@ -36,7 +36,7 @@ class EvaluationSetConfig(Section):
 
 
 class ContaminationConfig(Section):
-    """Documents that share a sequence of words with an evaluation set (Brown et al. 2020, GPT-3, appendix C)."""
+    """Finds documents that share a sequence of words with an evaluation set (Brown et al. 2020, GPT-3, appendix C)."""
 
     sets: tuple[EvaluationSetConfig, ...] = Field(default=(), description="Evaluation sets. Empty disables the filter.")
 

@@ -8,13 +8,13 @@ from pydantic import Field, model_validator
 
 from pretrain.common.kinds import did_you_mean
 from pretrain.common.sections import Section
-from pretrain.config.families import PARTS, SIZES, TITLES, Shape
+from pretrain.config.families import FAMILY_SETTINGS, FAMILY_TITLES, SIZES, PublishedSize
 
 # Up to these widths and lengths, dropout seeds are distinct in int32 (model/kernels/hash_rng.py, COLUMN_STEP).
 MAX_WIDTH = 8192
 # More than any encoder has (Wang et al. 2022, DeepNet: 1,000 layers), to refuse a typo before the model is built.
 MAX_LAYERS = 1024
-MAX_ROWS = 1 << 24
+MAX_ROWS = 1 << 24  # of the word embeddings
 # Head widths that torch's flash kernel supports without padding (pytorch,
 # transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd).
 FLASH_WIDTHS = range(8, 257, 8)
@@ -129,13 +129,13 @@ class ModelConfig(Section):
     rotary_base: float = Field(
         default=0.0, ge=0, description="Base of the rotary frequencies. Rotary positions need it; 0 otherwise."
     )
-    local_rotary_base: float = Field(default=0.0, ge=0, description="The same in local layers. 0 takes rotary_base.")
+    local_rotary_base: float = Field(default=0.0, ge=0, description="Rotary base of local layers. 0 takes rotary_base.")
     relative_buckets: int = Field(
         default=0,
         ge=0,
         le=MAX_WIDTH,
-        description="Buckets of distances: for relative, of both directions together (T5: 32); for disentangled, of "
-        "each (DeBERTa-v3: 256, LTG-BERT: 32), and 0 means one for each distance.",
+        description="Buckets of distances. relative counts both directions together (T5: 32), disentangled each "
+        "direction (DeBERTa-v3: 256, LTG-BERT: 32), where 0 means one bucket per distance.",
     )
     relative_max_distance: int = Field(
         default=0,
@@ -179,12 +179,12 @@ class ModelConfig(Section):
     ffn_in_bias: bool = Field(default=True, description="Bias of the first projection of the feed-forward network.")
     ffn_out_bias: bool = Field(default=True, description="Bias of the output projection of the feed-forward network.")
     mlm_transform: bool = Field(default=True, description="Dense layer, activation and norm before the decoder.")
-    mlm_transform_bias: bool = Field(default=True, description="Bias of that dense layer.")
+    mlm_transform_bias: bool = Field(default=True, description="Bias of the dense layer before the decoder.")
     decoder_bias: bool = Field(default=True, description="Bias of the decoder, one number per token of the vocabulary.")
     tied_decoder: bool = Field(default=True, description="Use the word embeddings as the decoder's weight.")
     pooling: Literal["cls", "mean", "max"] = Field(
         default="cls",
-        description="Input of the next-sentence and classification heads: the first token, or mean or maximum of all.",
+        description="Input of the next-sentence and classification heads: the first token, or the mean or maximum.",
     )
 
     @model_validator(mode="before")
@@ -193,9 +193,9 @@ class ModelConfig(Section):
         if not isinstance(values, dict):
             return values
         family, size = values.get("family", "bert"), values.get("size", "base")
-        if family not in PARTS or not isinstance(size, str):  # the fields' checks refuse them
+        if family not in FAMILY_SETTINGS or not isinstance(size, str):  # the fields' checks refuse them
             return values
-        values = {**PARTS[family], **values}
+        values = {**FAMILY_SETTINGS[family], **values}
         if size in SIZES[family]:
             for key, value in SIZES[family][size]._asdict().items():
                 if not values.get(key) and not (key == "intermediate" and _sets_hidden(values, SIZES[family][size])):
@@ -265,24 +265,24 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_positions(self) -> ModelConfig:
         """Refuse options without effect, which belong to another family or are a mistake."""
-        rotary = self.positions.startswith("rotary")
-        if rotary and not self.rotary_base:
+        is_rotary = self.positions.startswith("rotary")
+        if is_rotary and not self.rotary_base:
             raise ValueError(f"positions: {self.positions} needs rotary_base, such as 10000")
-        if rotary and self.hidden // self.heads % 2:
+        if is_rotary and self.hidden // self.heads % 2:
             raise ValueError(f"positions: {self.positions} needs an even head width (hidden / heads)")
-        relative = self.positions in ("relative", "disentangled")
+        has_distances = self.positions in ("relative", "disentangled")
         has_effect = {
-            "rotary_base": rotary,
-            "local_rotary_base": rotary,
-            "relative_buckets": relative,
-            "relative_max_distance": relative,
+            "rotary_base": is_rotary,
+            "local_rotary_base": is_rotary,
+            "relative_buckets": has_distances,
+            "relative_max_distance": has_distances,
             "relative_terms": self.disentangled,
             "relative_norm": self.disentangled,
             "relative_projections": self.disentangled,
         }
-        for key, used in has_effect.items():
+        for key, key_has_effect in has_effect.items():
             default = type(self).model_fields[key].default
-            if not used and getattr(self, key) != default:
+            if not key_has_effect and getattr(self, key) != default:
                 value = f"{default}".lower().removesuffix(".0")
                 raise ValueError(
                     f"{key} has no effect with positions: {self.positions}. Remove it, or set it to {value}"
@@ -329,7 +329,7 @@ class ModelConfig(Section):
     @property
     def family_title(self) -> str:
         """Return the family's name in prose."""
-        return TITLES[self.family]
+        return FAMILY_TITLES[self.family]
 
     @property
     def fits_flash_attention(self) -> bool:
@@ -343,7 +343,7 @@ class ModelConfig(Section):
 
     @property
     def relative_span(self) -> int:
-        """Return the embeddings per direction of disentangled positions; their table has twice as many rows."""
+        """Return the number of embeddings per direction of disentangled positions; the table has twice as many rows."""
         return (self.relative_buckets or self.relative_max_distance) if self.disentangled else 0
 
     @property
@@ -356,7 +356,7 @@ class ModelConfig(Section):
         return self.hidden // self.heads
 
     def rows(self, entries: int) -> int:
-        """Return the number of rows of the word embeddings and the decoder for a vocabulary of `entries`."""
+        """Return the number of rows of the word embeddings and the decoder for a vocabulary with this many entries."""
         return max(entries, self.vocabulary_rows)
 
     def window(self, layer: int) -> int:
@@ -367,9 +367,9 @@ class ModelConfig(Section):
         """Return the base of the rotary frequencies in a 0-based layer; 0 without rotary positions."""
         return self.local_rotary_base or self.rotary_base if self.window(layer) else self.rotary_base
 
-    def with_rotary_bases(self, base: float, local: float) -> ModelConfig:
-        """Return the model with other rotary bases, of all layers and of local ones; 0 keeps each."""
-        bases = {"rotary_base": base, "local_rotary_base": local}
+    def with_rotary_bases(self, base: float, local_base: float) -> ModelConfig:
+        """Return the model with other rotary bases, of all layers and of local ones; 0 keeps a base."""
+        bases = {"rotary_base": base, "local_rotary_base": local_base}
         return self.model_copy(update={name: value for name, value in bases.items() if value})
 
     @property
@@ -382,6 +382,6 @@ class ModelConfig(Section):
         return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 
-def _sets_hidden(values: dict[str, Any], shape: Shape) -> bool:
+def _sets_hidden(values: dict[str, Any], size: PublishedSize) -> bool:
     """Return whether a config replaces the hidden size, which then determines the feed-forward width."""
-    return values.get("hidden") not in (None, 0, shape.hidden)
+    return values.get("hidden") not in (None, 0, size.hidden)

@@ -11,7 +11,7 @@ from pretrain.common.sections import Location, Section
 from pretrain.config.model import ModelConfig
 
 READ_BY_OBJECTIVES = ("distillation.teacher",)
-"""Paths that an objective reads. A resumed run compares the contents, so a path may change."""
+"""Settings with paths that objectives read. A resumed run compares the contents, so paths may differ."""
 
 
 class DistillationConfig(Section):
@@ -71,11 +71,11 @@ class ElectraConfig(Section):
         return self.generator_width > 0
 
     def generator(self, model: ModelConfig) -> ModelConfig:
-        """Return the shape of a discriminator's generator (google-research/electra, get_generator_config).
+        """Return the generator's shape for the discriminator `model` (google-research/electra, get_generator_config).
 
         Its heads are as wide as the discriminator's if its width allows that, and its embeddings have the
-        discriminator's width. Raises `ValueError` if its parts do not fit, such as rotary positions and an odd head
-        width.
+        discriminator's width. Raises `ValueError` if its settings are inconsistent, such as rotary positions with an
+        odd head width.
         """
         hidden, embedding = max(1, round(model.hidden * self.generator_width)), model.embedding or model.hidden
         heads = max(1, hidden // model.head_width)

@@ -14,7 +14,7 @@ from pretrain.config.run import PretrainConfig, R, RunConfig
 from pretrain.config.schedule import PhaseConfig
 
 MIXING = ("weights", "temperature", "max_epochs")
-"""The settings of a phase that determine how much it reads of each source."""
+"""The settings of a phase that determine how much of each source it reads."""
 
 FREE_ON_RESUME = (
     "name",
@@ -28,7 +28,7 @@ FREE_ON_RESUME = (
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",
     "engine.compile",
-    # Filler is not part of the samples.
+    # The filler in recorded batches is not part of the samples.
     "engine.cuda_graphs",
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""
@@ -49,7 +49,7 @@ ALL_FREE_ON_RESUME = (
     "phases.*.final_learning_rate",
     "optimizer.muon_lr_scale",
 )
-EVALUATED_ONLY = "adaptation.replay_corpus"  # may change unless its text is replayed
+EVALUATED_ONLY = "adaptation.replay_corpus"  # may change unless its text is replayed in training
 
 
 def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
@@ -59,24 +59,24 @@ def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int)
     """
     replayed = before.adaptation.replay_share or after.adaptation.replay_share
     free = ALL_FREE_ON_RESUME if replayed else (*ALL_FREE_ON_RESUME, EVALUATED_ONLY)
-    # Paths that both set may differ, since the contents are compared by fingerprint.
+    # Paths that both configs set may differ, since the contents are compared by fingerprint.
     free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
     old, new = (_up_to(config, done) for config in (before, keep_precision(after, before)))
     return settings.differences(old, new, ignore=free) or _changed_by_length(before, after, done)
 
 
 def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
-    """Return the settings of the current phase that would change if its length changed, named as by `differences`.
+    """Return the settings that a new length of the current phase would change, formatted as by `differences`.
 
-    The phases before it must be equal.
+    The phases before it must be equal in both configs.
     """
     if not 0 < done < after.total_steps:
         return []
-    number, step_in_phase = after.phase_at(done)
-    if not step_in_phase or before.phases[number].steps == after.phases[number].steps:
+    index, step_in_phase = after.phase_at(done)
+    if not step_in_phase or before.phases[index].steps == after.phases[index].steps:
         return []
-    old, new = ((config.weight_decay(number), config.masking_shares(number)) for config in (before, after))
-    steps = f"phases.{number}.steps ({before.phases[number].steps} -> {after.phases[number].steps}"
+    old, new = ((config.weight_decay(index), config.masking_shares(index)) for config in (before, after))
+    steps = f"phases.{index}.steps ({before.phases[index].steps} -> {after.phases[index].steps}"
     return [
         *([f"{steps}, which changes its weight decay from {old[0]:.3g} to {new[0]:.3g})"] if old[0] != new[0] else []),
         *([f"{steps}, which changes its masking)"] if new[1][0] != new[1][1] else []),
@@ -84,7 +84,7 @@ def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int)
 
 
 def _up_to(config: PretrainConfig, done: int) -> PretrainConfig:
-    """Return `config` with only the phases of its first `done` steps."""
+    """Return `config` with only its first `done` steps: later phases are dropped, and the current one is shortened."""
     phases: list[PhaseConfig] = []
     for phase in config.phases:
         if steps := min(phase.steps, done):
@@ -94,7 +94,7 @@ def _up_to(config: PretrainConfig, done: int) -> PretrainConfig:
 
 
 def keep_precision(config: R, before: RunConfig) -> R:
-    """Replace precision auto in `config` by the precision that the run resolved when it started."""
+    """Replace the precision auto in `config` by the one that the run resolved when it started, in `before`."""
     if config.engine.precision != "auto" or before.engine.precision == "auto":
         return config
     return with_precision(config, before.engine.precision)

@@ -74,8 +74,8 @@ class SchedulingConfig(Section):
     min_workers: int = Field(
         default=0,
         ge=0,
-        description="Minimum workers to continue with when nodes are lost, at most workers. The run grows again when "
-        "nodes return. 0 always requires all workers.",
+        description="Minimum number of workers, up to workers, to continue with when nodes are lost. The run grows "
+        "again when nodes return. 0 always requires all workers.",
     )
     cpus_per_worker: int = Field(
         default=0, ge=0, description="CPU threads per worker. 0 divides the cores of a node among its workers."
@@ -103,7 +103,7 @@ class SchedulingConfig(Section):
         default=0.0,
         ge=0,
         description="Limit in seconds for all workers to start after Ray has placed them; raise it for a slow shared "
-        ".venv. 0: 120, and half a second more for each worker.",
+        ".venv. 0 means 120, plus half a second per worker.",
     )
     max_failures: int = Field(
         default=3,
@@ -130,7 +130,7 @@ def _check_callback(entry: Any) -> Any:
         raise ValueError("use my_package.module:name, or a section with it as `call`")
     if isinstance(entry, dict) and (policy := entry.get("on_error", "warn")) not in ("warn", "stop"):
         raise ValueError(f"on_error: {policy!r} is not one of warn, stop")
-    check_name(callback_options(entry)[0], attribute=True)
+    check_name(callback_options(entry)[0], with_attribute=True)
     return entry
 
 
@@ -165,8 +165,8 @@ class RunConfig(Section):
         return name
 
     def custom_modules(self) -> Iterator[tuple[Keys, str, str]]:
-        for number, entry in enumerate(self.callbacks):
-            yield ("callbacks", number), CALLBACKS, callback_options(entry)[0]
+        for index, entry in enumerate(self.callbacks):
+            yield ("callbacks", index), CALLBACKS, callback_options(entry)[0]
 
     @property
     def folder(self) -> Path:
@@ -182,7 +182,7 @@ class RunConfig(Section):
 class PretrainConfig(RunConfig):
     """All settings of a pretraining run."""
 
-    PURPOSE = "pretraining"
+    SUBJECT = "pretraining run"
 
     optimizer: PretrainOptimizerConfig = Field(default=PretrainOptimizerConfig(), description="The optimizer.")
     corpus: CorpusConfig = Field(description="The text and the prepared corpus.")
@@ -198,9 +198,9 @@ class PretrainConfig(RunConfig):
     )
     fork_from: str = Field(
         default="",
-        description="Run and step of a checkpoint from which the run starts, as RUN@STEP, such as runs/mini@2000: with "
-        "its weights, moments and position in the data. Settings before that step must be the same; later phases may "
-        "differ. --fork sets it, too.",
+        description="Checkpoint from which the run starts, as RUN@STEP, such as runs/mini@2000: with its weights, "
+        "moments and position in the data. Settings before that step must be the same; later phases may differ. "
+        "--fork sets it, too.",
     )
     adaptation: AdaptationConfig = Field(
         default=AdaptationConfig(), description="Settings of a run that continues from the checkpoint in start_from."
@@ -291,14 +291,14 @@ class PretrainConfig(RunConfig):
 
     @property
     def _objective_section(self) -> str:
-        """Return the section that selects an objective, besides the setting `objective`; "" if there is none."""
+        """Return the name of the section that selects an objective; "" if none does."""
         return "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
 
     @property
     def graph_obstacle(self) -> str:
         """Return why passes cannot be recorded as CUDA graphs; "" if they can."""
-        if other := self._objective_section or (self.objective and f"objective ({self.objective})"):
-            return f"does not fit {other}: only masked language modeling of one model ignores filler in its loss"
+        if objective := self._objective_section or (self.objective and f"objective ({self.objective})"):
+            return f"does not fit {objective}: only masked language modeling of one model ignores filler in its loss"
         if not self.model.fits_flash_attention:
             return (
                 "does not fit the model: it needs flash attention. That requires a head width that is a multiple of "
@@ -319,26 +319,26 @@ class PretrainConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:
-        for number, phase in enumerate(self.phases):
+        for index, phase in enumerate(self.phases):
             if phase.sequence_length > self.model.max_positions:
                 raise ValueError(
-                    f"phases.{number}.sequence_length ({phase.sequence_length}) exceeds "
+                    f"phases.{index}.sequence_length ({phase.sequence_length}) exceeds "
                     f"model.max_positions ({self.model.max_positions})"
                 )
-            for name, local in (("rotary_base", False), ("local_rotary_base", True)):
-                missing = "local_attention" if local else "rotary positions"
-                if getattr(phase, name) and not (self.model.local_attention if local else self.model.rotary_base):
-                    raise ValueError(f"phases.{number}.{name} has no effect: the model has no {missing}. Set it to 0")
+            for name, is_local in (("rotary_base", False), ("local_rotary_base", True)):
+                missing = "local_attention" if is_local else "rotary positions"
+                if getattr(phase, name) and not (self.model.local_attention if is_local else self.model.rotary_base):
+                    raise ValueError(f"phases.{index}.{name} has no effect: the model has no {missing}. Set it to 0")
             if phase.sequence_length > self.engine.micro_batch_tokens:
                 raise ValueError(
                     f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than "
-                    f"phases.{number}.sequence_length ({phase.sequence_length})"
+                    f"phases.{index}.sequence_length ({phase.sequence_length})"
                 )
             # The batch sizes of a ramp are multiples of its first one.
-            if phase.ramp_from and (reason := self.batch_problem(number, phase.ramp_from)):
-                raise ValueError(f"phases.{number}.ramp_from ({phase.ramp_from}) {reason}")
-            if reason := self.batch_problem(number, phase.global_sequences):
-                raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {reason}")
+            if phase.ramp_from and (reason := self.batch_problem(index, phase.ramp_from)):
+                raise ValueError(f"phases.{index}.ramp_from ({phase.ramp_from}) {reason}")
+            if reason := self.batch_problem(index, phase.global_sequences):
+                raise ValueError(f"phases.{index}.global_sequences ({phase.global_sequences}) {reason}")
         return self
 
     def batch_problem(self, phase: int, sequences: int) -> str:
@@ -375,8 +375,8 @@ class PretrainConfig(RunConfig):
 
     def averaged_steps(self, step: int) -> int:
         """Return the number of steps over which the weights after the 0-based `step` are averaged; 0 if they aren't."""
-        number, step_in_phase = self.phase_at(step)
-        phase = self.phases[number]
+        index, step_in_phase = self.phase_at(step)
+        phase = self.phases[index]
         averaged = max(1, round(phase.averaged_share * phase.steps)) if phase.averaged_share else 0
         return max(0, step_in_phase + 1 - (phase.steps - averaged))
 
@@ -395,10 +395,10 @@ class PretrainConfig(RunConfig):
         return max(self.masking.probability, *shares)
 
     def phase_at(self, step: int) -> tuple[int, int]:
-        """Return (phase number, 0-based step within it) of the 0-based optimizer `step`."""
-        for number, phase in enumerate(self.phases):
+        """Return (index of the phase, 0-based step within it) of the 0-based optimizer `step`."""
+        for index, phase in enumerate(self.phases):
             if step < phase.steps:
-                return number, step
+                return index, step
             step -= phase.steps
         raise IndexError("step is past the last phase")
 

@@ -30,8 +30,8 @@ class OptimizerConfig(Section):
     muon_lr_scale: float = Field(
         default=1.0,
         gt=0,
-        description="Only muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are as "
-        "large as with adamw, so 1 suits most runs.",
+        description="Only for muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are "
+        "as large as with adamw, so 1 suits most runs.",
     )
 
     @model_validator(mode="after")
@@ -54,7 +54,7 @@ class PretrainOptimizerConfig(OptimizerConfig):
     )
 
     def decay_over(self, phases: Sequence[PhaseConfig]) -> float:
-        """Return the decoupled weight decay of the last of these phases, from `weight_decay` or `decay_timescale`.
+        """Return the decoupled weight decay of the last phase, from `weight_decay` or `decay_timescale`.
 
         A decay d at the rate r multiplies weights by 1 - d r in a step (Wang and Aitchison 2024, arXiv:2405.13698,
         section 3). The timescale counts all steps at the peaks of their phases, without warm-up and decay of the rate.
@@ -125,8 +125,8 @@ class PhaseConfig(Section):
     max_epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Maximum epochs of a source from the start of the run to the end of this phase. Tokens that a "
-        "source lacks come from the others, in proportion; if weights name the source, that is an error. 0: no limit.",
+        description="Maximum epochs of a source from the start of the run to the end of this phase. The tokens that it "
+        "lacks come from the other sources, in proportion; it is an error if weights name it. 0: no limit.",
     )
     masking_probability: float = Field(
         default=0.0,
@@ -181,10 +181,10 @@ class PhaseConfig(Section):
         return self.ramp_from * (1 + step * (len(self.batch_sizes) - 1) // self.ramp_steps)
 
     def first_sample(self, step: int) -> int:
-        """Return the number of sequences of all steps before the 0-based `step`."""
+        """Return the index of the first sample of the 0-based `step`: the number of sequences before it."""
         ramp_done = min(step, self.ramp_steps)
         smaller = self.batch_sizes[:-1]
-        starts = [-(-number * self.ramp_steps // len(smaller)) for number in range(len(smaller))] + [self.ramp_steps]
+        starts = [-(-index * self.ramp_steps // len(smaller)) for index in range(len(smaller))] + [self.ramp_steps]
         before = sum(
             size * (min(ramp_done, end) - min(ramp_done, start))
             for size, start, end in zip(smaller, starts, starts[1:], strict=False)
@@ -229,9 +229,9 @@ class ProbesConfig(Section):
 
     texts: tuple[LocalPath, ...] = Field(
         default=(),
-        description="Held-out text, files or folders as --texts of evaluate-pretrained: loss per masked token.",
+        description="Files or folders of held-out text, as for evaluate-pretrained --texts: loss per masked token.",
     )
-    common_words: bool = Field(default=False, description="Also score common English words in texts, in bits.")
+    common_words: bool = Field(default=False, description="Also score common English words in texts: bits per word.")
     blimp: LocalPath = Field(
         default="", description="Folder with BLiMP's .jsonl files; the first 20 pairs of each are scored."
     )

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import hashes, is_custom
+from pretrain.common.extensions import is_custom, module_hashes
 from pretrain.common.files import MANIFEST, read_manifest, sha256_file
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus.byte_level import LINE_JOINER
@@ -144,7 +144,7 @@ def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
     """Return the settings of a source that affect its tokens, including the state of its files."""
     settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
     if is_custom(source.kind):
-        settings["module"] = hashes().get(source.kind)
+        settings["module"] = module_hashes().get(source.kind)
     if source.held_out:
         settings["held_out"] = True
     if source.quoting != "auto":

@@ -155,7 +155,7 @@ def sync_with_address(corpus: CorpusConfig) -> Iterator[bool]:
         yield False
         return
     try:
-        check_address(corpus.dir, written=True)
+        check_address(corpus.dir, for_writing=True)
     except ValueError as error:
         raise InputError(f"corpus.dir: {error}") from None
     stored = folders.read_stored_manifest(corpus.dir, ObjectStore())

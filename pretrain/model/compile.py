@@ -136,7 +136,7 @@ def _configure() -> None:
     if hasattr(_configured, "done"):
         return
     _configured.done = True
-    commands.compiles.set()
+    commands.compilation_started.set()
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     for folder in [Path(cache)] if cache else Path(tempfile.gettempdir()).glob("torchinductor_*"):
         remove_unfinished(folder)

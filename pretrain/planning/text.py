@@ -16,7 +16,7 @@ from pretrain.batches.reading import Reading, count_reading, count_readings
 from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import Sampler, phase_samplers
 from pretrain.batches.source import SourceSamples
-from pretrain.common.addresses import local
+from pretrain.common.addresses import local_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.kinds import not_one_of
@@ -176,7 +176,7 @@ def _training_shards(config: PretrainConfig) -> TokenShards:
     shards, adaptation = open_shards(config.corpus.folder, "train"), config.adaptation
     if not (adaptation.replay_corpus and adaptation.replay_share):
         return shards
-    return with_replay(shards, open_shards(local(adaptation.replay_corpus), "train"), adaptation.replay_share)
+    return with_replay(shards, open_shards(local_path(adaptation.replay_corpus), "train"), adaptation.replay_share)
 
 
 def _measure_phase(phase: PhaseConfig, sampler: Sampler) -> PhaseText:

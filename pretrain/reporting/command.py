@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.addresses import is_remote
-from pretrain.common.commands import add_address, add_command, checked_address, local_path, local_string, location_help
+from pretrain.common.commands import add_address, add_command, checked_address, local_string, location_help, parse_path
 from pretrain.common.wording import for_terminal
 from pretrain.run.arguments import add_run, run_path
 
@@ -71,7 +71,7 @@ def _add_report(commands: Any, find_job: FindJob) -> None:
     add_address(parser, "dashboard URL of the cluster that runs the jobs")
     parser.add_argument(
         "--out",
-        type=local_path,
+        type=parse_path,
         metavar="FILE",
         help="page to write (default: report.html in the run's folder, or here for several)",
     )
@@ -97,13 +97,13 @@ def _add_attention(commands: Any) -> None:
     parser.add_argument("--pair", metavar="TEXT", help="the second text of a pair")
     parser.add_argument(
         "--texts",
-        type=local_path,
+        type=parse_path,
         metavar="FILE",
         help="file with one text per line: average each head's attention over all of them, instead of over --text",
     )
     parser.add_argument(
         "--out",
-        type=local_path,
+        type=parse_path,
         metavar="FILE",
         default=Path("attention.html"),
         help="page to write (default: attention.html)",

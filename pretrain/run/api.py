@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.addresses import display_path, is_remote, local
+from pretrain.common.addresses import display_path, is_remote, local_path
 from pretrain.common.commands import target_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
@@ -122,7 +122,7 @@ def export(
     from pretrain.storage.runs import StoredRun
 
     path, target = run_path(run), target_path(str(folder))
-    address, out = display_path(path), local(target)
+    address, out = display_path(path), local_path(target)
     if checkpoint and is_remote(address):
         stored = StoredRun(address, path)
         stored.download_checkpoints(stored.names())

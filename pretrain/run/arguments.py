@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.addresses import is_remote, local
+from pretrain.common.addresses import is_remote, local_path
 from pretrain.common.commands import location_help, run_argument
 
 
@@ -29,4 +29,4 @@ def store_target(target: Path | str) -> None:
     from pretrain.storage.folders import store
 
     if is_remote(target):
-        store(local(target), str(target))
+        store(local_path(target), str(target))

@@ -23,7 +23,7 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import import_modules, load_custom
-from pretrain.common.records import event_of
+from pretrain.common.records import make_event
 from pretrain.config.run import callback_options
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Callbacks:
                     logger.warning("%s", message, exc_info=error)
                     effect = "the run stops" if stops else "the run continues; its later errors are not reported"
                     message += f"; {effect}. logs/training-{self._rank}.log has the traceback"
-                    self._log(event_of("callback", message, step=record["step"]))
+                    self._log(make_event("callback", message, step=record["step"]))
 
     def call_for_each(self, hook: str, records: list[dict[str, Any]]) -> None:
         """Call `hook` with each of `records`, such as checkpoints written in the background, and clear the list."""

@@ -16,7 +16,7 @@ from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import SAMPLER_VERSION
 from pretrain.checkpoint.sentence_transformers import SENTENCE
 from pretrain.checkpoint.start import read_start
-from pretrain.common.addresses import local
+from pretrain.common.addresses import local_path
 from pretrain.common.files import write_json
 from pretrain.common.run_files import START_FILE
 from pretrain.config import PretrainConfig
@@ -55,7 +55,7 @@ class Corpora:
         domain, held_out = open_corpus(config.corpus, "train"), open_corpus(config.corpus, "validation")
         if not adaptation.replay_corpus:
             return cls(domain, domain, held_out)
-        general = local(adaptation.replay_corpus)
+        general = local_path(adaptation.replay_corpus)
         training = domain
         if adaptation.replay_share:
             training = with_replay(domain, open_shards(general, "train"), adaptation.replay_share)

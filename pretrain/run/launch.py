@@ -161,7 +161,7 @@ def _recording_end(folder: Path) -> Iterator[None]:
         error = cause if isinstance(cause, DivergedError) else _stopped(folder, cause)
         event = "diverged" if isinstance(error, DivergedError) else "stop"
         try:
-            records.record_end(folder, event, str(error), int(_latest(folder).removeprefix("step-")))
+            records.append_end_event(folder, event, str(error), int(_latest(folder).removeprefix("step-")))
         except (RunError, OSError) as reason:  # job scripts need the exit code of the original error
             print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise error from None
@@ -198,7 +198,7 @@ def _train(kind: RunKind[R], config: R, resume: bool, *, in_process: bool, ray: 
         with process_restored():
             worker = Worker.from_environment()
             worker.watch_stop_file(config.folder)
-            worker.interrupts.stuck = functools.partial(_give_up, config.folder)
+            worker.interrupts.on_stuck = functools.partial(_give_up, config.folder)
             with worker.interrupts:
                 getattr(importlib.import_module(module), function)(training, worker)
         return

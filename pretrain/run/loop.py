@@ -19,7 +19,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.common.interrupts import Interrupted, Interrupts
-from pretrain.common.records import event_of
+from pretrain.common.records import make_event
 from pretrain.common.transfers import to_device, to_host
 from pretrain.common.wording import counted
 from pretrain.run.callbacks import Callbacks
@@ -401,7 +401,7 @@ class Fit(Generic[S]):
         value, last = self.task.to_minimize(means), self.validation.get("validation_loss")
         other = f" ({last:.4f} without averaging)" if last is not None else ""
         message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
-        self.recorder.log(event_of("average", f"{message}{other}", step=step, **means))
+        self.recorder.log(make_event("average", f"{message}{other}", step=step, **means))
 
     def update_best(self, means: dict[str, float]) -> None:
         """Compare an evaluation with the best so far."""
@@ -452,7 +452,7 @@ class Fit(Generic[S]):
         """Record that a save had to wait for the storage, which looked like a hang meanwhile."""
         if self.saver.trouble:
             message, self.saver.trouble = self.saver.trouble, ""
-            self.recorder.log(event_of("storage", message, step=self.progress.step))
+            self.recorder.log(make_event("storage", message, step=self.progress.step))
 
     def roll_back(self, failure: TrainingFailure) -> None:
         """Restore the last checkpoint and skip the data after it.
@@ -478,7 +478,7 @@ class Fit(Generic[S]):
         first, count = restored.step, progress.step - restored.step
         message = f"{failure.reason}: rolled back to {checkpoint.name}, skipping the data of {counted(count, 'step')}"
         logger.warning("%s", message)
-        event = event_of("rollback", message, step=first, from_step=progress.step, passed_over_steps=count)
+        event = make_event("rollback", message, step=first, from_step=progress.step, passed_over_steps=count)
         restored.rollbacks, restored.failed_step = progress.rollbacks + 1, progress.step
         restored.bad_in_a_row = 0
         restored.skipped = self.task.skip(first, progress.step, progress.skipped)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pretrain.common.errors import InputError, version_mismatch
-from pretrain.common.extensions import hashes
+from pretrain.common.extensions import module_hashes
 from pretrain.common.files import (
     MANIFEST,
     atomic_open,
@@ -190,7 +190,7 @@ def record_config(config: RunConfig) -> None:
 def record_run(config: RunConfig, command: Sequence[str]) -> None:
     """Write the resolved config and the environment into the run folder; warn about changed custom modules."""
     record_config(config)
-    path, current = config.folder / ENVIRONMENT_FILE, hashes()
+    path, current = config.folder / ENVIRONMENT_FILE, module_hashes()
     resumes = checkpoint_names(config.folder) and path.is_file()
     before = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if resumes else {}
     if changed := [name for name, digest in current.items() if before.get(name, digest) != digest]:

@@ -11,7 +11,7 @@ from typing import Any, Generic
 from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.interrupts import Interrupted
-from pretrain.common.records import event_of, read_records
+from pretrain.common.records import make_event, read_records
 from pretrain.common.run_files import read_fork
 from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.run.callbacks import Callbacks
@@ -164,13 +164,13 @@ def _prepare_steps(
 def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[str, Any]]:
     """Return the event of a start from a fork or from a checkpoint; [] for a new run."""
     if fork:
-        return [event_of("fork", f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}")]
+        return [make_event("fork", f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}")]
     if checkpoint is None:
         return []
     message = f"resumed from {checkpoint.name}"
     if damaged := store.damaged_after(checkpoint):
         message += f"; set aside: {', '.join(damaged)} (see logs/training-0.log)"
-    return [event_of("resume", message)]
+    return [make_event("resume", message)]
 
 
 def _starting_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pretrain.common.records import event_of
+from pretrain.common.records import make_event
 from pretrain.run.task import Recorder
 from pretrain.training.engine import Engine
 
@@ -86,7 +86,7 @@ class RankTimes:
         rank, seconds = max(enumerate(longest), key=lambda pair: pair[1])
         if seconds >= STALL_SECONDS:
             message = f"rank {rank} waited {seconds:.0f} s for a batch"
-            recorder.log(event_of("data_stall", message, step=step, rank=rank, seconds=seconds))
+            recorder.log(make_event("data_stall", message, step=step, rank=rank, seconds=seconds))
         # With many ranks, these lists are most of a record. More digits would be noise.
         values = {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
         return {name: [float(f"{value:.4g}") for value in seconds] for name, seconds in values.items()}
@@ -102,7 +102,7 @@ class RankTimes:
             slow.is_reported = True
             message = f"rank {rank} takes {times[rank]:.1f} times as long as the others' median for a forward pass"
             logger.warning("step %d: %s", step, message)
-            recorder.log(event_of("straggler", message, step=step, rank=rank))
+            recorder.log(make_event("straggler", message, step=step, rank=rank))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.addresses import cache, join, local
+from pretrain.common.addresses import cache_folder, join, local_path
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import (
     MANIFEST,
@@ -69,7 +69,7 @@ def fetch(
         InputError: there is no manifest, or it is damaged.
         MachineError: the disk is full, or a file does not match the manifest.
     """
-    objects, folder = objects or ObjectStore(), folder or local(address)
+    objects, folder = objects or ObjectStore(), folder or local_path(address)
     content = objects.read(join(address, MANIFEST))
     if content is None:
         raise InputError(f"{join(address, MANIFEST)}: not found, so no complete folder is stored there. {advice}")
@@ -176,7 +176,7 @@ def store(
 def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a local folder on this machine; wait while another process or thread holds it."""
     digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
-    with disk_errors(folder), locked(cache() / ".locks" / digest):
+    with disk_errors(folder), locked(cache_folder() / ".locks" / digest):
         yield
 
 
@@ -194,14 +194,14 @@ def fetch_found(
     address: str, listed: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
 ) -> list[Path]:
     """Fetch the objects that `find` returned, as `fetch_files` does; with a progress bar if `shown`."""
-    root = local(root_of(address))
+    root = local_path(root_of(address))
     with folder_lock(root):
-        missing = [name for name, info in listed.items() if not _is_current(local(name), info)]
-        needed = sum(bytes_to_fetch(local(name), listed[name]) for name in missing)
+        missing = [name for name, info in listed.items() if not _is_current(local_path(name), info)]
+        needed = sum(bytes_to_fetch(local_path(name), listed[name]) for name in missing)
         _check_space(root, needed)
         with _bar(f"fetching {address}", needed if shown else 0) as advance:
-            run_concurrently(lambda name: objects.download(name, local(name), listed[name], advance=advance), missing)
-    return sorted(local(name) for name in listed)
+            run_concurrently(lambda key: objects.download(key, local_path(key), listed[key], advance=advance), missing)
+    return sorted(local_path(name) for name in listed)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from pretrain.common.addresses import join, local
+from pretrain.common.addresses import join, local_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json
 from pretrain.storage import folders
@@ -41,14 +41,16 @@ def fetch_released(address: str, objects: ObjectStore) -> None:
         listed = {join(address, name): listed[join(address, name)] for name in _files(address, names, objects)}
     if not listed:
         raise InputError(f"{address}: no config.json, tokenizer or weights are stored there. Check the address.")
-    if (record := local(address) / _FETCHED).is_file():  # renamed, so that a mix of two revisions is not loaded
+    if (record := local_path(address) / _FETCHED).is_file():  # renamed, so that a mix of two revisions is not loaded
         record.replace(record.with_name(_FETCHING))
-    _remove_deleted(local(address), folders.fetch_found(address, listed, objects, shown=True))
+    _remove_deleted(local_path(address), folders.fetch_found(address, listed, objects, shown=True))
 
 
 def is_offline(address: str) -> bool:
     """Return whether the Hub must not be queried (HF_HUB_OFFLINE) and `address` was fetched before."""
-    if not address.startswith("hf:") or not any((local(address) / name).is_file() for name in (_FETCHED, MANIFEST)):
+    if not address.startswith("hf:") or not any(
+        (local_path(address) / name).is_file() for name in (_FETCHED, MANIFEST)
+    ):
         return False
     from huggingface_hub import constants
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretrain.common.addresses import is_remote, join, local
+from pretrain.common.addresses import is_remote, join, local_path
 from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.common.files import (
     CHECKPOINT_NAME,
@@ -61,18 +61,18 @@ def fetched_model(location: Path | str) -> Path:
     if it contains none of these, or if the local folder contains another run.
     """
     if not is_remote(location):
-        return local(location)
+        return local_path(location)
     address, objects = str(location), ObjectStore()
     if is_offline(address):
-        return local(address)
+        return local_path(address)
     if _is_bertrain_manifest(folders.read_stored_manifest(address, objects)):
         return folders.fetch(address, objects)
-    run = StoredRun(address, local(address))
+    run = StoredRun(address, local_path(address))
     if run.names() or run.has_model():
         run.download()
     else:
         fetch_released(address, objects)
-    return local(address)
+    return local_path(address)
 
 
 def _is_bertrain_manifest(manifest: bytes | None) -> bool:

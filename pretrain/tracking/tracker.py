@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.records import drop_records_after, event_of, read_records, with_nulls
+from pretrain.common.records import drop_records_after, make_event, read_records, with_nulls
 from pretrain.common.run_files import LAST_SENT, METRICS, PROBES
 from pretrain.config import RunConfig
 from pretrain.tracking.mirror import WandbMirror, new_id, wandb_arguments, wandb_mode
@@ -105,7 +105,7 @@ class Tracker:
                 self.file = append_open(path, buffering=0)
 
     def mirror_end(self, event: str, step: int, message: str) -> None:
-        """Send the event of the run's stop to W&B. The launcher writes it to metrics.jsonl (`record_end`)."""
+        """Send the event of the run's stop to W&B. The launcher writes it to metrics.jsonl (`append_end_event`)."""
         self._mirror({"event": event, "step": step, "message": message})
 
     def _mirror(self, record: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class Tracker:
         if self.mirror is not None and (reason := self.mirror.failure):
             self.mirror = None
             message = f"W&B failed; metrics.jsonl continues without it ({reason})"
-            self.log(event_of("wandb", message, step=self._step))
+            self.log(make_event("wandb", message, step=self._step))
 
     @property
     def mirrored(self) -> bool:

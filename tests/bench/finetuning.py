@@ -27,7 +27,7 @@ from finetune.tasks.registry import make_task
 from finetune.training.config import FinetuneConfig, load_config
 from finetune.training.saved import SCORES
 from pretrain.common.children import run_program
-from pretrain.common.commands import local_path, local_string, positive_int, program
+from pretrain.common.commands import local_string, parse_path, positive_int, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump
@@ -42,7 +42,7 @@ _WARM_UP = 0.1  # fraction of the steps excluded from the speed: compilation, al
 def main(argv: Sequence[str]) -> int:
     """Run the comparison; print one line per run and a summary."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench finetune", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
+    parser.add_argument("config", type=parse_path, metavar="CONFIG", help="the task's YAML file")
     parser.add_argument("--from", dest="start_from", type=local_string, metavar="DIR", help="initial checkpoint")
     parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")

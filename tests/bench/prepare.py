@@ -30,7 +30,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pretrain.common.commands import local_path, positive_int, program
+from pretrain.common.commands import parse_path, positive_int, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import read_manifest
 from pretrain.config import PretrainConfig, SourceConfig
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{program()} bench prepare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--file", type=local_path, required=True, help="WikiExtractor file")
+    parser.add_argument("--file", type=parse_path, required=True, help="WikiExtractor file")
     parser.add_argument("--repeats", type=positive_int, default=5, help="repetitions; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser

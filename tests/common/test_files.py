@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from corpora import make_vocabulary, write_corpus
 
-from pretrain.common.addresses import local, local_run
+from pretrain.common.addresses import local_path, local_run
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import (
     append_open,
@@ -46,9 +46,9 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
 
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert local("~/corpora/x") == tmp_path / "corpora/x"
+    assert local_path("~/corpora/x") == tmp_path / "corpora/x"
     assert local_run("~/runs/x") == tmp_path / "runs/x"
-    assert local("corpora/~x") == Path("corpora/~x")
+    assert local_path("corpora/~x") == Path("corpora/~x")
 
 
 def test_only_finished_checkpoints_count(tmp_path: Path) -> None:

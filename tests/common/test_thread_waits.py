@@ -115,8 +115,8 @@ def test_limits_of_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_limits_of_every_control_group_around_a_job_count(monkeypatch, tmp_path, group, folder, files) -> None:
-    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_CGROUP_ROOT", tmp_path / "groups")
     (tmp_path / "own").write_text(group + "\n")
     job = tmp_path / "groups" / folder / "jobs/one"
     job.mkdir(parents=True)

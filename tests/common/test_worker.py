@@ -137,7 +137,7 @@ def test_a_stop_interrupts_a_wait_only_where_nothing_is_lost(patience: float, mo
     monkeypatch.setattr(interrupts, "STUCK_SECONDS", 0.05)
     before, stuck = signal.getsignal(signal.SIGUSR2), threading.Event()
     worker = Worker.from_environment()
-    worker.interrupts.stuck = stuck.set
+    worker.interrupts.on_stuck = stuck.set
     with worker.interrupts:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted), worker.interrupts.after(patience) if patience else contextlib.nullcontext():

@@ -136,8 +136,11 @@ def test_a_config_is_the_same_in_every_form(place: Path) -> None:
     [
         ({**TINY, "phasess": []}, r"^config: phasess is not a known setting; did you mean phases\?$"),
         ({**TINY, "phases": [{**TINY["phases"][0], "steps": "3"}]}, "^config: phases.0.steps is '3'; expected a valid"),
-        (TASK | {"classification": {"train": "x"}}, "^config: is not the config of a pretraining, which has no max_"),
-        ("sst2", r"sst2\.yaml: is not the config of a pretraining, which has no max_length, classification, train"),
+        (
+            TASK | {"classification": {"train": "x"}},
+            "^config: is not the config of a pretraining run, which has no",
+        ),
+        ("sst2", r"sst2\.yaml: is not the config of a pretraining run, which has no max_length, classification, train"),
         ("minii", r"^minii: no such file; did you mean mini\?"),
         ("none.yaml", r"^none\.yaml: cannot be read \(No such file"),
         (None, "^config: is empty; expected the path of a YAML file, or settings"),
@@ -152,8 +155,11 @@ def test_a_wrong_config_is_one_line(place: Path, config: Any, message: str) -> N
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: finetune.train("mini"), r"mini\.yaml: is not the config of a fine-tuning, which has no corpus, model"),
-        (lambda: finetune.train(TINY), "^config: is not the config of a fine-tuning"),
+        (
+            lambda: finetune.train("mini"),
+            r"mini\.yaml: is not the config of a fine-tuning run, which has no corpus",
+        ),
+        (lambda: finetune.train(TINY), "^config: is not the config of a fine-tuning run"),
         (lambda: finetune.train({**TASK, "name": "new", "classification": {"train": "x"}}), "^--from: missing"),
         (lambda: pretrain.export("nowhere", "out"), "^nowhere: not a run folder"),
         (lambda: pretrain.train(TINY, overrides={"phases.0.step": 3}), "^--set phases.0.step=3: .* did you mean steps"),

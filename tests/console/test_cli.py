@@ -56,7 +56,7 @@ Calls = list  # what reached the stand-ins, in order: (who, arguments)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stand-ins for train.main, cluster.workers.launch.run, live.follow and records.record_end."""
+    """Stand-ins for train.main, cluster.workers.launch.run, live.follow and records.append_end_event."""
     seen = Calls()
 
     @contextlib.contextmanager
@@ -75,7 +75,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     stand_in("pretrain.run.train", main=lambda request, worker: seen.append(("train", (request, worker))))
     monkeypatch.setattr(live, "follow", follow)
-    monkeypatch.setattr(records, "record_end", lambda *given: seen.append(("end", given)))
+    monkeypatch.setattr(records, "append_end_event", lambda *given: seen.append(("end", given)))
     monkeypatch.setattr(launch, "run", lambda *given, **named: seen.append(("run", (given, named))))
     return seen
 
@@ -299,7 +299,7 @@ def test_a_run_with_settings_of_another_version_is_refused_in_one_line(config_fi
 
 def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(config_file: Path, fails, monkeypatch, capsys):
     fails.side_effect = StoppedError("s.")
-    monkeypatch.setattr(records, "record_end", MagicMock(side_effect=MachineError("disk full")))
+    monkeypatch.setattr(records, "append_end_event", MagicMock(side_effect=MachineError("disk full")))
     assert cli("pretrain", config_file) == 130
     assert error_of(capsys) == f"warning: the end of the run is not recorded: disk full\nerror: {NOTHING}"
 

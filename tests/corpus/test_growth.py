@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pretrain.common.addresses import local
+from pretrain.common.addresses import local_path
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, SourceConfig, load_config
 from pretrain.corpus import finish
@@ -325,8 +325,8 @@ def test_at_an_address_only_what_is_new_is_moved(tmp_path, first, second, s3, mo
     assert "second added" in prepare(config(address, first, second), quiet=True)
     moved = {line.split("?")[0] for line in s3.requests if line.startswith(("GET", "PUT"))}
     shards = {line.rpartition("/")[2] for line in moved if line.endswith(".npy")}
-    assert shards == {path.name for path in local(address).glob("*.npy")}
-    assert not (local(address) / "manifest.json").exists(), "it lacks the old tokens"
+    assert shards == {path.name for path in local_path(address).glob("*.npy")}
+    assert not (local_path(address) / "manifest.json").exists(), "it lacks the old tokens"
     assert not [line for line in s3.requests if line.startswith("GET") and line.endswith(".npy")]
     assert not [line for line in moved if line.startswith("GET") and line.endswith("texts/first.jsonl")]
     assert [line for line in moved if line.startswith("GET") and line.endswith("texts/second.jsonl")]
@@ -336,5 +336,5 @@ def test_at_an_address_only_what_is_new_is_moved(tmp_path, first, second, s3, mo
     assert not [line for line in s3.requests if line.startswith("PUT")]
     point_to(s3, tmp_path / "third", monkeypatch)
     fetch_corpus(config(address).corpus)
-    verify_shards(local(address))
-    assert documents(local(address), "train", 1)
+    verify_shards(local_path(address))
+    assert documents(local_path(address), "train", 1)

@@ -380,7 +380,7 @@ def test_relu_follows_into_the_released_layout_and_back() -> None:
 
 def test_what_has_no_counterpart_is_named() -> None:
     for family, layout in LAYOUTS.items():
-        shape = make_shape(family=layout.parts, recursions=3, max_positions=128)
+        shape = make_shape(family=layout.model_family, recursions=3, max_positions=128)
         if layout is not BERTRAIN:
             with pytest.raises(InputError, match=f"model.recursions is 3, and {family} supports only 1"):
                 write_config({}, ReleasedFacts(layout, shape), "", VOCABULARY, 0)

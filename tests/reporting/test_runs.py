@@ -22,7 +22,7 @@ from html_page import Page
 from finetune.cli import main
 from finetune.tasks import registry
 from finetune.training.config import TASKS, FinetuneConfig
-from pretrain.common.records import is_training, read_records, record_end
+from pretrain.common.records import append_end_event, is_training, read_records
 from pretrain.common.run_files import FAILED, SCORES
 from pretrain.config import PretrainConfig
 from pretrain.objectives import objective_of
@@ -351,7 +351,7 @@ class TestPage:
 
     @pytest.mark.parametrize("event", ["stop", "diverged"])
     def test_a_run_that_ended_early_is_over(self, run: Path, event: str) -> None:
-        record_end(run, event, "as it was asked to: --resume", 20)
+        append_end_event(run, event, "as it was asked to: --resume", 20)
         assert read_runs([run])[0].state == {"stop": "stopped", "diverged": "diverged"}[event]
         assert 'http-equiv="refresh"' not in draw(run, watched=True).html
         add(run, training(60))

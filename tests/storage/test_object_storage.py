@@ -26,7 +26,7 @@ from fsspec.registry import _registry
 
 from pretrain.checkpoint import store, writing
 from pretrain.checkpoint.saver import Saver
-from pretrain.common.addresses import local
+from pretrain.common.addresses import local_path
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import checkpoint_names, locked, verify_manifest, write_manifest
 from pretrain.config import SourceConfig
@@ -63,9 +63,9 @@ def test_a_fetch_that_was_cut_goes_on_and_keeps_what_is_here(proxy: FaultyProxy,
     proxy.plan = [Fault("403", r"GET .*validation-00001\.tokens\.npy")]
     with pytest.raises(InputError, match=r"tokens\.npy: cannot be read"):
         folders.fetch(address)
-    here = {path.name for path in local(address).glob("*.npy")}
+    here = {path.name for path in local_path(address).glob("*.npy")}
     assert here
-    assert not (local(address) / "manifest.json").exists()
+    assert not (local_path(address) / "manifest.json").exists()
     proxy.requests.clear()
     folder = folders.fetch(address)
     fetched = {request.split("/")[-1] for request in proxy.requests if request.startswith("GET")}
@@ -85,7 +85,7 @@ def test_content_that_is_not_the_manifests_is_refused(stored_corpus: str, corpus
     ObjectStore().write(f"{stored_corpus}/vocab.txt", content[:-1] + b"?")
     with pytest.raises(MachineError, match=r"vocab\.txt: the content does not match its manifest or listing"):
         folders.fetch(stored_corpus)
-    assert not (local(stored_corpus) / "manifest.json").exists()
+    assert not (local_path(stored_corpus) / "manifest.json").exists()
 
 
 def test_processes_of_a_machine_fetch_a_folder_once(proxy: FaultyProxy, stored_corpus: str) -> None:
@@ -94,7 +94,7 @@ def test_processes_of_a_machine_fetch_a_folder_once(proxy: FaultyProxy, stored_c
         assert len(set(pool.map(lambda _: folders.fetch(stored_corpus), range(3)))) == 1
     fetched = [request.split("/")[-1] for request in proxy.requests if request.startswith("GET")]
     assert len(set(fetched)) == len(fetched) - 2, "all ask for the manifest, one for the rest"
-    verify_manifest(local(stored_corpus))
+    verify_manifest(local_path(stored_corpus))
 
 
 def test_a_folder_that_is_stored_again_loses_its_former_files(proxy: FaultyProxy, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_only_what_is_missing_needs_space(proxy: FaultyProxy, tmp_path: Path, mo
     with pytest.raises(MachineError, match="fetching needs"):
         folders.fetch_files(address)
     (begun,) = folders.find(f"{address}/two").values()
-    part = _part_file(local(f"{address}/two"), begun, "")
+    part = _part_file(local_path(f"{address}/two"), begun, "")
     part.write_bytes(b"x")
     assert len(folders.fetch_files(address)) == 2
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10_000, 10_000, 0))
@@ -283,7 +283,7 @@ def test_files_are_fetched_again_if_their_objects_changed(proxy: FaultyProxy) ->
     folders.fetch_files(f"s3://{BUCKET}/texts")
     assert not [request for request in proxy.requests if request.startswith("GET") and "a.txt" in request]
     ObjectStore().write(address, b"new")
-    os.utime(local(address), (1e9, 1e9))  # S3 tells whole seconds
+    os.utime(local_path(address), (1e9, 1e9))  # S3 tells whole seconds
     proxy.plan = [Fault("500", "HEAD .*a.txt")]  # the last request of a download
     (path,) = folders.fetch_files(f"s3://{BUCKET}/texts")
     assert path.read_bytes() == b"new"
@@ -383,7 +383,7 @@ def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(contain
     address = f"abfs://container@{ACCOUNT}/exports/one"
     folders.store(make_folder(tmp_path / "export", a="1", b="2"), address)
     verify_manifest(folders.fetch(address))
-    assert (local(address) / "b").read_text() == "2"
+    assert (local_path(address) / "b").read_text() == "2"
     assert Container.accounts == {"mine"}
 
 
@@ -413,7 +413,7 @@ def save_on_two_ranks() -> list[Saver]:
     ranks = Ranks(2)
 
     def train(rank: int) -> Saver:
-        saver = make_saver(StoredRun(RUN, local(RUN)), local(RUN), Rank(rank, ranks))
+        saver = make_saver(StoredRun(RUN, local_path(RUN)), local_path(RUN), Rank(rank, ranks))
         save(saver, 1)
         return saver
 
@@ -432,26 +432,26 @@ def kept(folder: Path) -> list[str]:
 
 
 def test_a_store_that_fails_does_not_end_the_run_and_the_next_checkpoint_is_stored(proxy: FaultyProxy) -> None:
-    run = StoredRun(RUN, local(RUN), retry_seconds=0.2)
-    saver = make_saver(run, local(RUN))
+    run = StoredRun(RUN, local_path(RUN), retry_seconds=0.2)
+    saver = make_saver(run, local_path(RUN))
     save(saver, 1, validation_loss=1.0)
     assert not saver.trouble
     proxy.plan = [Fault("drop", "PUT .*step-00000002/rank", 10_000)]
     save(saver, 2)
     assert "step-00000002 is not stored at s3://bucket/runs/a, only in" in saver.trouble
     assert not saver.failed
-    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"]
+    assert StoredRun(RUN, local_path(RUN)).names() == ["step-00000001"]
     saver.trouble, proxy.plan = "", []
     save(saver, 3)
     save(saver, 4)
     assert not saver.trouble
     # The newest, and the best.
-    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001", "step-00000004"]
+    assert StoredRun(RUN, local_path(RUN)).names() == ["step-00000001", "step-00000004"]
     assert not [name for name in ObjectStore().listing(f"{RUN}/checkpoints") if "00000003" in name]
 
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(proxy: FaultyProxy) -> None:
-    folder = local(RUN)
+    folder = local_path(RUN)
     saver = make_saver(StoredRun(RUN, folder, retry_seconds=0.2), folder)
     save(saver, 1)
     proxy.plan = [Fault("403", "PUT .*step-00000002/manifest.json")]
@@ -465,7 +465,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(proxy: FaultyProxy) ->
 
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00000-of-00001.safetensors"])
 def test_a_damaged_stored_checkpoint_is_skipped(proxy: FaultyProxy, file: str) -> None:
-    folder = local(RUN)
+    folder = local_path(RUN)
     run = StoredRun(RUN, folder)
     saver = make_saver(run, folder)
     save(saver, 1, validation_loss=1.0)
@@ -480,7 +480,7 @@ def test_a_damaged_stored_checkpoint_is_skipped(proxy: FaultyProxy, file: str) -
 
 
 def test_a_checkpoint_that_was_damaged_here_is_fetched_again(proxy, monkeypatch) -> None:
-    folder = local(RUN)
+    folder = local_path(RUN)
     save(make_saver(StoredRun(RUN, folder), folder), 1)
     shard = folder / "checkpoints/step-00000001/rank-00000-of-00001.safetensors"
     content = shard.read_bytes()
@@ -497,7 +497,7 @@ def test_a_checkpoint_that_was_damaged_here_is_fetched_again(proxy, monkeypatch)
 
 
 def test_a_follower_asks_for_nothing_while_others_wait_for_it(proxy, monkeypatch) -> None:
-    folder, asked = local(RUN), []
+    folder, asked = local_path(RUN), []
     saver = make_saver(StoredRun(RUN, folder), folder)
     save(saver, 1, validation_loss=1.0)
     save(saver, 2, validation_loss=2.0)
@@ -520,7 +520,7 @@ def test_a_follower_asks_for_nothing_while_others_wait_for_it(proxy, monkeypatch
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_skipped_as_damaged(proxy: FaultyProxy) -> None:
-    folder = local(RUN)
+    folder = local_path(RUN)
     saver = make_saver(StoredRun(RUN, folder), folder)
     save(saver, 1)
     save(saver, 2)
@@ -533,17 +533,17 @@ def test_a_checkpoint_that_may_not_be_read_is_not_skipped_as_damaged(proxy: Faul
 
 
 def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProxy) -> None:
-    saver = make_saver(StoredRun(RUN, local(RUN), retry_seconds=0.2), local(RUN))
+    saver = make_saver(StoredRun(RUN, local_path(RUN), retry_seconds=0.2), local_path(RUN))
     save(saver, 1)
     proxy.plan = [Fault("403", "PUT .*step-00000001/rank")]
     save(saver, 1)
-    assert StoredRun(RUN, local(RUN)).names() == []
+    assert StoredRun(RUN, local_path(RUN)).names() == []
     save(saver, 1)
-    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"]
+    assert StoredRun(RUN, local_path(RUN)).names() == ["step-00000001"]
 
 
 def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(proxy: FaultyProxy) -> None:
-    folder = local(RUN)
+    folder = local_path(RUN)
     proxy.plan = [Fault("503", "PUT .*rank-00001"), Fault("lost", "PUT .*rank-00000")]
     assert not any(saver.trouble for saver in save_on_two_ranks())
     weights = store.read_weights(folder / "checkpoints/step-00000001")["a"]
@@ -590,13 +590,13 @@ def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None
     proxy.plan = [Fault("403", "PUT .*rank-00001")]
     troubles = [saver.trouble for saver in save_on_two_ranks()]
     assert ["/rank-00001-of-00002.safetensors." in trouble for trouble in troubles] == [True, True]
-    assert StoredRun(RUN, local(RUN)).names() == []
+    assert StoredRun(RUN, local_path(RUN)).names() == []
 
 
 def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: FaultyProxy) -> None:
     for name in ("step-00000001/rank-00003-of-00004.safetensors", "step-00000009/state.json", "other/file"):
         ObjectStore().write(f"{RUN}/checkpoints/{name}", b"x")
-    save(make_saver(StoredRun(RUN, local(RUN)), local(RUN)), 2)
+    save(make_saver(StoredRun(RUN, local_path(RUN)), local_path(RUN)), 2)
     listed = {name.split("/")[0] for name in ObjectStore().listing(f"{RUN}/checkpoints")}
     assert listed == {"other", "step-00000002", "step-00000009"}
 
@@ -777,7 +777,7 @@ def test_a_claim_that_fails_is_undone(proxy, tmp_path, monkeypatch, earlier) -> 
 
 @pytest.mark.parametrize("error", [MachineError("no memory"), RuntimeError("a bug"), KeyboardInterrupt()])
 def test_what_a_start_leaves_is_stored_however_it_ends(proxy: FaultyProxy, error: BaseException) -> None:
-    folder = local(RUN)
+    folder = local_path(RUN)
 
     def start() -> None:
         with storing(RUN, folder, resume=False):
@@ -804,7 +804,7 @@ def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProx
 
 def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(proxy, monkeypatch) -> None:
     """Otherwise the run would begin new records, and store them over the old ones."""
-    folder = local(RUN)
+    folder = local_path(RUN)
     save(make_saver(StoredRun(RUN, folder), folder), 1)
     ObjectStore().write(f"{RUN}/metrics.jsonl", b"old\n")
     shutil.rmtree(folder)
@@ -848,7 +848,7 @@ def test_a_run_that_was_deleted_and_trained_again_is_read_again_or_refused(proxy
     assert read_value(RUN) == ("step-00000010", 1.0, "1.0")
     train(2.0, 10)
     assert read_value(RUN) == ("step-00000010", 2.0, "2.0")
-    assert not (local(RUN) / "start.json").exists()
+    assert not (local_path(RUN) / "start.json").exists()
     proxy.requests.clear()
     read_value(RUN)
     assert not [one for one in proxy.requests if ".safetensors" in one], "what is here is not fetched again"
@@ -856,7 +856,7 @@ def test_a_run_that_was_deleted_and_trained_again_is_read_again_or_refused(proxy
     for read in (read_value, launch.download):
         with pytest.raises(InputError, match=r"holds step-00000010, but s3://bucket/runs/a does not: .* Move this"):
             read(RUN)
-    shutil.rmtree(local(RUN))
+    shutil.rmtree(local_path(RUN))
     assert read_value(RUN) == ("step-00000005", 3.0, "3.0")
 
 
@@ -904,7 +904,7 @@ def test_a_manifest_of_another_program_is_a_file_as_others(proxy: FaultyProxy) -
 
 def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(proxy: FaultyProxy) -> None:
     """A fine-tuning ends with the best of the checkpoints in its folder."""
-    folder = local(RUN)
+    folder = local_path(RUN)
     saver = make_saver(StoredRun(RUN, folder), folder)
     for step, loss in ((2, 0.5), (4, 0.7), (6, 0.8)):
         save(saver, step, validation_loss=loss)
@@ -918,7 +918,7 @@ def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(prox
 
 
 def test_a_finished_fine_tuning_is_stored_without_checkpoints(proxy: FaultyProxy) -> None:
-    folder = local(RUN)
+    folder = local_path(RUN)
     run = StoredRun(RUN, folder)
     save(make_saver(run, folder), 1)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step"')

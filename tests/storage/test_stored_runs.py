@@ -26,7 +26,7 @@ from tiny_checkpoints import make_bert, write_reviews
 
 from finetune.cli import main
 from pretrain.checkpoint.tokenizer import corpus_of
-from pretrain.common.addresses import local
+from pretrain.common.addresses import local_path
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import read_manifest, verify_manifest
 from pretrain.common.worker import Worker
@@ -123,7 +123,7 @@ def test_a_run_at_an_address_with_25_faults_and_a_kill_has_bitwise_the_losses_of
     assert run_workers(1, codes, commands) == [[0, 0, 0, 0, 0]]
     assert not proxy.plan
     assert len(proxy.happened) >= 25
-    folder = local(address)
+    folder = local_path(address)
     assert (folder / "metrics.jsonl").read_bytes() == ObjectStore().read(f"{address}/metrics.jsonl")
     assert losses(folder) == losses(tmp_path / "run")
     assert [step for step, _ in losses(folder)] == list(range(1, STEPS + 1))
@@ -154,7 +154,7 @@ def test_a_run_at_an_address_forks_from_another_there(proxy: FaultyProxy, corpus
         Command(forked("other", "--set", "phases.0.steps=5", "--resume"), forget=cache),
     ]
     assert run_workers(1, codes, commands) == [[0, 0, 2, 2, 75, 2, 0]]
-    assert StoredRun(address, local(address)).names() == ["step-00000002", "step-00000006"]
+    assert StoredRun(address, local_path(address)).names() == ["step-00000002", "step-00000006"]
     stem, same, other = (stored_losses(f"s3://{BUCKET}/runs/{name}") for name in ("stem", "same", "other"))
     assert same == stem
     assert other[:2] == same[:2]
@@ -251,7 +251,7 @@ def test_a_corpus_that_was_prepared_again_since_it_was_fetched_is_fetched_again(
     corpus = CorpusConfig.model_validate({"dir": address})
     assert tokenizer_digest(corpus_of(run, corpus, state["tokenizer"])) == state["tokenizer"]
     folders.store(make_corpus(tmp_path / "third", documents=20, vocabulary_size=250), address)
-    (local(address) / "vocab.txt").write_text("another")
+    (local_path(address) / "vocab.txt").write_text("another")
     with pytest.raises(InputError, match="its tokenizer is not the one"):
         corpus_of(run, corpus, state["tokenizer"])
 
@@ -300,7 +300,7 @@ def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyPr
     assert main(["prepare", preparation(tmp_path / "local.yaml", str(tmp_path / "corpus"), str(sources))]) == 0
     stored = preparation(tmp_path / "stored.yaml", address, f"s3://{BUCKET}/texts")
     assert main(["prepare", stored, "--dry-run"]) == 0
-    assert not local(f"s3://{BUCKET}/texts").exists()
+    assert not local_path(f"s3://{BUCKET}/texts").exists()
     proxy.plan = [
         Fault("cut", r"GET .*texts/books/b\.txt"),
         Fault("503", r"GET .*texts/rows", 2),
@@ -333,7 +333,7 @@ def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyPr
     shares = [[float(one) for one in re.findall(r"([\d.]+)% of the tokens, ", text)] for text in (said, local_said)]
     assert shares[0] == pytest.approx(shares[1], abs=3)
     assert len(shares[0]) == 3
-    assert not list(local(address).glob("*.npy")), "a dry run fetches no tokens"
+    assert not list(local_path(address).glob("*.npy")), "a dry run fetches no tokens"
     assert main(["prepare", stored]) == 0
     assert "already prepared" in capsys.readouterr().out
 
@@ -356,7 +356,7 @@ def test_shards_are_stored_as_they_are_written_and_what_is_lost_there_is_stored_
     proxy.requests.clear()
     assert main(["prepare", config]) == 0
     assert not [one for one in proxy.requests if one.startswith("PUT") and any(name in one for name in early)]
-    assert read_manifest(local(address))["files"].keys() >= set(early)
+    assert read_manifest(local_path(address))["files"].keys() >= set(early)
     lost = next(name for name in early if "tokens" in name)
     objects.delete(f"{address}/{lost}")
     capsys.readouterr()
@@ -364,9 +364,9 @@ def test_shards_are_stored_as_they_are_written_and_what_is_lost_there_is_stored_
     said = capsys.readouterr().out
     assert f"{address}: stored, and again what was lost there: {lost}\n" in said
     assert f"{address}: already prepared" in said
-    assert objects.read(f"{address}/{lost}") == (local(address) / lost).read_bytes()
+    assert objects.read(f"{address}/{lost}") == (local_path(address) / lost).read_bytes()
     objects.write(f"{address}/{lost}", b"cut")
-    (local(address) / lost).unlink()
+    (local_path(address) / lost).unlink()
     capsys.readouterr()
     assert main(["prepare", config]) == 3
     assert f"{lost}: is missing or has another size there" in capsys.readouterr().err

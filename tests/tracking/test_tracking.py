@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.records import read_records, record_end
+from pretrain.common.records import append_end_event, read_records
 from pretrain.common.run_files import PROBES
 from pretrain.common.settings import dump
 from pretrain.common.wording import clock
@@ -112,13 +112,13 @@ def log_without_end(folder: Path) -> None:
 class TestMetricsFile:
     def test_the_end_of_a_run_replaces_an_incomplete_line(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
-        record_end(tmp_path, "stop", "as asked", 23)
+        append_end_event(tmp_path, "stop", "as asked", 23)
         assert not path.exists()
         kept = '{"step": 10}\n{"step": 20, "lost": [}\n{"step": 20}\n{"step": 20, "split": "validation"}\n'
         # The step that is saved, which the message names, is not always recorded.
         for kind, saved, step in (("stop", 0, 0), ("stop", 23, 23), ("diverged", 23, 20)):
             path.write_text(f'{kept}{{"st')
-            record_end(tmp_path, kind, "as asked", saved)
+            append_end_event(tmp_path, kind, "as asked", saved)
             lines = path.read_text()
             assert lines.startswith(kept)
             event = json.loads(lines.removeprefix(kept))
@@ -181,7 +181,7 @@ class TestMetricsFile:
             ('{"event": "a", "step": 1, "time": 1e20}', "time is 1e+20; expected seconds since 1970"),
             ('{"event": "a", "step": 1, "time": NaN}', "time is nan; expected seconds since 1970"),
             ('{"event": 1, "step": 1}', "event is 1; expected text"),
-            ('{"step": "one"}', "step is 'one'; expected a step"),
+            ('{"step": "one"}', "step is 'one'; expected a step number"),
             ('{"step": 1, "loss": "low"}', "loss is 'low'; expected a number"),
             ('{"step": 1, "rank_wait_seconds": [1, "x"]}', "rank_wait_seconds is [1, 'x']; expected a number"),
             ('{"step": 1, "seconds": Infinity}', "seconds is inf; expected a number"),

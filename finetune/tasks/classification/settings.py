@@ -15,7 +15,7 @@ from finetune.tasks.datasets.glue import Name as GlueName
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.table import Format
 from finetune.tasks.own_metric import metric_error
-from pretrain.common.sections import MULTILINE, LocalPath, Section
+from pretrain.common.sections import ALLOW_TABS_AND_NEWLINES, LocalPath, Section
 
 # Scores of each problem. The first one chooses the checkpoint unless the settings name another.
 SCORES: dict[Problem, tuple[str, ...]] = {
@@ -66,7 +66,7 @@ class ClassificationSettings(Section):
     )
     delimiter: str = Field(
         default="",
-        json_schema_extra=MULTILINE,
+        json_schema_extra=ALLOW_TABS_AND_NEWLINES,
         description="csv, tsv: the character between columns; empty is a comma in .csv, a tab in .tsv.",
     )
     quoting: Literal["auto", "standard", "none"] = Field(
@@ -92,7 +92,7 @@ class ClassificationSettings(Section):
     )
     label_separator: str = Field(
         default="",
-        json_schema_extra=MULTILINE,
+        json_schema_extra=ALLOW_TABS_AND_NEWLINES,
         description="multi_label: separator of labels in a cell; empty for cells that are JSON lists.",
     )
     class_weights: Literal["none", "balanced"] | dict[str, float] = Field(

@@ -10,7 +10,7 @@ from pretrain.common.commands import (
     add_start,
     add_workers,
     check_effects,
-    local_path,
+    parse_path,
     positive_int,
 )
 from pretrain.run.arguments import run_path
@@ -29,12 +29,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "texts",
         nargs="+",
-        type=local_path,
+        type=parse_path,
         metavar="TEXT",
         help="text to adapt to: plain text, JSONL, CSV, Parquet, a Wikipedia dump or WikiExtractor's files, or folders",
     )
     add_start(parser, "checkpoint to continue from", type=run_path, required=True)
-    parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help="folder for all output")
+    parser.add_argument("--out", type=parse_path, required=True, metavar="DIR", help="folder for all output")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--steps", type=positive_int, metavar="N", help="optimizer steps (default: by the size of the text)"
@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--general",
         action="append",
-        type=local_path,
+        type=parse_path,
         metavar="TEXT",
         help="text like the checkpoint's training data, to measure forgetting; may be repeated",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pretrain.common.commands import WORKERS_DEFAULT, add_command, add_set, add_workers, check_effects, local_path
+from pretrain.common.commands import WORKERS_DEFAULT, add_command, add_set, add_workers, check_effects, parse_path
 
 _EXAMPLES = """
   ./launch.sh demo
@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
     purpose = "run every stage on the docstrings of this Python"
     parser = add_command(commands, "demo", _run, purpose, _EXAMPLES)
     add_workers(parser, WORKERS_DEFAULT)
-    folder: dict[str, Any] = {"type": local_path, "metavar": "DIR"}
+    folder: dict[str, Any] = {"type": parse_path, "metavar": "DIR"}
     parser.add_argument("--run-dir", default="runs/demo", help="run folder (default: runs/demo)", **folder)
     parser.add_argument("--data-dir", default="data/demo", help="corpus folder (default: data/demo)", **folder)
     parser.add_argument(

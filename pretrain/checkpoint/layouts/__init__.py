@@ -1,8 +1,7 @@
 """The layouts of released models: the names of our parameters in each family's files, and its config.json.
 
-A model that no family's layout can represent is written in ours, `families/bertrain.py`.
-
-Each module of `families` defines the `LAYOUT` of one family; to support another family, add a module.
+Each module of `families` defines the `LAYOUT` of one family; to support another family, add a module. A model that no
+family's layout can represent is written in our own layout, `families/bertrain.py`.
 """
 
 from pretrain.checkpoint.layouts.facts import (

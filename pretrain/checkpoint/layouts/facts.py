@@ -1,4 +1,4 @@
-"""Reads and writes config.json of released models of all families (invariant 6)."""
+"""Reads and writes config.json of released models of all families (invariant 6 in docs/invariants.md)."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -36,12 +36,12 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
-        known = [name for item in LAYOUTS.values() for name in (item.released_name, *item.variants, *item.older)]
+        known = [name for one in LAYOUTS.values() for name in (one.released_name, *one.variants, *one.old_types)]
         raise ValueError(f"model_type is {config['model_type']!r}; {', '.join(known)} are supported")
     for key in _HEAD_DROPOUTS:
-        share = config.get(key)
-        if share is not None and not (isinstance(share, int | float) and 0 <= share < 1):
-            raise ValueError(f"{key} is {share!r}; expected a number from 0 to below 1")
+        rate = config.get(key)
+        if rate is not None and not (isinstance(rate, int | float) and 0 <= rate < 1):
+            raise ValueError(f"{key} is {rate!r}; expected a number from 0 to below 1")
     token_types = 0 if layout.token_types is None else config.get("type_vocab_size", layout.token_types)
     if token_types not in (0, 1, 2):
         raise ValueError(f"type_vocab_size is {token_types}; 1 and 2 are supported")
@@ -58,7 +58,7 @@ def write_config(
     pad: int | None,
     special: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
-    """Return config.json of a model in fp32: `config` with all fields replaced that the facts determine.
+    """Return config.json of a model in fp32: `config`, with the fields replaced that the facts determine.
 
     Args:
         head: suffix of the class's name, such as ForPreTraining.
@@ -68,18 +68,18 @@ def write_config(
     Raises:
         InputError: the family's layout cannot represent the model.
     """
-    layout, model, token_types, first = facts
+    layout, model, token_types, first_position = facts
     check_supported(layout, model)
     model_type = config["model_type"] if config.get("model_type") in layout.variants else layout.released_name
     values = layout.values_of(model, config, token_types)
-    if first:
-        values["max_position_embeddings"] += first
+    if first_position:
+        values["max_position_embeddings"] += first_position
     ids = {key: number for key, role in layout.special_ids.items() if (number := (special or {}).get(role)) is not None}
     content = {
         "pad_token_id": pad,
         **ids,
         **{key: value for key, value in config.items() if key not in _NOT_COPIED},
-        "architectures": [layout.variants.get(model_type, layout.classes) + head],
+        "architectures": [layout.variants.get(model_type, layout.class_prefix) + head],
         "model_type": model_type,
         "dtype": "float32",
         "vocab_size": vocabulary_size,
@@ -91,7 +91,7 @@ def write_config(
 
 
 def needs_custom_code(family: str, model: ModelConfig, config: Mapping[str, Any]) -> bool:
-    """Return whether a sequence classifier needs `trust_remote_code`: no class of transformers pools so (`pooled`)."""
+    """Return whether a sequence classifier needs `trust_remote_code`: no class of transformers has its pooling."""
     return config.get(POOLING, "cls") != "cls" and POOLING not in LAYOUTS[family].values_of(model, config)
 
 
@@ -154,11 +154,11 @@ def _family(config: Mapping[str, Any]) -> str:
         names: dict[str, str] = {
             name: layout.family
             for layout in LAYOUTS.values()
-            for name in (layout.released_name, *layout.variants, *layout.older)
+            for name in (layout.released_name, *layout.variants, *layout.old_types)
         }
         return names.get(model_type, "")
     architecture = (config.get("architectures") or [""])[0]
     for layout in LAYOUTS.values():
-        if architecture.startswith(layout.classes):
+        if architecture.startswith(layout.class_prefix):
             return layout.family
     return "distilbert" if "n_layers" in config else "bert"

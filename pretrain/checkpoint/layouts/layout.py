@@ -1,6 +1,6 @@
 """The description of a released layout: the names of our parameters in a family's files, and its config.json.
 
-`pretrain/model/parameters.py` has our names. The tables map modules, which have a weight and a bias in the files:
+`pretrain/model/parameters.py` has our names. `KeyMapping` maps modules, which have a weight and a bias in the files:
 
     embeddings.word, .position, .token_type    the three tables
     embeddings.norm, .project                  norm of their sum; projection to the hidden width, if any
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from pretrain.checkpoint.layouts.task_heads import TaskHead
 from pretrain.config import ModelConfig
-from pretrain.config.families import PARTS
+from pretrain.config.families import FAMILY_SETTINGS
 from pretrain.model.activations import ACTIVATIONS, get_activation
 from pretrain.model.parameters import (
     embedding_parameters,
@@ -36,13 +36,13 @@ _SIZES = ("layers", "hidden", "heads", "intermediate", "max_positions", "embeddi
 
 
 class StackedName(NamedTuple):
-    """One of our parameters, and the number of one of its stacked parts, which a tensor fills."""
+    """One of our parameters, and the index of the part of it that a tensor fills, if it stacks several tensors."""
 
     name: str
     part: int = 0
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
+def _no_fields(*_: Any) -> dict[str, Any]:
     return {}
 
 
@@ -52,22 +52,22 @@ class KeyMapping:
 
     Attributes:
         family: a key of `LAYOUTS`.
-        classes: prefix of transformers' class names.
-        layer: the part of a name before the number of a layer, without the prefix.
-        layer_modules: our module of a layer -> the family's modules, to be stacked in this order.
+        class_prefix: prefix of transformers' class names.
+        layer: module that contains the layers by index, such as encoder.layer, without the prefix.
+        layer_modules: our module of a layer -> the family's modules that it stacks, in this order.
         other_modules: our module outside the layers -> the family's, including the prefix if it has one.
         decoder: the module of the masked-language-modeling decoder; "" if files only have it under our names.
-        out: purpose -> the module of head.out to write; on reading, any of them is accepted.
+        out: task (sequence, tokens, spans) -> the module of head.out to write; any of them is accepted on reading.
         config: field of `ModelConfig` -> key of config.json.
-        task_head: (config.json, shape, purpose) -> the layers between the encoder and head.out.
+        task_head: (config.json, shape, task) -> the layers between the encoder and head.out.
         model_type: transformers' name of the family, if it is not `family`.
-        parts: `ModelConfig.family`, which determines the parts of the block.
-        prefix: of the encoder's names in a model with a head; "" stands for the family and a period.
-        bare: first parts of the names if an encoder is saved without a head, and so without `prefix`.
+        model_family: `ModelConfig.family`, which determines the parts of the block.
+        prefix: prefix of the encoder's names in a model with a head; "" stands for the family and a period.
+        unprefixed: starts of the encoder's names in a file without a head, where they lack `prefix`.
         spellings: regular expressions of older names, without the prefix, and their current replacement.
         fused: module of older files -> the current modules that it stacks, in this order.
-        unused: prefixes of names that fill none of our parameters, and their description.
-        defaults: values of `ModelConfig` if config.json has none, where they differ from the defaults of `parts`.
+        unused: prefix of names that fill none of our parameters -> what these tensors are.
+        defaults: values of `ModelConfig` if config.json has none, where they differ from `model_family`'s.
         supported: key of config.json -> the values that our encoder supports; the first one if the key is absent.
         modernize: converts a config.json to the current keys, for families whose keys changed.
         read: current config.json -> fields of `ModelConfig` that need more than renaming a key.
@@ -78,13 +78,13 @@ class KeyMapping:
         padded_positions: whether the position table starts with unused rows up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
         special_ids: key of config.json for the id of a special token, besides pad_token_id -> the token's role.
-        tokenizer_class: transformers' class of its tokenizers; "" stands for `classes` + "Tokenizer".
+        tokenizer_class: transformers' class of its tokenizers; "" stands for `class_prefix` + "Tokenizer".
         variants: model_type of other families with the same layout -> the prefix of their classes.
-        older: earlier values of model_type for this family; such a model is written with the current one.
+        old_types: earlier values of model_type for this family; models are written with the current one.
     """
 
     family: str
-    classes: str
+    class_prefix: str
     layer: str
     layer_modules: Mapping[str, tuple[str, ...]]
     other_modules: Mapping[str, str]
@@ -93,17 +93,17 @@ class KeyMapping:
     config: Mapping[str, str]
     task_head: Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]
     model_type: str = ""
-    parts: str = "bert"
+    model_family: str = "bert"
     prefix: str = ""
-    bare: tuple[str, ...] = ("embeddings.",)
+    unprefixed: tuple[str, ...] = ("embeddings.",)
     spellings: tuple[tuple[str, str], ...] = ()
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unused: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     modernize: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    write: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]] = _nothing
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields
+    write: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]] = _no_fields
     activation_key: str = "hidden_act"
     mlm_activation: str = ""
     token_types: int | None = None
@@ -112,7 +112,7 @@ class KeyMapping:
     special_ids: Mapping[str, str] = field(default_factory=dict)
     tokenizer_class: str = ""
     variants: Mapping[str, str] = field(default_factory=dict)
-    older: tuple[str, ...] = ()
+    old_types: tuple[str, ...] = ()
 
     # ---- names
 
@@ -151,7 +151,7 @@ class KeyMapping:
         name = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", name)
         for pattern, current in self.spellings:
             name = re.sub(pattern, current, name)
-        return self._prefix + name if name.startswith(self.bare) else name
+        return self._prefix + name if name.startswith(self.unprefixed) else name
 
     def tied_parameter(self, theirs: str, model: ModelConfig) -> str | None:
         """Return our parameter that a tensor of the decoder duplicates; None for all other tensors."""
@@ -161,13 +161,13 @@ class KeyMapping:
         name = self.normalize(theirs)
         return duplicated.get(name) if name not in self.names("heads.mlm_bias") else None
 
-    def layer_number(self, theirs: str) -> int | None:
+    def layer_index(self, theirs: str) -> int | None:
         """Return the index of the layer that a tensor of a file belongs to; None outside the layers."""
         match = re.match(rf"{re.escape(self._prefix + self.layer)}\.(\d+)\.", self.normalize(theirs))
         return None if match is None else int(match[1])
 
     def skip_reason(self, theirs: str) -> str:
-        """Return the reason why a tensor that fills no parameter is not read."""
+        """Return the reason why a tensor that fills no parameter is not read, for the mapping table."""
         name = self.normalize(theirs)
         if name.endswith("embeddings.position_ids"):
             return "a constant: 0, 1, 2, ..."
@@ -205,8 +205,8 @@ class KeyMapping:
             sizes["embedding"] = 0
         if self.padded_positions:
             sizes["max_positions"] -= first_position(config)
-        values = {"family": self.parts, "size": "custom", **self.defaults, "activation": self._activation(config)}
-        return ModelConfig.model_validate({**values, **sizes, **self.read(config)})
+        values = {"family": self.model_family, "size": "custom", "activation": self._activation(config)}
+        return ModelConfig.model_validate({**self.defaults, **values, **sizes, **self.read(config)})
 
     def values_of(self, model: ModelConfig, config: Mapping[str, Any], token_types: int = 2) -> dict[str, Any]:
         """Return the fields of config.json that a shape determines.
@@ -236,7 +236,7 @@ class KeyMapping:
                 values["max_position_embeddings"] += first_position(values)
             reread = self._shape_of(values)
         except (KeyError, ValueError) as error:
-            positions = PARTS[self.parts].get("positions", "learned")
+            positions = FAMILY_SETTINGS[self.model_family].get("positions", "learned")
             if model.positions != positions:  # then config.json lacks fields that reading needs
                 return f"model.positions is {model.positions}, and {self.family} supports only {positions}"
             return " ".join(str(error).split())
@@ -265,13 +265,12 @@ class KeyMapping:
 
     def _activation(self, config: Mapping[str, Any]) -> str:
         """Return our name of the activation in a config.json; raises ValueError for an unknown one."""
-        return activation_name(
-            self.activation_key, config.get(self.activation_key, PARTS[self.parts].get("activation", "gelu"))
-        )
+        default = FAMILY_SETTINGS[self.model_family].get("activation", "gelu")
+        return activation_name(self.activation_key, config.get(self.activation_key, default))
 
     @property
     def released_name(self) -> str:
-        """The model_type of written models."""
+        """Return the model_type of written models."""
         return self.model_type or self.family
 
     @property
@@ -301,16 +300,16 @@ def encoder_shapes(model: ModelConfig, vocabulary_size: int) -> dict[str, tuple[
     """Return the shape of each parameter of `pretrain.model.encoder.Encoder` by name, in its order."""
     return {
         f"{part}.{parameter.name}": parameter.shape
-        for part, parameters in _parts(model, vocabulary_size)
+        for part, parameters in _parameters(model, vocabulary_size)
         for parameter in parameters
     }
 
 
-def _parts(model: ModelConfig, vocabulary_size: int) -> Iterator[tuple[str, Any]]:
+def _parameters(model: ModelConfig, vocabulary_size: int) -> Iterator[tuple[str, Any]]:
     yield "embeddings", embedding_parameters(model, vocabulary_size)
     yield "relative", position_parameters(model)
-    for number in range(model.layers):
-        yield f"layers.{number}", layer_parameters(model, number)
+    for layer in range(model.layers):
+        yield f"layers.{layer}", layer_parameters(model, layer)
     yield "final", final_parameters(model)
 
 
@@ -319,7 +318,7 @@ def _any_layer(name: str) -> str:
 
 
 def _traits(model: ModelConfig) -> dict[str, Any]:
-    """Return the properties besides sizes that must be equal in equivalent shapes, with defaults resolved."""
+    """Return the settings, with defaults resolved, in which equivalent shapes must agree, besides sizes."""
     names = (
         "norm",
         "norm_placement",
@@ -345,11 +344,11 @@ def _traits(model: ModelConfig) -> dict[str, Any]:
         "tied_decoder",
         "pooling",
     )
-    numbers = range(model.layers)
+    layers = range(model.layers)
     return {
         **{name: getattr(model, name) for name in names},
-        "local_attention": [model.window(number) * 2 for number in numbers],
-        "local_rotary_base": [model.rotary_base_of(number) for number in numbers],
+        "local_attention": [model.window(layer) * 2 for layer in layers],
+        "local_rotary_base": [model.rotary_base_of(layer) for layer in layers],
         "kv_heads": model.kv_heads or model.heads,
         "embedding": model.embedding or model.hidden,
     }

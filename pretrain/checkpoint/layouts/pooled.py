@@ -8,13 +8,13 @@ fine-tuned one is written under a custom model type with a modeling file, so tha
 from collections.abc import Mapping
 from typing import Any
 
-POOLING = "classifier_pooling"  # ModernBERT's key
+POOLING = "classifier_pooling"  # key of the pooling in config.json, as in ModernBERT's
 MODEL_TYPE = "pooled_encoder"
 MODELING_FILE = "modeling_pooled.py"
 ENCODER = "encoder"  # the folder of the encoder without the head
 _CLASS = "PooledForSequenceClassification"
-_ENCODER, _OUTPUT = "encoder_model_type", "output_layer"
-_ADDED_KEYS = (_ENCODER, _OUTPUT, "auto_map")
+_TYPE_KEY, _OUTPUT_KEY = "encoder_model_type", "output_layer"
+_ADDED_KEYS = (_TYPE_KEY, _OUTPUT_KEY, "auto_map")
 
 
 def wrap(values: Mapping[str, Any], output_layer: str) -> dict[str, Any]:
@@ -28,8 +28,8 @@ def wrap(values: Mapping[str, Any], output_layer: str) -> dict[str, Any]:
         **values,
         "model_type": MODEL_TYPE,
         "architectures": [_CLASS],
-        _ENCODER: values["model_type"],
-        _OUTPUT: output_layer,
+        _TYPE_KEY: values["model_type"],
+        _OUTPUT_KEY: output_layer,
         "auto_map": {
             "AutoConfig": f"{module}.PooledConfig",
             "AutoModelForSequenceClassification": f"{module}.{_CLASS}",
@@ -39,6 +39,6 @@ def wrap(values: Mapping[str, Any], output_layer: str) -> dict[str, Any]:
 
 def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the family's config.json from a pooled classifier's; other configs are returned unchanged."""
-    if config.get("model_type") != MODEL_TYPE or _ENCODER not in config:
+    if config.get("model_type") != MODEL_TYPE or _TYPE_KEY not in config:
         return dict(config)
-    return {**{key: value for key, value in config.items() if key not in _ADDED_KEYS}, "model_type": config[_ENCODER]}
+    return {**{key: value for key, value in config.items() if key not in _ADDED_KEYS}, "model_type": config[_TYPE_KEY]}

@@ -8,7 +8,7 @@ from pretrain.config import ModelConfig
 
 
 class HeadDropout(NamedTuple):
-    """Dropout rates of a task's head in training; a head without head.dense uses only `before_out`."""
+    """Dropout rates of a task's head in training; a head without a dense layer uses only `before_out`."""
 
     before_dense: float = 0.0
     before_out: float = 0.0
@@ -18,12 +18,12 @@ class TaskHead(NamedTuple):
     """The layers of a task's head before its output layer.
 
     Attributes:
-        activation: of the dense layer, a name in `pretrain.model.activations.ACTIVATIONS`; "" if there is none.
+        activation: activation of the dense layer, a key of `pretrain.model.activations.ACTIVATIONS`; "" without one.
         bias: whether the dense layer has a bias.
-        norm: after the activation, a name in `pretrain.model.norms.NORMS`; "" if there is none.
+        norm: norm after the activation, a key of `pretrain.model.norms.NORMS`; "" without one.
         pooling: the input of a sequence head: the first token, the mean or maximum of all tokens, or late: the head is
             applied to every token, and the results are averaged.
-        dropout: rates in training.
+        dropout: dropout rates in training.
     """
 
     activation: str = ""
@@ -37,7 +37,7 @@ def sequence_head(activation: str, *, input_dropout: bool = False) -> Callable[.
     """Return the `KeyMapping.task_head` of BERT-like families: a dense layer for sequences, none for tokens and spans.
 
     Args:
-        activation: of the dense layer.
+        activation: activation of the dense layer.
         input_dropout: whether dropout also applies to the input of the dense layer, as in RobertaClassificationHead and
             ElectraClassificationHead.
     """

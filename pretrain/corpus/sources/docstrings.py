@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pretrain.common.addresses import local
+from pretrain.common.addresses import local_path
 from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, grouped, no_files_error
 from pretrain.corpus.listing import files_in
 
@@ -54,7 +54,7 @@ class Reader(SourceReader):
     def _modules(self, where: str) -> list[Path]:
         """Return the files at `path` that are not tests."""
         files = self.find_files(where)
-        folder = local(self.config.path).expanduser()
+        folder = local_path(self.config.path).expanduser()
         root = folder if folder.is_dir() else Path(os.path.commonpath([file.parent for file in files]))
         if modules := [file for file in files if not _is_left_out(file, root)]:
             return modules

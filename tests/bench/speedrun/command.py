@@ -13,7 +13,7 @@ from typing import Any
 import pretrain
 from pretrain.checkpoint.released import read_shape
 from pretrain.common import settings
-from pretrain.common.commands import add_set, add_workers, local_path, overrides, program
+from pretrain.common.commands import add_set, add_workers, overrides, parse_path, program
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import atomic_open, locked
 from pretrain.common.records import is_training, read_records
@@ -80,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     data = "folder with WikiExtractor's files and novels (*.txt), and nothing else"
-    parser.add_argument("config", type=local_path, metavar="CONFIG", help="YAML file; its corpus sources are not used")
-    parser.add_argument("--data", type=local_path, required=True, metavar="DIR", help=data)
+    parser.add_argument("config", type=parse_path, metavar="CONFIG", help="YAML file; its corpus sources are not used")
+    parser.add_argument("--data", type=parse_path, required=True, metavar="DIR", help=data)
     parser.add_argument("--budget", type=float, default=0.5e15, metavar="FLOP", help="FLOPs of training (0.5e15)")
-    parser.add_argument("--out", type=local_path, default="runs/speedrun", metavar="DIR", help="(runs/speedrun)")
+    parser.add_argument("--out", type=parse_path, default="runs/speedrun", metavar="DIR", help="(runs/speedrun)")
     add_set(parser)
     add_workers(parser)
     return parser

@@ -38,12 +38,12 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # NVIDIA DeepLearningExamples modeling.py, LinearActivation.
 SPELLINGS = ((r"\.dense_act\.", ".dense."),)
-BARE = ("embeddings.", "embeddings_project.", "encoder.", "pooler.")
+UNPREFIXED = ("embeddings.", "embeddings_project.", "encoder.", "pooler.")
 OUT = {"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"}
 
 
 def tables(prefix: str) -> dict[str, str]:
-    """Return the names of the embeddings of BERT and its relatives."""
+    """Return the embedding modules of BERT and its relatives: our module -> the family's."""
     return {
         "embeddings.word": f"{prefix}.embeddings.word_embeddings",
         "embeddings.position": f"{prefix}.embeddings.position_embeddings",
@@ -58,14 +58,14 @@ def read_tying(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_tying(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field of an untied decoder; a tied one has none, as in older files."""
+    """Return the fields of config.json that `read_tying` and `SUPPORTED` check."""
     absolute = {"position_embedding_type": "absolute"}
     return absolute if model.tied_decoder else {**absolute, "tie_word_embeddings": False}
 
 
 LAYOUT = KeyMapping(
     family="bert",
-    classes="Bert",
+    class_prefix="Bert",
     layer="encoder.layer",
     layer_modules=LAYER_MODULES,
     other_modules={
@@ -82,7 +82,7 @@ LAYOUT = KeyMapping(
     out=OUT,
     config=CONFIG,
     task_head=sequence_head("tanh"),
-    bare=BARE,
+    unprefixed=UNPREFIXED,
     spellings=SPELLINGS,
     defaults=DEFAULTS,
     supported=SUPPORTED,

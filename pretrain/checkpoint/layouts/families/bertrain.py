@@ -15,8 +15,8 @@ from pretrain.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class OwnLayout(KeyMapping):
-    """A layout without tables: names and fields are ours."""
+class BertrainLayout(KeyMapping):
+    """A layout without tables of names: names and fields of config.json are ours."""
 
     def names(self, ours: str, purpose: str = "sequence") -> list[str]:
         """Return the name unchanged, except that a task head's dense layer is the pooler of pretraining, as in BERT."""
@@ -25,10 +25,10 @@ class OwnLayout(KeyMapping):
     def model_of(self, config: Mapping[str, Any]) -> ModelConfig:
         """Return the shape in a config.json.
 
-        Parameters that fine-tuning re-initializes get BERT's values, as for a run.
+        Parameters that fine-tuning adds get BERT's initialization, as for a run.
 
         Raises:
-            KeyError: there is none.
+            KeyError: the config.json has none.
             ValueError: `ModelConfig` refuses a value.
         """
         return ModelConfig.model_validate(config["model"]).model_copy(update={"attention_init": "normal"})
@@ -52,9 +52,9 @@ def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHe
     return head._replace(pooling=model.pooling) if purpose == "sequence" else head
 
 
-LAYOUT = OwnLayout(
+LAYOUT = BertrainLayout(
     family="bertrain",
-    classes="Bertrain",
+    class_prefix="Bertrain",
     layer="layers",
     layer_modules={},
     other_modules={},
@@ -62,7 +62,7 @@ LAYOUT = OwnLayout(
     out={"sequence": "head.out"},
     config={},
     task_head=_head,
-    bare=(),
+    unprefixed=(),
     unused={"heads.rtd_": "the head that detects replaced tokens"},
     token_types=2,
     next_sentence=True,

@@ -1,7 +1,7 @@
 """DeBERTa-v2 and -v3: transformers models/deberta_v2/modeling_deberta_v2.py and configuration_deberta_v2.py, 5.23.
 
 The masked-language-modeling head has two sets of names: `cls.predictions`, and `lm_predictions.lm_head`, which the
-released files have and transformers reads where config.json has `legacy: false`. Both are read. The first is written,
+released files have and transformers reads if config.json has `legacy: false`. Both are read. The first is written,
 because only it can be untied.
 """
 
@@ -14,8 +14,8 @@ from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead, pooled
 from pretrain.config import ModelConfig
 
 _TERMS = {"both": ["p2c", "c2p"], "c2p": ["c2p"], "p2c": ["p2c"]}
-# Fields with one supported value: transformers' default if the field is missing, and that value.
-_ONLY = {
+# Field with one supported value -> (transformers' default if the field is missing, supported value).
+_SUPPORTED = {
     "relative_attention": (False, True),
     "position_biased_input": (True, False),
     "type_vocab_size": (0, 0),
@@ -24,9 +24,9 @@ _ONLY = {
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    for key, (default, only) in _ONLY.items():
-        if config.get(key, default) != only:
-            raise ValueError(f"{key} is {config.get(key, default)!r}; only {only!r} is supported")
+    for key, (default, supported) in _SUPPORTED.items():
+        if config.get(key, default) != supported:
+            raise ValueError(f"{key} is {config.get(key, default)!r}; only {supported!r} is supported")
     _pooler_activation(config)
     hidden = config["hidden_size"]
     derived = {
@@ -34,9 +34,9 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         "embedding_size": hidden,
         "pooler_hidden_size": hidden,
     }
-    for key, only in derived.items():
-        if config.get(key, only) != only:
-            raise ValueError(f"{key} is {config[key]!r}; only {only} is supported with hidden_size {hidden}")
+    for key, supported in derived.items():
+        if config.get(key, supported) != supported:
+            raise ValueError(f"{key} is {config[key]!r}; only {supported} is supported with hidden_size {hidden}")
     max_distance = config.get("max_relative_positions", -1)
     return {
         "relative_buckets": max(0, config.get("position_buckets", -1)),
@@ -68,7 +68,7 @@ def _read_norm(config: Mapping[str, Any]) -> bool:
 
 def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **{key: only for key, (_, only) in _ONLY.items()},
+        **{key: supported for key, (_, supported) in _SUPPORTED.items()},
         "position_buckets": model.relative_buckets or -1,
         "max_relative_positions": model.relative_max_distance,
         "pos_att_type": _TERMS[model.relative_terms],
@@ -102,7 +102,7 @@ _TABLES = bert.tables("deberta")
 LAYOUT = KeyMapping(
     family="deberta",
     model_type="deberta-v2",
-    classes="DebertaV2",
+    class_prefix="DebertaV2",
     layer="encoder.layer",
     layer_modules={
         **bert.LAYER_MODULES,
@@ -124,8 +124,8 @@ LAYOUT = KeyMapping(
     out=bert.OUT,
     config=bert.CONFIG,
     task_head=_head,
-    parts="deberta",
-    bare=("embeddings.", "encoder."),
+    model_family="deberta",
+    unprefixed=("embeddings.", "encoder."),
     spellings=(
         (r"^lm_predictions\.lm_head\.(dense|LayerNorm)\.", r"cls.predictions.transform.\1."),
         (r"^lm_predictions\.lm_head\.", "cls.predictions."),

@@ -26,7 +26,7 @@ def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
 
 LAYOUT = KeyMapping(
     family="distilbert",
-    classes="DistilBert",
+    class_prefix="DistilBert",
     layer="transformer.layer",
     layer_modules={
         "qkv": ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
@@ -59,7 +59,7 @@ LAYOUT = KeyMapping(
         "init_std": "initializer_range",
     },
     task_head=_head,
-    bare=("embeddings.", "transformer."),
+    unprefixed=("embeddings.", "transformer."),
     defaults=bert.DEFAULTS,
     supported=bert.SUPPORTED,
     read=bert.read_tying,

@@ -1,7 +1,7 @@
 """ELECTRA: transformers models/electra/modeling_electra.py and configuration_electra.py, 5.23.
 
 The generator's masked-language-modeling head is read and written as `heads.mlm_*`. The discriminator's
-(`heads.rtd_*`) is written; on reading, the mapping lists it as left out.
+head (`heads.rtd_*`) is only written; on reading, the mapping lists it as left out.
 """
 
 from pretrain.checkpoint.layouts.families import bert
@@ -10,7 +10,7 @@ from pretrain.checkpoint.layouts.task_heads import sequence_head
 
 LAYOUT = KeyMapping(
     family="electra",
-    classes="Electra",
+    class_prefix="Electra",
     layer="encoder.layer",
     layer_modules=bert.LAYER_MODULES,
     other_modules={
@@ -28,7 +28,7 @@ LAYOUT = KeyMapping(
     out={**bert.OUT, "sequence": "classifier.out_proj"},
     config={**bert.CONFIG, "embedding": "embedding_size"},
     task_head=sequence_head("gelu", input_dropout=True),
-    bare=bert.BARE,
+    unprefixed=bert.UNPREFIXED,
     spellings=bert.SPELLINGS,
     unused={"discriminator_predictions.": "the head that detects replaced tokens"},
     defaults=bert.DEFAULTS,

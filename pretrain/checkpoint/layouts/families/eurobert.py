@@ -54,7 +54,7 @@ def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pooling(config: Mapping[str, Any], model: ModelConfig) -> str:
-    """Return EuroBERT's name of the pooling: late if config.json sets it, or has no such key."""
+    """Return EuroBERT's name of the pooling. A mean is late pooling if config.json says so, or has no such key."""
     if config and model.pooling == "mean" and _modernize(config)["classifier_pooling"] == "late":
         return "late"
     return {"cls": "bos"}.get(model.pooling, model.pooling)
@@ -69,7 +69,7 @@ def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHe
 
 LAYOUT = KeyMapping(
     family="eurobert",
-    classes="EuroBert",
+    class_prefix="EuroBert",
     layer="layers",
     layer_modules={
         "attention_norm": ("input_layernorm",),
@@ -101,9 +101,9 @@ LAYOUT = KeyMapping(
         "layer_norm_eps": "rms_norm_eps",
     },
     task_head=_head,
-    parts="eurobert",
+    model_family="eurobert",
     prefix="model.",
-    bare=("embed_tokens.", "layers.", "norm."),
+    unprefixed=("embed_tokens.", "layers.", "norm."),
     modernize=_modernize,
     read=_read,
     write=_write,

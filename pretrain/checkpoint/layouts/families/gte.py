@@ -13,7 +13,7 @@ from pretrain.checkpoint.layouts.rotary import read_single, write_single
 from pretrain.checkpoint.layouts.task_heads import sequence_head
 from pretrain.config import ModelConfig
 
-# Names that Nomic BERT uses, too.
+# Names of modules in a layer, which Nomic BERT shares.
 LAYER_MODULES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention_out": ("self_attn.o_proj",),
@@ -22,7 +22,7 @@ LAYER_MODULES = {
     "ffn_out": ("mlp.down_proj",),
     "ffn_norm": ("post_mlp_layernorm",),
 }
-BARE = ("embeddings.", "layers.", "pooler.")
+UNPREFIXED = ("embeddings.", "layers.", "pooler.")
 
 
 def other_modules(prefix: str) -> dict[str, str]:
@@ -42,13 +42,13 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that GTE and Nomic BERT write."""
+    """Return the fields of config.json that GTE and Nomic BERT share."""
     return {**write_single(model.rotary_base), "tie_word_embeddings": model.tied_decoder}
 
 
 LAYOUT = KeyMapping(
     family="gte",
-    classes="Gte",
+    class_prefix="Gte",
     layer="layers",
     layer_modules=LAYER_MODULES,
     other_modules={
@@ -62,8 +62,8 @@ LAYOUT = KeyMapping(
     out=bert.OUT,
     config=bert.CONFIG,
     task_head=sequence_head("tanh"),
-    parts="gte",
-    bare=BARE,
+    model_family="gte",
+    unprefixed=UNPREFIXED,
     spellings=(
         (r"^(new|gte)\.", ""),
         (r"^encoder\.layer\.", "layers."),
@@ -86,5 +86,5 @@ LAYOUT = KeyMapping(
     mlm_activation="gelu",
     token_types=1,
     tokenizer_class="PreTrainedTokenizerFast",
-    older=("new",),  # Alibaba-NLP/new-impl
+    old_types=("new",),  # Alibaba-NLP/new-impl
 )

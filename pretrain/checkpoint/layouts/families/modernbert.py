@@ -16,7 +16,7 @@ from pretrain.model.activations import get_activation
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _EVERY = "global_attn_every_n_layers"
-# ModernBertConfig.default_theta, and its key in transformers 4.
+# Kind of layer -> (key of its rotary base in transformers 4, ModernBertConfig.default_theta).
 _BASES = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta", 10_000.0)}
 
 
@@ -130,7 +130,7 @@ def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHe
 
 LAYOUT = KeyMapping(
     family="modernbert",
-    classes="ModernBert",
+    class_prefix="ModernBert",
     layer="layers",
     layer_modules={
         "attention_norm": ("attn_norm",),
@@ -164,9 +164,9 @@ LAYOUT = KeyMapping(
         "layer_norm_eps": "norm_eps",
     },
     task_head=_head,
-    parts="modernbert",
+    model_family="modernbert",
     prefix="model.",
-    bare=("embeddings.", "layers.", "final_norm."),
+    unprefixed=("embeddings.", "layers.", "final_norm."),
     read=_read,
     write=_write,
     activation_key="hidden_activation",

@@ -50,7 +50,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 LAYOUT = KeyMapping(
     family="nomic_bert",
-    classes="NomicBert",
+    class_prefix="NomicBert",
     layer="layers",
     layer_modules=gte.LAYER_MODULES,
     other_modules={
@@ -64,8 +64,8 @@ LAYOUT = KeyMapping(
     out=bert.OUT,
     config=bert.CONFIG,
     task_head=sequence_head("tanh"),
-    parts="nomic_bert",
-    bare=gte.BARE,
+    model_family="nomic_bert",
+    unprefixed=gte.UNPREFIXED,
     spellings=(
         (r"^(bert|nomic_bert)\.", ""),
         (r"^encoder\.layers\.", "layers."),

@@ -1,4 +1,4 @@
-"""RoBERTa; XLM-R and CamemBERT have the same layout: transformers models/roberta/modeling_roberta.py, 5.23."""
+"""RoBERTa, XLM-R and CamemBERT, which share a layout: transformers models/roberta/modeling_roberta.py, 5.23."""
 
 from pretrain.checkpoint.layouts.families import bert
 from pretrain.checkpoint.layouts.layout import KeyMapping
@@ -6,7 +6,7 @@ from pretrain.checkpoint.layouts.task_heads import sequence_head
 
 LAYOUT = KeyMapping(
     family="roberta",
-    classes="Roberta",
+    class_prefix="Roberta",
     layer="encoder.layer",
     layer_modules=bert.LAYER_MODULES,
     other_modules={
@@ -21,7 +21,7 @@ LAYOUT = KeyMapping(
     out={**bert.OUT, "sequence": "classifier.out_proj"},
     config=bert.CONFIG,
     task_head=sequence_head("tanh", input_dropout=True),
-    bare=bert.BARE,
+    unprefixed=bert.UNPREFIXED,
     spellings=bert.SPELLINGS,
     unused={"roberta.pooler.": "a pooler, which RoBERTa's heads do not use"},
     defaults=bert.DEFAULTS,
