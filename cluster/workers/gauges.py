@@ -1,4 +1,4 @@
-"""A run's state as metrics of Ray, which every node of a cluster serves to Prometheus (Ray's guide, "Metrics")."""
+"""Publishes a run's state as Ray metrics, which every node of a cluster serves to Prometheus."""
 
 import time
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ GAUGES = {
 class Gauges:
     """A callback that sets `ray_bertrain_*{run=NAME}` on the node of this process."""
 
-    every_rank = True  # called on each rank that has it
+    every_rank = True  # called on every rank to which it is passed
 
     def __init__(self, run: str, restarts: int) -> None:
         from ray.util.metrics import Gauge

@@ -1,4 +1,4 @@
-"""The nodes of a cluster: which are usable, and how many workers fit on them."""
+"""Lists the usable nodes of a cluster, and computes how many workers fit on them."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
-_CONNECT_SECONDS = 1.0
+_CONNECT_SECONDS = 1.0  # time limit for a node's answer
 
 NodeSize = tuple[int, int]  # (CPUs, GPUs)
 
@@ -21,8 +21,8 @@ class Node:
     id: str
     cpus: int
     gpus: int
-    draining: bool  # about to leave the cluster
-    free_cpus: int  # unused when the nodes were listed
+    draining: bool  # whether the node is about to leave the cluster
+    free_cpus: int  # not in use when the nodes were listed
     free_gpus: int
 
 
@@ -33,14 +33,14 @@ def choose_cpus(
     where: str,
     setting: str = "scheduling.workers (--workers)",
 ) -> int:
-    """Return the CPUs of each worker, so that `workers` of them fit on `nodes`.
+    """Return the number of CPUs per worker with which `workers` of them fit on `nodes`.
 
     If any node has GPUs, each worker takes one.
 
     Args:
-        cpus_per_worker: 0 means as many as fit.
-        where: the machine or cluster, for the error.
-        setting: the setting to lower, for the error.
+        cpus_per_worker: fixed number of CPUs; 0 means as many as fit.
+        where: name of the machine or cluster, for the error.
+        setting: name of the setting to lower, for the error.
 
     Raises:
         MachineError: the workers do not fit.
@@ -76,7 +76,7 @@ def fitting_workers(
 
 
 def choose_elastic_cpus(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, where: str) -> int:
-    """Return the CPUs of each worker, so that as many of `low` to `high` workers as possible fit; see `choose_cpus`."""
+    """Return the CPUs per worker with which the most of `low` to `high` workers fit; see `choose_cpus`."""
     workers = fitting_workers(nodes, low, high, cpus_per_worker) or low
     return choose_cpus(nodes, workers, cpus_per_worker, where)
 
@@ -119,7 +119,7 @@ def _capacity(nodes: Sequence[NodeSize], cpus_per_worker: int, use_gpu: bool | N
 
 
 def _draining(timeout: float) -> set[str]:
-    """Return the ids of nodes that will leave soon: by `ray drain-node`, an autoscaler or a spot notice."""
+    """Return the ids of nodes that will leave soon, because of `ray drain-node`, an autoscaler or a spot notice."""
     from ray._private.worker import global_worker
 
     client: Any = global_worker.gcs_client  # pyright: ignore[reportAttributeAccessIssue]

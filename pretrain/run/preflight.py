@@ -17,29 +17,12 @@ from pydantic import ValidationError
 
 from pretrain.common.errors import InputError, version_mismatch
 from pretrain.common.extensions import hashes
-from pretrain.common.files import (
-    MANIFEST,
-    atomic_open,
-    checkpoint_names,
-    locked,
-    verify_manifest,
-    write_json,
-)
+from pretrain.common.files import MANIFEST, atomic_open, checkpoint_names, locked, verify_manifest, write_json
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 from pretrain.common.settings import dump, load_recorded
 from pretrain.config import CorpusConfig, PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
 
-_PACKAGES = (
-    "bertrain",
-    "torch",
-    "deepspeed",
-    "ray",
-    "tokenizers",
-    "transformers",
-    "numpy",
-    "pydantic",
-    "wandb",
-)
+_PACKAGES = ("bertrain", "torch", "deepspeed", "ray", "tokenizers", "transformers", "numpy", "pydantic", "wandb")
 
 
 def check_corpus(config: PretrainConfig) -> None:

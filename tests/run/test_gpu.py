@@ -257,7 +257,7 @@ def rounded(lengths: tuple[int, ...], seed: int, *, pairs: bool = False) -> Micr
     return with_filler(batch if pairs else dataclasses.replace(batch, nsp_labels=NO_LABELS), 128)
 
 
-RECORDED_KINDS: dict[str, dict[str, Any]] = {
+RECORDED: dict[str, dict[str, Any]] = {
     "adamw": {"model": {"family": "modernbert"}, "optimizer": {"name": "adamw"}},
     "muon": {"model": {"family": "modernbert"}, "optimizer": {"name": "muon"}},
     "pairs": {"model": {}, "pairs": {"objective": "nsp"}},
@@ -265,9 +265,9 @@ RECORDED_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECORDED_KINDS)
+@pytest.mark.parametrize("name", RECORDED)
 def test_recorded_passes_train_as_launched_ones(name: str) -> None:
-    sections = {"pairs": {"objective": "none"}, **RECORDED_KINDS[name]}
+    sections = {"pairs": {"objective": "none"}, **RECORDED[name]}
     sections["model"] = {**SIZES, "attention_dropout": 0.0, **sections["model"]}
     several, found = ((100, 100, 120), (101, 104, 115), (60, 70, 128)), {}
     for graphs in (True, False):
