@@ -43,16 +43,13 @@ _FIND_DASHBOARD = (
 
 @dataclass(frozen=True)
 class WaitingJob:
-    """A job in the queue, with `low` to `high` workers of `cpus` CPUs each; 0 divides the cluster's CPUs among them.
-
-    `submitted` (Ray's time of submission) distinguishes it from a later job of the same name.
-    """
+    """A job in the queue."""
 
     name: str
-    low: int
-    high: int
-    cpus: int
-    submitted: int = 0
+    min_workers: int
+    max_workers: int
+    cpus_per_worker: int  # 0 divides the cluster's CPUs among the workers
+    submitted_at: int = 0  # by Ray's clock; distinguishes it from a later job of the same name
 
 
 def wait_in_queue(name: str) -> None:
@@ -128,8 +125,8 @@ class Queue:
             raise InputError(f"{name}: Ray has no such job.")
         *self._ahead, self._job = (_parse_job(job) for job in active[: names.index(name) + 1])
         self._dashboard = dashboard
-        self._next = 0
-        self._nodes_read = float("-inf")
+        self._next_index = 0
+        self._nodes_read_at = float("-inf")
 
     @property
     def ahead(self) -> list[str]:
@@ -140,25 +137,25 @@ class Queue:
         """Return whether the job may start."""
         while finished := {job.name for job in self._jobs_to_poll() if self._has_finished(job)}:
             self._ahead = [job for job in self._ahead if job.name not in finished]
-            self._nodes_read = float("-inf")  # there may be capacity now
+            self._nodes_read_at = float("-inf")  # there may be capacity now
         if not self._ahead:
             return True
-        if time.monotonic() - self._nodes_read < _NODES_SECONDS:
+        if time.monotonic() - self._nodes_read_at < _NODES_SECONDS:
             return False
         nodes = self._dashboard.nodes()
-        self._nodes_read = time.monotonic()
+        self._nodes_read_at = time.monotonic()
         return leaves_capacity(nodes, self._ahead, self._job)
 
     def _has_finished(self, job: WaitingJob) -> bool:
         current = self._dashboard.job(job.name)
-        return current is None or current["status"] in FINISHED or (current["start_time"] or 0) != job.submitted
+        return current is None or current["status"] in FINISHED or (current["start_time"] or 0) != job.submitted_at
 
     def _jobs_to_poll(self) -> list[WaitingJob]:
         """Return the jobs to read now: the oldest, and one of the others in turn."""
         if len(self._ahead) < 2:
             return self._ahead
-        self._next = self._next % (len(self._ahead) - 1) + 1
-        return [self._ahead[0], self._ahead[self._next]]
+        self._next_index = self._next_index % (len(self._ahead) - 1) + 1
+        return [self._ahead[0], self._ahead[self._next_index]]
 
 
 def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], job: WaitingJob) -> bool:
@@ -169,15 +166,15 @@ def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], job:
     """
     free = [list(node) for node in nodes]
     for earlier in ahead:
-        if _take_bundles(free, nodes, earlier, earlier.high) < earlier.low:
+        if _take_bundles(free, nodes, earlier, earlier.max_workers) < earlier.min_workers:
             return False
-    return _take_bundles(free, nodes, job, job.low) == job.low
+    return _take_bundles(free, nodes, job, job.min_workers) == job.min_workers
 
 
 def _take_bundles(free: list[list[int]], nodes: Sequence[NodeSize], job: WaitingJob, limit: int) -> int:
     """Take up to `limit` of the job's bundles from `free`, each on the fullest node with room; return how many fit."""
     try:
-        cpus = job.cpus or choose_elastic_cpus(nodes, job.low, job.high, 0, "")
+        cpus = job.cpus_per_worker or choose_elastic_cpus(nodes, job.min_workers, job.max_workers, 0, "")
     except MachineError:
         return 0
     gpus = 1 if any(gpu for _, gpu in nodes) else 0

@@ -76,9 +76,9 @@ class WorkerGroup:
                     num_cpus=resources["CPU"],
                     num_gpus=resources.get("GPU", 0),
                     max_restarts=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
                 ).remote()
-                for number in range(workers)
+                for index in range(workers)
             ]
             limit = start_seconds or _START_SECONDS + _START_SECONDS_PER_WORKER * workers
             locations = self._locate(check_stop, limit)
@@ -88,14 +88,14 @@ class WorkerGroup:
         # As with torch's launchers, the ranks on a machine are consecutive.
         order = sorted(
             range(workers),
-            key=lambda number: (
-                locations[number].address,
-                [_gpu_sort_key(gpu) for gpu in locations[number].gpus],
-                number,
+            key=lambda index: (
+                locations[index].address,
+                [_gpu_sort_key(gpu) for gpu in locations[index].gpus],
+                index,
             ),
         )
-        self.actors = [self.actors[number] for number in order]
-        self.locations = [locations[number] for number in order]
+        self.actors = [self.actors[index] for index in order]
+        self.locations = [locations[index] for index in order]
 
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
         """Call `cluster.workers.target.run_worker` in each worker until all have finished; return the results by rank.
@@ -119,7 +119,7 @@ class WorkerGroup:
             try:
                 outcomes[rank] = ray.get(done[0])
             except RayTaskError as error:
-                cause = error.cause or error  # of another class if the process could not load our code
+                cause = error.cause or error  # not a `WorkerError` if the process could not load our code
                 failures[rank] = cause if isinstance(cause, WorkerError) else WorkerError(CRASH, one_line(cause))
             except RayError as error:
                 failures[rank] = error
@@ -145,11 +145,11 @@ class WorkerGroup:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
-        locations = [actor.locate.remote() for actor in self.actors]
+        calls = [actor.locate.remote() for actor in self.actors]
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             try:
-                return ray.get(locations, timeout=_POLL_SECONDS)
+                return ray.get(calls, timeout=_POLL_SECONDS)
             except GetTimeoutError:
                 check_stop()
             except RayActorError as error:
@@ -159,11 +159,11 @@ class WorkerGroup:
                         f"project's environment, as {Path(sys.executable).with_name('ray')} is here."
                     ) from None
                 raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
-        _, late = ray.wait(locations, num_returns=len(locations), timeout=0)
-        where = self._node_addresses([locations.index(call) for call in late])
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=0)
+        nodes = self._node_addresses([calls.index(call) for call in late])
         raise WorkersNotStartedError(
-            f"{len(late)} of {counted(len(locations), 'worker')} did not start within {limit:.0f} s "
-            f"(scheduling.start_seconds), on {', '.join(where) or 'unknown nodes'}"
+            f"{len(late)} of {counted(len(calls), 'worker')} did not start within {limit:.0f} s "
+            f"(scheduling.start_seconds), on {', '.join(nodes) or 'unknown nodes'}"
         )
 
     def _node_addresses(self, workers: Sequence[int]) -> list[str]:

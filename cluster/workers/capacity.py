@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.workers.actors import request_bundles
-from cluster.workers.nodes import Node, NodeSize, fitting_workers, resources_of, usable_nodes
+from cluster.workers.nodes import Node, NodeSize, fitting_workers, process_resources, usable_nodes
 from cluster.workers.outcomes import one_line
 from cluster.workers.request import LaunchRequest, new_event
 from pretrain.common.files import write_json
@@ -215,7 +215,7 @@ class _Demand:
         if self._groups or not self._request.address:
             return
         with_gpu = self.gpus or any(node.gpus for node in nodes)
-        resources = resources_of(self._request.cpus_per_worker or 1, with_gpu)
+        resources = process_resources(self._request.cpus_per_worker or 1, with_gpu)
         low, high = self._request.required_workers, self._request.workers
         extra = 0 if self._only_free else min(high - low, _MAX_EXTRA_WORKERS)
         for size in [low] + [1] * extra:

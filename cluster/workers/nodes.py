@@ -54,7 +54,7 @@ def choose_cpus(
     largest = max((cpu for cpu, _ in nodes), default=0)
     choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
     for choice in choices:
-        if _capacity(nodes, choice) >= workers:
+        if _count_fitting(nodes, choice) >= workers:
             return choice
     raise MachineError(
         f"{where} has {counted(cpus, 'CPU core')}, too few for {counted(workers, 'worker')} of "
@@ -71,7 +71,7 @@ def fitting_workers(
     Args:
         use_gpu: whether each worker takes a GPU; None means yes if any node has GPUs.
     """
-    workers = min(high, _capacity(nodes, cpus_per_worker or 1, use_gpu))
+    workers = min(high, _count_fitting(nodes, cpus_per_worker or 1, use_gpu))
     return workers if workers >= low else 0
 
 
@@ -81,7 +81,7 @@ def choose_elastic_cpus(nodes: Sequence[NodeSize], low: int, high: int, cpus_per
     return choose_cpus(nodes, workers, cpus_per_worker, where)
 
 
-def resources_of(cpus: int, with_gpu: bool | None) -> dict[str, float]:
+def process_resources(cpus: int, with_gpu: bool | None) -> dict[str, float]:
     """Return the resources that one process requests from Ray."""
     return {"CPU": cpus, "GPU": 1} if with_gpu else {"CPU": cpus}
 
@@ -94,10 +94,10 @@ def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
     import ray
     from ray._private.state import state
 
-    draining, free = _draining(timeout), state.available_resources_per_node()
+    draining, free = _draining_ids(timeout), state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():
-        if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
+        if node["Alive"] and _accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"]):
             resources, unused = node["Resources"], free.get(node["NodeID"], {})
             nodes.append(
                 Node(
@@ -112,13 +112,13 @@ def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
     return nodes
 
 
-def _capacity(nodes: Sequence[NodeSize], cpus_per_worker: int, use_gpu: bool | None = None) -> int:
+def _count_fitting(nodes: Sequence[NodeSize], cpus_per_worker: int, use_gpu: bool | None = None) -> int:
     """Return how many workers of `cpus_per_worker` CPUs fit."""
     need_gpu = any(gpu for _, gpu in nodes) if use_gpu is None else use_gpu
     return sum(min(cpu // cpus_per_worker, gpu) if need_gpu else cpu // cpus_per_worker for cpu, gpu in nodes)
 
 
-def _draining(timeout: float) -> set[str]:
+def _draining_ids(timeout: float) -> set[str]:
     """Return the ids of nodes that will leave soon, because of `ray drain-node`, an autoscaler or a spot notice."""
     from ray._private.worker import global_worker
 
@@ -127,7 +127,7 @@ def _draining(timeout: float) -> set[str]:
     return {key.hex() if isinstance(key, bytes) else str(key) for key in ids}
 
 
-def _answers(host: str, port: int) -> bool:
+def _accepts_connections(host: str, port: int) -> bool:
     with contextlib.suppress(OSError):
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
         return True

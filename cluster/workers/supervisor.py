@@ -18,7 +18,7 @@ from cluster.workers.actors import WorkerGroup, WorkerLocation, WorkersFailedErr
 from cluster.workers.capacity import POLL_SECONDS, ScaleUp, find_capacity, wait_for_capacity, wait_limit
 from cluster.workers.crash_history import CrashHistory
 from cluster.workers.launch import LOGS, RAY_LOG, last_line
-from cluster.workers.nodes import Node, resources_of, usable_nodes
+from cluster.workers.nodes import Node, process_resources, usable_nodes
 from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
 from cluster.workers.request import RESTART_FILE, Attempt, LaunchRequest, new_event
 from cluster.workers.single import SingleWorker
@@ -310,7 +310,7 @@ def _create_workers(attempt: Attempt) -> WorkerGroup | SingleWorker:
     request = attempt.request
     if not request.in_ray:
         return SingleWorker()
-    resources = resources_of(request.cpus_per_worker, request.use_gpu)
+    resources = process_resources(request.cpus_per_worker, request.use_gpu)
     stop, start_seconds = request.launch.check_stop, request.start_seconds
     return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, stop, start_seconds)
 

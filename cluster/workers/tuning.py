@@ -9,7 +9,7 @@ from ray import tune
 from ray.tune.experiment import Trial
 
 from cluster.workers.launch import LOGS, last_line
-from cluster.workers.nodes import resources_of
+from cluster.workers.nodes import process_resources
 from cluster.workers.outcomes import CRASH, WorkerError, as_data
 from cluster.workers.request import TrialsRequest
 from cluster.workers.target import change_folder, crashes_as_data, redirect_output, resolve
@@ -32,7 +32,7 @@ def tune_trials(request: TrialsRequest) -> None:
     """Run all trials of the request; after a stop request, wait only for the running trials."""
     os.environ.update(_TUNE_ENVIRONMENT)
     launch, outcomes = request.launch, _Outcomes(request)
-    resources = resources_of(request.cpus_per_trial, request.use_gpu)
+    resources = process_resources(request.cpus_per_trial, request.use_gpu)
     storage = launch.run_dir / LOGS / "ray-tune" if request.address else launch.ray_dir
     tune.Tuner(
         tune.with_resources(tune.with_parameters(_run_trial, request=request), resources),

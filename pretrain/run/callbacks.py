@@ -67,7 +67,7 @@ def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, 
     Classes may be defined in a notebook. Raises `InputError` if an object is not a callback, or cannot be pickled.
     """
     for index, callback in enumerate(objects):
-        KIND.check(callback, f"callbacks.{index}: {_name(callback)}")
+        KIND.check(callback, f"callbacks.{index}: {_qualified_name(callback)}")
     return tuple(map(_pickle, objects)) if pickled else tuple(objects)
 
 
@@ -86,7 +86,8 @@ def _pickle(callback: Any) -> str:
         return f"{module} {base64.b64encode(cloudpickle.dumps(callback)).decode()}"
     except Exception as error:
         raise InputError(
-            f"callbacks: {_name(callback)} cannot be sent to the workers ({error}). Create them in its first hook."
+            f"callbacks: {_qualified_name(callback)} cannot be sent to the workers ({error}). Create such objects in its "
+            "first hook."
         ) from None
 
 
@@ -124,7 +125,7 @@ class Callbacks:
         self._reported: set[int] = set()
         targets = [(name, stops, load_custom(name), options) for name, stops, options in map(callback_options, entries)]
         restored = [_unpickle(item) if isinstance(item, str) else item for item in objects]
-        targets += [(_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]
+        targets += [(_qualified_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]
         self._callbacks = [
             (name, stops, _as_function(name, target, options))
             for name, stops, target, options in targets
@@ -174,6 +175,6 @@ def _has_hooks(target: Any) -> bool:
     return any(callable(getattr(target, hook, None)) for hook in HOOKS)
 
 
-def _name(target: Any) -> str:
+def _qualified_name(target: Any) -> str:
     kind = target if hasattr(target, "__qualname__") else type(target)
     return f"{kind.__module__}:{kind.__qualname__}"

@@ -61,7 +61,7 @@ def _dry_run_text(arguments: argparse.Namespace) -> str:
     from pretrain.planning import estimate
     from pretrain.planning.text import mean_lengths, reading_lines
     from pretrain.run import api, preflight
-    from pretrain.run.fork import find_fork
+    from pretrain.run.fork import find_parent_checkpoint
 
     resume = arguments.resume
     start = {"start_from": arguments.start_from, "fork_from": arguments.fork}
@@ -80,7 +80,7 @@ def _dry_run_text(arguments: argparse.Namespace) -> str:
         show_config=arguments.show_config,
     )
     if config.fork_from and state == "new":
-        step, _ = find_fork(config)
+        step, _ = find_parent_checkpoint(config)
         state = f"new; forks from {config.fork_from}, with {config.total_steps - step:,} steps left"
     return f"Run\n  {display_path(config.folder)}: {state}\n\n{estimates}"
 

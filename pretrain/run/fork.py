@@ -46,7 +46,7 @@ def start_fork(config: PretrainConfig) -> bool:
             fork = read_fork(config.folder)
             is_same = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
             return is_same and names == [_checkpoint_name(step)]  # a fork that has not taken a step yet
-        _, checkpoint = find_fork(config)
+        _, checkpoint = find_parent_checkpoint(config)
         if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
         _check_parent(config, step, checkpoint)
@@ -70,7 +70,7 @@ def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
         raise
 
 
-def find_fork(config: PretrainConfig) -> tuple[int, Path]:
+def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
     """Return (step, path of the checkpoint) of `fork_from`, not fetched; `InputError` if it is missing or the last."""
     from pretrain.storage.runs import StoredRun
 

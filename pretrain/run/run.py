@@ -113,7 +113,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
         with engine.watch.allow(LONG_SECONDS):  # W&B may wait for its network
             callbacks.call("run_end", _end_record(progress.step, config.folder))
             task.close()
-            _close(tracker, end_error)
+            _close_tracker(tracker, end_error)
 
 
 def _end_record(step: int, folder: Path) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _end_record(step: int, folder: Path) -> dict[str, Any]:
     return {"step": step, "outcome": outcome, "error": str(error or ""), "folder": str(folder)}
 
 
-def _close(tracker: Tracker, end_error: RunError | None) -> None:
+def _close_tracker(tracker: Tracker, end_error: RunError | None) -> None:
     """Close the tracker; only log its errors if the run failed with `end_error`, which sets the exit code."""
     try:
         tracker.close()
@@ -180,6 +180,6 @@ def _starting_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _was_evaluated(folder: Path, engine: Engine) -> bool:
-    """Return whether rank 0's records have an evaluation."""
+    """Return whether the run's records, which rank 0 reads, contain an evaluation."""
     evaluated = engine.rank == 0 and any(record.get("split") == "validation" for record in read_records(folder))
     return engine.workers.gather_objects(evaluated)[0]

@@ -98,12 +98,12 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         card = config.corpus.folder / "card.json"
         training = Training(
             task,
-            _plan(config),
+            _make_plan(config),
             job_type="pretrain",
             card={"corpus_card": json.loads(card.read_text(encoding="utf-8")) if card.is_file() else {}},
             identity=continuation.identity,
             check=check,
-            finish=lambda tracker: _export(config, tracker),
+            finish=lambda tracker: _export_to_wandb(config, tracker),
             initialize=initialize,
         )
         run(training, engine, worker, request)
@@ -134,7 +134,7 @@ def _count_machines(engine: Engine, worker: Worker) -> int:
     return ranks // size if sums.tolist() == [ranks * size, ranks * size**2, 0] and not ranks % size else 1
 
 
-def _plan(config: PretrainConfig) -> TrainingPlan:
+def _make_plan(config: PretrainConfig) -> TrainingPlan:
     return TrainingPlan(
         config,
         total_steps=config.total_steps,
@@ -147,7 +147,7 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
     )
 
 
-def _export(config: PretrainConfig, tracker: Tracker) -> None:
+def _export_to_wandb(config: PretrainConfig, tracker: Tracker) -> None:
     """Export the last checkpoint and log it as a W&B artifact, if this rank's tracker mirrors the run to W&B."""
     if not tracker.mirrored:
         return
@@ -171,8 +171,8 @@ class Pretraining:
         self._config, self._shards, self._objective = config, corpora.training, objective
         self._engine, self._device = engine, device
         self._loader: Loader | None = None
-        self._stalled_before = 0.0
-        self._phase = 0
+        self._stalled_before = 0.0  # seconds of waiting for earlier loaders
+        self._phase = 0  # index of the current phase
         self._steps = 0  # number of steps started so far
         self._history: AttentionHistory | None = None
         if len(objective.shapes) == 1:  # with two, a model may use the other's embeddings
