@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 GAUGES = {
-    "step": "Optimizer steps that are done.",
+    "step": "Optimizer steps so far.",
     "loss": "Training loss of the last step.",
-    "tokens_per_second": "Tokens per second since the last record, of all workers.",
+    "tokens_per_second": "Tokens per second of all workers since the last record.",
     "data_stall_fraction": "Share of the time since the last record that workers waited for data.",
-    "restarts": "Starts of the workers after the first one of this command.",
-    "checkpoint_timestamp_seconds": "Unix time of the latest checkpoint that this start wrote.",
+    "restarts": "How often this command has restarted the workers.",
+    "checkpoint_timestamp_seconds": "Unix time of the latest checkpoint since the last start.",
 }
 
 

@@ -99,8 +99,8 @@ class _Supervisor:
             self._events.append(new_event("left_out", message))
         self._reported.update(avoid)
         workers = self._choose_size(avoid)
-        first = self._request.training
-        training = replace(first, resume=first.resume or number > 0, events=tuple(self._events))
+        training = self._request.training
+        training = replace(training, resume=training.resume or number > 0, events=tuple(self._events))
         return Attempt(self._request, number, workers, training, frozenset(avoid))
 
     def _avoidable_nodes(self) -> dict[str, str]:
@@ -122,8 +122,7 @@ class _Supervisor:
         if not capacity.workers:
             raise StoppedError(
                 f"{self._run_dir}: the cluster had no capacity for {counted(self._request.required_workers, 'worker')} "
-                "for "
-                f"{wait_limit(self._request):.0f} s (scheduling.wait_for_nodes_seconds). Add nodes first."
+                f"for {wait_limit(self._request):.0f} s (scheduling.wait_for_nodes_seconds). Add nodes first."
                 f"{StoppedError.CONTINUE}"
             )
         self._events += capacity.events()
@@ -355,7 +354,6 @@ def _not_started(request: LaunchRequest, workers: int, reason: str) -> MachineEr
         )
     return MachineError(
         f"The cluster had no capacity for {counted(workers, 'worker')} of {counted(request.cpus_per_worker, 'CPU')} "
-        "within "
-        f"{PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower. "
+        f"within {PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower. "
         "Then run the same command with --resume."
     )

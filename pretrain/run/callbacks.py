@@ -86,8 +86,8 @@ def _pickle(callback: Any) -> str:
         return f"{module} {base64.b64encode(cloudpickle.dumps(callback)).decode()}"
     except Exception as error:
         raise InputError(
-            f"callbacks: {_qualified_name(callback)} cannot be sent to the workers ({error}). Create such objects in its "
-            "first hook."
+            f"callbacks: {_qualified_name(callback)} cannot be sent to the workers ({error}). Create such objects in "
+            "its first hook."
         ) from None
 
 

@@ -63,7 +63,7 @@ def fit(
     training = Fit(engine, task, plan, progress, **options)
     try:
         if plan.evaluate_first:
-            # Fine-tuning may return to its initial weights, continued pretraining may not.
+            # The initial weights may remain the best ones in fine-tuning; continued pretraining does not keep them.
             training.evaluate(update_best=plan.keep_best)
             if plan.keep_best and training.validation:
                 training.save()
@@ -111,7 +111,7 @@ class Fit(Generic[S]):
     ) -> None:
         self.callbacks = callbacks or Callbacks()
         self.interrupts = interrupts or Interrupts(lambda: False)
-        self.saved_step, self.launched = progress.step, False
+        self.saved_step, self.launched = progress.step, False  # `launched`: whether any step was launched
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
@@ -267,7 +267,7 @@ class Fit(Generic[S]):
         )
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
-        # Before the step, since this sum would queue behind the step's gathers.
+        # Summed before the step is launched, since this would queue behind the step's gathers.
         sums = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(rank_values, totals.device)]))
         result = engine.step(rate, self.plan.weight_decay(index))
         numbers = torch.cat([sums, result.norm.to(sums).view(1)])

@@ -30,8 +30,8 @@ from pretrain.training.engine import Engine, broadcast_object, end_process_group
 from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # open files of a worker besides the counted ones: libraries, shards, logs, connections
-_CONNECT_TIMEOUT = timedelta(minutes=30)
-_TIMEOUT = timedelta(hours=1)  # of a collective, in which ranks may wait half an hour for one that compiles
+_CONNECT_TIMEOUT = timedelta(minutes=30)  # time limit for all workers to connect
+_TIMEOUT = timedelta(hours=1)  # time limit of a collective: ranks may wait half an hour for one that compiles
 # The variables that configure torch's allocator of device memory.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Settings with paths, which may differ between machines; `check_same_data` compares the files' contents.
@@ -90,9 +90,9 @@ def worker_session(
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """Select the GPU and set up the process group, by MASTER_ADDR; a single worker's group has this process only.
+    """Select the GPU and set up the process group, through MASTER_ADDR unless there is only one worker.
 
-    Inside, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
+    In the block, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
     select_gpu(worker)
