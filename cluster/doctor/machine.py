@@ -95,7 +95,7 @@ def _version(read: Callable[[], str]) -> str:
 
 
 def source_version() -> str:
-    """Return a digest of the project's sources, which differ between checkouts of the same version."""
+    """Return a digest of the project's sources, since checkouts with equal version numbers may differ."""
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):

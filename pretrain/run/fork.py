@@ -112,10 +112,10 @@ def _run_location(run: str, folder: Path) -> str:
 def _check_parent(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     """Raise `InputError` if the checkpoint is damaged, or `config` differs in settings of earlier steps."""
     from pretrain.checkpoint import store
-    from pretrain.run.preflight import recorded_in_checkpoint
+    from pretrain.run.preflight import config_of_checkpoint
 
     store.verify(checkpoint)
-    old_config = recorded_in_checkpoint(PretrainConfig, store.read_state(checkpoint), checkpoint)
+    old_config = config_of_checkpoint(PretrainConfig, store.read_state(checkpoint), checkpoint)
     if changed := changed_for_resume(old_config, config, step):
         raise InputError(
             f"fork_from: {config.fork_from}: different settings before step {step}: {', '.join(changed)}. Restore the "

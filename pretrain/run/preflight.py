@@ -87,7 +87,7 @@ def recorded_config(config: R) -> R | None:
     return load_recorded(path, type(config)) if path.is_file() else None
 
 
-def recorded_in_checkpoint(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
+def config_of_checkpoint(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
     """Return the config in a checkpoint's state. Raises `InputError` if another version of bertrain wrote it."""
     try:
         return kind.model_validate(state["config"])

@@ -62,7 +62,7 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     skipped_steps: int = 0
-    bad_in_a_row: int = 0
+    bad_in_a_row: int = 0  # consecutive steps without a finite loss and gradient
     seconds: float = 0.0  # of training, over all starts, up to the last record
     part: str = ""  # name of the phase's validation set; losses on different sets are not comparable
     best: list[float] | None = None  # the lowest `pretrain.storage.runs.rank` on this validation set
@@ -72,7 +72,7 @@ class Progress:
     rollbacks: int = 0  # since the last checkpoint past `failed_step`
     failed_step: int = 0  # the step that caused the last rollback
     skipped: dict[str, Any] = field(default_factory=dict)  # data skipped by rollbacks, as `TrainingTask.skip` returns
-    window: Window = field(default_factory=Window)  # since the last record
+    window: Window = field(default_factory=Window)  # sums since the last record
     saved_tokens: int = 0  # `tokens` at the last checkpoint
 
     def is_kept(self, settings: CheckpointConfig) -> bool:
@@ -119,7 +119,7 @@ def check_settings(
     Args:
         changed: as in `preflight.checked_run_folder`.
     """
-    old_config = preflight.recorded_in_checkpoint(type(config), state, checkpoint)
+    old_config = preflight.config_of_checkpoint(type(config), state, checkpoint)
     preflight.check_unchanged(checkpoint, old_config, config, state["step"], changed)
 
 

@@ -21,8 +21,8 @@ from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-_SLOW_FACTOR = 1.5  # a rank is slow if its forward passes take this times the median of the other ranks
-_NOISE_SECONDS = 0.005  # and at least this longer
+_SLOW_FACTOR = 1.5  # a rank is slow if its forward passes take this many times the median of the others,
+_NOISE_SECONDS = 0.005  # plus this many seconds
 # A straggler is reported if it was slow in this many consecutive records, over at least this time.
 _MIN_RECORDS = 3
 _MIN_SECONDS = 10.0
@@ -38,10 +38,10 @@ class RankTimes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._seconds, self._passes = 0.0, 0
-        self._events: list[tuple[Any, Any]] = []  # CUDA: start and end of each forward pass
+        self._events: list[tuple[Any, Any]] = []  # on GPUs: start and end of each forward pass
         self._slow: dict[int, _SlowRank] = {}
         self.waited = 0.0  # seconds of waiting for batches
-        self._longest_wait = 0.0  # for one of them
+        self._longest_wait = 0.0  # seconds of the longest wait for one batch
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
