@@ -109,7 +109,7 @@ def wait_for_capacity(
         only_free: count only free resources. Do not set it after a crash: Ray frees the crashed workers' resources
             with a delay.
         avoid: ids of nodes to leave out.
-        deadline: time of `time.monotonic` at which the wait ends; None waits as long as the request allows.
+        deadline: time of `time.monotonic` at which the wait ends; None: as late as the request allows.
 
     Raises `StoppedError` if a stop is requested before or during the wait.
     """

@@ -188,7 +188,7 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
         return pace.with_recorded_schedule(config)
     preflight.check_corpus(config)
     if not dry_run:
-        with preflight.run_folder(config, None, changed_for_resume, resume=resume):
+        with preflight.checked_run_folder(config, None, changed_for_resume, resume=resume):
             pass  # raise errors before the measurement, not after it
     return pace.fit(config, minutes, mean_lengths(config))
 
