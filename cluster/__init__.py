@@ -1,7 +1,7 @@
-"""Run worker processes on this machine or on a Ray cluster. The function they call is passed by its dotted name.
+"""Runs worker processes on this machine or on a Ray cluster. They call a function passed by its dotted name.
 
-Workers are started with `cluster.workers.launch.run`, which does not import `ray` itself: a child process does.
-The command `submit` calls `submit`. Importing the package loads nothing heavy.
+`cluster.workers.launch.run` starts workers through a child process, so the caller does not import `ray`.
+The command `submit` calls `submit`. Importing this package loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def submit(
     """Run a config as a job on a cluster, or continue its run there: `cluster.submit(pretrain.train, "my.yaml")`.
 
     `function` is `pretrain.train`, `pretrain.prepare` or `finetune.train`. `job` are options of
-    `cluster.jobs.submission.make_job`, the others are options of `cluster.jobs.client.Jobs`.
+    `cluster.jobs.submission.make_job`; `cluster.jobs.client.JobsClient` explains the others.
     """
-    from cluster.jobs.client import Jobs
+    from cluster.jobs.client import JobsClient
     from cluster.jobs.submission import make_job
 
     request = make_job(function, config, **job)
-    return Jobs(address, plain_http=plain_http).submit(request, wait_for_nodes=wait_for_nodes)
+    return JobsClient(address, plain_http=plain_http).submit(request, wait_for_nodes=wait_for_nodes)

@@ -13,7 +13,7 @@ from pretrain.common.errors import MachineError
 
 
 def add_to(commands: Any, measures: str) -> None:
-    """Add `doctor` to the subcommands of a parser; `measures` as for `machine.check`."""
+    """Add `doctor` to the subcommands of a parser; `measures` names the module with the measurements."""
     parser = add_command(
         commands,
         "doctor",
@@ -36,27 +36,27 @@ def add_to(commands: Any, measures: str) -> None:
 
 
 def _doctor(measures: str, arguments: argparse.Namespace) -> int:
-    """Print the findings. Return the exit code of `MachineError` if a check fails; warnings do not count."""
+    """Print the findings. Return the exit code of `MachineError` if a check fails, else 0."""
     from rich.console import Console
     from rich.markup import escape
 
     from cluster.doctor import machine, remote, rows
-    from cluster.workers.address import without_password
+    from cluster.workers.address import redact_credentials
 
     address, folder = arguments.address, arguments.dir or Path.cwd()
     check_effects({"--cluster": (arguments.cluster, not address, "with --address")})
     on_cluster = arguments.cluster or bool(address)
-    target = f"the cluster {without_password(address)}".rstrip() if on_cluster else "this machine"
+    target = f"the cluster {redact_credentials(address)}".rstrip() if on_cluster else "this machine"
     with Console(stderr=True).status(escape(f"checking {target}")):
         findings = (
             remote.check(measures, address, folder, plain_http=arguments.allow_plain_http)
             if on_cluster
             else machine.check(measures, folder)
         )
-    count = Counter(row.mark for row in findings)
+    counts = Counter(row.mark for row in findings)
     if arguments.json:
         print(json.dumps([asdict(row) for row in findings], indent=2, ensure_ascii=False))
     else:
         rows.show(findings, Console())
-        print(", ".join(f"{count[mark]} {mark}" for mark in (rows.PASS, rows.WARN, rows.FAIL)))
-    return MachineError.exit_code if count[rows.FAIL] else 0
+        print(", ".join(f"{counts[mark]} {mark}" for mark in (rows.PASS, rows.WARN, rows.FAIL)))
+    return MachineError.exit_code if counts[rows.FAIL] else 0

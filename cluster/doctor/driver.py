@@ -18,22 +18,23 @@ from cluster.workers.launch import environment
 from cluster.workers.outcomes import one_line
 from pretrain.common.commands import exit_code
 
-MARK = "doctor: "  # before the line of JSON that is the result
+PREFIX = "doctor: "  # start of the line with the findings as JSON
 
-_VERSIONS = ("Python", "torch", "CUDA", "NCCL", "gloo", "DeepSpeed", "Ray", "bertrain")  # rows that must not differ
+# Rows that must be equal on all nodes.
+_VERSIONS = ("Python", "torch", "CUDA", "NCCL", "gloo", "DeepSpeed", "Ray", "bertrain")
 
-_CHECK_SECONDS = 100.0  # for a process on each node to import torch, compile a test program and measure
-_REDUCE_SECONDS = 80.0
+_CHECK_SECONDS = 100.0  # time limit for each node to import torch, compile a test program and measure
+_REDUCE_SECONDS = 80.0  # time limit of the all-reduce
 
 
 def main() -> int:
-    """Check the cluster that this job runs on; returns 0 for any findings."""
+    """Check the cluster that this job runs on; returns 0 unless the checks themselves fail."""
     job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     return exit_code(lambda: _check(job["measures"], Path(job["folder"])))
 
 
 def _check(measures: str, folder: Path) -> None:
-    os.environ.update(environment())  # puts this project on the path, as for workers
+    os.environ.update(environment())  # with this project on the path, as for workers
     address = os.environ["RAY_ADDRESS"]
     choose_token(address)
     join_ray(address, lambda error: print(f"error: {error}", flush=True))
@@ -55,7 +56,7 @@ def _check(measures: str, folder: Path) -> None:
     order = list(dict.fromkeys(row.what for row in rows))
     rows = sorted(compare_versions(rows), key=lambda row: order.index(row.what))
     rows.append(_reduce(responding, alive[0]["NodeManagerAddress"]))
-    print(MARK + json.dumps([asdict(row) for row in rows]), flush=True)
+    print(PREFIX + json.dumps([asdict(row) for row in rows]), flush=True)
     ray.shutdown()
 
 
@@ -84,23 +85,23 @@ def _run_on_nodes(
 
 
 def _processors(node: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of CPUs and GPUs that Ray uses on a node."""
+    """Return how many CPUs and GPUs Ray uses on a node."""
     cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
     return cpus, gpus
 
 
 def _node_name(node: dict[str, Any], alive: Sequence[dict[str, Any]]) -> str:
     address = node["NodeManagerAddress"]
-    is_unique = [other["NodeManagerAddress"] for other in alive].count(address) == 1
+    is_unique = [each["NodeManagerAddress"] for each in alive].count(address) == 1
     return address if is_unique else f"{address} {node['NodeID'][:4]}"
 
 
 def compare_versions(rows: Sequence[Finding]) -> list[Finding]:
-    """Return the rows. A library's row fails on nodes whose version differs from the first node's."""
-    first: dict[str, Finding] = {}
+    """Return the rows, with a failure for each library whose version differs from the first node's."""
+    first_rows: dict[str, Finding] = {}
     compared = []
     for row in rows:
-        expected = first.setdefault(row.what, row)
+        expected = first_rows.setdefault(row.what, row)
         if row.what in _VERSIONS and row.found != expected.found:
             advice = "Install the same .venv and files on all nodes, with the versions of requirements.lock."
             row = replace(row, found=f"{row.found}; {expected.where} has {expected.found}", mark=FAIL, advice=advice)
@@ -109,7 +110,7 @@ def compare_versions(rows: Sequence[Finding]) -> list[Finding]:
 
 
 def _reduce(nodes: Sequence[dict[str, Any]], host: str) -> Finding:
-    """All-reduce among the nodes that run workers: NCCL if any of them has GPUs."""
+    """Time an all-reduce among the nodes that can run workers, with NCCL if any of them has GPUs."""
     with_gpus = [node for node in nodes if _processors(node)[1]]
     members = with_gpus or [node for node in nodes if _processors(node)[0]]
     if len(members) < 2:

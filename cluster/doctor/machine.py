@@ -20,13 +20,13 @@ from cluster.doctor.verdicts import GIB, NONE
 from cluster.workers.outcomes import one_line
 from pretrain.common.memory import machine_memory
 
-_BUSY_SECONDS = 0.5
-_COMPILE_SECONDS = 20.0
+_BUSY_SECONDS = 0.5  # time over which the CPU load is measured
+_COMPILE_SECONDS = 20.0  # time limit of the compiler
 _PACKAGES = ("cluster", "pretrain", "finetune")
 
 
 def check(measures: str, folder: Path) -> list[Finding]:
-    """Return the rows of this machine; runs would be stored in `folder`.
+    """Return the rows of this machine, on which runs would be stored in `folder`.
 
     `measures` is the dotted name of the module with the measurements, such as `pretrain.run.machine`.
     """
@@ -39,7 +39,7 @@ def check_node(measures: str, folder: Path, lock: str, cpus: int, gpus: int) -> 
 
     Args:
         lock: name of the lock file in `folder` that the job holds; empty for none.
-        cpus: the number that Ray uses here. Without CPUs and `gpus` no workers run here, so its speed is not measured.
+        cpus, gpus: how many of them Ray uses here. If both are 0, no workers run here, and speed is not measured.
     """
     import torch
 
@@ -67,7 +67,7 @@ def _rows(name: str, folder: Path, *, measure: bool) -> list[Finding]:
 
 
 def versions(measures: Any) -> dict[str, str]:
-    """Return the versions that must agree wherever workers run; "none" with the reason if an import fails."""
+    """Return the versions that must be equal on all nodes; "none" with the reason if an import fails."""
     return {
         "Python": platform.python_version(),
         **{name: _version(lambda get=get: get(importlib.import_module("torch"))) for name, get in _FROM_TORCH.items()},
@@ -95,7 +95,7 @@ def _version(read: Callable[[], str]) -> str:
 
 
 def source_version() -> str:
-    """Return a digest of our sources: checkouts may have equal versions, and need not be installed."""
+    """Return a digest of the project's sources, since checkouts with equal version numbers may differ."""
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -104,8 +104,8 @@ def source_version() -> str:
 
 
 def _disks(folder: Path) -> list[Finding]:
-    """Return a row for each folder: a warning if less than the first size is free, a failure below the second."""
-    folders = [
+    """Return a row for the free space of each folder."""
+    folders = [  # (name, path, bytes below which to warn, bytes below which to fail)
         # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
         ("disk", folder, 10 * GIB, GIB),
         ("disk, temporary", Path(tempfile.gettempdir()), GIB, GIB // 4),
@@ -143,13 +143,13 @@ def try_compiler() -> tuple[str, str, str]:
 
 
 def _matmul_rows(measures: Any, gpus: int) -> list[Finding]:
-    """Measure the speed of matrix products on each device."""
+    """Return a row for the speed of matrix products on each device."""
     import torch
 
     devices = {"cpu": f"CPU, threads: {torch.get_num_threads()}"}
-    for number in range(gpus):
-        properties = torch.cuda.get_device_properties(number)
-        devices[f"cuda:{number}"] = f"GPU {number}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    for index in range(gpus):
+        properties = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = f"GPU {index}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
     rows = []
     for device, name in devices.items():
         bf16, fp32 = measures.measure_matmul(device, "bf16"), measures.measure_matmul(device, "fp32")

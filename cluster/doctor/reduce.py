@@ -1,4 +1,4 @@
-"""The bandwidth of one all-reduce, among processes on this machine or among the nodes of a cluster."""
+"""Measures the bandwidth of one all-reduce, among processes on this machine or among the nodes of a cluster."""
 
 import multiprocessing
 import os
@@ -13,14 +13,14 @@ from cluster.doctor.rows import FAIL, PASS, WARN, Finding
 from cluster.workers.outcomes import one_line
 from cluster.workers.target import bind_gloo
 
-_TIMEOUT = timedelta(seconds=20)  # for the processes to connect, and for each reduction
+_TIMEOUT = timedelta(seconds=20)  # time limit for connecting the processes, and for each reduction
 _BYTES = 64 << 20
-# Between nodes, bytes/s: gigabit Ethernet, and the minimum for GPU nodes. BERT-Base has 220 MB of gradients.
+# Minimum bytes/s between nodes: gigabit Ethernet, and more for GPUs. BERT-Base has 220 MB of gradients.
 _MIN_RATE = {"gloo": 0.1e9, "nccl": 1e9}
 
 
 def local_row() -> Finding:
-    """All-reduce between two processes on this machine, or among all its GPUs."""
+    """Return the row for an all-reduce between two processes on this machine, or among all its GPUs."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -33,7 +33,7 @@ def local_row() -> Finding:
 
 
 def serve_store(address: str) -> Any:
-    """Serve the store of a process group, through which its members connect, on a free port of this address only."""
+    """Serve the TCP store through which a process group connects, on a free port of this address only."""
     import torch.distributed as dist
 
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -49,7 +49,7 @@ def reduce_time(backend: str, address: str, host: str, port: int, rank: int, wor
     Args:
         address: address of this machine for the other members.
         host: address at which `serve_store` listens on `port`.
-        gpu: number of the GPU to use with NCCL.
+        gpu: index of the GPU to use with NCCL.
     """
     import torch
     import torch.distributed as dist
@@ -62,7 +62,7 @@ def reduce_time(backend: str, address: str, host: str, port: int, rank: int, wor
         torch.cuda.set_device(gpu)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_TIMEOUT)
     try:
-        dist.all_reduce(torch.ones(1 << 18, device=device))  # opens the connections
+        dist.all_reduce(torch.ones(1 << 18, device=device))  # opens the connections before the measurement
         numbers = torch.ones(_BYTES // 4, device=device)
         dist.barrier()
         start = time.perf_counter()
@@ -80,7 +80,7 @@ def reduce_time(backend: str, address: str, host: str, port: int, rank: int, wor
 def judge(backend: str, outcomes: Sequence[float | BaseException], members: str, floor: float | None = None) -> Finding:
     """Return the row for the seconds or errors of `reduce_time` in each member; it warns below `floor` bytes/s.
 
-    The bandwidth is 2 (n-1)/n of the bytes over the time, as in nccl-tests.
+    The bus bandwidth is 2 (n-1)/n times the bytes, divided by the time, as in nccl-tests.
     """
     world, errors = len(outcomes), [one_line(error) for error in outcomes if isinstance(error, BaseException)]
     # A member that could not start reports the cause; the others report a timeout.

@@ -1,6 +1,6 @@
-"""The checks of a cluster, from the client's side: a job that reports its findings and is then deleted.
+"""Checks a cluster from a client, which needs access to its dashboard only.
 
-The client needs access to the cluster's dashboard only.
+It submits a job that reports its findings, and then deletes the job.
 """
 
 import contextlib
@@ -9,25 +9,25 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from cluster.doctor.driver import MARK
+from cluster.doctor.driver import PREFIX
 from cluster.doctor.rows import WARN, Finding
 from cluster.jobs import client
 from pretrain.common.errors import MachineError, RunError
 
-_JOB_SECONDS = 300.0  # more than the sum of the job's time limits
-_STOP_SECONDS = 10.0
+_JOB_SECONDS = 300.0  # time limit of the job: more than the sum of the limits in it
+_STOP_SECONDS = 10.0  # time limit for stopping the job
 
 
 def check(measures: str, address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
     """Check the cluster whose dashboard is at `address`, or the local one; its machines should share `folder`.
 
-    `measures` as for `machine.check`, `plain_http` as for `client.Jobs`.
+    See `machine.check` for `measures`, and `client.JobsClient` for `plain_http`.
 
     Raises:
-        InputError: no such cluster, or it refuses the token.
-        MachineError: it does not answer, or cannot run the job.
+        InputError: there is no such cluster, or it rejects the token.
+        MachineError: the cluster does not answer, or cannot run the job.
     """
-    cluster = client.Jobs(address, plain_http=plain_http)
+    cluster = client.JobsClient(address, plain_http=plain_http)
     access = Finding("access", "requires a token")
     if cluster.is_open():
         advice = "Anyone who can connect can run code there. Restart Ray with RAY_AUTH_MODE=token; see SECURITY.md."
@@ -37,7 +37,7 @@ def check(measures: str, address: str, folder: Path, *, plain_http: bool = False
     cluster.start(name, "python -m cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS, "The cluster's head is too busy for the checks; try again later.")
-        return [access, *parse_findings(cluster.log(name), f"{name} on {cluster.shown}", job)]
+        return [access, *parse_findings(cluster.log(name), f"{name} on {cluster.safe_url}", job)]
     finally:
         with contextlib.suppress(RunError):
             cluster.stop(name, _STOP_SECONDS)
@@ -48,9 +48,9 @@ def parse_findings(log: str, name: str, job: Any) -> list[Finding]:
     """Return the findings that the job printed; `MachineError` if it printed none."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
-        if line.startswith(MARK):
-            return [Finding(**row) for row in json.loads(line.removeprefix(MARK))]
-    last = lines[-1].removeprefix("error: ") if lines else client.state(job)
+        if line.startswith(PREFIX):
+            return [Finding(**row) for row in json.loads(line.removeprefix(PREFIX))]
+    last = lines[-1].removeprefix("error: ") if lines else client.describe_state(job)
     raise MachineError(
         f"{name}: the checks did not run: {last} The head node needs the same .venv and files as this machine."
     )

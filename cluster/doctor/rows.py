@@ -1,4 +1,4 @@
-"""The finding of a check: a row with a mark; rows as a table or as JSON."""
+"""Findings of checks, which are the rows of the table that `doctor` prints."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from pretrain.common.wording import counted
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLORS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_MAX_NAMES = 3
-_WHERE_COLUMNS = 16  # an address; further ones are wrapped
+_MAX_NAMES = 3  # how many nodes a row names
+_WHERE_COLUMNS = 16  # width of the column `where`: one address
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. `advice` says what to do, or what follows, if the mark is not pass; `where` is a node's name."""
+    """The finding of one check. `advice` is shown unless the mark is pass; `where` is the name of a node."""
 
     what: str
     found: str
@@ -38,7 +38,7 @@ def mark_if_high(value: float, warn: float, fail: float) -> str:
 
 
 def show(rows: Sequence[Finding], console: Console) -> None:
-    """Print rows as a table, with advice unless they passed. Only one of many passing nodes is shown."""
+    """Print rows as a table, with advice unless they passed. Nodes that pass a check share one row."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     has_nodes = any(row.where for row in rows)
     table.add_column()
@@ -64,14 +64,14 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _merge_passing(rows: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield one row for all nodes that pass a check, with the first node's finding; one row per other finding."""
+    """Yield one row for all nodes that pass a check, with the first node's finding, and one per failure or warning."""
     for _, group in groupby(rows, key=lambda row: row.what):
         by_finding: dict[tuple[str, str], list[Finding]] = {}
         for row in group:
             by_finding.setdefault(("", "") if row.mark == PASS else (row.found, row.advice), []).append(row)
-        for alike in by_finding.values():
-            first, differ = alike[0], len({row.found for row in alike}) > 1
+        for merged_rows in by_finding.values():
+            first, differ = merged_rows[0], len({row.found for row in merged_rows}) > 1
             found = f"{first.found} ({first.where}; --json has the others)" if differ else first.found
-            merged = len(alike) > 1 and first.mark == PASS
-            where = counted(len(alike), "node") if merged else _join_names([row.where for row in alike])
+            is_count = len(merged_rows) > 1 and first.mark == PASS
+            where = counted(len(merged_rows), "node") if is_count else _join_names([row.where for row in merged_rows])
             yield replace(first, found=found, where=where)

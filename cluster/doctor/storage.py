@@ -1,4 +1,4 @@
-"""Check that the nodes of a cluster share a folder and its locks: the job holds a lock, each node tries to take it."""
+"""Checks that the nodes of a cluster share a folder and its locks: the job holds a lock, each node tries to take it."""
 
 import contextlib
 import secrets
@@ -11,21 +11,21 @@ from cluster.workers.outcomes import one_line
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import locked
 
-SEEN_SECONDS = 5.0  # network file systems may show new files of other nodes a little later
-_TAKEN = "locked by another"
+SEEN_SECONDS = 5.0  # how long a network file system may take to show another node's new file
+_LOCKED = "locked by another"  # the message of the error for a lock that is held
 _WRITE_ADVICE = "Allow all nodes to write there, or give another shared folder with --dir."
 
 
 @contextlib.contextmanager
 def hold_lock(folder: Path) -> Iterator[tuple[str, Finding | None]]:
-    """Hold a new lock file in `folder`. Yield (its name, None), or ("", a failure). The file is removed at the end."""
+    """Hold a new lock file in `folder` during the block. Yield (name of the file, None), or ("", the failure)."""
     name = f".doctor-{secrets.token_hex(8)}.lock"
     with contextlib.ExitStack() as stack:
         problem = None
         try:
-            if not folder.is_dir():  # it would be created
+            if not folder.is_dir():  # `locked` would create it
                 raise InputError("is not a folder on this machine")
-            stack.enter_context(locked(folder / name, _TAKEN))
+            stack.enter_context(locked(folder / name, _LOCKED))
             stack.callback((folder / name).unlink, missing_ok=True)
         except (OSError, RunError) as error:
             problem = Finding("storage", f"{folder}: {error}", FAIL, _WRITE_ADVICE)
@@ -33,7 +33,7 @@ def hold_lock(folder: Path) -> Iterator[tuple[str, Finding | None]]:
 
 
 def try_lock(folder: Path, name: str) -> Finding:
-    """Try to take the lock that another process holds; return this machine's row."""
+    """Check that the lock file `name`, which another process holds, is locked here, too; return this machine's row."""
     deadline = time.monotonic() + SEEN_SECONDS
     while not (folder / name).exists():
         if time.monotonic() > deadline:
@@ -42,10 +42,10 @@ def try_lock(folder: Path, name: str) -> Finding:
             return Finding("storage", text, FAIL, advice)
         time.sleep(0.1)
     try:
-        with locked(folder / name, _TAKEN) as supported:
+        with locked(folder / name, _LOCKED) as supported:
             text = "a lock of the head is not seen" if supported else "does not support locks"
     except (OSError, RunError) as error:
-        if str(error) == _TAKEN:
+        if str(error) == _LOCKED:
             return Finding("storage", f"{folder}: shared, a lock of the head is seen")
         return Finding("storage", f"{folder}: {one_line(error)}", FAIL, _WRITE_ADVICE)
     advice = (

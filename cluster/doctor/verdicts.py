@@ -1,4 +1,4 @@
-"""Judge the measurements of one machine. Nothing is measured here, so that tests can judge made-up values."""
+"""Turns the measurements of one machine into findings. Nothing is measured here, so that tests can pass any values."""
 
 import contextlib
 import netrc
@@ -13,13 +13,13 @@ from pretrain.common.packages import install_command, is_installed
 GIB = 1 << 30
 NONE = "none"
 
-_MAX_BUSY = 0.25
+_MAX_BUSY = 0.25  # share of the CPU time that other programs may use without a warning
 _REQUIRED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
 _OPTIONAL = {"DeepSpeed": "Training needs it", "Ray": "Several workers, sweeps and clusters need it"}
 
 
 def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
-    """Return a row for each library: installed or not."""
+    """Return a row for each version, with a warning or failure for a library that is missing."""
     advice = "Install the packages that requirements.lock lists."
     if program() == LAUNCHER:
         advice = f"Run {LAUNCHER} doctor, which sets up .venv; if there is one already, remove it and run it again."
@@ -38,13 +38,13 @@ def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
 
 
 def judge_cores(cores: int, busy: float) -> Finding:
-    """Return the row of the CPU cores; `busy` is the share used by other programs."""
+    """Return the row of the CPU cores; `busy` is the share of their time that other programs use."""
     advice = "Other programs run here: the measurements below are lower than what this machine can do."
     return Finding("cores", f"{cores}, {busy:.0%} busy", mark_if_high(busy, _MAX_BUSY, 1.0), advice)
 
 
 def judge_memory(total: int, free: int) -> Finding:
-    """Return the row of the memory, given in bytes."""
+    """Return the row of the memory; `total` and `free` are in bytes."""
     mark = mark_if_low(free, 4 * GIB, GIB)
     advice = "Less than 4 GiB is too little even for a small model; close other programs."
     return Finding("memory", f"{total / GIB:.0f} GiB, {free / GIB:.1f} free", mark, advice)
@@ -100,7 +100,7 @@ def judge_matmul(device: str, bf16: float, fp32: float, prefers_fp32: bool) -> F
 
 
 def wandb_key() -> Finding:
-    """Return the row that states whether the environment or netrc has a key for wandb. The key itself is not read."""
+    """Return the row that states whether the environment or netrc has a W&B key. The key is never printed."""
     has_key = bool(os.environ.get("WANDB_API_KEY"))
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         has_key = has_key or "api.wandb.ai" in netrc.netrc().hosts

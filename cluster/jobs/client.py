@@ -1,7 +1,7 @@
 """Jobs on a Ray cluster, from the client's side: submit, status, logs, stop, list, delete.
 
 A run's name is its id everywhere: Ray's submission id, the run folder's name and the id in W&B. So a run cannot be
-started twice at once, and submitting it again continues it. The cluster runs `cluster.jobs.entrypoint`.
+started twice at the same time, and submitting it again continues it. The cluster runs `cluster.jobs.entrypoint`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from cluster.workers import local
 from cluster.workers.address import (
     answers_without_token,
     check_dashboard,
-    redacted,
-    token_refused,
-    without_password,
+    redact_credentials,
+    redact_error,
+    token_rejected_error,
 )
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import choose_cpus
@@ -43,13 +43,13 @@ from pretrain.common.worker import WAITING_FILE
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
-_JOB_BYTES = 90 << 20  # per waiting job on the head: 73 MiB for Ray's supervisor, 13 for our process
-_ANSWER_SECONDS = 5.0
+_JOB_BYTES = 90 << 20  # memory of the head per waiting job: 73 MiB for Ray's supervisor, 13 for our process
+_ANSWER_SECONDS = 5.0  # time limit for listing the nodes
 _POLL_SECONDS = 0.5
-_MONITOR_SECONDS = 2.5  # within which Ray's own monitor of a job notices its end
-_AGENT_SECONDS = 20.0
-_MAX_NODES = 10_000  # to list; by default a dashboard lists 100
-_OTHER_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray would prefer them to the address passed to it
+_MONITOR_SECONDS = 2.5  # time within which Ray's own monitor of a job notices its end
+_AGENT_SECONDS = 20.0  # how long a new cluster may take to accept jobs
+_MAX_NODES = 10_000  # maximum number of nodes to list; by default a dashboard lists 100
+_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # they would override the address passed to Ray
 _NOT_FOUND = 127  # the exit code of a shell that does not find a command
 _MEANING = {
     InputError.exit_code: "your input is wrong; see its log",
@@ -68,10 +68,10 @@ class Job:
     """One run to submit.
 
     Attributes:
-        kind: the console command that it runs: pretrain, finetune or prepare.
-        resumes: whether it is a training, which resumes from its latest checkpoint.
-        name: the run's id.
-        config: the resolved settings, as plain data for JSON.
+        kind: console command that the job runs: pretrain, finetune or prepare.
+        resumes: whether the job is a training run, which resumes from its latest checkpoint.
+        name: id of the run.
+        config: resolved settings, as plain data for JSON.
         run_dir: the run folder, or the address of a stored run, whose folder the cluster chooses.
         folder: working directory on the cluster; the config's relative paths start there.
         workers: the minimum and maximum number of workers.
@@ -90,29 +90,29 @@ class Job:
 
 @dataclass(frozen=True, repr=False)
 class SubmittedJob:
-    """A job on a cluster, by the name of its run; `jobs` has its log, stops it and waits for it."""
+    """A job on a cluster, with the name of its run; `jobs` can return its log, stop it and wait for it."""
 
     name: str
-    jobs: Jobs
+    jobs: JobsClient
 
     def state(self) -> str:
         """Return the state, such as "running", or why it stopped."""
-        return state(self.jobs.get(self.name))
+        return describe_state(self.jobs.get(self.name))
 
     def __repr__(self) -> str:
-        return f"{self.name}: submitted to {self.jobs.shown}."
+        return f"{self.name}: submitted to {self.jobs.safe_url}."
 
 
-class Jobs:
-    """The jobs of one cluster.
+class JobsClient:
+    """A client for the jobs of one cluster.
 
     Args:
         address: URL of the cluster's dashboard, such as http://127.0.0.1:8265; empty uses the local one of `up`.
-        plain_http: send the token over http to other machines, too.
+        plain_http: whether the token may be sent to other machines over http, unencrypted.
 
     Attributes:
-        address: the URL, as passed.
-        shown: the URL for messages, without its password.
+        address: URL of the dashboard.
+        safe_url: the URL for messages, without credentials.
 
     Raises:
         InputError: not a URL; no local cluster; the token is missing or wrong, or would leave this machine unencrypted.
@@ -124,24 +124,24 @@ class Jobs:
         cluster = local.find() if not address else None
         # How long a stopped job may save its last checkpoint before Ray kills it; Ray's default is 3 s. A cluster of
         # `up` has set it already, and workers without a custom environment start sooner.
-        stop_time = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
-        self._runtime_env = {} if cluster else stop_time
+        stop_limit = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
+        self._runtime_env = {} if cluster else stop_limit
         if not address and cluster is None:
             raise InputError(
                 f"No cluster is running on this machine. Give --address URL, or start one with {program()} up."
             )
         self.address = address or (cluster.dashboard if cluster else "")
-        self.shown = without_password(self.address)
+        self.safe_url = redact_credentials(self.address)
         if cluster is not None:
             local.use_token(cluster)
         else:
             choose_token(address)
-        for name in _OTHER_ADDRESSES:
+        for name in _ADDRESS_VARIABLES:
             os.environ.pop(name, None)
         check_dashboard(self.address, plain_http=plain_http)
         from ray.job_submission import JobSubmissionClient
 
-        logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # it reports each closed connection
+        logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # at INFO it reports each closed connection
         with self.one_line_errors():
             self.client: JobSubmissionClient = JobSubmissionClient(self.address)
             self.client.list_jobs()  # the constructor's request needs no token; this one does
@@ -151,19 +151,19 @@ class Jobs:
         return answers_without_token(self.address)
 
     def submit(self, job: Job, *, wait_for_nodes: bool = False) -> SubmittedJob:
-        """Start the run, or continue it if it was started before; it outlives this process.
+        """Start the run, or continue it if it was started before. It continues after this process exits.
 
         Args:
             job: the result of `cluster.jobs.submission.make_job`.
             wait_for_nodes: accept a cluster that is too small now; the run waits there for nodes.
 
         Raises:
-            InputError: it runs or waits already.
+            InputError: the run is already running or queued.
             MachineError: its workers do not fit on the cluster, or its head has no memory for more jobs.
         """
         if self.is_open():
             print(
-                f"warning: {self.shown}: this cluster accepts jobs without a token, so anyone who can connect to it "
+                f"warning: {self.safe_url}: this cluster accepts jobs without a token, so anyone who can connect to it "
                 "can run code there. Restart its Ray with RAY_AUTH_MODE=token; see SECURITY.md.",
                 file=sys.stderr,
             )
@@ -171,20 +171,21 @@ class Jobs:
         earlier = next((other for other in known if other.submission_id == job.name), None)
         if earlier is not None and earlier.status not in FINISHED:
             raise InputError(
-                f"{job.name}: is already {state(earlier, self.queued(known).get(job.name, ''))} on {self.shown}. "
-                f"Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose another name."
+                f"{job.name}: is already {describe_state(earlier, self.queued(known).get(job.name, ''))} on "
+                f"{self.safe_url}. Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose "
+                "another name."
             )
         nodes = alive_nodes(self.address)
-        check_head(nodes, sum(other.status not in FINISHED for other in known), self.shown)
+        check_head(nodes, sum(other.status not in FINISHED for other in known), self.safe_url)
         if not wait_for_nodes:
-            _check_capacity(nodes, job, self.shown)
+            _check_capacity(nodes, job, self.safe_url)
         if earlier is not None:
             self._forget(earlier)
         self.start(job.name, JOB_COMMAND, job_metadata(job))
         return SubmittedJob(job.name, self)
 
     def start(self, name: str, command: str, metadata: dict[str, str]) -> None:
-        """Run `command` on the cluster as a job of this name; `InputError` if there is one already."""
+        """Run `command` on the cluster as a job of this name; `InputError` if a job of this name exists."""
         deadline = time.monotonic() + _AGENT_SECONDS
         with self.one_line_errors(), tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
             environment = ship_modules(self._runtime_env, Path(scratch))
@@ -216,11 +217,11 @@ class Jobs:
         job = self.find(name)
         if job is None:
             known = ", ".join(str(job.submission_id) for job in self.all()) or "none"
-            raise InputError(f"{name}: no such job on {self.shown}. Known jobs: {known}.")
+            raise InputError(f"{name}: no such job on {self.safe_url}. Known jobs: {known}.")
         return job
 
     def all(self) -> list[JobDetails]:
-        """List the jobs in the order of their submission, without Ray's other drivers."""
+        """List the submitted jobs in the order of their submission; other Ray drivers are left out."""
         with self.one_line_errors():
             jobs = [job for job in self.client.list_jobs() if job.submission_id]
         return sorted(jobs, key=lambda job: job.start_time or 0)
@@ -231,14 +232,14 @@ class Jobs:
         return self._log(name)
 
     def exit_status(self, job: JobDetails) -> tuple[int, str]:
-        """Return (exit code for a process that followed a job until it finished, its state).
+        """Return (exit code for a process that followed the job to its end, description of the job's state).
 
         The state of a stopped training includes the saved step, from its log or its run folder on this machine.
         """
         metadata, code = job.metadata or {}, job.driver_exit_code
         if job.status != "STOPPED" or "resumes" not in metadata:
             code = MachineError.exit_code if code in (None, 0, _NOT_FOUND) else code
-            return {"SUCCEEDED": 0, "STOPPED": StoppedError.exit_code}.get(job.status, code), state(job)
+            return {"SUCCEEDED": 0, "STOPPED": StoppedError.exit_code}.get(job.status, code), describe_state(job)
         log, folder = "", local_run(metadata["run_dir"])
         with contextlib.suppress(MachineError):  # a job that had not started has no log
             log = self._log(str(job.submission_id)).rstrip()
@@ -246,7 +247,7 @@ class Jobs:
             return 0, "stopped, but had finished"
         saved = _SAVED.findall(log)
         latest = saved[-1] if saved else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
-        if not latest and _STEP.search(log):  # killed before it could report, and its folder is on another machine
+        if not latest and _STEP.search(log):  # killed before it reported, with its run folder on another machine
             return StoppedError.exit_code, "stopped; its log does not say which step is saved"
         if latest in ("", UNTRAINED, _NO_STEP):
             return NothingSavedError.exit_code, "stopped; no step is saved"
@@ -259,7 +260,7 @@ class Jobs:
     def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
         """Return name -> "queued behind OTHERS" for each of `jobs` (`all`) that waits in the queue.
 
-        Ray reports them as running, so the last line of their output is read; the oldest job never waits.
+        For Ray a queued job is running, so the last line of its output is read; the oldest job never waits.
         """
         active = [job for job in jobs if job.status not in FINISHED and "workers" in (job.metadata or {})]
         queued = {}
@@ -284,11 +285,11 @@ class Jobs:
                     return
                 except Exception as error:
                     raise MachineError(
-                        f"{self.shown}: the connection was lost ({redacted(error, self.address)}). {name} may still be "
-                        f"running: `logs -f {name}` follows it again."
+                        f"{self.safe_url}: the connection was lost ({redact_error(error, self.address)}). {name} may "
+                        f"still be running: `logs -f {name}` follows it again."
                     ) from None
         finally:
-            for task in asyncio.all_tasks(loop):  # after Ctrl-C: the pending read
+            for task in asyncio.all_tasks(loop):  # after Ctrl-C, the read in progress
                 task.cancel()
                 loop.run_until_complete(asyncio.wait([task]))
             loop.run_until_complete(chunks.aclose())
@@ -305,7 +306,7 @@ class Jobs:
     def wait(
         self, name: str, seconds: float = float("inf"), advice: str = "Check its `status` again later."
     ) -> JobDetails:
-        """Return the job when it has finished; `MachineError`, with `advice`, if it has not after `seconds`."""
+        """Wait until the job has finished and return it; `MachineError`, with `advice`, after `seconds`."""
         deadline = time.monotonic() + seconds
         while (job := self.get(name)).status not in FINISHED:
             if time.monotonic() > deadline:
@@ -321,7 +322,7 @@ class Jobs:
         self._forget(job)
 
     def _forget(self, job: JobDetails) -> None:
-        # Ray's own monitor polls a job once a second, and would record a deleted job as failed.
+        # Ray's own monitor polls a job once a second; if the job is deleted earlier, Ray records it again as failed.
         elapsed = time.time() - (job.end_time or 0) / 1000
         time.sleep(min(_MONITOR_SECONDS, max(0.0, _MONITOR_SECONDS - elapsed)))
         with self.one_line_errors():
@@ -336,18 +337,18 @@ class Jobs:
         try:
             yield
         except AuthenticationError:
-            raise token_refused(self.shown) from None
+            raise token_rejected_error(self.safe_url) from None
         except RunError:
             raise
         except (ConnectionError, requests.ConnectionError, requests.Timeout) as error:
             raise MachineError(
-                f"{self.shown}: the cluster does not answer now ({redacted(error, self.address)}). Jobs continue as "
-                "long as its head runs; run the same command again later."
+                f"{self.safe_url}: the cluster does not answer now ({redact_error(error, self.address)}). Jobs "
+                "continue as long as its head runs; run the same command again later."
             ) from None
         except Exception as error:
             raise MachineError(
-                f"{self.shown}: unexpected answer; this does not look like a Ray dashboard "
-                f"({redacted(error, self.address)})."
+                f"{self.safe_url}: unexpected answer; this does not look like a Ray dashboard "
+                f"({redact_error(error, self.address)})."
             ) from None
 
 
@@ -361,7 +362,7 @@ def _check_capacity(nodes: list[dict[str, Any]], job: Job, address: str) -> None
 
 
 def check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
-    """Refuse (`MachineError`) a job for which the head lacks memory: all jobs would fail with the head."""
+    """Raise `MachineError` if the head lacks memory for one more job: all jobs would fail with the head."""
     memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
     if memory and (jobs + 1) * _JOB_BYTES > memory:
         raise MachineError(
@@ -371,7 +372,7 @@ def check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
 
 
 def alive_nodes(dashboard: str) -> list[dict[str, Any]]:
-    """Return the alive nodes, with node_id, resources_total and more, from the dashboard. The token must be set."""
+    """Return the alive nodes (node_id, resources_total and more) from the dashboard. The token must be set."""
     from ray.util.state import list_nodes
 
     try:
@@ -384,7 +385,7 @@ def alive_nodes(dashboard: str) -> list[dict[str, Any]]:
         )
     except Exception as error:
         raise MachineError(
-            f"{without_password(dashboard)}: did not report its nodes ({redacted(error, dashboard)})."
+            f"{redact_credentials(dashboard)}: did not report its nodes ({redact_error(error, dashboard)})."
         ) from None
     return [vars(node) for node in nodes]
 
@@ -393,7 +394,7 @@ def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pat
     """Return a job's run folder; None without `address` if no local cluster runs or it has no such job."""
     if not address and local.find() is None:
         return None
-    jobs = Jobs(address, plain_http=plain_http)
+    jobs = JobsClient(address, plain_http=plain_http)
     job = jobs.get(name) if address else jobs.find(name)
     folder = (job.metadata or {}).get("run_dir") if job else None
     return local_run(folder) if folder else None
@@ -401,29 +402,29 @@ def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pat
 
 def describe(job: JobDetails, queued: str = "") -> str:
     """Describe one job for the terminal: its state, what that means, and the progress of its run."""
-    lines = [f"{job.submission_id}: {state(job, queued)}"]
-    lines.append(f"  submitted {date(job.start_time)}, {_duration(job)}")
+    lines = [f"{job.submission_id}: {describe_state(job, queued)}"]
+    lines.append(f"  submitted {format_time(job.start_time)}, {_duration(job)}")
     metadata = job.metadata or {}
     if "run_dir" in metadata:
         lines.append(f"  run folder {metadata['run_dir']}")
-        lines += [f"  {line}" for line in progress(job)]
+        lines += [f"  {line}" for line in progress_lines(job)]
     return "\n".join(lines)
 
 
-def state(job: JobDetails, queued: str = "") -> str:
-    """Return `queued` (from `Jobs.queued`) if not empty, else Ray's name of the state and what its exit code means."""
+def describe_state(job: JobDetails, queued: str = "") -> str:
+    """Return `queued` (from `JobsClient.queued`) if not empty, else Ray's state and the meaning of the exit code."""
     if queued:
         return queued
-    word = str(job.status.value).lower()
+    status = str(job.status.value).lower()
     code = job.driver_exit_code
-    if word == "failed" and code is not None:
+    if status == "failed" and code is not None:
         return f"failed with exit code {code}: {_MEANING.get(code, 'crashed; see its log')}"
-    if word == "failed" and job.message:
+    if status == "failed" and job.message:
         return f"failed: {' '.join(job.message.split())[:200]}"
-    return word
+    return status
 
 
-def progress(job: JobDetails) -> list[str]:
+def progress_lines(job: JobDetails) -> list[str]:
     """Return lines about a run's waiting and progress, from its folder; [] if the folder is not on this machine."""
     run_dir = local_run((job.metadata or {}).get("run_dir", "/nowhere"))
     return [*(_wait_notice(run_dir) if job.status not in FINISHED else ()), *_training_progress(run_dir)]
@@ -452,7 +453,7 @@ def _training_progress(run_dir: Path) -> list[str]:
 
 
 def job_metadata(job: Job) -> dict[str, str]:
-    """Return the metadata that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
+    """Return the metadata with all that `cluster.jobs.entrypoint` needs, so that no files are uploaded."""
     return {
         **({"runs": str(runs_folder())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
@@ -466,7 +467,7 @@ def job_metadata(job: Job) -> dict[str, str]:
     }
 
 
-def date(milliseconds: int | None) -> str:
+def format_time(milliseconds: int | None) -> str:
     """Format Ray's time in milliseconds, in this machine's time zone."""
     return time.strftime("%F %T", time.localtime((milliseconds or 0) / 1000))
 

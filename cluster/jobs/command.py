@@ -1,4 +1,4 @@
-"""Commands for a cluster on this machine and for the jobs of any cluster. Heavy imports, such as Ray, are deferred."""
+"""The commands `up`, `submit`, `list`, `status`, `logs`, `stop` and `delete`. Heavy imports are deferred."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pretrain.common.errors import NothingSavedError, printable
 from pretrain.common.wording import print_table
 
 if TYPE_CHECKING:
-    from cluster.jobs.client import Jobs
+    from cluster.jobs.client import JobsClient
 
-Functions = Callable[[], Mapping[str, Callable[..., Any]]]  # the functions that `submit` runs, by command
+Functions = Callable[[], Mapping[str, Callable[..., Any]]]  # returns the functions that `submit` runs, by command
 
 
 def add_to(commands: Any, functions: Functions) -> None:
@@ -39,7 +39,7 @@ def _submit(functions: Functions, arguments: argparse.Namespace) -> int:
 
     command, config, options = parse_run(arguments.run)
     request = make_job(functions()[command], config, workers=arguments.workers, folder=arguments.dir, **options)
-    job = _jobs(arguments).submit(request, wait_for_nodes=arguments.wait_for_nodes)
+    job = _connect(arguments).submit(request, wait_for_nodes=arguments.wait_for_nodes)
     if arguments.follow:
         return follow_log(job.jobs, job.name)
     print(f"{job} Follow it with {program()} logs -f {job.name}")
@@ -49,7 +49,7 @@ def _submit(functions: Functions, arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> None:
     from cluster.jobs import client
 
-    cluster = _jobs(arguments)
+    cluster = _connect(arguments)
     job = cluster.get(arguments.job)
     print(client.describe(job, cluster.queued(cluster.all()).get(arguments.job, "")))
 
@@ -62,7 +62,7 @@ def _list(arguments: argparse.Namespace) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("job", "kind", "state", "submitted", "progress"):
         table.add_column(column, overflow="fold")
-    cluster = _jobs(arguments)
+    cluster = _connect(arguments)
     jobs = cluster.all()
     queued = cluster.queued(jobs)
     for job in jobs:
@@ -70,9 +70,9 @@ def _list(arguments: argparse.Namespace) -> None:
         cells = (
             str(job.submission_id),
             metadata.get("bertrain", "other"),
-            client.state(job, queued.get(str(job.submission_id), "")),
-            client.date(job.start_time),
-            "; ".join(client.progress(job)),
+            client.describe_state(job, queued.get(str(job.submission_id), "")),
+            client.format_time(job.start_time),
+            "; ".join(client.progress_lines(job)),
         )
         table.add_row(*map(printable, cells))
     if table.row_count:
@@ -82,7 +82,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-    cluster = _jobs(arguments)
+    cluster = _connect(arguments)
     if arguments.follow:
         return follow_log(cluster, arguments.job)
     sys.stdout.write(cluster.log(arguments.job))
@@ -90,26 +90,26 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    jobs = _jobs(arguments)
-    code, state = jobs.exit_status(jobs.stop(arguments.job))
+    cluster = _connect(arguments)
+    code, state = cluster.exit_status(cluster.stop(arguments.job))
     print(f"{arguments.job}: {state}")
     return code if code == NothingSavedError.exit_code else 0
 
 
 def _delete(arguments: argparse.Namespace) -> None:
-    _jobs(arguments).delete(arguments.job)
+    _connect(arguments).delete(arguments.job)
     print(f"{arguments.job}: removed from the list; its run folder is kept")
 
 
-def _jobs(arguments: argparse.Namespace) -> Jobs:
-    """Connect to the cluster at --address."""
+def _connect(arguments: argparse.Namespace) -> JobsClient:
+    """Return a client of the cluster at --address."""
     from cluster.jobs import client
 
-    return client.Jobs(arguments.address, plain_http=arguments.allow_plain_http)
+    return client.JobsClient(arguments.address, plain_http=arguments.allow_plain_http)
 
 
-def follow_log(cluster: Jobs, name: str) -> int:
-    """Print the job's output until it finishes; returns its exit code. Ctrl-C leaves it running."""
+def follow_log(cluster: JobsClient, name: str) -> int:
+    """Print the job's output until the job finishes; returns its exit code. Ctrl-C leaves the job running."""
     try:
         for chunk in cluster.follow(name):
             sys.stdout.write(chunk)
@@ -123,7 +123,7 @@ def follow_log(cluster: Jobs, name: str) -> int:
     return code
 
 
-# ---------------------------------------------------------------- their parsers
+# ---------------------------------------------------------------- the commands' parsers
 
 
 def _add_submit(commands: Any, functions: Functions) -> None:
@@ -143,7 +143,7 @@ def _add_submit(commands: Any, functions: Functions) -> None:
     parser.add_argument(
         "--wait-for-nodes",
         action="store_true",
-        help="submit even if the cluster is too small now; an autoscaler will add nodes",
+        help="submit the job even if it does not fit now: it waits for an autoscaler to add nodes",
     )
     parser.add_argument(
         "--dir",
@@ -155,9 +155,9 @@ def _add_submit(commands: Any, functions: Functions) -> None:
         "run",
         nargs="+",
         metavar="-- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]",
-        help="pretrain, finetune or prepare, with its arguments",
+        help="command to run on the cluster (pretrain, finetune or prepare), with its arguments",
     )
-    # argparse would repeat the long name of the positional.
+    # By default argparse prints the long metavar twice.
     parser.usage = "%(prog)s [options] -- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]"
 
 
@@ -169,8 +169,8 @@ def _add_list(commands: Any) -> None:
 def _add_job_commands(commands: Any) -> None:
     for name, function, purpose in (
         ("status", _status, "print the state and progress of a job"),
-        ("stop", _stop, "let a job save a checkpoint and stop, and wait for it"),
-        ("delete", _delete, "remove a finished job from the list; its folder stays"),
+        ("stop", _stop, "stop a job after a checkpoint, and wait until it has stopped"),
+        ("delete", _delete, "remove a finished job from the list, but keep its run folder"),
     ):
         parser = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
         _add_address(parser)
@@ -180,7 +180,7 @@ def _add_job_commands(commands: Any) -> None:
 def _add_logs(commands: Any) -> None:
     parser = add_command(commands, "logs", _logs, "print the output of a job", "\n  ./launch.sh logs -f bert-mini")
     _add_address(parser)
-    add_follow(parser, "continue until the job finishes")
+    add_follow(parser, "print new output until the job finishes")
     _add_job(parser)
 
 
@@ -194,7 +194,7 @@ def _add_up(commands: Any) -> None:
   ./launch.sh up
   ./launch.sh up --nodes 3 --cpus-per-node 1""",
     )
-    parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="node processes (default: 1)")
+    parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of Ray nodes (default: 1)")
     parser.add_argument(
         "--cpus-per-node",
         type=positive_int,

@@ -1,4 +1,4 @@
-"""A job's process on the cluster: wait in the queue, then call the function of the job's command, always resuming.
+"""A job's process on the cluster: waits in the queue, then calls the function of the job's command. Training resumes.
 
 Ray starts it as `bertrain job`, with the metadata from `cluster.jobs.client` in the environment.
 """
@@ -14,7 +14,7 @@ from pretrain.common.addresses import RUNS_VARIABLE
 
 
 def run(functions: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
-    """Run the job. `functions` returns the functions by command; it is called late, because its imports are slow."""
+    """Run the job. `functions` returns the function of each command; it is called late, since its imports are slow."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     change_folder(metadata["folder"], "Submit with --dir and a folder")
     name, config = metadata["job_submission_id"], json.loads(metadata["config"])

@@ -1,7 +1,7 @@
 """The queue of a cluster: a job waits until the jobs submitted before it leave enough capacity.
 
-Hundreds of jobs may wait on the head. So neither Ray nor torch is imported here. All jobs are read once; then a few of
-them are polled, one by one, through the dashboard's REST API.
+Hundreds of jobs may wait on the head, so neither Ray nor torch is imported here. A waiting job reads the list of all
+jobs once; then it polls a few of them, one by one, through the dashboard's REST API.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FINISHED = ("STOPPED", "SUCCEEDED", "FAILED")
 QUEUED = "queued behind "  # the last line of a waiting job's output is `NAME: queued behind OTHERS`
 DONE = "finished"  # the last line of a finished training's output is `NAME: finished`
 
-_ANSWER_SECONDS = 10.0
-_UNREACHABLE_SECONDS = 600.0  # for which a waiting job tolerates a head that does not answer
-_STOP_SECONDS = 0.5  # within which a stop takes effect
-_MIN_PAUSE_SECONDS = 2.0
+_ANSWER_SECONDS = 10.0  # time limit of a request
+_UNREACHABLE_SECONDS = 600.0  # how long a waiting job tolerates a head that does not answer
+_STOP_SECONDS = 0.5  # time within which a stop takes effect
+_MIN_PAUSE_SECONDS = 2.0  # between two polls
 _MAX_PAUSE_SECONDS = 30.0
-_MAX_NAMES = 3  # jobs to name in a log line
-_NODES_SECONDS = 60.0  # after which the nodes are read again even if no job has finished
+_MAX_NAMES = 3  # how many jobs a log line names
+_NODES_SECONDS = 60.0  # time after which the nodes are read again even if no job has finished
 
 # Prints the dashboard's URL. Runs in a child process: importing Ray takes 60 MB, which Python does not free.
 _FIND_DASHBOARD = (
@@ -43,23 +43,20 @@ _FIND_DASHBOARD = (
 
 @dataclass(frozen=True)
 class WaitingJob:
-    """A job in the queue: `low` to `high` workers of `cpus` CPUs each; 0 divides the cluster's CPUs among them.
-
-    `submitted` distinguishes it from a later job of the same name, which is behind it.
-    """
+    """A job in the queue."""
 
     name: str
-    low: int
-    high: int
-    cpus: int
-    submitted: int = 0
+    min_workers: int
+    max_workers: int
+    cpus_per_worker: int  # 0 divides the cluster's CPUs among the workers
+    submitted_at: int = 0  # by Ray's clock; distinguishes it from a later job of the same name
 
 
 def wait_in_queue(name: str) -> None:
     """Return when the unfinished jobs that were submitted before `name` leave enough capacity for it.
 
     So jobs start in the order of their submission and none starves. Ray stores the jobs and their requirements, and
-    decides where a job runs.
+    places their workers.
 
     Raises:
         StoppedError: a SIGTERM arrived.
@@ -70,7 +67,7 @@ def wait_in_queue(name: str) -> None:
     try:
         wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(stopped))
     except MachineError:
-        if stopped:  # the signal has stopped the child that looks for the dashboard, too
+        if stopped:  # the signal has also stopped the child process that finds the dashboard
             raise StoppedError(f"{name}: stopped; nothing was started.") from None
         raise
     finally:
@@ -78,27 +75,27 @@ def wait_in_queue(name: str) -> None:
 
 
 def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
-    """Wait until the job may start. Raises `StoppedError` if `stopped` returns True first."""
+    """Wait until the job may start. Raises `StoppedError` if `stopped()` is true before that."""
     queue: Queue | None = None
-    answered, shown = time.monotonic(), ""
+    answered_at, reported = time.monotonic(), ""  # `reported`: jobs ahead, as last printed
     while True:
         try:
             if queue is None:
                 queue = Queue(name, dashboard)
-            may_start, answered = queue.poll(), time.monotonic()
+            may_start, answered_at = queue.poll(), time.monotonic()
         except MachineError:  # the head may be unreachable for a while
             may_start = False
-            if time.monotonic() - answered > _UNREACHABLE_SECONDS:
+            if time.monotonic() - answered_at > _UNREACHABLE_SECONDS:
                 raise
         if stopped():
-            behind = f" behind {shown}" if shown else ""
+            behind = f" behind {reported}" if reported else ""
             raise StoppedError(f"{name}: stopped while waiting in the queue{behind}; nothing was started.")
         if may_start:
-            if shown:
+            if reported:
                 print(f"{name}: starts", flush=True)
             return
-        if queue and shown != (shown := _join_names(queue.ahead)):
-            print(f"{name}: {QUEUED}{shown}", flush=True)
+        if queue and reported != (reported := _join_names(queue.ahead)):
+            print(f"{name}: {QUEUED}{reported}", flush=True)
         sleep(pause(len(queue.ahead) if queue else 0), stopped)
 
 
@@ -110,8 +107,8 @@ def pause(ahead: int) -> float:
 class Queue:
     """The unfinished jobs that were submitted before the job `name`.
 
-    Each poll reads the oldest, since it started first, and one of the others in turn. If either has finished, the
-    next ones are read immediately.
+    Each poll reads the oldest job, which started first, and one of the others in turn. If either has finished, two
+    more are read immediately.
 
     Raises:
         InputError: the dashboard does not list the job `name`.
@@ -128,63 +125,63 @@ class Queue:
             raise InputError(f"{name}: Ray has no such job.")
         *self._ahead, self._job = (_parse_job(job) for job in active[: names.index(name) + 1])
         self._dashboard = dashboard
-        self._next = 0
-        self._nodes_read = float("-inf")
+        self._next_index = 0
+        self._nodes_read_at = float("-inf")
 
     @property
     def ahead(self) -> list[str]:
-        """The jobs that have not finished, oldest first."""
+        """Names of the unfinished jobs ahead, oldest first."""
         return [job.name for job in self._ahead]
 
     def poll(self) -> bool:
         """Return whether the job may start."""
         while finished := {job.name for job in self._jobs_to_poll() if self._has_finished(job)}:
             self._ahead = [job for job in self._ahead if job.name not in finished]
-            self._nodes_read = float("-inf")  # there may be capacity now
+            self._nodes_read_at = float("-inf")  # there may be capacity now
         if not self._ahead:
             return True
-        if time.monotonic() - self._nodes_read < _NODES_SECONDS:
+        if time.monotonic() - self._nodes_read_at < _NODES_SECONDS:
             return False
         nodes = self._dashboard.nodes()
-        self._nodes_read = time.monotonic()
+        self._nodes_read_at = time.monotonic()
         return leaves_capacity(nodes, self._ahead, self._job)
 
     def _has_finished(self, job: WaitingJob) -> bool:
         current = self._dashboard.job(job.name)
-        return current is None or current["status"] in FINISHED or (current["start_time"] or 0) != job.submitted
+        return current is None or current["status"] in FINISHED or (current["start_time"] or 0) != job.submitted_at
 
     def _jobs_to_poll(self) -> list[WaitingJob]:
-        """Return the jobs to read at this poll: the oldest, and one other."""
+        """Return the jobs to read now: the oldest, and one of the others in turn."""
         if len(self._ahead) < 2:
             return self._ahead
-        self._next = self._next % (len(self._ahead) - 1) + 1
-        return [self._ahead[0], self._ahead[self._next]]
+        self._next_index = self._next_index % (len(self._ahead) - 1) + 1
+        return [self._ahead[0], self._ahead[self._next_index]]
 
 
 def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], job: WaitingJob) -> bool:
     """Return whether the bundles of `job` fit on `nodes` together with the bundles of the jobs ahead of it.
 
     Jobs ahead reserve their maximum number of workers, `job` its minimum. A job ahead that does not fit waits for
-    nodes, and is not overtaken.
+    nodes, and no later job overtakes it.
     """
     free = [list(node) for node in nodes]
-    for other in ahead:
-        if _place(free, nodes, other, other.high) < other.low:
+    for earlier in ahead:
+        if _take_bundles(free, nodes, earlier, earlier.max_workers) < earlier.min_workers:
             return False
-    return _place(free, nodes, job, job.low) == job.low
+    return _take_bundles(free, nodes, job, job.min_workers) == job.min_workers
 
 
-def _place(free: list[list[int]], nodes: Sequence[NodeSize], job: WaitingJob, limit: int) -> int:
-    """Take up to `limit` of the job's bundles from `free`, each on the fullest node that fits; return how many fit."""
+def _take_bundles(free: list[list[int]], nodes: Sequence[NodeSize], job: WaitingJob, limit: int) -> int:
+    """Take up to `limit` of the job's bundles from `free`, each on the fullest node with room; return how many fit."""
     try:
-        cpus = job.cpus or choose_elastic_cpus(nodes, job.low, job.high, 0, "")
+        cpus = job.cpus_per_worker or choose_elastic_cpus(nodes, job.min_workers, job.max_workers, 0, "")
     except MachineError:
         return 0
     gpus = 1 if any(gpu for _, gpu in nodes) else 0
-    for placed in range(limit):
+    for taken in range(limit):
         fitting = [node for node in free if node[0] >= cpus and node[1] >= gpus]
         if not fitting:
-            return placed
+            return taken
         chosen = min(fitting, key=lambda node: (node[1], node[0]))
         chosen[0] -= cpus
         chosen[1] -= gpus
@@ -237,9 +234,9 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _parse_job(job: Mapping[str, Any]) -> WaitingJob:
-    needs = {key: int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker")}
+    sizes = {key: int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker")}
     return WaitingJob(
-        job["submission_id"], needs["workers"], needs["most_workers"], needs["cpus_per_worker"], job["start_time"] or 0
+        job["submission_id"], sizes["workers"], sizes["most_workers"], sizes["cpus_per_worker"], job["start_time"] or 0
     )
 
 
@@ -265,7 +262,7 @@ def _token() -> str:
 
 
 def sleep(seconds: float, stopped: Callable[[], bool]) -> None:
-    """Sleep; return early if `stopped` returns True."""
+    """Sleep for `seconds`; return early if `stopped()` is true."""
     deadline = time.monotonic() + seconds
     while not stopped() and (remaining := deadline - time.monotonic()) > 0:
         time.sleep(min(remaining, _STOP_SECONDS))

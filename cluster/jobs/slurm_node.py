@@ -1,4 +1,4 @@
-"""One node of a SLURM job: its part of the job's Ray cluster. The first node also runs the job's command.
+"""Runs the Ray node of a SLURM job's cluster on one SLURM node. The first node also runs the job's command.
 
 srun starts `python -m cluster.jobs.slurm_node ADDRESS CPUS GPUS COMMAND...` on each node (manifest slurm).
 `ray symmetric-run` would do the same, but its nodes notice only after a minute that the command has finished, and `ray
@@ -25,40 +25,40 @@ from pretrain.common.errors import MachineError
 from pretrain.common.worker import JOB_VARIABLE
 
 _POLL_SECONDS = 0.5
-_START_SECONDS = 300.0  # for the head's Ray to accept connections
-_MAX_REFUSALS = 3  # refused connections in a row, after which the head's Ray is assumed to have stopped
+_START_SECONDS = 300.0  # time within which the head's Ray must accept connections
+_MAX_REFUSALS = 3  # number of refused connections in a row after which the head's Ray is assumed to have stopped
 _CLEANUP_SECONDS = 10  # of SLURM's KillWait, reserved for the cleanup: SIGKILL would prevent it
 
 
 def main(address: str, cpus: int, gpus: int, command: list[str]) -> int:
     """Run this node until the command on the first node finishes. Returns the exit code of srun's task.
 
-    The command reports its exit code elsewhere: any code but 0 means that a node failed.
+    Any code but 0 means that a node failed. The command's own exit code goes into a file.
     """
     # The same path on all nodes, as Ray requires; no other job shares these nodes.
     folder = Path("/tmp") / f"bertrain-{os.environ['SLURM_JOB_ID']}"
     os.environ["TMPDIR"] = str(folder)  # so that files of libraries are removed, too
-    term = _Term()
+    grace = _Grace()
     with contextlib.ExitStack() as cleanup:
         try:
             _create_folder(folder)
             # Callbacks run in reverse order: the processes are killed, then their files are removed.
             cleanup.callback(_remove, folder)
             if os.environ["SLURM_NODEID"] == "0":
-                _run_head(folder, address, cpus, gpus, command, term, cleanup)
+                _run_head(folder, address, cpus, gpus, command, grace, cleanup)
             else:
-                _run_node(folder, address, cpus, gpus, term, cleanup)
+                _run_node(folder, address, cpus, gpus, grace, cleanup)
         except MachineError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return error.exit_code
     return 0
 
 
-class _Term:
-    """The time since SIGTERM, which SLURM sends to all processes of a canceled, requeued or timed-out job."""
+class _Grace:
+    """The time left after SIGTERM, which SLURM sends to all processes of a canceled, requeued or timed-out job."""
 
     def __init__(self) -> None:
-        self._received: float | None = None
+        self._received: float | None = None  # when SIGTERM arrived
         signal.signal(signal.SIGTERM, self._on_signal)
         self._seconds = max(1, _kill_wait() - _CLEANUP_SECONDS)
 
@@ -81,42 +81,42 @@ def _kill_wait() -> int:
 
 
 def _run_head(
-    folder: Path, address: str, cpus: int, gpus: int, command: list[str], term: _Term, cleanup: contextlib.ExitStack
+    folder: Path, address: str, cpus: int, gpus: int, command: list[str], grace: _Grace, cleanup: contextlib.ExitStack
 ) -> None:
     host, _, port = address.rpartition(":")
     head = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
     with without_stop_signals():
         ray = start_node(folder, cpus, [*head, f"--num-gpus={gpus}", f"--temp-dir={folder}/{RAY_FOLDER}"], cleanup)
-    _await_head(address, term, ray, folder)
+    _await_head(address, grace, ray, folder)
     # In a new session, so that all processes it starts can be killed.
     process = subprocess.Popen(command, start_new_session=True)
     cleanup.callback(end_session, process.pid)
-    while process.poll() is None and not term.has_expired():
-        _check(ray, folder)
+    while process.poll() is None and not grace.has_expired():
+        _check_ray(ray, folder)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_SECONDS)
 
 
-def _run_node(folder: Path, address: str, cpus: int, gpus: int, term: _Term, cleanup: contextlib.ExitStack) -> None:
-    _await_head(address, term)
+def _run_node(folder: Path, address: str, cpus: int, gpus: int, grace: _Grace, cleanup: contextlib.ExitStack) -> None:
+    _await_head(address, grace)
     if _has_finished():
         return
     with without_stop_signals():
         ray = start_node(folder, cpus, [f"--address={address}", f"--num-gpus={gpus}"], cleanup)
     refusals = 0
-    while refusals < _MAX_REFUSALS and not term.has_expired() and not _has_finished():
-        refusals = refusals + 1 if _connects(address) is False else 0
+    while refusals < _MAX_REFUSALS and not grace.has_expired() and not _has_finished():
+        refusals = refusals + 1 if _accepts_connection(address) is False else 0
         if refusals == 0:
-            _check(ray, folder)
+            _check_ray(ray, folder)
         time.sleep(_POLL_SECONDS)
 
 
-def _await_head(address: str, term: _Term, ray: subprocess.Popen[bytes] | None = None, folder: Path = Path()) -> None:
+def _await_head(address: str, grace: _Grace, ray: subprocess.Popen[bytes] | None = None, folder: Path = Path()) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while not _connects(address) and not _has_finished():
+    while not _accepts_connection(address) and not _has_finished():
         if ray is not None:
-            _check(ray, folder)
-        if time.monotonic() > deadline or term.has_expired():
+            _check_ray(ray, folder)
+        if time.monotonic() > deadline or grace.has_expired():
             raise MachineError(f"{os.uname().nodename}: Ray's head at {address} did not answer. See the first node.")
         time.sleep(_POLL_SECONDS)
 
@@ -126,8 +126,8 @@ def _has_finished() -> bool:
     return (Path(os.environ[JOB_VARIABLE]) / "exit-code").exists()
 
 
-def _connects(address: str) -> bool | None:
-    """Return whether something listens at `address`; None if unknown, as after a timeout."""
+def _accepts_connection(address: str) -> bool | None:
+    """Return whether `address` accepts connections; None if unknown, as after a timeout."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
@@ -138,7 +138,7 @@ def _connects(address: str) -> bool | None:
     return True
 
 
-def _check(ray: subprocess.Popen[bytes], folder: Path) -> None:
+def _check_ray(ray: subprocess.Popen[bytes], folder: Path) -> None:
     if ray.poll() is not None:
         last = last_line(folder / NODE_LOG)
         raise MachineError(
@@ -147,13 +147,13 @@ def _check(ray: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _create_folder(folder: Path) -> None:
-    """Create the folder. Remove what earlier starts of this job left, and folders of jobs without running processes.
+    """Create the folder. First remove leftovers of this job's earlier starts, and folders that no process uses.
 
     After the loss of another node SLURM may not have killed this node's processes, and a lost node has not cleaned up.
     """
-    command_lines = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    processes = [(process, process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     for path in {folder, *folder.parent.glob("bertrain-[0-9]*")}:
-        users = [process for process, line in command_lines if any(f"{path}/" in word for word in line)]
+        users = [process for process, command in processes if any(f"{path}/" in word for word in command)]
         if path == folder:
             for process in users:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Jobs made from configs. Everything that this machine can check is checked before anything is sent to a cluster."""
+"""Makes jobs from configs. Whatever this machine can check is checked before anything is sent to a cluster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from pretrain.common.settings import AnyConfig, Overrides, as_overrides, unvalid
 from pretrain.config import PretrainConfig
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
-
-
-# The console command that calls each function that a job can run.
+# The functions that a job can run, with the console command of each.
 _COMMANDS = {"pretrain.train": "pretrain", "pretrain.prepare": "prepare", "finetune.train": "finetune"}
 
 
@@ -39,18 +37,19 @@ def make_job(
         workers: number of worker processes, or an elastic range such as "2-4".
         folder: working directory of the job, shared by the cluster's machines; None for the current one.
 
-    Raises `InputError` for any mistake that would end the run before its first step and can be found on this machine.
+    Raises `InputError` for mistakes that would end the run before its first step, if this machine can find them.
     """
     module = getattr(function, "__module__", "")
     command = _COMMANDS.get(f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}")
     if command is None:
         raise InputError(f"submit: {function!r} cannot be a job. Pass one of the functions {', '.join(_COMMANDS)}.")
     trains = command != "prepare"
-    settings = with_start([*as_overrides(overrides), *([] if workers is None else _workers(str(workers)))], start_from)
+    sizes = [] if workers is None else _worker_overrides(str(workers))
+    settings = with_start([*as_overrides(overrides), *sizes], start_from)
     loaded = sys.modules[module].load_config(config, settings, imports=True)  # `start_from` is read on the cluster
     values = loaded.model_dump(mode="json")
     if isinstance(loaded, PretrainConfig) and loaded.start_from:
-        values |= _without_defaults(config, settings, values)
+        values |= _explicit_sections(config, settings, values)
     if trains:
         loaded.tracking.check_names()
         values["tracking"]["run_id"] = loaded.tracking.run_id or loaded.name
@@ -67,30 +66,30 @@ def make_job(
     )
 
 
-def parse_run(words: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
+def parse_run(arguments: Sequence[str]) -> tuple[str, Path, dict[str, Any]]:
     """Parse `COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]` into (command, config, options of `make_job`)."""
     parser = Parser(prog=f"{program()} submit", allow_abbrev=False)
     parser.add_argument("kind", choices=tuple(_COMMANDS.values()), metavar="COMMAND")
     add_config(parser, "checkpoint to start from")
-    options, unknown = argparse.ArgumentParser.parse_known_args(parser, list(words))
+    options, unknown = argparse.ArgumentParser.parse_known_args(parser, list(arguments))
     if unknown:
         raise InputError(
             f"submit: unrecognized after `--`: {' '.join(unknown)}. Options of submit, such as --workers, go before "
-            "it; a job resumes without --resume."
+            "it. Jobs always resume, so --resume is not needed."
         )
     return options.kind, options.config, {"overrides": options.set, "start_from": options.start_from}
 
 
-def _without_defaults(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections whose values come from a checkpoint on the cluster. Defaults here would contradict it."""
+def _explicit_sections(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections that a checkpoint on the cluster completes, with explicit settings only, without defaults."""
     explicit = unvalidated_values(config, PretrainConfig, overrides)
     vocabulary = explicit.get("corpus", {}).get("vocabulary", {})
     return {"model": explicit.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}
 
 
-def _workers(text: str) -> list[str]:
-    match = _RANGE.fullmatch(text)
+def _worker_overrides(workers: str) -> list[str]:
+    match = _RANGE.fullmatch(workers)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
-        raise InputError(f"--workers: is {text!r}; expected a number of at least 1, or a range such as 2-4.")
+        raise InputError(f"--workers: {workers!r}; expected an integer >= 1 or a range such as 2-4.")
     return [f"scheduling.workers={high}", f"scheduling.min_workers={low if low < high else 0}"]

@@ -29,11 +29,11 @@ cluster/manifests/templates/kuberay.yaml.j2 or slurm.sbatch.j2.""",
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument(
-        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or the name of an example config"
+        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or a name that `configs` lists"
     )
-    parser.add_argument("--template", type=parse_path, metavar="FILE", help="your copy of the template of KIND")
+    parser.add_argument("--template", type=parse_path, metavar="FILE", help="your edited copy of KIND's template")
     parser.add_argument("--out", type=parse_path, metavar="FILE", help="file to write (default: standard output)")
-    set_help = "override a setting of the config or of its section place; may be repeated"
+    set_help = "override a setting of the config, or of its section `place`; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
 
 

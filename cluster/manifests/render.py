@@ -1,4 +1,4 @@
-"""The manifest of a run, rendered from the template of its kind."""
+"""Renders the manifest of a run from the template of its kind."""
 
 import json
 import shlex
@@ -23,13 +23,13 @@ def render(
 ) -> str:
     """Return the manifest of the run in the YAML file `config`, as the text of one file.
 
-    `overrides` are `key.path=value`, also for `place.`; `custom` is the user's template. `InputError` on bad input.
+    `overrides` are strings `key.path=value`, also for the section `place`; `custom` is a template of the user.
     """
     return fill(kind, template_values(config, run_type, KIND_SETTINGS[kind][0], overrides), custom)
 
 
 def fill(kind: str, values: dict[str, Any], custom: Path | None = None) -> str:
-    """Render the built-in or a custom template. An error states the line, and the template to copy again."""
+    """Render the built-in or a `custom` template. For errors in the latter, `InputError` names the line."""
     builtin = Path(__file__).parent / "templates" / KIND_SETTINGS[kind][1]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -48,31 +48,31 @@ def fill(kind: str, values: dict[str, Any], custom: Path | None = None) -> str:
 
 
 def tojson(value: Any) -> str:
-    """Return JSON that is YAML on one line: line separators and invisible characters are escaped."""
+    """Return JSON that is also YAML on one line: line separators and invisible characters are escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
 
 
 def sh(value: Any) -> str:
-    """Quote a value as one word of a shell."""
+    """Quote a value as a single shell word."""
     return shlex.quote(str(value))
 
 
-def block(text: str, width: int) -> str:
-    """Return a literal block of YAML, indented by `width`, or a quoted scalar where a block is not allowed."""
+def block(text: str, indent: int) -> str:
+    """Return `text` as a YAML literal block with this indent, or as a quoted scalar if a block cannot hold it."""
     lines = text.removesuffix("\n").split("\n")
     if not text.endswith("\n") or not lines[-1] or lines[0][:1] in ("", " ") or not all(map(str.isprintable, lines)):
         return tojson(text)
-    return "\n".join(["|", *(" " * width + line if line else "" for line in lines)])
+    return "\n".join(["|", *(" " * indent + line if line else "" for line in lines)])
 
 
 def comment(text: str) -> str:
-    """Return `text` as comment lines of YAML or a shell script; every line separator of either starts a new comment."""
+    """Return `text` as comment lines for YAML or a shell script, whose line separators all start a new comment."""
     return "\n".join(f"# {printable(line)}".rstrip() for line in text.splitlines())
 
 
 def heredoc(text: str, command: str) -> str:
-    """Return shell lines that pass `text` to the standard input of `command`, without its trailing line breaks."""
+    """Return shell lines that pass `text`, with a single line break at the end, to the standard input of `command`."""
     lines, delimiter = text.rstrip("\n"), "CONFIG"
     while delimiter in lines.split("\n"):
         delimiter += "_"

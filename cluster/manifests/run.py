@@ -1,4 +1,4 @@
-"""The values for the templates: the run of a config, its nodes, and the settings of its section `place`."""
+"""Computes the values for the templates: the run, its nodes, and the settings of the section `place`."""
 
 import math
 import re
@@ -17,21 +17,21 @@ from pretrain.common.addresses import cache_folder, local_path
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, RunConfig
 
-RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # after python -m: the commands that train
+RUN_COMMANDS = "finetune.cli pretrain", "finetune.cli finetune"  # the commands that train, after `python -m`
 # Regular expression by which pgrep finds the processes of a run that start.sh or `submit` started.
 COMMAND = "-m ({})|/{}".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, DRIVER)), JOB_COMMAND)
-# KubeRay appends suffixes to this name, and the results must still be DNS names (its MaxRayJobNameLength).
+# Pattern of a name to which KubeRay can append suffixes so that it remains a DNS name (MaxRayJobNameLength).
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 
 
 def template_values(
     path: Path | str, run_type: type[RunConfig], place_type: type[ManifestSettings], overrides: Sequence[str]
 ) -> Any:
-    """Return the values, by name, for the run in the YAML file `path`."""
+    """Return the templates' values, by name, for the run in the YAML file `path`."""
     config_type = create_model(
         f"{run_type.__name__}WithPlace",
         __base__=run_type,
-        # Validated even if it is missing, so that the error names the required settings.
+        # Validated even if the section is missing, so that the error names its required settings.
         place=(place_type, Field(default={}, validate_default=True)),
     )
     config: Any = yaml_settings.load(path, config_type, overrides)

@@ -1,4 +1,4 @@
-"""The section `place` of a config: settings of the cluster, for a manifest of each kind."""
+"""The section `place` of a config: settings for the manifest of each kind of cluster."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -11,9 +11,9 @@ _OBJECT = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # name of a Kubernetes object;
 _ObjectName = Annotated[str, StringConstraints(pattern=_OBJECT, min_length=1)]
 _IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
-_CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators
+_CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # expression of node features, with sbatch's operators
 _TIME = r"^(\d+-)?\d+(:\d\d){0,2}$"
-_START_SECONDS = 120  # for Ray, torch and a minute by which SLURM's warning may be early
+_START_SECONDS = 120  # for starting Ray and torch, and because SLURM's warning may come a minute early
 
 
 class ManifestSettings(Section):
@@ -27,7 +27,7 @@ class ManifestSettings(Section):
 
 
 class KubeRaySettings(ManifestSettings):
-    """Where and how a run is placed on Kubernetes. Anything else a site needs goes into a copy of the template."""
+    """Where and how a run is placed on Kubernetes. Whatever else a site needs goes into a copy of the template."""
 
     kind: Literal["RayJob", "RayCluster"] = Field(
         default="RayJob", description="RayJob runs the config and cleans up; RayCluster waits for `submit`."
@@ -37,12 +37,12 @@ class KubeRaySettings(ManifestSettings):
     )
     namespace: _ObjectName = Field(default="default", description="Namespace of all objects in the manifest.")
     storage: LocalPath = Field(
-        default="/shared", pattern=r"^/[^:]*$", description="Where the claim is mounted; the run's working directory."
+        default="/shared", pattern=r"^/[^:]*$", description="Mount path of the claim; the run's working directory."
     )
     storage_claim: _ObjectName = Field(default="bertrain", description="ReadWriteMany PersistentVolumeClaim of pods.")
-    memory_per_worker_gib: int = Field(default=32, ge=2, description="GiB per worker, with its shared memory.")
+    memory_per_worker_gib: int = Field(default=32, ge=2, description="Memory per worker, including shared memory.")
     queue: str = Field(
-        default="", pattern=_OBJECT, description="LocalQueue of Kueue, where the run waits for all pods; empty: none."
+        default="", pattern=_OBJECT, description="Kueue's LocalQueue, where the run waits for all pods; empty: none."
     )
 
 
@@ -56,10 +56,10 @@ class SlurmSettings(ManifestSettings):
         default="", pattern=_CONSTRAINT, description="Features of the nodes: h100, h100|a100 or [rack1|rack2]."
     )
     time_limit: str = Field(
-        default="24:00:00", pattern=_TIME, description="As for sbatch --time. Before it, the run is saved and requeued."
+        default="24:00:00", pattern=_TIME, description="As for sbatch --time. The run saves and requeues before that."
     )
     storage: LocalPath = Field(
-        default=".", description="Folder that all nodes share, where the run works. A dot: where sbatch is called."
+        default=".", description="Working directory, shared by all nodes. A dot: where sbatch is called."
     )
     srun_options: tuple[Annotated[str, Field(pattern=r"^--[a-z]")], ...] = Field(
         default=(), description="Options of srun: --container-image=x.sqsh. Containers need `storage` at the same path."
@@ -67,7 +67,7 @@ class SlurmSettings(ManifestSettings):
     environment: str = Field(
         default="source .venv/bin/activate",
         json_schema_extra=ALLOW_TABS_AND_NEWLINES,
-        description="Shell lines that put this project's python on the path. They are executed unchanged.",
+        description="Shell lines that put this project's python on the path, executed unchanged.",
     )
 
     @field_validator("time_limit", mode="before")

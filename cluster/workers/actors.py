@@ -23,20 +23,20 @@ from cluster.workers.target import RankAssignment, run_worker
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
-_REPORT_SECONDS = 2.0  # after the first failure, for the other workers to report theirs
-# For all processes to start after Ray has placed them. A head starts about a hundred a minute.
+_REPORT_SECONDS = 2.0  # how long the other workers may take to report errors after the first one
+# Time limit for all processes to start after Ray has placed them; a head starts about a hundred per minute.
 _START_SECONDS, _START_SECONDS_PER_WORKER = 120.0, 0.5
 _POLL_SECONDS = 1.0  # between two checks for a stop while workers start
 _NODE_LABEL = "ray.io/node-id"
-_MIG = "MIG-"
+_MIG_PREFIX = "MIG-"
 
 
 class WorkersNotStartedError(Exception):
-    """The workers could not be started now: the cluster lacks capacity, or there is another reason, in the message."""
+    """The workers could not be started: the message has the reason; an empty one means a lack of capacity."""
 
 
 class WorkersFailedError(Exception):
-    """Workers failed. `failures`: exceptions by rank, `WorkerError` if the worker reported it, Ray's if it died."""
+    """Workers failed. `failures`: exception by rank, a `WorkerError` if the worker reported it, Ray's if it died."""
 
     def __init__(self, failures: dict[int, Exception]) -> None:
         super().__init__(failures)
@@ -44,9 +44,9 @@ class WorkersFailedError(Exception):
 
 
 class WorkerGroup:
-    """`workers` processes with `resources` each, ready to run; use as a context manager, which kills them.
+    """`workers` processes with `resources` each, ready to run; as a context manager, it kills them at the end.
 
-    No worker is placed on the nodes with the ids `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them
+    No worker is placed on nodes whose id is in `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them
     within `placement_seconds`, or if their start then takes longer than `start_seconds` (0: a limit that grows with
     their number). Until they have started, `check_stop` is called every second and may raise.
     """
@@ -76,26 +76,26 @@ class WorkerGroup:
                     num_cpus=resources["CPU"],
                     num_gpus=resources.get("GPU", 0),
                     max_restarts=0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
                 ).remote()
-                for number in range(workers)
+                for index in range(workers)
             ]
             limit = start_seconds or _START_SECONDS + _START_SECONDS_PER_WORKER * workers
             locations = self._locate(check_stop, limit)
         except BaseException:
-            self._remove()
+            self._remove_group()
             raise
-        # Consecutive ranks share a machine, as with torch's launchers.
+        # As with torch's launchers, the ranks on a machine are consecutive.
         order = sorted(
             range(workers),
-            key=lambda number: (
-                locations[number].address,
-                [_gpu_order(gpu) for gpu in locations[number].gpus],
-                number,
+            key=lambda index: (
+                locations[index].address,
+                [_gpu_sort_key(gpu) for gpu in locations[index].gpus],
+                index,
             ),
         )
-        self.actors = [self.actors[number] for number in order]
-        self.locations = [locations[number] for number in order]
+        self.actors = [self.actors[index] for index in order]
+        self.locations = [locations[index] for index in order]
 
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
         """Call `cluster.workers.target.run_worker` in each worker until all have finished; return the results by rank.
@@ -119,12 +119,12 @@ class WorkerGroup:
             try:
                 outcomes[rank] = ray.get(done[0])
             except RayTaskError as error:
-                cause = error.cause or error  # of another class if the process could not load our code
+                cause = error.cause or error  # not a `WorkerError` if the process could not load our code
                 failures[rank] = cause if isinstance(cause, WorkerError) else WorkerError(CRASH, one_line(cause))
             except RayError as error:
                 failures[rank] = error
             if any(not isinstance(error, WorkerError) for error in failures.values()):
-                break  # a dead process is the cause, regardless of what the others report
+                break  # a dead process is the cause, whatever the others report
             if failures and deadline is None:
                 deadline = time.monotonic() + _REPORT_SECONDS
         if failures:
@@ -139,17 +139,17 @@ class WorkerGroup:
 
         for actor in self.actors:
             ray.kill(actor)
-        self._remove()
+        self._remove_group()
 
     def _locate(self, check_stop: Callable[[], None], limit: float) -> list[WorkerLocation]:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
-        locations = [actor.locate.remote() for actor in self.actors]
+        calls = [actor.locate.remote() for actor in self.actors]
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             try:
-                return ray.get(locations, timeout=_POLL_SECONDS)
+                return ray.get(calls, timeout=_POLL_SECONDS)
             except GetTimeoutError:
                 check_stop()
             except RayActorError as error:
@@ -159,14 +159,14 @@ class WorkerGroup:
                         f"project's environment, as {Path(sys.executable).with_name('ray')} is here."
                     ) from None
                 raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
-        _, late = ray.wait(locations, num_returns=len(locations), timeout=0)
-        where = self._nodes_of([locations.index(call) for call in late])
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=0)
+        nodes = self._node_addresses([calls.index(call) for call in late])
         raise WorkersNotStartedError(
-            f"{len(late)} of {counted(len(locations), 'worker')} did not start within {limit:.0f} s "
-            f"(scheduling.start_seconds), on {', '.join(where) or 'unknown nodes'}"
+            f"{len(late)} of {counted(len(calls), 'worker')} did not start within {limit:.0f} s "
+            f"(scheduling.start_seconds), on {', '.join(nodes) or 'unknown nodes'}"
         )
 
-    def _nodes_of(self, workers: Sequence[int]) -> list[str]:
+    def _node_addresses(self, workers: Sequence[int]) -> list[str]:
         """Return the addresses of the nodes on which these workers were placed."""
         import ray
         from ray.util.placement_group import placement_group_table
@@ -175,7 +175,7 @@ class WorkerGroup:
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return sorted({addresses[placed[worker]] for worker in workers if placed.get(worker) in addresses})
 
-    def _remove(self) -> None:
+    def _remove_group(self) -> None:
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self._group)
@@ -189,19 +189,19 @@ def request_bundles(workers: int, resources: dict[str, float], avoid: Collection
     """
     from ray.util.placement_group import placement_group
 
-    # The same for all bundles; Ray labels each node with its id.
+    # The same selector for every bundle; Ray labels each node with its id.
     selector = [{_NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * workers if avoid else None
     return placement_group([resources] * workers, strategy="PACK", bundle_label_selector=selector)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
 class WorkerLocation:
-    """Where a worker runs."""
+    """The node, port and GPUs of a worker."""
 
-    node: str  # its id
-    address: str  # of the node
-    port: int  # a free one there
-    gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES: numbers, UUIDs or ids of MIG instances
+    node: str  # id of the node
+    address: str  # address of the node
+    port: int  # free port on the node
+    gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES: indices, UUIDs or ids of MIG instances
 
 
 class WorkerActor:
@@ -214,17 +214,17 @@ class WorkerActor:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        gpus = tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_order))
+        gpus = tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_sort_key))
         return WorkerLocation(context.get_node_id(), ray.util.get_node_ip_address(), port, gpus)
 
     def run(self, attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
         if assignment.visible_gpus:
-            # All GPUs of this machine that belong to the run, so that NCCL reaches its peers directly.
+            # All GPUs that the run uses on this machine, so that NCCL reaches its peers directly.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(assignment.visible_gpus)
         return run_worker(attempt, assignment)
 
 
-PROCESS_TITLE = f"ray::{WorkerActor.__name__}"  # start of a worker's title in the list of processes
+PROCESS_TITLE = f"ray::{WorkerActor.__name__}"  # start of a worker's process title
 
 
 def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
@@ -232,26 +232,27 @@ def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
     sizes = Counter(location.node for location in locations)
     local_ranks: Counter[str] = Counter()
     assignments = []
-    for rank, here in enumerate(locations):
-        visible = sorted({gpu for other in locations if other.node == here.node for gpu in other.gpus}, key=_gpu_order)
-        if any(gpu.startswith(_MIG) for gpu in visible):
-            visible = here.gpus  # CUDA shows a process only one MIG instance, the first one listed
+    for rank, location in enumerate(locations):
+        gpus_on_node = {gpu for other in locations if other.node == location.node for gpu in other.gpus}
+        visible = sorted(gpus_on_node, key=_gpu_sort_key)
+        if any(gpu.startswith(_MIG_PREFIX) for gpu in visible):
+            visible = location.gpus  # a process can use only one MIG instance: the first that the variable lists
         assignments.append(
             RankAssignment(
                 rank=rank,
                 world_size=len(locations),
-                local_rank=local_ranks[here.node],
-                local_world_size=sizes[here.node],
-                address=here.address,
+                local_rank=local_ranks[location.node],
+                local_world_size=sizes[location.node],
+                address=location.address,
                 master=locations[0].address,
                 port=locations[0].port,
                 visible_gpus=tuple(visible),
             )
         )
-        local_ranks[here.node] += 1
+        local_ranks[location.node] += 1
     return assignments
 
 
-def _gpu_order(gpu: str) -> tuple[bool, int, str]:
-    """Sort key: numbers by their value, then UUIDs and ids of MIG instances."""
+def _gpu_sort_key(gpu: str) -> tuple[bool, int, str]:
+    """Return a sort key: indices by value, then UUIDs and ids of MIG instances."""
     return (True, 0, gpu) if not gpu.isdigit() else (False, int(gpu), "")

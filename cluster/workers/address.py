@@ -1,4 +1,4 @@
-"""The URL of a cluster's dashboard: what messages may show of it, and which secrets may be sent there."""
+"""Checks of the URL of a cluster's dashboard, and messages about it without credentials."""
 
 import ipaddress
 import os
@@ -8,19 +8,19 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from cluster.workers.outcomes import one_line
 from pretrain.common.errors import InputError, MachineError
 
-ANSWER_SECONDS = 3.0
+_TIMEOUT_SECONDS = 3.0  # time limit for the dashboard's answer
 
 
-def without_password(address: str) -> str:
-    """Return an address for messages, with `***` for user and password. It need not be a valid URL."""
+def redact_credentials(address: str) -> str:
+    """Return an address, not necessarily a valid URL, with `***` instead of user and password."""
     before, at, host = address.rpartition("@")
     scheme = before.partition("//")[0] + "//" if "//" in before else ""
     return f"{scheme}***@{host}" if at else address
 
 
-def redacted(error: BaseException, address: str) -> str:
-    """Return an exception on one line, without the password of `address`."""
-    text = one_line(error).replace(address, without_password(address))
+def redact_error(error: BaseException, address: str) -> str:
+    """Return an exception on one line, without the credentials of `address`."""
+    text = one_line(error).replace(address, redact_credentials(address))
     userinfo = address.rpartition("@")[0].rpartition("//")[2]
     password = userinfo.partition(":")[2]
     for part in sorted({userinfo, password, unquote(password)}, key=len, reverse=True):
@@ -31,63 +31,63 @@ def redacted(error: BaseException, address: str) -> str:
 def check_dashboard(address: str, *, plain_http: bool = False) -> None:
     """Check that `address` is the URL of a dashboard that answers, and that no secret leaves this machine unencrypted.
 
-    Secrets are this process's token, if it has one, and user and password in the URL: services accept either as a
-    token. From here on, this process's requests to a dashboard on this machine avoid the proxy of its environment.
+    Secrets are this process's token, if it has one, and user and password in the URL, which some services accept in
+    place of a token. Afterwards this process's requests to a dashboard on this machine bypass the environment's proxy.
 
     Args:
         plain_http: send secrets over http to other machines, too.
 
     Raises:
-        InputError: it is not a URL, or a secret would leave this machine unencrypted; nothing was sent yet.
+        InputError: `address` is not a URL, or a secret would leave this machine unencrypted; nothing was sent yet.
         MachineError: nothing answers there.
     """
-    parts = _parts(address)
+    parts = _split_url(address)
     is_local = _is_local(str(parts.hostname))
-    has_token = os.environ.get("RAY_AUTH_MODE", "disabled") != "disabled"  # of `choose_token` or the user; Ray sends it
+    has_token = os.environ.get("RAY_AUTH_MODE", "disabled") != "disabled"  # set by `choose_token` or the user
     if parts.scheme == "http" and not plain_http and (parts.username or parts.password or has_token):
-        _check_unencrypted(without_password(address), is_local)
+        _reject_plain_http(redact_credentials(address), is_local)
     if is_local:
-        _avoid_proxy(address, str(parts.hostname))
+        _bypass_proxy(address, str(parts.hostname))
     import requests
 
     try:  # Ray's own client would wait for an answer forever
-        requests.get(f"{address.rstrip('/')}/api/version", timeout=ANSWER_SECONDS)
+        requests.get(f"{address.rstrip('/')}/api/version", timeout=_TIMEOUT_SECONDS)
     except (requests.RequestException, ValueError) as error:
         raise MachineError(
-            f"No cluster answers at {without_password(address)} ({redacted(error, address)}). Check --address, "
+            f"No cluster answers at {redact_credentials(address)} ({redact_error(error, address)}). Check --address, "
             "and that this machine has access."
         ) from None
 
 
 def answers_without_token(address: str) -> bool:
-    """Return whether the cluster lists its jobs without a token, and so would run anyone's job."""
+    """Return whether the cluster lists its jobs without a token, which means that it runs anyone's jobs."""
     import requests
 
     try:
         with requests.get(
-            f"{address.rstrip('/')}/api/jobs/", timeout=ANSWER_SECONDS, stream=True, allow_redirects=False
+            f"{address.rstrip('/')}/api/jobs/", timeout=_TIMEOUT_SECONDS, stream=True, allow_redirects=False
         ) as answer:
             return answer.status_code == requests.codes.ok
     except requests.RequestException:
         return False
 
 
-def _parts(address: str) -> SplitResult:
+def _split_url(address: str) -> SplitResult:
     try:
         parts = urlsplit(address)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
     except ValueError:  # an invalid IPv6 address or port
         pass
-    shown = without_password(address)
-    raise InputError(f"--address: {shown!r} is not the URL of a Ray dashboard, such as http://127.0.0.1:8265.")
+    redacted = redact_credentials(address)
+    raise InputError(f"--address: {redacted!r} is not the URL of a Ray dashboard, such as http://127.0.0.1:8265.")
 
 
-def token_refused(where: str) -> InputError:
-    """Return the error about a cluster that rejects this process's token."""
-    first = "Unset RAY_AUTH_TOKEN, which is preferred to files, and put" if "RAY_AUTH_TOKEN" in os.environ else "Put"
+def token_rejected_error(where: str) -> InputError:
+    """Return the error for a cluster at `where` that rejects this process's token."""
+    advice = "Unset RAY_AUTH_TOKEN, which overrides files, and put" if "RAY_AUTH_TOKEN" in os.environ else "Put"
     return InputError(
-        f"{where}: the cluster rejects this token. {first} the cluster's token into RAY_AUTH_TOKEN_PATH "
+        f"{where}: the cluster rejects this token. {advice} the cluster's token into RAY_AUTH_TOKEN_PATH "
         "(a file of mode 0600) or ~/.ray/auth_token."
     )
 
@@ -101,21 +101,21 @@ def _is_local(host: str) -> bool | None:
     return all(ipaddress.ip_address(text.partition("%")[0]).is_loopback for text in addresses)
 
 
-def _check_unencrypted(shown: str, is_local: bool | None) -> None:
-    """Raise `InputError` if the dashboard is on another machine, `MachineError` if its name cannot be resolved."""
+def _reject_plain_http(url: str, is_local: bool | None) -> None:
+    """Raise `InputError` for a dashboard on another machine, `MachineError` if its name cannot be resolved."""
     if is_local is None:
-        raise MachineError(f"{shown}: this machine cannot resolve the name. Check --address.")
+        raise MachineError(f"{url}: this machine cannot resolve the name. Check --address.")
     if not is_local:
         raise InputError(
-            f"{shown}: over http the token, or the password, would leave this machine unencrypted, "
+            f"{url}: over http the token, or the password, would leave this machine unencrypted, "
             "and anyone who reads it can run code on the cluster. Use https, or a tunnel "
             "(ssh -L 8265:127.0.0.1:8265 HEAD, then "
             "--address http://127.0.0.1:8265), or allow it with --allow-plain-http."
         )
 
 
-def _avoid_proxy(address: str, host: str) -> None:
-    """Add `host` to `no_proxy`: a proxy would connect to itself instead, and see the token."""
+def _bypass_proxy(address: str, host: str) -> None:
+    """Add `host` to `no_proxy`: a proxy would connect to its machine's loopback address instead, and see the token."""
     from requests.utils import should_bypass_proxies
 
     if not should_bypass_proxies(address, no_proxy=None):

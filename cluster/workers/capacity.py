@@ -1,4 +1,4 @@
-"""Capacity of a cluster for workers: how many fit, the wait for nodes, and when to scale up to new ones."""
+"""Determines how many workers fit on a cluster, waits for nodes, and decides when to scale up to new ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.workers.actors import request_bundles
-from cluster.workers.nodes import Node, NodeSize, fitting_workers, resources_of, usable_nodes
+from cluster.workers.nodes import Node, NodeSize, fitting_workers, process_resources, usable_nodes
 from cluster.workers.outcomes import one_line
 from cluster.workers.request import LaunchRequest, new_event
 from pretrain.common.files import write_json
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 _REPORTED_WAIT_SECONDS = 10.0  # shorter waits are not reported
-_LOCAL_SECONDS = 10.0  # for a local Ray, which gets no further nodes but may be slow to answer
-_MAX_EXTRA_WORKERS = 64  # beyond the minimum, to request from an autoscaler
+_LOCAL_SECONDS = 10.0  # wait for a local Ray, which gets no further nodes but may be slow to answer
+_MAX_EXTRA_WORKERS = 64  # how many workers beyond the minimum are requested from an autoscaler
 
-# Scaling up: a restart costs about a minute, and nodes that are started together join one after another.
-_STEADY_SECONDS = 2.0  # so that a flapping node does not restart everything
+# Waits before scaling up: a restart costs about a minute, and nodes that are started together join one by one.
+_STEADY_SECONDS = 2.0  # with unchanged capacity, so that a flapping node does not restart everything
 _SETTLE_SECONDS = 120.0  # without another new node
-_COOL_DOWN_SECONDS = 600.0  # since the workers were started
-_MAX_DELAY_SECONDS = 1800.0  # since more workers could run, if nodes keep joining
+_COOL_DOWN_SECONDS = 600.0  # since the start of the workers
+_MAX_DELAY_SECONDS = 1800.0  # since more workers fit, if nodes keep joining
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Capacity:
     """The number of workers that the cluster can run.
 
     Attributes:
-        nodes: nodes that are not draining and not avoided.
+        nodes: nodes that are neither draining nor avoided.
         workers: how many workers fit; 0 if fewer fit than the run needs.
         staying: ids of all nodes that are not draining, including the avoided ones.
         waited_seconds: how long `wait_for_capacity` waited.
@@ -65,29 +65,29 @@ def find_capacity(
     nodes: Sequence[Node],
     request: LaunchRequest,
     *,
-    ours: Mapping[str, int] | None = None,
+    own_workers: Mapping[str, int] | None = None,
     avoid: Collection[str] = (),
     min_workers: int | None = None,
 ) -> Capacity:
     """Return how many of the request's workers fit on `nodes`.
 
     Args:
-        ours: how many of this run's workers each node runs. Resources that others use are subtracted only if it is set.
+        own_workers: number of this run's workers by node id, to count only resources not used by others; None: all.
         avoid: ids of nodes to leave out.
         min_workers: return 0 workers if fewer fit; None uses the request's minimum.
     """
     cpus = request.cpus_per_worker
 
     def size_of(node: Node) -> NodeSize:
-        if ours is None:
+        if own_workers is None:
             return node.cpus, node.gpus
-        workers = ours.get(node.id, 0)
+        workers = own_workers.get(node.id, 0)
         return node.free_cpus + workers * cpus, node.free_gpus + (workers if node.gpus else 0)
 
     staying = [node for node in nodes if not node.draining]
     usable = [node for node in staying if node.id not in avoid]
     low = request.required_workers if min_workers is None else min_workers
-    # Not from the free GPUs: all may be in use.
+    # Not derived from the free GPUs, since all may be in use.
     use_gpu = any(node.gpus for node in usable) if request.use_gpu is None else request.use_gpu
     workers = fitting_workers([size_of(node) for node in usable], low, request.workers, cpus, use_gpu)
     return Capacity(usable, workers, frozenset(node.id for node in staying))
@@ -96,54 +96,54 @@ def find_capacity(
 def wait_for_capacity(
     request: LaunchRequest,
     *,
-    busy: bool = False,
+    only_free: bool = False,
     avoid: Collection[str] = (),
     deadline: float | None = None,
 ) -> Capacity:
     """Return the capacity as soon as it suffices, or the insufficient capacity after `wait_for_nodes_seconds`.
 
-    During the wait, Ray's autoscaler sees the missing resources as demand, and `status` (through a file in the run's
-    logs) and the log show them.
+    During the wait, Ray's autoscaler sees the missing resources as demand, and the log and the command `status` (which
+    reads a file in the run's logs) show them.
 
     Args:
-        busy: subtract the resources that others use. Not after a crash: Ray frees the crashed workers' resources
+        only_free: count only free resources. Do not set it after a crash: Ray frees the crashed workers' resources
             with a delay.
         avoid: ids of nodes to leave out.
-        deadline: by `time.monotonic`; None waits as long as the request allows.
+        deadline: time of `time.monotonic` at which the wait ends; None: as late as the request allows.
 
     Raises `StoppedError` if a stop is requested before or during the wait.
     """
     start = time.monotonic()
     if deadline is None:
-        deadline = start + waiting_seconds(request)
-    with _Demand(request, avoid, busy) as demand, _Notice(request.launch.run_dir) as notice:
+        deadline = start + wait_limit(request)
+    with _Demand(request, avoid, only_free) as demand, _Notice(request.launch.run_dir) as notice:
         while True:
-            capacity, missing = _check(request, busy, avoid, demand)
+            capacity, missing = _measure(request, only_free, avoid, demand)
             waited = time.monotonic() - start
             request.launch.check_stop()
             if capacity.workers or time.monotonic() > deadline:
                 return replace(capacity, waited_seconds=waited)
-            if waited > POLL_SECONDS:  # most waits are over at the second check
+            if waited > POLL_SECONDS:  # most waits end at the second check
                 notice.show(missing)
                 demand.request(capacity.nodes)
             time.sleep(POLL_SECONDS)
 
 
-def waiting_seconds(request: LaunchRequest) -> float:
-    """Return the seconds to wait for nodes."""
+def wait_limit(request: LaunchRequest) -> float:
+    """Return the maximum number of seconds to wait for nodes."""
     return request.wait_for_nodes_seconds if request.address else _LOCAL_SECONDS
 
 
 class ScaleUp:
     """Decides when to restart the workers because more of them would fit.
 
-    Immediately if all workers of the request would fit. Otherwise once no more nodes join and the workers have run
-    for a while, so that many new nodes cost one or two restarts instead of one each.
+    It restarts them immediately if all workers of the request would fit; otherwise once no more nodes join and the
+    workers have run for a while, so that many new nodes cost one or two restarts instead of one each.
 
     Args:
-        workers: the number that runs.
-        max_workers: the maximum number of workers.
-        now: when they were started, by the clock of `is_due`.
+        workers: number of running workers.
+        max_workers: maximum number of workers.
+        now: start time of the workers, by the clock that `is_due` uses.
     """
 
     def __init__(self, workers: int, max_workers: int, now: float) -> None:
@@ -166,23 +166,23 @@ class ScaleUp:
         return settled or (steady >= _STEADY_SECONDS and now - self._scalable_since >= _MAX_DELAY_SECONDS)
 
 
-def _check(request: LaunchRequest, busy: bool, avoid: Collection[str], demand: _Demand) -> tuple[Capacity, str]:
+def _measure(request: LaunchRequest, only_free: bool, avoid: Collection[str], demand: _Demand) -> tuple[Capacity, str]:
     """Return the current capacity, with 0 workers if it does not suffice, and a message about what is missing."""
-    ours = {} if busy else None
+    own_workers = {} if only_free else None
     needed = request.required_workers
     try:
         nodes = usable_nodes()
         if demand.gpus and not any(node.gpus for node in nodes):
             return Capacity([], 0), f"waiting for nodes: no node has a GPU, {needed} workers need one each"
-        capacity = find_capacity(nodes, request, ours=ours, avoid=avoid)
+        capacity = find_capacity(nodes, request, own_workers=own_workers, avoid=avoid)
         placed = demand.placed()
     except Exception as error:  # the head may be unreachable for a while
         logger.warning("the nodes are unknown: %s", one_line(error))
         return Capacity([], 0), f"waiting for the cluster's head, which does not answer ({one_line(error)})"
     if placed >= needed:  # Ray has reserved these resources for us
         return replace(capacity, workers=max(placed, capacity.workers)), ""
-    fitting = find_capacity(nodes, request, ours=ours, avoid=avoid, min_workers=1).workers
-    kind = "free capacity" if busy else "capacity"
+    fitting = find_capacity(nodes, request, own_workers=own_workers, avoid=avoid, min_workers=1).workers
+    kind = "free capacity" if only_free else "capacity"
     return (
         capacity,
         f"waiting for nodes: {kind} for {fitting} of {counted(needed, 'worker')} on "
@@ -194,18 +194,18 @@ class _Demand:
     """The resource demand of a waiting run: placement groups that Ray's autoscaler sees, removed after the wait.
 
     The minimum number of workers is one group, which an autoscaler serves as a whole. An elastic run requests the
-    other workers one by one, since an autoscaler starts no nodes for a group that it cannot serve. Not on a busy
-    cluster: these single workers would take all resources that become free, and the group would never be placed.
+    other workers one by one, since an autoscaler starts no nodes for a group that it cannot serve. Not with
+    `only_free`: these single workers would take all resources that become free, and the group would never be placed.
     """
 
-    def __init__(self, request: LaunchRequest, avoid: Collection[str], busy: bool) -> None:
-        self._request, self._avoid, self._busy = request, avoid, busy
+    def __init__(self, request: LaunchRequest, avoid: Collection[str], only_free: bool) -> None:
+        self._request, self._avoid, self._only_free = request, avoid, only_free
         self._groups: list[Any] = []
         self._gpus: bool | None = request.use_gpu
 
     @property
     def gpus(self) -> bool:
-        """True if each worker takes a GPU: known once workers have run; until then, if an autoscaler may start GPUs."""
+        """True if each worker takes a GPU; before workers have run, if an autoscaler may start nodes with GPUs."""
         if self._gpus is None:
             self._gpus = bool(self._request.address) and autoscaled_gpus() > 0
         return self._gpus
@@ -215,9 +215,9 @@ class _Demand:
         if self._groups or not self._request.address:
             return
         with_gpu = self.gpus or any(node.gpus for node in nodes)
-        resources = resources_of(self._request.cpus_per_worker or 1, with_gpu)
+        resources = process_resources(self._request.cpus_per_worker or 1, with_gpu)
         low, high = self._request.required_workers, self._request.workers
-        extra = 0 if self._busy else min(high - low, _MAX_EXTRA_WORKERS)
+        extra = 0 if self._only_free else min(high - low, _MAX_EXTRA_WORKERS)
         for size in [low] + [1] * extra:
             self._groups.append(request_bundles(size, resources, self._avoid))
 
@@ -241,7 +241,7 @@ class _Demand:
         from ray.util import remove_placement_group
 
         for group in self._groups:
-            with contextlib.suppress(Exception):  # an unreachable head drops them when we exit
+            with contextlib.suppress(Exception):  # an unreachable head drops the group when this process exits
                 remove_placement_group(group)
 
 
@@ -258,22 +258,22 @@ class _Notice:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "logs" / WAITING_FILE
         self._start_time = time.time()
-        self._shown = ""
+        self._message = ""
 
     def show(self, message: str) -> None:
-        if message == self._shown:
+        if message == self._message:
             return
-        self._shown = message
+        self._message = message
         logger.info("%s", message)
         with contextlib.suppress(Exception):  # the run continues without a notice
             write_json(self._path, {"time": self._start_time, "message": message})
 
     def __enter__(self) -> _Notice:
-        self._remove()  # a driver that was killed while it waited leaves its notice
+        self._remove()  # the file of a driver that was killed while it waited
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
+        if self._message:
             logger.info("waited %.0f s for nodes", time.time() - self._start_time)
             self._remove()
 

@@ -1,4 +1,4 @@
-"""The child process of a launch: start or join Ray if it is needed, run the workers, restart them after crashes.
+"""The child process of a launch: starts or joins Ray if it is needed, runs the workers, restarts them after crashes.
 
 `cluster.workers.launch` starts it with the path of a pickled request. It exits after it has written the outcome, or is
 killed with its session.
@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.workers.address import token_refused
+from cluster.workers.address import token_rejected_error
 from cluster.workers.capacity import wait_for_capacity
 from cluster.workers.launch import LOGS, RAY_FOLDER, RAY_LOG, STOP_SIGNALS, end_session
 from cluster.workers.nodes import NodeSize, choose_cpus, choose_elastic_cpus, usable_nodes
@@ -37,16 +37,18 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=DriverRequest)
 
+# Time limits:
 _CONNECT_SECONDS = 3.0  # for the cluster's port to accept a connection
-_ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
+_ANSWER_SECONDS = 6.0  # for Ray to answer there; less than 10 together with the connection
 _JOIN_SECONDS = 60.0  # for a cluster that answers to accept this driver
-_POLL_SECONDS = 0.5
 _HEAD_SECONDS = 30.0  # for a busy head to list the nodes
+
+_POLL_SECONDS = 0.5
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum is 75 MiB
 
 # One malloc arena for all threads, so that they reuse each other's freed memory (pretrain/common/memory.py).
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-# Set in the driver; Ray passes them to its workers, and to the other processes of a local Ray.
+# Variables of the driver, which Ray passes to its workers, and to the other processes of a local Ray.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
     "REPORTER_UPDATE_INTERVAL_MS": "600000",  # by default, the load of all processes is measured every 5 s
@@ -56,7 +58,7 @@ _RAY_ENVIRONMENT = {
 
 
 def main(request_path: str, work: Callable[[Any], None]) -> None:
-    """Call `work` with the request at this path; write how it finished to the launch's outcome file."""
+    """Call `work` with the request pickled at this path, and write the outcome to the launch's outcome file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as `start_session` does
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request: DriverRequest = pickle.loads(Path(request_path).read_bytes())
@@ -91,7 +93,7 @@ def _run(request: LaunchRequest) -> None:
         return replace(request, cpus_per_worker=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
     if not request.address:  # checked before torch and Ray are loaded
-        choose_cpus([(_cores(), 0)], required, request.cpus_per_worker, _local_name())
+        choose_cpus([(_num_cores(), 0)], required, request.cpus_per_worker, _local_name())
     session = ray_session(request, fit) if request.in_ray else contextlib.nullcontext(fit(_local_sizes, _local_name()))
     with session as fitted:
         supervise(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=events)
@@ -99,7 +101,7 @@ def _run(request: LaunchRequest) -> None:
 
 @contextlib.contextmanager
 def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str], R]) -> Iterator[R]:
-    """Start a local Ray, or join the cluster at `request.address`; leave it at the end. Yields the request from `fit`.
+    """Start a local Ray or join the cluster at `request.address`; leave it at the end. Yields the result of `fit`.
 
     Args:
         fit: called with a function that returns the nodes' sizes, and with their name for messages. Returns the request
@@ -125,11 +127,11 @@ def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str
 
 
 def _local_sizes() -> list[NodeSize]:
-    return [(_cores(), _gpus())]
+    return [(_num_cores(), _num_gpus())]
 
 
 def choose_token(address: str) -> None:
-    """Set a new token for a local Ray, which is written to no file; for a cluster use the user's, if there is one."""
+    """For a local Ray, set a new token, which no file contains; for a cluster, use the user's token, if any."""
     if not address:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         return
@@ -143,12 +145,12 @@ def _start_ray(request: DriverRequest) -> None:
     import ray
 
     if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gradients need not leave the machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # so that gradients stay on this machine
     os.environ["RAY_TMPDIR"] = str(request.launch.ray_dir)  # in which Ray makes `RAY_FOLDER`
     try:
         ray.init(
             address="local",
-            num_cpus=min(_cores(), request.total_cpus),
+            num_cpus=min(_num_cores(), request.total_cpus),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
@@ -164,9 +166,9 @@ def _start_ray(request: DriverRequest) -> None:
 
 
 def _trim_node() -> None:
-    """Stop Ray's log monitor, which polls the workers' logs ten times a second; we do not print them.
+    """Stop Ray's log monitor, which polls the workers' logs ten times a second, since they are not printed here.
 
-    At shutdown, kill Ray's other processes immediately, without the SIGTERM after which Ray waits a second for each.
+    At shutdown, kill Ray's other processes without SIGTERM, after which Ray would wait a second for each.
     """
     from ray._private.worker import global_worker  # there is no public API
 
@@ -177,12 +179,10 @@ def _trim_node() -> None:
 
 
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
-    """Join the cluster at `address`, or report within 10 s that none can be reached there (`MachineError`).
+    """Join the cluster at `address`. Raises `MachineError` within 10 s if none answers, `InputError` for a bad token.
 
-    `InputError` if it rejects the token.
-
-    A cluster that answers may take longer to accept this driver, as on a busy machine. If Ray hangs, this process
-    exits; `on_timeout` is called with the error before that, in another thread.
+    A cluster that answers may take longer to accept this driver, as on a busy machine. If Ray hangs, another thread
+    calls `on_timeout` with the error and exits this process.
     """
     host, _, port = address.rpartition(":")
     advice = "Check scheduling.address, and that the cluster runs and accepts this machine."
@@ -197,13 +197,13 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
     no_ray = f"The server at {address} did not answer as Ray within {_ANSWER_SECONDS:.0f} s. {advice}"
     too_slow = f"Ray at {address} did not accept this driver within {_JOIN_SECONDS:.0f} s. {advice}"
     try:
-        with _limit(_ANSWER_SECONDS, lambda: on_timeout(MachineError(no_ray))):
+        with _exits_after(_ANSWER_SECONDS, lambda: on_timeout(MachineError(no_ray))):
             GcsClient(address=address)
-        limit = _limit(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow)))
+        limit = _exits_after(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow)))
         with limit, tempfile.TemporaryDirectory(prefix="bertrain-") as scratch:
             ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env(Path(scratch)))
     except AuthenticationError:
-        raise token_refused(address) from None
+        raise token_rejected_error(address) from None
     except Exception as error:
         logger.exception("ray.init")
         raise MachineError(f"Ray at {address} did not accept this driver ({one_line(error)}). {advice}") from None
@@ -211,7 +211,7 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
 
 def _runtime_env(scratch: Path) -> dict[str, Any]:
     """Return the runtime environment in which workers find this project and the user's modules. In a job it is empty:
-    workers inherit the job's, and start sooner without a custom environment."""
+    workers inherit the job's environment, and start sooner without a custom one."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return {}
     return ship_modules({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}, scratch)
@@ -219,7 +219,7 @@ def _runtime_env(scratch: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _exits_on_stop(launch: Launch) -> Iterator[None]:
-    """Exit this process, with its outcome, if a stop is requested during the block, since nothing interrupts Ray."""
+    """Exit this process, after writing the outcome, if a stop is requested in the block: Ray cannot be interrupted."""
     done = threading.Event()
 
     def watch() -> None:
@@ -241,8 +241,8 @@ def _exits_on_stop(launch: Launch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _limit(seconds: float, on_timeout: Callable[[], None]) -> Iterator[None]:
-    """Exit this process if the block takes longer, since nothing interrupts Ray; `on_timeout` is called first."""
+def _exits_after(seconds: float, on_timeout: Callable[[], None]) -> Iterator[None]:
+    """Call `on_timeout` and exit this process if the block takes longer: Ray cannot be interrupted."""
 
     def give_up() -> None:
         try:
@@ -263,7 +263,7 @@ def _write_outcome(launch: Launch, error: RunError | None) -> None:
 
 
 def _keep_ray_logs(launch: Launch) -> None:
-    """Copy the logs of the local Ray to the run's logs, since its folder is removed when it exits."""
+    """Copy the local Ray's logs to the run's logs, since Ray's folder is removed when this process exits."""
     source = launch.ray_dir / RAY_FOLDER / "session_latest" / LOGS
     copy = launch.run_dir / LOGS / "ray"
     with contextlib.suppress(OSError, shutil.Error):
@@ -271,11 +271,11 @@ def _keep_ray_logs(launch: Launch) -> None:
         shutil.copytree(source, copy)
 
 
-def _cores() -> int:
+def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _gpus() -> int:
+def _num_gpus() -> int:
     """Return the number of this machine's GPUs that torch sees; torch is not imported if there are none."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return 0
@@ -291,7 +291,7 @@ def _local_name() -> str:
 def exit_with_parent(parent: int, folder: Path | None = None) -> None:
     """Kill this session and remove `folder` once `parent` has exited: a killed launcher leaves no processes or files.
 
-    The parent may have exited already: this process imports a lot before it calls this function.
+    The parent may have exited already, since this process imports much before it calls this function.
     """
 
     def watch() -> None:

@@ -1,23 +1,23 @@
-"""A run's state as metrics of Ray, which every node of a cluster serves to Prometheus (Ray's guide, "Metrics")."""
+"""Publishes a run's state as Ray metrics, which every node of a cluster serves to Prometheus."""
 
 import time
 from collections.abc import Mapping
 from typing import Any
 
 GAUGES = {
-    "step": "Optimizer steps that are done.",
+    "step": "Optimizer steps so far.",
     "loss": "Training loss of the last step.",
-    "tokens_per_second": "Tokens per second since the last record, of all workers.",
+    "tokens_per_second": "Tokens per second of all workers since the last record.",
     "data_stall_fraction": "Share of the time since the last record that workers waited for data.",
-    "restarts": "Starts of the workers after the first one of this command.",
-    "checkpoint_timestamp_seconds": "Unix time of the latest checkpoint that this start wrote.",
+    "restarts": "How often this command has restarted the workers.",
+    "checkpoint_timestamp_seconds": "Unix time of the latest checkpoint since the last start.",
 }
 
 
 class Gauges:
     """A callback that sets `ray_bertrain_*{run=NAME}` on the node of this process."""
 
-    every_rank = True  # called on each rank that has it
+    every_rank = True  # called on every rank to which it is passed
 
     def __init__(self, run: str, restarts: int) -> None:
         from ray.util.metrics import Gauge

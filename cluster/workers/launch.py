@@ -1,8 +1,8 @@
-"""Run a function in worker processes until it returns; raise its `RunError`, or a `MachineError` after crashes.
+"""Runs a function in worker processes until it returns; raises its `RunError`, or a `MachineError` after crashes.
 
 A child process (`cluster.workers.driver`) runs the workers, and Ray if it is needed, in a separate session. So this
 process keeps its signal handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang
-it, and every process that was started belongs to that session and can be killed by id.
+it, and all processes that the child starts belong to its session and can be killed with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from cluster.workers.address import without_password
+from cluster.workers.address import redact_credentials
 from cluster.workers.outcomes import error_from
 from cluster.workers.processes import DRIVER
 from cluster.workers.request import DriverRequest, Launch, LaunchRequest
@@ -48,11 +48,11 @@ LOGS = "logs"
 RAY_LOG = "ray.log"
 
 _POLL_SECONDS = 0.25
-_KILL_SECONDS = 5.0  # for the processes of a session to disappear
+_KILL_SECONDS = 5.0  # how long the killed processes of a session may take to disappear
 
 # Ray opens its temporary folder to all users (mode 0777), so we put it in a private folder.
 RAY_FOLDER = "ray"
-# Ray keeps unix sockets there, whose paths may have 107 bytes.
+# Ray keeps unix sockets in this folder, whose paths may have at most 107 bytes.
 _MAX_FOLDER_LENGTH = 36
 _PROJECT = Path(__file__).resolve().parents[2]
 
@@ -74,25 +74,25 @@ def run(
 ) -> None:
     """Call `target` ("package.module:function") with (`training`, Worker) in `workers` processes until they finish.
 
-    Workers run in this process's working directory, so relative paths have the same meaning there. Their output goes to
+    Workers run in this process's working directory, so relative paths mean the same files. Their output goes to
     `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
 
-    A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a
+    A `RunError` of a worker is raised here, with its class and message, and is never retried. Any other exit of a
     worker restarts all of them with `training.resume`, at most `max_failures` times without a new checkpoint;
     then a `MachineError` names the worker's log and its last line. SIGTERM, SIGINT or SIGHUP to this process creates
-    `run_dir`/stop and waits for the workers to finish; a second SIGINT kills everything immediately. Call from the main
-    thread: elsewhere Python allows no signal handlers, and signals keep their previous handlers.
+    `run_dir`/stop and waits for the workers to finish; a second SIGINT kills everything immediately. Call it from
+    the main thread: in another one Python allows no signal handlers, and signals keep their previous handlers.
 
     Args:
         workers: the maximum number of processes.
-        cpus_per_worker: 0 divides the cores among the workers.
-        address: "host:port" of a Ray cluster, which must see the same files. Empty starts a local Ray,
-            closed to others and stopped when this returns.
+        cpus_per_worker: number of cores per worker; 0 divides the cores among the workers.
+        address: "host:port" of a Ray cluster, whose nodes must see the same files. Empty starts a local Ray, which only
+            this run can use, and stops it when this function returns.
         in_ray: use Ray even for one worker without an address, which otherwise is a child process.
-        min_workers: if not 0, as many workers run as fit on the cluster, between this and `workers`: fewer when nodes
+        min_workers: if not 0, between this number and `workers` run, as many as fit on the cluster: fewer when nodes
             are lost or drained, more when nodes join.
         wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if too few workers fit.
-        start_seconds: time limit for the processes to start once Ray has placed them; 0: grows with their number.
+        start_seconds: time limit for starting the placed processes; 0: a limit that grows with their number.
 
     Raises:
         MachineError: the workers do not fit on the machine or cluster, or it is not reached within 10 s.
@@ -126,16 +126,16 @@ def run_driver(
     run_dir: Path | str,
     poll: Callable[[], None] | None = None,
 ) -> None:
-    """Run a driver of Ray, `python -m MODULE request.pickle`, until it exits; raise its error, if any.
+    """Run the Ray driver `python -m MODULE request.pickle` until it exits; raise its error, if any.
 
-    Signals act as in `run`.
+    Signals have the same effects as in `run`.
 
     Args:
         make_request: returns the driver's request for a launch.
-        poll: called about four times a second, in this thread.
+        poll: called about four times a second, in this thread; None: not called.
     """
     check_address(address)
-    if sys.version_info < (3, 11):  # without PYTHONSAFEPATH (`environment`)
+    if sys.version_info < (3, 11):  # which ignores PYTHONSAFEPATH (`environment`)
         check_not_hidden(*OURS, path=[str(Path.cwd()), str(_PROJECT)])
     run_dir = Path(run_dir).absolute()
     with disk_errors(run_dir):
@@ -184,7 +184,7 @@ def _wait(child: subprocess.Popen[bytes], poll: Callable[[], None] | None) -> No
 
 
 def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start a driver of Ray as the leader of a session; its output goes to `log`."""
+    """Start a Ray driver as the leader of a new session, with its output in `log`."""
     with without_stop_signals():
         return subprocess.Popen(
             command,
@@ -199,9 +199,9 @@ def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()
 
 @contextlib.contextmanager
 def without_stop_signals() -> Iterator[None]:
-    """Block the stop signals in any process that is started in this block, and in its children.
+    """Block the stop signals in all processes that are started within, and in their children.
 
-    Stopping a job or a service signals all its processes, but only the launcher may react. A handler would not
+    A scheduler that stops a job signals all its processes, but only the launcher may react. A handler would not
     suffice: `ray.init` replaces it by one that exits the process.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -212,16 +212,16 @@ def without_stop_signals() -> Iterator[None]:
 
 
 def check_address(address: str) -> None:
-    """Raise `InputError` for an address that Ray would accept although it is not the host:port of a cluster."""
+    """Raise `InputError` for an address that Ray would accept although it is not host:port."""
     if address == "auto" or "://" in address or "@" in address:
         raise InputError(
-            f"scheduling.address: {without_password(address)!r} is not host:port. "
+            f"scheduling.address: {redact_credentials(address)!r} is not host:port. "
             "Give the head node's address, such as 10.0.0.5:6379."
         )
 
 
 def end_session(session: int) -> None:
-    """Kill every process of a session (the id of its leader), except this one. Gives up after 5 s."""
+    """Kill every process of a session, given by its leader's id, except this process. Gives up after 5 s."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (processes := _session_processes(session)) and time.monotonic() < deadline:
         for pid in processes:
@@ -259,7 +259,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def interpreter(folder: Path) -> str:
-    """Return the path of our Python, or of a link to it in `folder` if the path has a space (Ray would split it)."""
+    """Return the path of this Python, or of a link to it in `folder` if the path has a space (Ray would split it)."""
     if " " not in sys.executable:
         return sys.executable
     program = Path(sys.executable)
@@ -269,7 +269,7 @@ def interpreter(folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return our environment with this project first on the path, so that workers find it wherever they start.
+    """Return this process's environment with this project first on the path, so that workers find it anywhere.
 
     PYTHONSAFEPATH keeps Python from importing a stray `datasets.py` or `cluster/` in the user's folder instead
     (Python 3.11 on; 3.10 ignores it).
@@ -279,17 +279,17 @@ def environment() -> dict[str, str]:
 
 
 class Signals:
-    """While entered, the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
+    """In this context, the first of the `stop_signals` sets the stop flag; a later SIGINT kills everything immediately.
 
-    The stop file of this scheduler job sets the flag, too; other jobs of the same run have other stop files.
+    The stop file of this scheduler job also sets the flag; other jobs of the same run have other stop files.
 
     If the flag cannot be written, as when storage fails for a while, the write is repeated.
     """
 
-    def __init__(self, stop: Flag):
+    def __init__(self, stop_flag: Flag):
         self.was_killed = False
         self.on_second_signal: Callable[[], None] = lambda: None
-        self._stop = stop
+        self._flag = stop_flag
         self._requested = False
         self._exited = threading.Event()
         self._previous: dict[int, Any] = {}
@@ -299,7 +299,7 @@ class Signals:
             for number in stop_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
         if job := os.environ.get(JOB_VARIABLE):
-            threading.Thread(target=self._watch, args=[Path(job) / STOP_FILE], daemon=True, name="job-stop").start()
+            threading.Thread(target=self._set_flag, args=[Path(job) / STOP_FILE], daemon=True, name="job-stop").start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -313,29 +313,30 @@ class Signals:
             self.on_second_signal()
         self._requested = True
         try:
-            self._stop.set()
+            self._flag.set()
         except OSError as error:  # the run continues meanwhile
             threading.Thread(target=self._retry_set, args=[error], daemon=True, name="stop").start()
 
     def _retry_set(self, error: OSError) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(
-                f"{self._stop.path}: cannot be written now ({error.strerror}). The run stops as soon as it can be; "
+                f"{self._flag.path}: cannot be written now ({error.strerror}). The run stops as soon as it can be; "
                 "Ctrl-C stops it immediately, without a checkpoint.",
                 file=sys.stderr,
             )
-        self._watch(Path())
+        self._set_flag(Path())  # at once: the current folder exists
 
-    def _watch(self, file: Path) -> None:
+    def _set_flag(self, file: Path) -> None:
+        """Set the stop flag as soon as `file` exists; repeat a write that fails."""
         while not self._exited.wait(_POLL_SECONDS):
             with contextlib.suppress(OSError):
                 if file.exists():
-                    self._stop.set()
+                    self._flag.set()
                     return
 
 
 def _raise_outcome(launch: Launch, exit_code: int | None, was_killed: bool) -> None:
-    """Return if the run is done, else raise its error."""
+    """Raise the launch's error, if any."""
     if was_killed:
         raise StoppedError(f"{launch.run_dir}: stopped immediately, without a final checkpoint.{StoppedError.CONTINUE}")
     try:

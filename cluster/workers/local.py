@@ -1,6 +1,6 @@
-"""A Ray cluster of several node processes on this machine, for trying out jobs, failures and elasticity.
+"""Runs a Ray cluster of several nodes on this machine, for trying out jobs, failures and elasticity.
 
-Only clients with its token can connect. Its processes stop with `up`, even if `up` is killed.
+Only clients with the cluster's token can connect. Its processes stop with `up`, even if `up` is killed.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from pretrain.common.wording import counted
 
 # How long a stopped job may take for its last checkpoint before Ray kills it (Ray's default: 3 s).
 STOP_SECONDS = 600
-NODE_LOG = "nodes.log"  # of all nodes that are started with the same folder
+NODE_LOG = "nodes.log"  # log of all nodes that are started with the same folder
 
-# Runs `ray start`; kills its session and removes the folder when `up` has exited.
+# Program of a node: runs `ray start`; once `up` has exited, kills its session and removes the folder.
 NODE_PROGRAM = """import pathlib, sys
 from cluster.workers.driver import exit_with_parent
 exit_with_parent(int(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1)))
@@ -36,9 +36,9 @@ main()"""
 class LocalCluster:
     """The cluster of `up`, as stored for the other commands."""
 
-    folder: str  # Ray's session and the token, of mode 0700
+    folder: str  # private folder (mode 0700) of Ray's session and the token
     address: str  # host:port, for scheduling.address
-    dashboard: str  # URL for jobs
+    dashboard: str  # URL of the dashboard, to which jobs are submitted
 
     @property
     def token_file(self) -> Path:
@@ -47,7 +47,7 @@ class LocalCluster:
 
 
 def up(nodes: int, cpus_per_node: int) -> None:
-    """Run a cluster of `nodes` node processes until Ctrl-C; `cpus_per_node` 0 divides the machine's cores.
+    """Run a cluster of `nodes` nodes until Ctrl-C; with `cpus_per_node` 0 they share the machine's cores equally.
 
     Raises:
         InputError: a cluster is already running.
@@ -127,7 +127,7 @@ def start_node(folder: Path, cpus: int, arguments: list[str], cleanup: contextli
 
 
 def _await_nodes(cluster: LocalCluster, count: int, processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait until the cluster lists this number of nodes; `MachineError` if one exits."""
+    """Wait until the cluster lists `count` nodes; `MachineError` if one of `processes` exits."""
     from ray.util.state import list_nodes
 
     while True:

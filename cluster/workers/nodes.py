@@ -1,4 +1,4 @@
-"""The nodes of a cluster: which are usable, and how many workers fit on them."""
+"""Lists the usable nodes of a cluster, and computes how many workers fit on them."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ from typing import Any
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import counted
 
-_CONNECT_SECONDS = 1.0
+_CONNECT_SECONDS = 1.0  # time limit for a node's answer
 
 NodeSize = tuple[int, int]  # (CPUs, GPUs)
 
@@ -21,8 +21,8 @@ class Node:
     id: str
     cpus: int
     gpus: int
-    draining: bool  # about to leave the cluster
-    free_cpus: int  # unused when the nodes were listed
+    draining: bool  # whether the node is about to leave the cluster
+    free_cpus: int  # not in use when the nodes were listed
     free_gpus: int
 
 
@@ -33,14 +33,14 @@ def choose_cpus(
     where: str,
     setting: str = "scheduling.workers (--workers)",
 ) -> int:
-    """Return the CPUs of each worker, so that `workers` of them fit on `nodes`.
+    """Return the number of CPUs per worker with which `workers` of them fit on `nodes`.
 
     If any node has GPUs, each worker takes one.
 
     Args:
-        cpus_per_worker: 0 means as many as fit.
-        where: the machine or cluster, for the error.
-        setting: the setting to lower, for the error.
+        cpus_per_worker: fixed number of CPUs; 0 means as many as fit.
+        where: name of the machine or cluster, for the error.
+        setting: name of the setting to lower, for the error.
 
     Raises:
         MachineError: the workers do not fit.
@@ -54,7 +54,7 @@ def choose_cpus(
     largest = max((cpu for cpu, _ in nodes), default=0)
     choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
     for choice in choices:
-        if _capacity(nodes, choice) >= workers:
+        if _count_fitting(nodes, choice) >= workers:
             return choice
     raise MachineError(
         f"{where} has {counted(cpus, 'CPU core')}, too few for {counted(workers, 'worker')} of "
@@ -71,17 +71,17 @@ def fitting_workers(
     Args:
         use_gpu: whether each worker takes a GPU; None means yes if any node has GPUs.
     """
-    workers = min(high, _capacity(nodes, cpus_per_worker or 1, use_gpu))
+    workers = min(high, _count_fitting(nodes, cpus_per_worker or 1, use_gpu))
     return workers if workers >= low else 0
 
 
 def choose_elastic_cpus(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, where: str) -> int:
-    """Return the CPUs of each worker, so that as many of `low` to `high` workers as possible fit; see `choose_cpus`."""
+    """Return the CPUs per worker with which the most of `low` to `high` workers fit; see `choose_cpus`."""
     workers = fitting_workers(nodes, low, high, cpus_per_worker) or low
     return choose_cpus(nodes, workers, cpus_per_worker, where)
 
 
-def resources_of(cpus: int, with_gpu: bool | None) -> dict[str, float]:
+def process_resources(cpus: int, with_gpu: bool | None) -> dict[str, float]:
     """Return the resources that one process requests from Ray."""
     return {"CPU": cpus, "GPU": 1} if with_gpu else {"CPU": cpus}
 
@@ -94,10 +94,10 @@ def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
     import ray
     from ray._private.state import state
 
-    draining, free = _draining(timeout), state.available_resources_per_node()
+    draining, free = _draining_ids(timeout), state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():
-        if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
+        if node["Alive"] and _accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"]):
             resources, unused = node["Resources"], free.get(node["NodeID"], {})
             nodes.append(
                 Node(
@@ -112,14 +112,14 @@ def usable_nodes(timeout: float = _CONNECT_SECONDS) -> list[Node]:
     return nodes
 
 
-def _capacity(nodes: Sequence[NodeSize], cpus_per_worker: int, use_gpu: bool | None = None) -> int:
+def _count_fitting(nodes: Sequence[NodeSize], cpus_per_worker: int, use_gpu: bool | None = None) -> int:
     """Return how many workers of `cpus_per_worker` CPUs fit."""
     need_gpu = any(gpu for _, gpu in nodes) if use_gpu is None else use_gpu
     return sum(min(cpu // cpus_per_worker, gpu) if need_gpu else cpu // cpus_per_worker for cpu, gpu in nodes)
 
 
-def _draining(timeout: float) -> set[str]:
-    """Return the ids of nodes that will leave soon: by `ray drain-node`, an autoscaler or a spot notice."""
+def _draining_ids(timeout: float) -> set[str]:
+    """Return the ids of nodes that will leave soon, because of `ray drain-node`, an autoscaler or a spot notice."""
     from ray._private.worker import global_worker
 
     client: Any = global_worker.gcs_client  # pyright: ignore[reportAttributeAccessIssue]
@@ -127,7 +127,7 @@ def _draining(timeout: float) -> set[str]:
     return {key.hex() if isinstance(key, bytes) else str(key) for key in ids}
 
 
-def _answers(host: str, port: int) -> bool:
+def _accepts_connections(host: str, port: int) -> bool:
     with contextlib.suppress(OSError):
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
         return True

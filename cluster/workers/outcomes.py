@@ -1,4 +1,4 @@
-"""Outcomes of workers and drivers as plain data: a user's exceptions may fail to pickle, strings do not."""
+"""Converts outcomes of workers and drivers to plain data, since a user's exceptions may not be picklable."""
 
 from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
 
@@ -10,9 +10,9 @@ _ERRORS: dict[str, type[RunError]] = {
 
 
 class WorkerError(Exception):
-    """The failure of a worker's target, as strings.
+    """A worker's failure, as strings.
 
-    `kind` is the class name of a `RunError`, or `CRASH` for everything else.
+    `kind` is the class name of a `RunError`, or `CRASH` for any other exception.
     """
 
     def __init__(self, kind: str, message: str):
@@ -31,11 +31,11 @@ def one_line(error: BaseException) -> str:
 
 
 def as_data(error: RunError) -> dict[str, str]:
-    """Return {"kind": name of the nearest class in `_ERRORS`, "message": text}; `error_from` is the inverse."""
+    """Return {"kind": name of the error's most specific class in `_ERRORS`, "message": text}, for `error_from`."""
     kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
     return {"kind": kind, "message": str(error)}
 
 
 def error_from(data: dict[str, str]) -> RunError:
-    """Return the `RunError` for {"kind": class name, "message": text}."""
+    """Return the `RunError` that `as_data` converted."""
     return _ERRORS[data["kind"]](data["message"])

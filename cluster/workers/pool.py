@@ -1,8 +1,8 @@
 """A `concurrent.futures` executor that runs jobs on a Ray cluster, through Ray Data.
 
 As for training (`cluster.workers.launch`), Ray's driver is a child process in a separate session; jobs and their
-results pass through a pipe. The child makes one data set of all waiting jobs, with one block per job. Ray Data
-runs one task per job, on any node with a free core, and runs it again if the task's process or node dies.
+results pass through a pipe. The child makes one Ray Dataset of all waiting jobs, with one block per job. Ray Data
+runs one task per job, on any node with a free core, and repeats it if its process or node dies.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from pretrain.common.packages import expect
 logger = logging.getLogger(__name__)
 
 _MAX_RETRIES = 3  # of a job whose process died; Ray Data's default is unlimited
-_LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all jobs are done
+_LEAVE_SECONDS = 10.0  # how long the child may take to leave the cluster when all jobs are done
 
-# Set in the driver, which owns the tasks and therefore controls their retries.
+# Variables of the driver, which owns the tasks and therefore controls their retries.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, and unlimited by default
@@ -47,13 +47,13 @@ _DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[
 
 @dataclass(frozen=True)
 class PoolRequest:
-    """The settings of the driver, sent before any job.
+    """The settings of the driver, which it receives before any job.
 
     Attributes:
         address: "host:port" of the cluster.
         processes: how many jobs run in parallel; 0 means one for each core of the cluster.
-        working_dir: where jobs resolve relative paths.
-        setup: the pickled (initializer, its arguments).
+        working_dir: folder in which jobs resolve relative paths.
+        setup: pickled (initializer, arguments of the initializer).
     """
 
     address: str
@@ -65,7 +65,7 @@ class PoolRequest:
 class RayPool(Executor):
     """Runs jobs on the Ray cluster at `address` ("host:port"), whose nodes must see the same files.
 
-    A job is a function of a module with its arguments; they and the result must survive pickling. It runs in this
+    A job is a module-level function with its arguments; they and the result must be picklable. It runs in this
     process's working directory, in a process that has called `initializer(*initargs)`. A job whose process dies runs
     again, at most 3 times, possibly while the first attempt still runs on another node: it must be idempotent. The
     child's output goes to `log`.
@@ -93,7 +93,7 @@ class RayPool(Executor):
         check_address(address)
         expect("scheduling.address", "ray")
         self._log = Path(log).absolute()
-        self._numbers = itertools.count()
+        self._ids = itertools.count()
         self._waiting: list[tuple[int, bytes]] = []
         self._futures: dict[int, Future[Any]] = {}
         self._closing = False
@@ -102,16 +102,16 @@ class RayPool(Executor):
         self._start(PoolRequest(address, processes, str(Path.cwd()), pickle.dumps((initializer, initargs))))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue `fn(*args, **kwargs)`, all picklable; the future fails with a `RunError` if the pool dies."""
-        number, future = next(self._numbers), _LazyFuture(self._send)
-        self._futures[number] = future
-        self._waiting.append((number, pickle.dumps((fn, args, kwargs))))
+        """Queue the job `fn(*args, **kwargs)`; if the pool dies, the future fails with a `RunError`."""
+        job_id, future = next(self._ids), _LazyFuture(self._send_waiting)
+        self._futures[job_id] = future
+        self._waiting.append((job_id, pickle.dumps((fn, args, kwargs))))
         if self._error is not None:
-            self._fail()
+            self._fail_pending()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the cluster: with `cancel_futures` immediately, else when the jobs sent to Ray Data are done."""
+        """Leave the cluster: with `cancel_futures` immediately, else after the jobs that were sent to Ray Data."""
         self._closing = True
         if not cancel_futures:
             with contextlib.suppress(OSError):
@@ -133,8 +133,8 @@ class RayPool(Executor):
             self._child = start_session(command, log, pass_fds=[child_end.fileno()])
         try:
             self._connection.send(request)
-            kind, error = self._connection.recv()
-            if kind == "error":
+            tag, error = self._connection.recv()
+            if tag == "error":
                 raise error_from(error)
         except (EOFError, OSError):
             self._kill()
@@ -153,11 +153,11 @@ class RayPool(Executor):
             self._reader.join()  # it stops at the end of the pipe
         self._connection.close()
 
-    def _send(self) -> None:
-        """Send all waiting jobs to the child, which makes one data set of them."""
+    def _send_waiting(self) -> None:
+        """Send all waiting jobs to the child, which makes one Ray Dataset of them."""
         jobs, self._waiting = self._waiting, []
         if jobs:
-            with contextlib.suppress(OSError):  # the child has exited, which the reader reports
+            with contextlib.suppress(OSError):  # the child has exited, which the reader thread reports
                 self._connection.send(jobs)
 
     def _read(self) -> None:
@@ -165,15 +165,16 @@ class RayPool(Executor):
         reported: RunError | None = None
         with contextlib.suppress(EOFError, OSError):
             while True:
-                number, data = self._connection.recv()
-                if number == "error":
+                tag, data = self._connection.recv()  # the tag is "error" or the id of a job
+                if tag == "error":
                     reported = error_from(data)
                 else:
-                    _settle(self._futures.pop(number), *pickle.loads(data))
+                    _set_outcome(self._futures.pop(tag), *pickle.loads(data))
         self._error = reported or self._exit_error()
-        self._fail()
+        self._fail_pending()
 
-    def _fail(self) -> None:
+    def _fail_pending(self) -> None:
+        """Finish the futures without a result: cancel them if the pool is closing, else set its error."""
         with contextlib.suppress(KeyError):
             while True:
                 _, future = self._futures.popitem()
@@ -195,17 +196,17 @@ class _LazyFuture(Future[Any]):
 
     def __init__(self, send: Callable[[], None]) -> None:
         super().__init__()
-        self._send = send
+        self._send_waiting = send
 
     def result(self, timeout: float | None = None) -> Any:
-        self._send()
+        self._send_waiting()
         return super().result(timeout)
 
 
-def _settle(future: Future[Any], kind: str, value: Any) -> None:
-    if kind == "result":
+def _set_outcome(future: Future[Any], tag: str, value: Any) -> None:
+    if tag == "result":
         future.set_result(value)
-    elif kind == "error":
+    elif tag == "error":
         future.set_exception(error_from(value))
     else:
         future.set_exception(RuntimeError(f"a bug in a job on the cluster\n{value}"))
@@ -215,7 +216,7 @@ def _settle(future: Future[Any], kind: str, value: Any) -> None:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Join the cluster that the first message names, and run lists of jobs until None arrives, or `parent` is gone."""
+    """Join the cluster of the first message; run the lists of jobs that follow, until None or the parent's exit."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     exit_with_parent(parent)
     os.set_inheritable(descriptor, False)
@@ -229,7 +230,7 @@ def main(descriptor: int, parent: int) -> None:
             connection.send(("error", as_data(error)))
     import ray
 
-    ray.shutdown()  # nobody waits for it
+    ray.shutdown()  # the parent need not wait for this
 
 
 def _serve(request: PoolRequest, connection: Connection) -> None:
@@ -249,36 +250,36 @@ def _serve(request: PoolRequest, connection: Connection) -> None:
 
 
 def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, pickled outcome) of every job, in the order in which they finish."""
+    """Yield (id, pickled outcome) of every job, in the order in which they finish."""
     import ray.data
     from ray import exceptions
 
     dataset = ray.data.from_items(
-        [{"number": number, "job": job} for number, job in jobs], override_num_blocks=len(jobs)
+        [{"id": job_id, "job": job} for job_id, job in jobs], override_num_blocks=len(jobs)
     ).map(
         functools.partial(_run_job, setup=request.setup, working_dir=request.working_dir),
         compute=ray.data.TaskPoolStrategy(request.processes or None),
         num_cpus=1,
         max_retries=_MAX_RETRIES,
     )
-    # A block at a time, as soon as it is ready.
+    # One block, that is, one job at a time, as soon as it is ready.
     batches: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     advice = "run the same command again; it resumes."
     try:
         for batch in batches:
-            yield from zip(batch["number"].to_pylist(), batch["outcome"].to_pylist(), strict=True)
+            yield from zip(batch["id"].to_pylist(), batch["outcome"].to_pylist(), strict=True)
     except (
         exceptions.WorkerCrashedError,
         exceptions.OutOfMemoryError,
         exceptions.NodeDiedError,
     ) as error:
-        logger.exception("ray.data")
+        logger.exception("a job's process died")
         raise MachineError(
             f"A job's process on the cluster at {request.address} died {_MAX_RETRIES + 1} times, most likely "
             f"out of memory ({type(error).__name__}). Set corpus.processes lower and {advice}"
         ) from None
     except exceptions.RayError as error:
-        logger.exception("ray.data")
+        logger.exception("Ray Data failed")
         raise MachineError(
             f"The cluster at {request.address} could not run a job ({one_line(error)}). All its nodes need the "
             f"same .venv and the same files. Fix the cause and {advice}"
@@ -291,7 +292,7 @@ _initialized_with: tuple[bytes, str] | None = None  # the arguments of `_initial
 
 
 def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, Any]:
-    """Run a row's job. Errors are results, too: an exception would make Ray Data drop the whole data set."""
+    """Run the job of a dataset row. Errors are returned: an exception would make Ray Data stop the whole dataset."""
     try:
         _initialize(setup, working_dir)
         function, args, kwargs = pickle.loads(row["job"])
@@ -300,11 +301,11 @@ def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, A
         outcome = ("error", as_data(error))
     except Exception:
         outcome = ("bug", traceback.format_exc())
-    return {"number": row["number"], "outcome": pickle.dumps(outcome)}
+    return {"id": row["id"], "outcome": pickle.dumps(outcome)}
 
 
 def _initialize(setup: bytes, working_dir: str) -> None:
-    """Initialize this process at its first task: Ray reuses processes."""
+    """Initialize this process at its first task; Ray reuses it for further tasks."""
     global _initialized_with
     if _initialized_with != (setup, working_dir):
         change_folder(working_dir)

@@ -1,4 +1,4 @@
-"""Requests of a launcher to its Ray driver, and of a driver to its workers: immutable, and sent pickled."""
+"""Requests of a launcher to its driver, and of a driver to its workers: immutable, and sent pickled."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from pretrain.common.addresses import runs_folder
 from pretrain.common.errors import StoppedError
 from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest
 
-RESTART_FILE = "restart"  # in the run folder: makes the workers save a checkpoint and finish, to be started again
+RESTART_FILE = "restart"  # file in the run folder that makes the workers save and finish, to be restarted
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class Launch:
     """One call of a launcher: its identity and its folders.
 
     Attributes:
-        id: random; distinguishes the launches of the same run.
-        run_dir: the run folder, absolute.
-        working_dir: where workers resolve relative paths.
-        ray_dir: private temporary folder of a local Ray; drivers report progress there.
+        id: random id, which distinguishes the launches of a run.
+        run_dir: absolute path of the run folder.
+        working_dir: folder in which workers resolve relative paths.
+        ray_dir: private temporary folder, for a local Ray and for files of the driver.
         outcome: file to which the driver writes how the launch finished.
-        since: when the launch started, in nanoseconds by the clock of the run folder's file system.
-        launcher: process id of the launcher. Its driver exits with it.
-        runs: folder in which stored runs train, for the launcher and all its workers.
+        since: start time of the launch, in nanoseconds by the clock of the run folder's file system.
+        launcher: process id of the launcher, with which its driver exits.
+        runs: folder for the local files of stored runs, the same in all workers.
     """
 
     id: str
@@ -37,7 +37,7 @@ class Launch:
     runs: Path = field(default_factory=runs_folder)
 
     def stop_flag(self) -> Flag:
-        """Return the flag that stops the whole launch. A pod's hook or a user may also set it with `touch`."""
+        """Return the flag that stops the launch. A pod's stop script or a user may also set it with `touch`."""
         return Flag(self.run_dir / STOP_FILE, self.id, self.since)
 
     def check_stop(self) -> None:
@@ -52,15 +52,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """The settings that all drivers have.
+    """The settings of every driver.
 
     Attributes:
-        launch: the call of the launcher.
+        launch: launch that the driver serves.
         target: "package.module:function", called with (TrainingRequest, Worker).
         name: name of the run.
         address: "host:port" of a Ray cluster; empty starts a local Ray.
         max_failures: maximum number of restarts after crashes.
-        use_gpu: whether each process has a GPU; None until the nodes are known.
+        use_gpu: whether each process gets a GPU; None until the nodes are known.
     """
 
     launch: Launch
@@ -78,16 +78,16 @@ class DriverRequest:
 
 @dataclass(frozen=True)
 class LaunchRequest(DriverRequest):
-    """One training in `workers` processes; shared by all its attempts.
+    """One training in `workers` processes, with as many attempts as it takes.
 
     Attributes:
-        training: the target's argument in the first attempt.
-        workers: the maximum number of processes.
-        min_workers: the minimum number with which the run starts; 0 means `workers`.
-        cpus_per_worker: 0 until the nodes are known, if the user set none.
+        training: argument of the target in the first attempt.
+        workers: maximum number of processes.
+        min_workers: minimum number of processes with which the run starts; 0 means `workers`.
+        cpus_per_worker: number of cores per process; 0 until the nodes are known, unless the user set it.
         in_ray: whether Ray starts the workers; otherwise there is one, a child of the driver.
         wait_for_nodes_seconds: how long the run waits for nodes if the cluster is too small.
-        start_seconds: time limit for the placed workers to start; 0: grows with their number.
+        start_seconds: time limit for the placed workers to start; 0: a limit that grows with their number.
     """
 
     training: TrainingRequest
@@ -119,7 +119,7 @@ class TrialRequest:
 
 @dataclass(frozen=True)
 class TrialsRequest(DriverRequest):
-    """Many calls of the target, in this order. `parallel` and `cpus_per_trial` are 0 until the nodes are known."""
+    """Calls of the target, in this order. `parallel` and `cpus_per_trial` are 0 until the nodes are known."""
 
     trials: tuple[TrialRequest, ...]
     parallel: int
@@ -131,7 +131,7 @@ class TrialsRequest(DriverRequest):
         return self.parallel * self.cpus_per_trial
 
     def outcome_file(self, trial: int) -> Path:
-        """Return the file for the outcome of a trial, as `cluster.workers.outcomes.as_data`; {} means success."""
+        """Return the file for a trial's outcome: `cluster.workers.outcomes.as_data` of its error, or {} for success."""
         return self.launch.ray_dir / f"trial-{trial}.json"
 
 
@@ -140,10 +140,10 @@ class Attempt:
     """One start of the workers of a launch.
 
     Attributes:
-        request: the launch's request, the same for all attempts.
-        number: counted from 0.
-        workers: how many workers this attempt starts.
-        training: the target's argument in this attempt, with its `resume` and `events`.
+        request: request of the launch, the same for all attempts.
+        number: 0-based number of the attempt.
+        workers: number of workers that this attempt starts.
+        training: argument of the target in this attempt, with its `resume` and `events`.
         avoid: ids of the nodes on which no worker is placed.
     """
 

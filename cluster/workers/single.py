@@ -15,11 +15,11 @@ from cluster.workers.outcomes import WorkerError
 from cluster.workers.request import Attempt
 from cluster.workers.target import RankAssignment, run_worker
 
-_EXIT_SECONDS = 10.0  # for the process to exit by itself after it sent its outcome
+_EXIT_SECONDS = 10.0  # how long the process may take to exit after it sent its outcome
 
 
 class SingleWorker:
-    """One process, started by `run`; use as a context manager, which kills it."""
+    """One worker process, started by `run`; as a context manager, it kills the process at the end."""
 
     locations = (WorkerLocation(node="", address="127.0.0.1", port=0, gpus=()),)
 
@@ -58,7 +58,7 @@ class SingleWorker:
 
 
 def _work(attempt: Attempt, assignment: RankAssignment, outcome: Connection) -> None:
-    # As Ray does; torch reads it while it is imported.
+    # Ray sets this variable for its workers, too; torch reads it while it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", str(attempt.request.cpus_per_worker))
     try:
         outcome.send(run_worker(attempt, assignment))

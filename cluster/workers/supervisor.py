@@ -1,4 +1,4 @@
-"""Supervises the workers of a run: starts them, restarts them after crashes, scales them with the cluster."""
+"""Supervises the workers of a run: starts them, restarts them after crashes, and adapts their number to the cluster."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.workers.actors import WorkerGroup, WorkerLocation, WorkersFailedError, WorkersNotStartedError
-from cluster.workers.capacity import POLL_SECONDS, ScaleUp, find_capacity, wait_for_capacity, waiting_seconds
+from cluster.workers.capacity import POLL_SECONDS, ScaleUp, find_capacity, wait_for_capacity, wait_limit
 from cluster.workers.crash_history import CrashHistory
 from cluster.workers.launch import LOGS, RAY_LOG, last_line
-from cluster.workers.nodes import Node, resources_of, usable_nodes
+from cluster.workers.nodes import Node, process_resources, usable_nodes
 from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
 from cluster.workers.request import RESTART_FILE, Attempt, LaunchRequest, new_event
 from cluster.workers.single import SingleWorker
@@ -29,8 +29,8 @@ from pretrain.common.worker import HANG_FILE
 
 logger = logging.getLogger(__name__)
 
-PLACEMENT_SECONDS = 20  # for the cluster to reserve resources for the workers
-NODE_LOSS_SECONDS = 8.0  # for Ray to learn that a node is lost, if the outcome of the run depends on it
+PLACEMENT_SECONDS = 20  # time limit for the cluster to reserve resources for the workers
+NODE_LOSS_SECONDS = 8.0  # how long to wait for Ray to notice a lost node, if the run would end otherwise
 
 
 def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
@@ -38,13 +38,13 @@ def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: 
 
     Each attempt has as many workers as fit on the cluster, from `min_workers` to `workers`; if too few fit, it waits
     for nodes. A crash uses one of `max_failures` restarts, and a new checkpoint resets the count. A preemption or a
-    change of size uses none, but many preemptions without a checkpoint end the run, too. Nodes on which workers
-    crashed twice are avoided if the others have the capacity.
+    change of size uses none, but many preemptions without a new checkpoint end the run, too. Nodes on which workers
+    crashed twice are avoided if the other nodes suffice.
 
     Args:
-        request: with `cpus_per_worker` and `use_gpu` known.
-        keep_logs: called after each crash, to copy Ray's logs.
-        events: events that the first attempt records.
+        request: request whose `cpus_per_worker` and `use_gpu` are known.
+        keep_logs: copies Ray's logs; called after each crash.
+        events: events for the first attempt to record.
 
     Raises:
         RunError: the error of a worker, a stop, or a `MachineError` if restarts do not help.
@@ -58,12 +58,12 @@ class _Supervisor:
     def __init__(self, request: LaunchRequest, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]]) -> None:
         self._request = request
         self._keep_logs = keep_logs
-        self._events = list(events)  # for the next attempt
+        self._events = list(events)  # to be recorded by the next attempt
         self._run_dir = request.launch.run_dir
         self._crashes = CrashHistory(request.max_failures)
         self._latest_step = _latest_step(self._run_dir)
         self._usable: list[str] = []  # ids of the nodes on which the latest attempt may place workers
-        self._busy_until: float | None = None  # when the wait for a busy cluster is over
+        self._busy_until: float | None = None  # end of the wait for free resources
         self._reported: set[str] = set()  # ids of the bad nodes that an event has reported
 
     def run(self) -> None:
@@ -99,8 +99,8 @@ class _Supervisor:
             self._events.append(new_event("left_out", message))
         self._reported.update(avoid)
         workers = self._choose_size(avoid)
-        first = self._request.training
-        training = replace(first, resume=first.resume or number > 0, events=tuple(self._events))
+        training = self._request.training
+        training = replace(training, resume=training.resume or number > 0, events=tuple(self._events))
         return Attempt(self._request, number, workers, training, frozenset(avoid))
 
     def _avoidable_nodes(self) -> dict[str, str]:
@@ -117,23 +117,22 @@ class _Supervisor:
             self._request.launch.check_stop()
             return 1
         capacity = wait_for_capacity(
-            self._request, busy=self._busy_until is not None, avoid=avoid, deadline=self._busy_until
+            self._request, only_free=self._busy_until is not None, avoid=avoid, deadline=self._busy_until
         )
         if not capacity.workers:
             raise StoppedError(
                 f"{self._run_dir}: the cluster had no capacity for {counted(self._request.required_workers, 'worker')} "
-                "for "
-                f"{waiting_seconds(self._request):.0f} s (scheduling.wait_for_nodes_seconds). Add nodes first."
+                f"for {wait_limit(self._request):.0f} s (scheduling.wait_for_nodes_seconds). Add nodes first."
                 f"{StoppedError.CONTINUE}"
             )
         self._events += capacity.events()
         self._usable = [node.id for node in capacity.nodes]
         if self._request.address:
-            self._crashes.forgive(capacity.staying)  # Ray knows of more lost nodes by now
+            self._crashes.forgive(capacity.staying)  # by now Ray may have noticed more lost nodes
         return capacity.workers
 
     def _after_crash(self, crash: AttemptCrashed, attempt: Attempt, monitor: NodeMonitor) -> dict[str, Any]:
-        """Return the event of the restart; raise if there is none."""
+        """Return the event that explains the restart, or raise an error if there is none."""
         hang = hang_event(self._run_dir, since=monitor.start_time)
         kind, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
         logger.warning("start %d crashed, %s", attempt.number + 1, reason)
@@ -144,7 +143,7 @@ class _Supervisor:
                 f"lost.{StoppedError.CONTINUE}"
             ) from None
         latest = _latest_step(self._run_dir)
-        self._crashes.add(monitor.nodes, monitor.node_of(rank), progressed=latest > self._latest_step)
+        self._crashes.add(monitor.nodes, monitor.node_of(rank), has_new_checkpoint=latest > self._latest_step)
         self._latest_step = max(self._latest_step, latest)
         if lost := self._forgive():
             reason = f"lost the node {', '.join(lost)} ({reason})"
@@ -153,7 +152,7 @@ class _Supervisor:
         return new_event(kind, reason)
 
     def _after_failed_start(self, reason: str, attempt: Attempt) -> dict[str, Any]:
-        """Return the event of the restart; raise if there is none. An empty reason means a lack of capacity."""
+        """Return the event that explains the restart, or raise an error. No reason means a lack of capacity."""
         request = self._request
         if reason:
             self._crashes.add_failed_start(self._usable)
@@ -161,9 +160,9 @@ class _Supervisor:
             reason = f"lost the node {', '.join(lost)} ({reason})"
             final = self._crashes.lost_too_often
         else:
-            # The size was chosen from all resources; at least one attempt uses only the free ones.
+            # This size was chosen from all resources; at least one more attempt counts only free ones.
             is_first = self._busy_until is None
-            self._busy_until = self._busy_until or time.monotonic() + waiting_seconds(request)
+            self._busy_until = self._busy_until or time.monotonic() + wait_limit(request)
             is_late = not is_first and time.monotonic() > self._busy_until
             cannot_resize = not request.address and not request.min_workers
             final = cannot_resize or is_late or self._crashes.exhausted
@@ -172,7 +171,7 @@ class _Supervisor:
         return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
 
     def _forgive(self) -> list[str]:
-        """Return the addresses of nodes whose loss explains the latest crash. If the run would end, wait for Ray."""
+        """Forgive crashes that lost nodes explain; return these nodes. If the run would end, wait for Ray to notice."""
         if not self._request.address:
             return []
         deadline = time.monotonic() + NODE_LOSS_SECONDS
@@ -200,11 +199,11 @@ class _Supervisor:
 
 
 class NodeMonitor:
-    """While workers run: makes them save and finish if one of their nodes drains, or if more workers would fit.
+    """Makes running workers save and finish if one of their nodes drains, or if more workers would fit.
 
     Attributes:
         reason: why the workers were requested to finish; None if they were not.
-        start_time: of the attempt, by `time.time`.
+        start_time: start of the attempt, by `time.time`.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -216,7 +215,7 @@ class NodeMonitor:
         self._thread = threading.Thread(target=self._watch, name="node-monitor", daemon=True)
 
     def start(self, locations: Sequence[WorkerLocation]) -> None:
-        """Start to watch the workers at these locations, given by rank."""
+        """Start to watch the nodes of these workers, given by rank."""
         self._locations = locations
         if self._attempt.request.address:  # a local Ray has a single node, which never drains
             self._thread.start()
@@ -244,7 +243,7 @@ class NodeMonitor:
             self._thread.join()
 
     def _watch(self) -> None:
-        ours = Counter(location.node for location in self._locations)
+        own_workers = Counter(location.node for location in self._locations)
         scale_up = ScaleUp(self._attempt.workers, self._attempt.request.workers, time.monotonic())
         while not self._end.wait(POLL_SECONDS):
             try:
@@ -252,17 +251,17 @@ class NodeMonitor:
             except Exception as error:  # the head may be unreachable for a while
                 logger.warning("the nodes are unknown: %s", one_line(error))
                 continue
-            reason = self._restart_reason(nodes, ours, scale_up)
+            reason = self._restart_reason(nodes, own_workers, scale_up)
             if reason and self._request_restart(reason):
                 return
 
-    def _restart_reason(self, nodes: Sequence[Node], ours: Mapping[str, int], scale_up: ScaleUp) -> str:
+    def _restart_reason(self, nodes: Sequence[Node], own_workers: Mapping[str, int], scale_up: ScaleUp) -> str:
         """Return why the workers must finish now; empty if they need not."""
-        if any(node.draining and node.id in ours for node in nodes):
+        if any(node.draining and node.id in own_workers for node in nodes):
             return "a node is drained"
         request = self._attempt.request
         if request.min_workers:
-            fitting = find_capacity(nodes, request, ours=ours, avoid=self._attempt.avoid).workers
+            fitting = find_capacity(nodes, request, own_workers=own_workers, avoid=self._attempt.avoid).workers
             if scale_up.is_due(fitting, time.monotonic()):
                 return f"nodes joined, with capacity for {counted(fitting, 'worker')}"
         return ""
@@ -310,7 +309,7 @@ def _create_workers(attempt: Attempt) -> WorkerGroup | SingleWorker:
     request = attempt.request
     if not request.in_ray:
         return SingleWorker()
-    resources = resources_of(request.cpus_per_worker, request.use_gpu)
+    resources = process_resources(request.cpus_per_worker, request.use_gpu)
     stop, start_seconds = request.launch.check_stop, request.start_seconds
     return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, stop, start_seconds)
 
@@ -318,7 +317,7 @@ def _create_workers(attempt: Attempt) -> WorkerGroup | SingleWorker:
 def failure_cause(failures: dict[int, Exception]) -> Exception:
     """Return the exception of a failed attempt: the `RunError` of the lowest rank, else the crash that came first.
 
-    A process that died takes precedence over one that only lost its peer.
+    A process that died takes precedence over a worker that reported a crash, perhaps since its peer was gone.
     """
     reported = [(rank, error) for rank, error in failures.items() if isinstance(error, WorkerError)]
     for _, error in sorted(reported, key=lambda item: item[0]):
@@ -339,7 +338,7 @@ def _latest_step(run_dir: Path) -> int:
 
 
 def hang_event(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
-    """Return (event, rank that caused it, reason) if a worker's watchdog has killed the workers since that time."""
+    """Return (event, rank that caused it, reason) if a watchdog has killed the workers since that time."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         hang = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
         if hang["time"] >= since:
@@ -355,7 +354,6 @@ def _not_started(request: LaunchRequest, workers: int, reason: str) -> MachineEr
         )
     return MachineError(
         f"The cluster had no capacity for {counted(workers, 'worker')} of {counted(request.cpus_per_worker, 'CPU')} "
-        "within "
-        f"{PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower. "
+        f"within {PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower. "
         "Then run the same command with --resume."
     )

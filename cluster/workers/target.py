@@ -1,4 +1,4 @@
-"""Run inside a worker process: call the target with its `Worker`, and return how it finished as plain data."""
+"""Runs in each worker process: calls the target with its `Worker`, and returns the outcome as plain data."""
 
 import contextlib
 import faulthandler
@@ -23,21 +23,21 @@ from pretrain.common.files import disk_errors
 from pretrain.common.interrupts import Interrupted
 from pretrain.common.worker import STOP_SIGNALS, TrainingRequest, Worker
 
-# Prefixes of interfaces that do not connect nodes. By default NCCL uses the first that is not loopback or Docker's,
-# and container bridges have the same address on all nodes. NCCL still chooses among the others, or InfiniBand.
+# Prefixes of network interfaces that do not connect nodes. By default NCCL uses the first one that is not loopback or
+# Docker's, but other container bridges may have the same address on all nodes. NCCL still chooses among the rest.
 _LOCAL_INTERFACES = "^lo,docker,br-,veth,virbr,cni,cali,podman"
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The rank of one worker in an attempt. All connect at `master` and `port`."""
+    """The ranks of one worker in an attempt. All workers connect to rank 0 at `master` and `port`."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str  # of its node, as the other workers reach it
-    master: str
+    address: str  # address of its node for the other workers
+    master: str  # address of rank 0's node
     port: int
     visible_gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
@@ -45,8 +45,8 @@ class RankAssignment:
 def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
     """Call the request's target in this worker. Returns None when it has finished its work.
 
-    All workers agree on a stop or a divergence, so it is returned and each can finish its log. Any other error may be
-    in this worker only, and the others wait for it in a collective. So it is raised (`WorkerError`), and Ray kills all.
+    Stops and divergence end all workers, so they are returned, and each worker can finish its log. Any other error may
+    be this worker's alone, with the others in a collective, so it is raised (`WorkerError`), and Ray kills all workers.
     """
     request = attempt.request
     launch = request.launch
@@ -96,7 +96,7 @@ def _with_gauges(attempt: Attempt, worker: Worker) -> TrainingRequest:
 
 @contextlib.contextmanager
 def crashes_as_data() -> Iterator[None]:
-    """Turn any exception but `WorkerError` into one, after printing its traceback; flush all output."""
+    """Print the traceback of any exception but `WorkerError` and convert it to one; finally flush all output."""
     try:
         yield
     except WorkerError:
@@ -119,7 +119,7 @@ def change_folder(working_dir: Path | str, advice: str = "Start from a folder") 
     """Make `working_dir` the current folder.
 
     Args:
-        advice: start of the advice in the `MachineError` if this machine has no such folder.
+        advice: beginning of the advice in the `MachineError` that is raised if this machine has no such folder.
     """
     try:
         os.chdir(working_dir)

@@ -1,4 +1,4 @@
-"""Many runs of one function through Ray Tune, each in a separate process, as many in parallel as fit on the nodes.
+"""Runs a function many times through Ray Tune, each time in a new process, as many in parallel as fit on the nodes.
 
 As for training (`cluster.workers.launch`), Ray's driver is a child process in a separate session.
 """
@@ -33,13 +33,13 @@ def run_trials(
 
     Each trial is a process, with one GPU if there are any. A trial that crashes is restarted at most `max_failures`
     times, with the same request; after any other error it stops, and the other trials continue. A signal creates
-    `run_dir`/stop: the running trials then finish (`Worker.stop_requested`) and no other starts; see
-    `cluster.workers.launch.run`, also for `address`.
+    `run_dir`/stop: the running trials then finish (`Worker.stop_requested`), and no more start. See
+    `cluster.workers.launch.run` for signals and `address`.
 
     Args:
         poll: called about four times a second, in this thread, with the trials that finished since the previous call:
-            index -> its error; None if it succeeded.
-        parallel: how many run in parallel. 0 means one for each GPU; without GPUs one for each machine, since shared
+            index of the trial -> its error, or None for success.
+        parallel: number of parallel trials. 0 means one for each GPU; without GPUs one for each machine, since shared
             cores make every trial slower.
         cpus_per_trial: 0 divides the cores among the parallel trials.
 
@@ -52,15 +52,15 @@ def run_trials(
 
     def make_request(launch: Launch) -> TrialsRequest:
         absolute = tuple(replace(trial, run_dir=trial.run_dir.absolute()) for trial in trials)
-        common = (launch, target, name, address, max_failures, None)
-        requests.append(TrialsRequest(*common, trials=absolute, parallel=parallel, cpus_per_trial=cpus_per_trial))
+        settings = (launch, target, name, address, max_failures, None)
+        requests.append(TrialsRequest(*settings, trials=absolute, parallel=parallel, cpus_per_trial=cpus_per_trial))
         return requests[0]
 
     def read_outcomes() -> None:
-        files = {number: requests[0].outcome_file(number) for number in range(len(trials)) if number not in finished}
-        outcomes = {number: json.loads(path.read_text("utf-8")) for number, path in files.items() if path.exists()}
+        files = {index: requests[0].outcome_file(index) for index in range(len(trials)) if index not in finished}
+        outcomes = {index: json.loads(path.read_text("utf-8")) for index, path in files.items() if path.exists()}
         finished.update(outcomes)
-        poll({number: error_from(data) if data else None for number, data in outcomes.items()})
+        poll({index: error_from(data) if data else None for index, data in outcomes.items()})
 
     run_driver(__name__, make_request, address=address, run_dir=run_dir, poll=read_outcomes)
 
@@ -71,7 +71,7 @@ def run_trials(
 def choose_parallel(
     nodes: Sequence[NodeSize], trials: int, parallel: int, cpus_per_trial: int, where: str
 ) -> tuple[int, int]:
-    """Return (parallel trials, CPUs of each) on `nodes`; 0 chooses (see `run_trials`). `MachineError` if none fits."""
+    """Return (parallel trials, CPUs of each) on `nodes`. See `run_trials` for 0. `MachineError` if none fits."""
     gpus = sum(gpu for _, gpu in nodes)
     count = min(trials, parallel or gpus or len(nodes))
     while True:

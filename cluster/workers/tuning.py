@@ -1,4 +1,4 @@
-"""Ray Tune, in the driver of `cluster.workers.trials`: a grid search over the numbers of the trials."""
+"""Runs Ray Tune in the driver of `cluster.workers.trials`, as a grid search over the indices of the trials."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from ray import tune
 from ray.tune.experiment import Trial
 
 from cluster.workers.launch import LOGS, last_line
-from cluster.workers.nodes import resources_of
+from cluster.workers.nodes import process_resources
 from cluster.workers.outcomes import CRASH, WorkerError, as_data
 from cluster.workers.request import TrialsRequest
 from cluster.workers.target import change_folder, crashes_as_data, redirect_output, resolve
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _WORKER_LOG = "worker-0.log"
 _TUNE_ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # Tune's copies of the metrics
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # which copy the metrics
     "TUNE_MAX_PENDING_TRIALS_PG": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the trials' logs have them
 }
@@ -31,30 +31,30 @@ _TUNE_ENVIRONMENT = {
 def tune_trials(request: TrialsRequest) -> None:
     """Run all trials of the request; after a stop request, wait only for the running trials."""
     os.environ.update(_TUNE_ENVIRONMENT)
-    launch, watch = request.launch, _Outcomes(request)
-    resources = resources_of(request.cpus_per_trial, request.use_gpu)
+    launch, outcomes = request.launch, _Outcomes(request)
+    resources = process_resources(request.cpus_per_trial, request.use_gpu)
     storage = launch.run_dir / LOGS / "ray-tune" if request.address else launch.ray_dir
     tune.Tuner(
         tune.with_resources(tune.with_parameters(_run_trial, request=request), resources),
-        param_space={"number": tune.grid_search(list(range(len(request.trials))))},
+        param_space={"index": tune.grid_search(list(range(len(request.trials))))},
         tune_config=tune.TuneConfig(max_concurrent_trials=request.parallel),
         run_config=tune.RunConfig(
             name=request.name,
             storage_path=str(storage),
             failure_config=tune.FailureConfig(max_failures=request.max_failures),
-            callbacks=[watch],
-            stop=watch,
+            callbacks=[outcomes],
+            stop=outcomes,
             verbose=0,
         ),
     ).fit()
 
 
 def _run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]:
-    """Call the request's target for trial `config["number"]`.
+    """Call the request's target for trial `config["index"]`.
 
-    A `RunError` is returned as data, like a result. So Tune repeats only crashes, which raise `WorkerError`.
+    A `RunError` is returned as data, so that Tune repeats only crashes, which raise `WorkerError`.
     """
-    trial = request.trials[config["number"]]
+    trial = request.trials[config["index"]]
     os.environ[RUNS_VARIABLE] = str(request.launch.runs)
     worker = Worker(threads=request.cpus_per_trial, flags=(request.launch.stop_flag(),))
     with crashes_as_data():
@@ -87,20 +87,20 @@ class _Outcomes(tune.Callback, tune.Stopper):
         return not running and self._request.launch.stop_flag().is_set()
 
     def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        logger.warning("trial %d crashed: %s", trial.config["number"], _reason(trial))
+        logger.warning("trial %d crashed: %s", trial.config["index"], _reason(trial))
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         outcome = {key: trial.last_result[key] for key in ("kind", "message") if key in trial.last_result}
-        write_json(self._request.outcome_file(trial.config["number"]), outcome)
+        write_json(self._request.outcome_file(trial.config["index"]), outcome)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        number = trial.config["number"]
-        log = self._request.trials[number].run_dir / LOGS / _WORKER_LOG
+        index = trial.config["index"]
+        log = self._request.trials[index].run_dir / LOGS / _WORKER_LOG
         error = MachineError(
             f"{log}: crashed ({_reason(trial)}) and all max_failures={self._request.max_failures} restarts are "
             f"used up. The last line of the log: {last_line(log)!r}."
         )
-        write_json(self._request.outcome_file(number), as_data(error))
+        write_json(self._request.outcome_file(index), as_data(error))
 
 
 def _reason(trial: Trial) -> str:

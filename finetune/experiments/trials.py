@@ -78,7 +78,7 @@ def run_all(
         _check_config(config, configs[0])
     with contextlib.ExitStack() as locks:
         for config in configs:
-            locks.enter_context(preflight.only_run(config.folder))
+            locks.enter_context(preflight.locked_run(config.folder))
         trials = with_one_precision(configs[0], trials)
         outcomes = [read_outcome(trial) for trial in trials]
         check_data(trials, outcomes)
@@ -100,7 +100,7 @@ def raise_failure(folder: Path, outcomes: Sequence[Outcome | None]) -> None:
 
 def _prepare(config: FinetuneConfig) -> None:
     """Check the folder of a run that starts or continues, and record its config and environment there."""
-    with preflight.run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True):
+    with preflight.checked_run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True):
         if checkpoint_names(config.folder):
             runs.check_same(config, finished=False)  # it continues without --resume
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])

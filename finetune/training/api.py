@@ -62,7 +62,7 @@ def train(
         metrics=NO_METRICS,
         callbacks=tuple(callbacks),
     )
-    before = launch.config_before(loaded, resume)
+    before = launch.earlier_config(loaded, resume)
     return FinetunedRun(loaded, launch.start_run(kind, loaded, before, resume=resume, ray=ray, no_ray=no_ray))
 
 

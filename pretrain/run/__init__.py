@@ -1,7 +1,7 @@
 """A training run, from the command to the last step. Read the modules in this order:
 
-`command` (the command line), `api` (the functions that it calls), `launch` (where the run trains), `preflight` (checks
-and records at the start); then on each worker `session` (processes, device, precision), `train` (corpus, model, engine,
-with `continuation` of a checkpoint), `run` (restore, track, finish; `warmup_step` tests the largest batch first) and
-`loop` (steps, by `task`, `plan`, `forward_backward` and `progress`; it watches for `spikes` and `stragglers`).
+`command` (the command line), `api` (the functions that it calls), `launch` (starts it, here or through Ray),
+`preflight` (checks and records at the start); then on each worker `session` (process group, device, precision), `train`
+(corpus, model, engine; `continuation` of a checkpoint), `run` (restore, track, finish; `warmup_step` tests the largest
+batch) and `loop` (steps, with `task`, `plan`, `forward_backward`, `progress`; watches for `spikes`, `stragglers`).
 """

@@ -1,4 +1,4 @@
-"""Prepare a corpus, train on it, export the model: the functions behind the commands and of `import pretrain`."""
+"""Prepare a corpus, train on it, export the model: the functions of `import pretrain`, which the commands call."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pretrain.config import PretrainConfig, changed_for_resume, config_of, load_
 from pretrain.objectives import objective_of
 from pretrain.run import launch, preflight, probes
 from pretrain.run.arguments import run_path, store_target
-from pretrain.run.results import Run, Written
+from pretrain.run.results import Run, SavedOutput
 
 
-def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = None) -> Written:
+def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = None) -> SavedOutput:
     """Tokenize raw text into a vocabulary, token shards and a corpus card, or continue where an earlier call stopped.
 
     Args:
@@ -39,9 +39,9 @@ def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = N
     from pretrain.corpus import prepare
     from pretrain.planning.text import reading_counter
 
-    read = read_config(config, overrides, start_from=start_from)
-    summary = prepare.prepare(read, **start_tokenizer_of(read), count_readings=reading_counter(read))
-    return Written(read.corpus.folder, read.corpus.dir, "\n".join([summary, *_lengths(read)]))
+    resolved = read_config(config, overrides, start_from=start_from)
+    summary = prepare.prepare(resolved, **start_tokenizer_options(resolved), count_readings=reading_counter(resolved))
+    return SavedOutput(resolved.corpus.folder, resolved.corpus.dir, "\n".join([summary, *_describe_lengths(resolved)]))
 
 
 def train(
@@ -64,7 +64,7 @@ def train(
         config, overrides, start_from: as for `prepare`. {"scheduling.workers": 2} trains in two processes.
         fork_from: "RUN@STEP", a checkpoint of another run to start from; overrides the config's.
         resume: continue the run from its latest checkpoint, if there is one.
-        minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
+        minutes: train for about this many minutes on this machine: time a few steps first, then scale all phases.
         ray: use Ray even for one worker on this machine.
         no_ray: train in this process.
         callbacks: functions (hook, record), and objects with methods step_end(record), evaluation, checkpoint, run_end,
@@ -75,15 +75,15 @@ def train(
     """
     from pretrain.run.fork import start_fork, undo_fork_if_refused
 
-    read = read_config(config, overrides, start_from=start_from, fork_from=fork_from, resume=resume)
+    resolved = read_config(config, overrides, start_from=start_from, fork_from=fork_from, resume=resume)
     if minutes is not None:
-        read = fit_minutes(read, minutes, resume=resume)
-    forks = bool(read.fork_from) and (launch.is_follower() or start_fork(read))
-    resume = resume or forks
+        resolved = fit_minutes(resolved, minutes, resume=resume)
+    starts_fork = bool(resolved.fork_from) and (launch.is_follower() or start_fork(resolved))
+    resume = resume or starts_fork
 
     @contextlib.contextmanager
     def background(config: PretrainConfig) -> Iterator[None]:
-        with undo_fork_if_refused(config) if forks else contextlib.nullcontext(), probes.probing(config):
+        with undo_fork_if_refused(config) if starts_fork else contextlib.nullcontext(), probes.probing(config):
             yield
 
     kind = launch.RunKind(
@@ -91,12 +91,12 @@ def train(
         check=functools.partial(_check, resume=resume),
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
-        metrics=objective_of(read).metrics,
+        metrics=objective_of(resolved).metrics,
         background=background,
         callbacks=tuple(callbacks),
     )
-    before = launch.config_before(read, resume)
-    return Run(read, launch.start_run(kind, read, before, resume=resume, ray=ray, no_ray=no_ray))
+    old_config = launch.earlier_config(resolved, resume)
+    return Run(resolved, launch.start_run(kind, resolved, old_config, resume=resume, ray=ray, no_ray=no_ray))
 
 
 def export(
@@ -106,7 +106,7 @@ def export(
     checkpoint: str | None = None,
     averaged: bool = False,
     average: Sequence[Any] = (),
-) -> Written:
+) -> SavedOutput:
     """Write a run's checkpoint in the Hugging Face layout, or in bertrain's if no released layout fits the model.
 
     Args:
@@ -134,7 +134,7 @@ def export(
         usage = f"written for bertrain's own commands. transformers cannot load it ({unsupported})."
     else:
         usage = f"written. transformers loads it with {hf.auto_class(out)}.from_pretrained."
-    return Written(out, target, f"{target}: {usage}")
+    return SavedOutput(out, target, f"{target}: {usage}")
 
 
 # ---------------------------------------------------------------- parts that a dry run also needs
@@ -151,7 +151,7 @@ def read_config(
 ) -> PretrainConfig:
     """Read the config, with the model and vocabulary that a checkpoint determines.
 
-    With `resume`, a run at an address is fetched first, except for a `dry_run`.
+    With `resume`, the files of a run stored at an address are fetched first, except for a `dry_run`.
     """
     settings = with_start(overrides, start_from) + as_overrides({"fork_from": fork_from} if fork_from else {})
     values = unvalidated_values(config, PretrainConfig, settings)
@@ -164,8 +164,8 @@ def read_config(
     return load_config(config, settings, imports=True)
 
 
-def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
-    """Return the `tokenizer` of the checkpoint in start_from for the preparation, and the settings it `declared`."""
+def start_tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
+    """Return `prepare.prepare`'s options from `start_from`: the checkpoint's tokenizer and its declared settings."""
     if not config.start_from:
         return {}
     from pretrain.checkpoint.start import start_tokenizer
@@ -178,7 +178,7 @@ def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
 
 
 def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:
-    """Return the config with the number of steps that fit into `minutes` here; a resumed run keeps its number."""
+    """Return the config with as many steps as this machine takes in `minutes`; a resumed run keeps its steps."""
     from pretrain.planning import pace
     from pretrain.planning.text import mean_lengths
 
@@ -188,27 +188,27 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
         return pace.with_recorded_schedule(config)
     preflight.check_corpus(config)
     if not dry_run:
-        with preflight.run_folder(config, None, changed_for_resume, resume=resume):
-            pass  # raise its errors before the measurement, not after it
+        with preflight.checked_run_folder(config, None, changed_for_resume, resume=resume):
+            pass  # raise errors before the measurement, not after it
     return pace.fit(config, minutes, mean_lengths(config))
 
 
-def _lengths(config: PretrainConfig) -> Iterator[str]:
+def _describe_lengths(config: PretrainConfig) -> Iterator[str]:
     """Describe the mean sequence length of each phase, which determines the cost of a step."""
     from pretrain.planning.text import measured_phases
 
-    # Text that is too short for the phases is prepared anyway; the run refuses it.
+    # Text that is too short for the phases is prepared anyway; a training run would refuse it.
     with contextlib.suppress(InputError):
-        for number, text in enumerate(measured_phases(config)):
-            longest = config.phases[number].sequence_length
+        for index, text in enumerate(measured_phases(config)):
+            longest = config.phases[index].sequence_length
             yield (
-                f"phases.{number}: {text.samples_per_epoch:,} sequences in an epoch, {text.mean_length:.1f} tokens on "
+                f"phases.{index}: {text.samples_per_epoch:,} sequences in an epoch, {text.mean_length:.1f} tokens on "
                 f"average (max {longest})"
             )
 
 
 def _check(config: PretrainConfig, in_process: bool, *, resume: bool) -> int:
-    """Check the inputs of the run, and print its initial checkpoint; returns its number of steps."""
+    """Check the run's inputs, print what it loads from `start_from`, and return its number of steps."""
     from pretrain.corpus.stored import fetch_corpus, is_streamed
     from pretrain.model.cost import check_names
 
@@ -219,8 +219,8 @@ def _check(config: PretrainConfig, in_process: bool, *, resume: bool) -> int:
         print(
             f"{config.corpus.dir}: streamed; at most {config.corpus.cache.human_readable(decimal=True)} are cached here"
         )
-    starts_from = config.start_from and not (resume and used_start_from(config.folder))
-    if starts_from:
+    reads_start = config.start_from and not (resume and used_start_from(config.folder))
+    if reads_start:
         from pretrain.checkpoint.start import check_start_corpus, start_table
 
         check_start_corpus(config)
@@ -230,6 +230,6 @@ def _check(config: PretrainConfig, in_process: bool, *, resume: bool) -> int:
 
         objective.check(read_frozen)
     probes.check(config)
-    if starts_from:
+    if reads_start:
         print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")
     return config.total_steps

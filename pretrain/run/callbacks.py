@@ -2,8 +2,8 @@
 
 A function is called with the name of a hook and a record. On an object, the method with the name of the hook is called
 with the record. The setting `callbacks` names functions, and classes that are instantiated with the options of their
-entries. `train` also accepts functions and objects, which are pickled for other processes. Callbacks run on rank 0;
-with a true attribute `every_rank`, on each rank.
+entries. `train` also accepts functions and objects, which are pickled for other processes. A callback runs on rank 0;
+if its attribute `every_rank` is true, on every rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KIND:
 
 def check_options(entries: Sequence[Any]) -> None:
     """Raise `InputError` if the class of a callback does not accept the options of its entry."""
-    for number, (name, _, options) in enumerate(map(callback_options, entries)):
+    for index, (name, _, options) in enumerate(map(callback_options, entries)):
         callback: Any = load_custom(name)
         try:
             if isinstance(callback, type):
@@ -58,7 +58,7 @@ def check_options(entries: Sequence[Any]) -> None:
             elif options:
                 raise TypeError("only a class accepts options")
         except TypeError as error:
-            raise InputError(f"callbacks.{number}: {name}: {error}. Pass the options that it accepts.") from None
+            raise InputError(f"callbacks.{index}: {name}: {error}. Pass the options that it accepts.") from None
 
 
 def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, ...]:
@@ -66,8 +66,8 @@ def serialize_callbacks(objects: Sequence[Any], *, pickled: bool) -> tuple[Any, 
 
     Classes may be defined in a notebook. Raises `InputError` if an object is not a callback, or cannot be pickled.
     """
-    for number, callback in enumerate(objects):
-        KIND.check(callback, f"callbacks.{number}: {_name(callback)}")
+    for index, callback in enumerate(objects):
+        KIND.check(callback, f"callbacks.{index}: {_qualified_name(callback)}")
     return tuple(map(_pickle, objects)) if pickled else tuple(objects)
 
 
@@ -80,13 +80,14 @@ def _pickle(callback: Any) -> str:
     module = function.__module__ or "builtins"
     if module.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
         module = ""
-    else:  # it may be in the program's folder, which workers do not search
+    else:  # the module may be in the program's folder, where workers do not search
         import_modules([module], Path(sys.path[0]))
     try:
         return f"{module} {base64.b64encode(cloudpickle.dumps(callback)).decode()}"
     except Exception as error:
         raise InputError(
-            f"callbacks: {_name(callback)} cannot be sent to the workers ({error}). Create them in its first hook."
+            f"callbacks: {_qualified_name(callback)} cannot be sent to the workers ({error}). Create such objects in "
+            "its first hook."
         ) from None
 
 
@@ -104,9 +105,9 @@ class Callbacks:
     Args:
         entries: the setting `callbacks`.
         objects: the result of `serialize_callbacks`.
-        rank: of this worker.
-        log: records an event.
-        waiting: context manager for each call, which may take long.
+        rank: rank of this worker.
+        log: function that records an event.
+        call_context: returns a context manager in which each callback is called, since a call may take long.
 
     Attributes:
         stop_reason: the reason to stop the run after a checkpoint; "" if it continues.
@@ -118,13 +119,13 @@ class Callbacks:
         objects: Sequence[Any] = (),
         rank: int = 0,
         log: Callable[[dict[str, Any]], None] = lambda _: None,
-        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        call_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._log, self._waiting, self._rank, self.stop_reason = log, waiting, rank, ""
+        self._log, self._call_context, self._rank, self.stop_reason = log, call_context, rank, ""
         self._reported: set[int] = set()
         targets = [(name, stops, load_custom(name), options) for name, stops, options in map(callback_options, entries)]
         restored = [_unpickle(item) if isinstance(item, str) else item for item in objects]
-        targets += [(_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]
+        targets += [(_qualified_name(item), getattr(item, "on_error", "") == "stop", item, {}) for item in restored]
         self._callbacks = [
             (name, stops, _as_function(name, target, options))
             for name, stops, target, options in targets
@@ -133,9 +134,9 @@ class Callbacks:
 
     def call(self, hook: str, record: Mapping[str, Any]) -> None:
         """Call all callbacks with a copy of the record. A callback's first error is recorded, and may stop the run."""
-        for number, (name, stops, function) in enumerate(self._callbacks):
+        for index, (name, stops, function) in enumerate(self._callbacks):
             try:
-                with self._waiting():
+                with self._call_context():
                     function(hook, MappingProxyType(copy.deepcopy(dict(record))))
             except (Exception, SystemExit) as error:
                 reason = next(iter(str(error).strip().splitlines()), "")
@@ -143,15 +144,15 @@ class Callbacks:
                     f"the callback {name} raised {type(error).__name__} in {hook} of step {record['step']}: {reason}"
                 )
                 self.stop_reason = self.stop_reason or (message if stops else "")
-                if number not in self._reported:
-                    self._reported.add(number)
+                if index not in self._reported:
+                    self._reported.add(index)
                     logger.warning("%s", message, exc_info=error)
                     effect = "the run stops" if stops else "the run continues; its later errors are not reported"
                     message += f"; {effect}. logs/training-{self._rank}.log has the traceback"
                     self._log(make_event("callback", message, step=record["step"]))
 
     def call_for_each(self, hook: str, records: list[dict[str, Any]]) -> None:
-        """Call `hook` with each of `records`, such as checkpoints written in the background, and clear the list."""
+        """Call `hook` for each of `records`, such as checkpoints written in the background, and clear the list."""
         while records:
             self.call(hook, records.pop(0))
 
@@ -174,6 +175,6 @@ def _has_hooks(target: Any) -> bool:
     return any(callable(getattr(target, hook, None)) for hook in HOOKS)
 
 
-def _name(target: Any) -> str:
+def _qualified_name(target: Any) -> str:
     kind = target if hasattr(target, "__qualname__") else type(target)
     return f"{kind.__module__}:{kind.__qualname__}"

@@ -1,4 +1,4 @@
-"""The commands that prepare a corpus and train on it. Each imports what it needs when it runs."""
+"""The commands `prepare` and `pretrain`. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from pretrain.planning import estimate
 
     config = api.read_config(arguments.config, settings, start_from=start_from)
-    plan = describe(config, api.start_tokenizer_of(config).get("tokenizer"))
+    plan = describe(config, api.start_tokenizer_options(config).get("tokenizer"))
     print(for_terminal(estimate.preparation_lines(plan)))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
-        print(for_terminal(_plan(arguments)))
+        print(for_terminal(_dry_run_text(arguments)))
         return
     from pretrain.run import api
 
     run = api.train(arguments.config, fork_from=arguments.fork, minutes=arguments.minutes, **run_options(arguments))
     if run.trained:
         imports = f" --import {run.config.objective}" if run.config.objective else ""
-        print(f"{run} Next: {program()} export {shlex.quote(str(run.place))} DIR{imports}")
+        print(f"{run} Next: {program()} export {shlex.quote(str(run.location))} DIR{imports}")
 
 
-def _plan(arguments: argparse.Namespace) -> str:
+def _dry_run_text(arguments: argparse.Namespace) -> str:
     """Return the text that a dry run prints: the run's state and its estimated cost."""
     from pretrain.planning import estimate
     from pretrain.planning.text import mean_lengths, reading_lines
     from pretrain.run import api, preflight
-    from pretrain.run.fork import find_fork
+    from pretrain.run.fork import find_parent_checkpoint
 
     resume = arguments.resume
     start = {"start_from": arguments.start_from, "fork_from": arguments.fork}
@@ -80,7 +80,7 @@ def _plan(arguments: argparse.Namespace) -> str:
         show_config=arguments.show_config,
     )
     if config.fork_from and state == "new":
-        step, _ = find_fork(config)
+        step, _ = find_parent_checkpoint(config)
         state = f"new; forks from {config.fork_from}, with {config.total_steps - step:,} steps left"
     return f"Run\n  {display_path(config.folder)}: {state}\n\n{estimates}"
 
@@ -125,7 +125,7 @@ def _add_pretrain(commands: Any) -> None:
     parser.add_argument(
         "--fork",
         metavar="RUN@STEP",
-        help="start from a checkpoint of another run, with its moments and its position in the data",
+        help="start from a checkpoint of another run, with its optimizer state and its position in the data",
     )
     add_workers(parser)
     add_run_options(parser)
@@ -144,5 +144,5 @@ def _add_pretrain(commands: Any) -> None:
         "--mean-length",
         type=float,
         metavar="TOKENS",
-        help="with --dry-run: mean tokens per sequence (default: as in the prepared corpus, else 0.8 of the length)",
+        help="with --dry-run: mean tokens per sequence (default: the prepared corpus's mean, or 0.8 of the maximum)",
     )

@@ -1,6 +1,6 @@
-"""Continued pretraining from a checkpoint, on one worker: its corpora, initial weights and learning rates.
+"""The corpora of a run and, for continued pretraining, its initial weights and learning rates.
 
-It has no effect without `start_from`.
+Without `start_from`, `Continuation` has no effect.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pretrain.run.session import check_same_data
 from pretrain.training.engine import Engine, InitialWeights
 from pretrain.training.rates import lr_scales
 
-_WORDS = "embeddings.word"
+_WORD_EMBEDDINGS = "embeddings.word"
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ class Corpora:
 
     Attributes:
         domain: training split of the run's corpus.
-        training: the shards to train on: `domain`, and replayed text of the general corpus.
+        training: the shards to train on: `domain`, mixed with replayed text of the general corpus.
         held_out: validation split of the run's corpus.
-        replay_corpus: validation split of the general corpus; None without such a corpus, or if `held_out` is empty.
+        general_held_out: validation split of the general corpus; None without such a corpus, or if `held_out` is empty.
     """
 
     domain: TokenShards
     training: TokenShards
     held_out: TokenShards
-    replay_corpus: TokenShards | None = None
+    general_held_out: TokenShards | None = None
 
     @classmethod
     def open(cls, config: PretrainConfig) -> Corpora:
@@ -69,7 +69,7 @@ class Corpora:
         parts = {
             "corpus.dir": self.domain,
             "adaptation.replay_share": replayed,
-            "adaptation.replay_corpus": self.replay_corpus,
+            "adaptation.replay_corpus": self.general_held_out,
         }
         return {name: shards.fingerprint for name, shards in parts.items() if shards is not None}
 
@@ -78,23 +78,23 @@ class Continuation:
     """Initial weights and learning rates from the checkpoint in `start_from`, and its record in the run's checkpoints.
 
     Args:
-        config: the run.
-        corpora: its corpora.
+        config: config of the run.
+        corpora: corpora of the run.
         state: the model's parameters as a new run initializes them, by name.
 
     Attributes:
         lr_scales: learning-rate factor of each parameter, for `scaled_groups`.
-        identity: the data and the start of the run, stored in each of its checkpoints.
+        identity: fingerprints of the run's data and initial checkpoint, stored in each of its checkpoints.
     """
 
     def __init__(self, config: PretrainConfig, corpora: Corpora, state: Mapping[str, Tensor]) -> None:
         self._config, self._corpora = config, corpora
         self._state = dict(state) if config.start_from else {}
         self.lr_scales = lr_scales(state, config.adaptation, config.model.layers)
-        self._old_rows_scale = self.lr_scales[_WORDS]
-        # One parameter has both old and added rows, so an optimizer group's rate cannot fit all of it.
+        self._old_rows_scale = self.lr_scales[_WORD_EMBEDDINGS]
+        # The word embeddings have old and added rows, so one param group's learning rate cannot suit them all.
         if config.corpus.vocabulary.added_words:
-            self.lr_scales[_WORDS] = 1.0
+            self.lr_scales[_WORD_EMBEDDINGS] = 1.0
         self.identity: dict[str, Any] = {
             "fingerprint": corpora.training.fingerprint,
             "sampler": SAMPLER_VERSION,
@@ -102,7 +102,7 @@ class Continuation:
         }
 
     def initialize(self, engine: Engine) -> None:
-        """Load the checkpoint's weights into `engine`, and initialize missing ones; every rank reads the files."""
+        """Load the initial checkpoint into `engine`, with initialized missing weights; every rank reads the files."""
         if not self._config.start_from:
             return
         shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
@@ -138,7 +138,7 @@ class Continuation:
             self._scale_old_rows(engine)
 
     def _scale_old_rows(self, engine: Engine) -> None:
-        rows, width = engine.shapes[_WORDS]
-        if self._old_rows_scale != self.lr_scales[_WORDS]:
-            old = min(rows, int(self.identity["start"]["old_entries"]))
-            engine.scale_updates(_WORDS, old * width, self._old_rows_scale)
+        rows, hidden_size = engine.shapes[_WORD_EMBEDDINGS]
+        if self._old_rows_scale != self.lr_scales[_WORD_EMBEDDINGS]:
+            old_rows = min(rows, int(self.identity["start"]["old_entries"]))
+            engine.scale_updates(_WORD_EMBEDDINGS, old_rows * hidden_size, self._old_rows_scale)

@@ -28,28 +28,28 @@ from pretrain.tracking.mirror import new_id
 
 
 def start_fork(config: PretrainConfig) -> bool:
-    """Copy the checkpoint of `fork_from` into the run's folder, unless that has others.
+    """Copy the checkpoint of `fork_from` into the run's folder, unless the folder already has checkpoints.
 
-    The records of earlier steps are copied, too. Within one file system, the checkpoint is linked, not copied.
+    The records of earlier steps are copied, too. Within one file system, the checkpoint is hard-linked, not copied.
     Returns whether the run starts from this checkpoint.
 
     Raises:
         InputError: there is no such checkpoint, it is damaged, or `config` differs in settings of earlier steps.
     """
-    from pretrain.run.preflight import only_run
+    from pretrain.run.preflight import locked_run
     from pretrain.storage.runs import StoredRun
 
-    run, step = _parent(config)
-    with only_run(config.folder):
+    run, step = _parse_fork_from(config)
+    with locked_run(config.folder):
         names = checkpoint_names(config.folder)
         if names or (config.address and StoredRun(config.address, config.folder).names()):
             fork = read_fork(config.folder)
             is_same = fork.get("run") == _run_location(run, find_run(local_run(run))) and fork.get("step") == step
-            return is_same and names == [_name(step)]  # a fork that has not taken a step yet
-        _, checkpoint = find_fork(config)
+            return is_same and names == [_checkpoint_name(step)]  # a fork that has not taken a step yet
+        _, checkpoint = find_parent_checkpoint(config)
         if is_remote(run):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
-        _check(config, step, checkpoint)
+        _check_parent(config, step, checkpoint)
         with disk_errors(config.folder):
             _copy_checkpoint(config, step, checkpoint)
         return True
@@ -63,21 +63,21 @@ def undo_fork_if_refused(config: PretrainConfig) -> Iterator[None]:
     except InputError:
         folder, step = config.folder, read_fork(config.folder)["step"]
         latest = max((record.get("step", 0) for record in read_records(folder)), default=0)
-        if latest <= step and checkpoint_names(folder) == [_name(step)]:
-            shutil.rmtree(folder / "checkpoints" / _name(step))
+        if latest <= step and checkpoint_names(folder) == [_checkpoint_name(step)]:
+            shutil.rmtree(folder / "checkpoints" / _checkpoint_name(step))
             for name in (FORK_FILE, METRICS, PROBES, START_FILE):
                 (folder / name).unlink(missing_ok=True)
         raise
 
 
-def find_fork(config: PretrainConfig) -> tuple[int, Path]:
-    """Find (step, checkpoint) of `fork_from`, without fetching; `InputError` if there is none, or no step is left."""
+def find_parent_checkpoint(config: PretrainConfig) -> tuple[int, Path]:
+    """Return (step, path of the checkpoint) of `fork_from`, not fetched; `InputError` if it is missing or the last."""
     from pretrain.storage.runs import StoredRun
 
-    run, step = _parent(config)
+    run, step = _parse_fork_from(config)
     folder = find_run(local_run(run))
     names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
-    name = _name(step)
+    name = _checkpoint_name(step)
     if name not in names:
         steps = sorted((int(other.removeprefix("step-")) for other in names), key=lambda other: abs(other - step))[:2]
         if not steps:
@@ -95,11 +95,11 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
     return step, folder / "checkpoints" / name
 
 
-def _name(step: int) -> str:
+def _checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _parent(config: PretrainConfig) -> tuple[str, int]:
+def _parse_fork_from(config: PretrainConfig) -> tuple[str, int]:
     """Return (run, step) of `fork_from`."""
     run, _, step = config.fork_from.rpartition("@")
     return run, int(step)
@@ -109,16 +109,16 @@ def _run_location(run: str, folder: Path) -> str:
     return run if is_remote(run) else str(folder.resolve())
 
 
-def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
+def _check_parent(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     """Raise `InputError` if the checkpoint is damaged, or `config` differs in settings of earlier steps."""
     from pretrain.checkpoint import store
-    from pretrain.run.preflight import trained_with
+    from pretrain.run.preflight import config_of_checkpoint
 
     store.verify(checkpoint)
-    before = trained_with(PretrainConfig, store.read_state(checkpoint), checkpoint)
-    if others := changed_for_resume(before, config, step):
+    old_config = config_of_checkpoint(PretrainConfig, store.read_state(checkpoint), checkpoint)
+    if changed := changed_for_resume(old_config, config, step):
         raise InputError(
-            f"fork_from: {config.fork_from}: different settings before step {step}: {', '.join(others)}. Restore the "
+            f"fork_from: {config.fork_from}: different settings before step {step}: {', '.join(changed)}. Restore the "
             f"old values; to change something, end the phase at step {step} and add another."
         )
 
@@ -127,21 +127,21 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
     """Copy records and write fork.json to the run folder, then copy the checkpoint."""
     parent, folder = checkpoint.parents[1], config.folder
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    earlier, before = read_fork(parent), state["config"]
+    parent_fork, parent_config = read_fork(parent), state["config"]
     for name in (METRICS, PROBES):
         records = [record for record in read_records(parent, name) if record.get("step", 0) <= step]
         with atomic_open(folder / name, "w") as file:
             file.writelines(f"{json.dumps(record)}\n" for record in records)
     fork = {
-        "id": new_id(config),  # of the W&B run; the same if the first start is repeated
-        "run": _run_location(_parent(config)[0], parent),
-        "name": before["name"],
+        "id": new_id(config),  # of the W&B run; a repeated first start gets the same id
+        "run": _run_location(_parse_fork_from(config)[0], parent),
+        "name": parent_config["name"],
         "step": step,
         "run_id": state.get("run_id"),
-        "group": before["tracking"]["group"] or earlier.get("group") or before["name"],
+        "group": parent_config["tracking"]["group"] or parent_fork.get("group") or parent_config["name"],
         "earlier": [
-            *earlier.get("earlier", ()),
-            *([{"name": earlier["name"], "step": earlier["step"]}] if earlier else []),
+            *parent_fork.get("earlier", ()),
+            *([{"name": parent_fork["name"], "step": parent_fork["step"]}] if parent_fork else []),
         ],
     }
     write_json(folder / FORK_FILE, fork)
@@ -154,7 +154,7 @@ def _copy_checkpoint(config: PretrainConfig, step: int, checkpoint: Path) -> Non
     for path in sorted(checkpoint.iterdir(), key=lambda path: path.name == MANIFEST):
         try:
             os.link(path, temporary / path.name)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another file system, or one without hard links
             shutil.copyfile(path, temporary / path.name)
     fsync_folder(temporary)
     temporary.replace(final)

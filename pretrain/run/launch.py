@@ -36,26 +36,26 @@ class RunKind(Generic[R]):
     # steps, or None if the run is already finished.
     check: Callable[[R, bool], int | None]
     is_finished: Callable[[R], bool]  # whether the run folder contains a finished run
-    changed: Callable[[R, R, int], list[str]]  # as in `preflight.run_folder`
+    changed: Callable[[R, R, int], list[str]]  # names changed settings, as in `preflight.checked_run_folder`
     metrics: Mapping[str, Metric]  # the fields of its records, for the progress line
-    # Runs alongside the training; on exit it may wait, if the training has finished.
+    # Returns a context manager around the training; on exit it may wait, if the training has finished.
     background: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     callbacks: tuple[Any, ...] = ()  # functions and objects, in addition to the config's callbacks
 
 
-def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
+def start_run(kind: RunKind[R], config: R, old_config: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
     """Check that the run can start, record it in its folder and train to the end; see `api.train` for the options.
 
     Under torchrun only the first process checks, records and prints. The others only train.
 
     Args:
-        before: the config that an earlier start recorded, if the run resumes (`config_before`).
+        old_config: the config that an earlier start recorded, if the run resumes (`earlier_config`).
 
-    Returns whether this process started the training, which may be finished already. Raises a `RunError` if the run
-    cannot start, diverged, or was stopped.
+    Returns whether this process trained; False if the run is already finished, or another process started it. Raises a
+    `RunError` if the run cannot start, diverged, or was stopped.
     """
     in_process = trains_in_process(config.scheduling.workers, no_ray)
-    location = _location(config.scheduling, ray=ray, in_process=in_process)
+    location = _describe_location(config.scheduling, ray=ray, in_process=in_process)
     kind = replace(kind, callbacks=serialize_callbacks(kind.callbacks, pickled=not in_process))
     try:
         if is_follower():
@@ -64,9 +64,9 @@ def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ra
             return False
         steps = kind.check(config, in_process)
         if steps is not None:
-            _expect_packages(config, in_ray=not in_process and _is_in_ray(config.scheduling, ray))
+            _expect_packages(config, in_ray=not in_process and _uses_ray(config.scheduling, ray))
         with (
-            preflight.run_folder(config, before, kind.changed, resume=resume) as config,
+            preflight.checked_run_folder(config, old_config, kind.changed, resume=resume) as config,
             storing(config.address, config.folder, resume=resume),
         ):
             if steps is None or kind.is_finished(config):
@@ -82,10 +82,10 @@ def start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ra
                 _train(kind, config, resume, in_process=in_process, ray=ray)
         return True
     except (KeyboardInterrupt, Interrupted):  # while no workers run
-        raise _stopped(config.folder) from None
+        raise _stopped_error(config.folder) from None
 
 
-def config_before(config: R, resume: bool) -> R | None:
+def earlier_config(config: R, resume: bool) -> R | None:
     """Return the config that an earlier start recorded, if this process starts a run with `resume`; else None."""
     return preflight.recorded_config(config) if resume and not is_follower() else None
 
@@ -115,7 +115,7 @@ def trains_in_process(workers: int, no_ray: bool) -> bool:
 
 
 def is_follower() -> bool:
-    """Return whether this is a process under torchrun, but not the first."""
+    """Return whether torchrun started this process, and it is not the first one."""
     ranks = torchrun_rank()
     return ranks is not None and ranks[0] > 0
 
@@ -129,18 +129,18 @@ def download(run_dir: Any) -> None:
         StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), follows=is_follower())
 
 
-def _location(scheduling: SchedulingConfig, *, ray: bool, in_process: bool) -> str:
+def _describe_location(scheduling: SchedulingConfig, *, ray: bool, in_process: bool) -> str:
     """Describe where the run trains, for the terminal."""
     if torchrun_rank():
         return "processes of torchrun, without Ray"
     if in_process:
         return "this process, without Ray"
     location = f"Ray at {scheduling.address}" if scheduling.address else "Ray"
-    by_ray = _is_in_ray(scheduling, ray)
-    return f"{counted(scheduling.workers, 'worker')}, {f'through {location}' if by_ray else 'without Ray'}"
+    in_ray = _uses_ray(scheduling, ray)
+    return f"{counted(scheduling.workers, 'worker')}, {f'through {location}' if in_ray else 'without Ray'}"
 
 
-def _is_in_ray(scheduling: SchedulingConfig, ray: bool) -> bool:
+def _uses_ray(scheduling: SchedulingConfig, ray: bool) -> bool:
     return ray or scheduling.workers > 1 or bool(scheduling.address)
 
 
@@ -158,35 +158,35 @@ def _recording_end(folder: Path) -> Iterator[None]:
     try:
         yield
     except (Interrupted, StoppedError, DivergedError) as cause:
-        error = cause if isinstance(cause, DivergedError) else _stopped(folder, cause)
+        error = cause if isinstance(cause, DivergedError) else _stopped_error(folder, cause)
         event = "diverged" if isinstance(error, DivergedError) else "stop"
         try:
-            records.append_end_event(folder, event, str(error), int(_latest(folder).removeprefix("step-")))
+            records.append_end_event(folder, event, str(error), int(_latest_checkpoint(folder).removeprefix("step-")))
         except (RunError, OSError) as reason:  # job scripts need the exit code of the original error
             print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise error from None
 
 
-def _stopped(folder: Path, cause: BaseException | None = None) -> StoppedError:
-    """Return the error of a run that was stopped: `cause`, if it is one, with the name of the latest checkpoint.
+def _stopped_error(folder: Path, cause: BaseException | None = None) -> StoppedError:
+    """Return the error for a stopped run: `cause` if it is a `StoppedError`, naming the latest checkpoint.
 
     Returns a `NothingSavedError` if no step is saved.
     """
     error = cause if isinstance(cause, StoppedError) else StoppedError(f"{folder}: {StoppedError.BETWEEN}")
-    latest = _latest(folder)
+    latest = _latest_checkpoint(folder)
     if isinstance(error, NothingSavedError) or (latest > UNTRAINED and latest in str(error)):
         return error
-    kind, saved = (StoppedError, f"Checkpoint {latest}") if latest > UNTRAINED else (NothingSavedError, "No step")
-    return kind(f"{str(error).removesuffix(error.CONTINUE)} {saved} is saved.{error.CONTINUE}")
+    error_type, saved = (StoppedError, f"Checkpoint {latest}") if latest > UNTRAINED else (NothingSavedError, "No step")
+    return error_type(f"{str(error).removesuffix(error.CONTINUE)} {saved} is saved.{error.CONTINUE}")
 
 
-def _latest(folder: Path) -> str:
+def _latest_checkpoint(folder: Path) -> str:
     return max(checkpoint_names(folder), default=UNTRAINED)
 
 
-def _give_up(folder: Path) -> NoReturn:
-    """Exit this process after a stop request: there is nothing to save, and a library blocks the process."""
-    error = _stopped(folder)
+def _exit_stopped(folder: Path) -> NoReturn:
+    """Exit this process after a stop request that a blocking library ignores; there is nothing to save."""
+    error = _stopped_error(folder)
     print_error(error)
     os._exit(error.exit_code)
 
@@ -198,7 +198,7 @@ def _train(kind: RunKind[R], config: R, resume: bool, *, in_process: bool, ray: 
         with process_restored():
             worker = Worker.from_environment()
             worker.watch_stop_file(config.folder)
-            worker.interrupts.on_stuck = functools.partial(_give_up, config.folder)
+            worker.interrupts.on_stuck = functools.partial(_exit_stopped, config.folder)
             with worker.interrupts:
                 getattr(importlib.import_module(module), function)(training, worker)
         return

@@ -1,4 +1,4 @@
-"""The training loop, the same for every task and any number of workers.
+"""The training loop for every task and any number of workers.
 
 `fit` handles steps, logging, evaluation, checkpoints and stops. A `TrainingTask` defines the batches, the loss and the
 metrics.
@@ -40,7 +40,7 @@ LONG_SECONDS = 1800.0  # limit of an evaluation, of a save without retries and o
 STOP_SECONDS = 5.0  # how long a stop waits for the step in progress, which may be compiled for minutes
 _STORAGE = "the run folder's storage"
 _MAX_BAD_STEPS = 5  # consecutive steps with a loss or gradient that is not finite, before the run rolls back
-_MAX_ROLLBACKS = 3  # without a checkpoint past the failed step, before the run stops as diverged
+_MAX_ROLLBACKS = 3  # without a new checkpoint past the failed step; then the run stops as diverged
 
 
 def fit(
@@ -50,20 +50,20 @@ def fit(
     progress: Progress,
     *,
     stop_requested: Callable[[], bool],
-    **parts: Any,
+    **options: Any,
 ) -> None:
-    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end; `parts` are passed to `Fit`.
+    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end; `options` are passed to `Fit`.
 
     Raises:
-        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. A stop waits for
-            a step with finite loss and gradients.
+        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. Before it stops,
+            training continues to a step with finite loss and gradients.
         DivergedError: steps without a finite loss or gradient, or loss spikes, after the maximum number of rollbacks.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
-    training = Fit(engine, task, plan, progress, **parts)
+    training = Fit(engine, task, plan, progress, **options)
     try:
         if plan.evaluate_first:
-            # Fine-tuning may return to its initial weights, continued pretraining may not.
+            # The initial weights may remain the best ones in fine-tuning; continued pretraining does not keep them.
             training.evaluate(update_best=plan.keep_best)
             if plan.keep_best and training.validation:
                 training.save()
@@ -95,7 +95,7 @@ class _PatientRecorder:
 
 
 class Fit(Generic[S]):
-    """The state of one `fit`."""
+    """The state and actions of one call of `fit`."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Fit(Generic[S]):
     ) -> None:
         self.callbacks = callbacks or Callbacks()
         self.interrupts = interrupts or Interrupts(lambda: False)
-        self.saved_step, self.launched = progress.step, False
+        self.saved_step, self.launched = progress.step, False  # `launched`: whether any step was launched
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
@@ -127,15 +127,15 @@ class Fit(Generic[S]):
         self.forward_backward = ForwardBackward(engine, task, self.stragglers.forward)
         self.scale_search = LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
-        self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # of the last step
+        self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # values of the last step
         self.validation: dict[str, Any] = {}  # the last evaluation, in the form that `rank` reads
-        self.save_due = False  # a save waits for a step with finite loss and gradients
+        self.save_due = False  # whether a save waits for a step with finite loss and gradients
         self.saved_at = time.monotonic()
 
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
         """Train to the end of the plan, or to a failure that a rollback may fix.
 
-        Saves and stops wait for the next step that is not bad, and a bad last step is a failure.
+        Saves and stops wait for a step with finite loss and gradients; if the last step has none, that is a failure.
         """
         progress = self.progress
         self.engine.module.train()
@@ -157,20 +157,20 @@ class Fit(Generic[S]):
             progress.step += 1
             if failure is not None:
                 return failure
-            due, best = plan.due(progress.step), False
+            due, is_best = plan.due(progress.step), False
             last = due.last
             self.call_step_end(self.log() if due.log else None)
             if due.evaluate:
                 self.evaluate()
                 progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
                 last = last or progress.stopped_early
-                best = plan.keep_best and not progress.evaluations_without_gain
+                is_best = plan.keep_best and not progress.evaluations_without_gain
             stopping = stopping or stop
             self.save_due = self.save_due or due.save or stop or save
-            # The weights themselves may be bad; rolling back or resuming would loop forever.
+            # If this were saved, resuming from bad weights would fail forever.
             if last and progress.bad_in_a_row:
-                return self._bad_steps(progress.step)
-            if last or best or (self.save_due and not progress.bad_in_a_row):
+                return self._bad_steps_failure(progress.step)
+            if last or is_best or (self.save_due and not progress.bad_in_a_row):
                 self.save()
             if progress.stopped_early:
                 return None
@@ -193,23 +193,23 @@ class Fit(Generic[S]):
 
         Several ranks must first agree on the stop, unless there is nothing to save.
         """
-        decides = self.engine.world_size == 1 or not self.launched
-        waits = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # for a step that can be saved
-        return self.interrupts.after(STOP_SECONDS if decides and not waits else math.inf)
+        decides_alone = self.engine.world_size == 1 or not self.launched
+        needs_good_step = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # to save
+        return self.interrupts.after(STOP_SECONDS if decides_alone and not needs_good_step else math.inf)
 
     def steps(self) -> Iterator[S]:
-        """Yield the task's remaining steps. Waiting for one is not a hang: a phase may have to open its data."""
+        """Yield the task's remaining steps. The wait for one is not a hang: a new phase opens its data first."""
         steps = self.task.batches(self.progress.step, self.progress.skipped)
-        part = None
+        validation_set = None
         while True:
             started = time.perf_counter()
             with self.engine.watch.awaiting("a batch"), self.interruptible():
                 step = next(steps, None)
             if step is None:
                 return
-            before, part = part, self.task.validation_set()
+            previous, validation_set = validation_set, self.task.validation_set()
             # The first batch of a phase opens the data, as does the first one after a start or a rollback.
-            if part == before:
+            if validation_set == previous:
                 self.stragglers.add_wait(time.perf_counter() - started)
             yield step
 
@@ -222,16 +222,16 @@ class Fit(Generic[S]):
         """
         stop, save, unread = False, False, None
         try:
-            for number, step in enumerate(self.steps(), self.progress.step):
+            for index, step in enumerate(self.steps(), self.progress.step):
                 with self.engine.watch.awaiting(_STORAGE):
                     requested = stop_requested() or bool(self.callbacks.stop_reason)  # `stop_requested` reads files
-                launched = self.launch_step(number, step, requested)
+                launched = self.launch_step(index, step, requested)
                 if unread is not None:
                     earlier = self.read_step(unread)
                     stop, save = stop or earlier.stop, earlier.save
                     yield StepOutcome(stop=False, failure=earlier.failure)
                 unread = launched
-                due = self.save_due or save or any(self.plan.due(number + 1)) or self.plan.averages(number) > 0
+                due = self.save_due or save or any(self.plan.due(index + 1)) or self.plan.averaged_steps(index) > 0
                 if stop or due or not reads_late(self.engine):
                     outcome = self.read_step(launched)
                     yield StepOutcome(stop or outcome.stop, outcome.failure, save or outcome.save)
@@ -242,8 +242,8 @@ class Fit(Generic[S]):
                 yield StepOutcome(stop=True, failure=None)
             raise
 
-    def launch_step(self, number: int, step: S, stop_requested: bool) -> LaunchedStep[S]:
-        """Launch an optimizer step. `stop_requested`: whether a stop was requested on this rank."""
+    def launch_step(self, index: int, step: S, stop_requested: bool) -> LaunchedStep[S]:
+        """Launch optimizer step `index`. `stop_requested`: whether a stop was requested on this rank."""
         engine, task = self.engine, self.task
         totals: Tensor | None = None
         flops, weights = 0.0, task.loss_weights(step)
@@ -253,9 +253,9 @@ class Fit(Generic[S]):
                 totals = added if totals is None else totals + added
                 flops += task.flops(micro_batch)
         assert totals is not None
-        rate = self.plan.learning_rate(number)
+        rate = self.plan.learning_rate(index)
         stalled = task.stalled_seconds()
-        local = torch.tensor(
+        rank_values = torch.tensor(
             [
                 float(stop_requested),
                 float(self.save_is_due()),
@@ -267,37 +267,37 @@ class Fit(Generic[S]):
         )
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
-        # Before the step, since this sum would queue behind the step's gathers.
-        shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(local, totals.device)]))
-        result = engine.step(rate, self.plan.weight_decay(number))
-        numbers = torch.cat([shared, result.norm.to(shared).view(1)])
+        # Summed before the step is launched, since this would queue behind the step's gathers.
+        sums = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(rank_values, totals.device)]))
+        result = engine.step(rate, self.plan.weight_decay(index))
+        numbers = torch.cat([sums, result.norm.to(sums).view(1)])
         self.launched = True
-        return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
+        return LaunchedStep(index, step, rate, task.validation_set(), to_host(numbers))
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
-        """Wait for the numbers of a step, and add them to the progress."""
+        """Wait for the results of a launched step, and add them to the progress."""
         engine, progress, step = self.engine, self.progress, launched.step
-        *sums, stop, save, failed, all_flops, all_stalled, norm = launched.numbers.wait().tolist()
+        *sums, stop, save, failed, flops, stalled, norm = launched.numbers.wait().tolist()
         if failed:
             self.saver.wait()  # raises the error on every rank
         applied = math.isfinite(norm)
-        averaged = self.plan.averages(launched.number)
+        averaged = self.plan.averaged_steps(launched.index)
         if applied or averaged <= 1:  # a skipped step also stops the averaging of the previous phase
             engine.average(averaged if applied else 0)
         self.rate, self.epoch = launched.rate, step.epoch
-        self._enter_part(launched.part)
+        self._enter_phase(launched.validation_set)
         failure = self._add_step(step, norm if applied else math.inf, sums)
-        progress.window.flops += all_flops
-        progress.window.stalled += all_stalled / engine.world_size
+        progress.window.flops += flops
+        progress.window.stalled += stalled / engine.world_size
         return StepOutcome(stop > 0, failure, save > 0)
 
     def _add_step(self, step: S, norm: float, sums: list[float]) -> TrainingFailure | None:
         """Add a step to the progress; returns the failure that it causes, if any.
 
         Args:
-            step: the step.
+            step: the step to add.
             norm: norm of the gradients; inf if the optimizer skipped the step.
-            sums: totals over micro-batches and workers.
+            sums: the task's totals, summed over micro-batches and workers.
         """
         progress, applied = self.progress, math.isfinite(norm)
         progress.samples += step.sequences
@@ -306,13 +306,13 @@ class Fit(Generic[S]):
         progress.skipped_steps += not applied
         self.norm, self.loss = norm, math.nan
         scale = self.engine.loss_scale.cur_scale if self.engine.loss_scale else 1
-        if not all(map(math.isfinite, sums)) or (not applied and self.scale_search.skipped(scale)):
+        if not all(map(math.isfinite, sums)) or (not applied and self.scale_search.record_skip(scale)):
             progress.bad_in_a_row += 1
             logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
-            return self._bad_steps(progress.step + 1) if progress.bad_in_a_row >= _MAX_BAD_STEPS else None
+            return self._bad_steps_failure(progress.step + 1) if progress.bad_in_a_row >= _MAX_BAD_STEPS else None
         progress.bad_in_a_row = 0
         if applied:
-            self.scale_search.applied()
+            self.scale_search.record_applied()
         counts = self.task.counts(step).tolist()
         self.loss = loss = self.task.metrics(sums, counts)["loss"]
         spike = is_spike(progress.recent, loss, self.plan.config.guard)
@@ -323,26 +323,26 @@ class Fit(Generic[S]):
         remedy = ", or set guard.spike_sigmas: 0 if such loss spikes are harmless"
         return TrainingFailure(f"the loss of step {progress.step + 1} spiked to {loss:.4g}", remedy)
 
-    def _bad_steps(self, last: int) -> TrainingFailure:
+    def _bad_steps_failure(self, last_step: int) -> TrainingFailure:
         count = counted(self.progress.bad_in_a_row, "step")
-        return TrainingFailure(f"{count} in a row up to step {last} had a loss or gradient that is not finite")
+        return TrainingFailure(f"{count} in a row up to step {last_step} had a loss or gradient that is not finite")
 
-    def _enter_part(self, part: str) -> None:
-        """Drop the losses of the previous phase: longer sequences have higher losses at first."""
+    def _enter_phase(self, validation_set: str) -> None:
+        """In a new phase, drop the losses of the previous one: longer sequences have higher losses at first."""
         progress = self.progress
-        if progress.part not in ("", part):
+        if progress.part not in ("", validation_set):
             progress.recent, progress.best, progress.evaluations_without_gain = [], None, 0
-        progress.part = part
+        progress.part = validation_set
 
     def call_step_end(self, logged: dict[str, Any] | None) -> None:
-        """Call the callbacks with the last step and its record `logged`, then with checkpoints written since."""
+        """Call the callbacks with the last step and its `logged` record, if any, then with new checkpoints."""
         numbers = {"loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "logged": logged}
         counts = {name: getattr(self.progress, name) for name in ("step", "samples", "tokens")}
         self.callbacks.call("step_end", {**counts, "epoch": self.epoch, **numbers})
         self.callbacks.call_for_each("checkpoint", self.saver.written)
 
     def log(self) -> dict[str, Any]:
-        """Record the window, and start a new one; returns the record."""
+        """Record the metrics of the steps since the last record; returns the new record."""
         progress, engine, window = self.progress, self.engine, self.progress.window
         seconds = window.seconds + self.stopwatch.lap()
         progress.seconds += seconds
@@ -369,7 +369,7 @@ class Fit(Generic[S]):
         return record
 
     def evaluate(self, *, update_best: bool = True) -> None:
-        """Evaluate and record the means; with `update_best`, compare them with the best evaluation so far."""
+        """Evaluate and record the metrics; with `update_best`, compare them with the best evaluation so far."""
         started = time.perf_counter()
         means = self._evaluate()
         seconds = time.perf_counter() - started
@@ -390,7 +390,7 @@ class Fit(Generic[S]):
         return means
 
     def evaluate_average(self) -> None:
-        """Evaluate the averaged weights of the last checkpoint; the engine computes with them afterward."""
+        """Load the averaged weights of the last checkpoint into the engine, which keeps them, and evaluate them."""
         engine, step = self.engine, self.progress.step
         checkpoint = self.checkpoints / store.name_of(step)
         with engine.watch.allow(LONG_SECONDS), store.CheckpointReader(checkpoint, averaged=True) as reader:
@@ -399,9 +399,9 @@ class Fit(Generic[S]):
         if not means:
             return
         value, last = self.task.to_minimize(means), self.validation.get("validation_loss")
-        other = f" ({last:.4f} without averaging)" if last is not None else ""
+        comparison = f" ({last:.4f} without averaging)" if last is not None else ""
         message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
-        self.recorder.log(make_event("average", f"{message}{other}", step=step, **means))
+        self.recorder.log(make_event("average", f"{message}{comparison}", step=step, **means))
 
     def update_best(self, means: dict[str, float]) -> None:
         """Compare an evaluation with the best so far."""
@@ -418,12 +418,12 @@ class Fit(Generic[S]):
         started = time.perf_counter()
         self.save_due, self.saved_step, self.saved_at = False, self.progress.step, time.monotonic()
         self.progress.window.seconds += self.stopwatch.lap()
-        current = self.validation.get("step") == self.progress.step
+        is_evaluated = self.validation.get("step") == self.progress.step
         extra_state = {
             **self.extra_state,
             "validation_loss": None,
-            **(self.validation if current else {}),
-            # The loader may have opened the next phase.
+            **(self.validation if is_evaluated else {}),
+            # Preferred to the task's, since the loader may have opened the next phase.
             "validation_set": self.progress.part or self.task.validation_set(),
             "kept": self.progress.is_kept(self.plan.config.checkpoint),
         }
@@ -440,7 +440,7 @@ class Fit(Generic[S]):
         return self.engine.rank == 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_at
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Wrap saves and waits for them: the waits between retries sum to at most twice `SAVE_RETRY_SECONDS`."""
+        """Wrap saves and waits for them, during which retries take at most twice `SAVE_RETRY_SECONDS`."""
         return self.engine.watch.allow(LONG_SECONDS + 2 * SAVE_RETRY_SECONDS)
 
     def wait_for_save(self) -> None:
@@ -475,16 +475,16 @@ class Fit(Generic[S]):
             )
         with self.engine.watch.allow(LONG_SECONDS):
             restored = Progress.from_state(restore(self.engine, checkpoint))
-        first, count = restored.step, progress.step - restored.step
+        step, count = restored.step, progress.step - restored.step
         message = f"{failure.reason}: rolled back to {checkpoint.name}, skipping the data of {counted(count, 'step')}"
         logger.warning("%s", message)
-        event = make_event("rollback", message, step=first, from_step=progress.step, passed_over_steps=count)
+        event = make_event("rollback", message, step=step, from_step=progress.step, passed_over_steps=count)
         restored.rollbacks, restored.failed_step = progress.rollbacks + 1, progress.step
         restored.bad_in_a_row = 0
-        restored.skipped = self.task.skip(first, progress.step, progress.skipped)
+        restored.skipped = self.task.skip(step, progress.step, progress.skipped)
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(restored, name))
-        self.recorder.rewind(first)
+        self.recorder.rewind(step)
         self.recorder.log(event)
 
 

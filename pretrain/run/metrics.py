@@ -1,4 +1,4 @@
-"""Definitions and units of the fields of metrics.jsonl, one for every training metric."""
+"""Unit and definition of every training metric in metrics.jsonl."""
 
 from pretrain.common.records import Metric
 from pretrain.objectives import objective_metrics
@@ -22,18 +22,18 @@ TRAINING_METRICS: dict[str, Metric] = {
     "mfu": Metric(
         "fraction",
         "Model FLOPs utilization: model FLOP/s over the measured matmul peak. The numerator counts the matrix "
-        "products of the forward and backward pass. It leaves out padding, recomputation and the rows that the last "
-        "layer skips. Fine-tuning counts only the encoder. The denominator is the matmul rate of all workers in the "
-        "run's precision, measured on all at once when the run starts, not the peak of a data sheet. The usual "
-        "definition counts every row of the last layer, so it gives a higher value.",
+        "products of the forward and backward pass. It leaves out padding, recomputation and the positions that the "
+        "last layer skips. Fine-tuning counts only the encoder. The denominator is the matmul rate of all workers in "
+        "the run's precision, measured on all at once when the run starts, not the peak of a data sheet. The "
+        "usual definition counts every position in the last layer, so it gives a higher value.",
     ),
-    "data_stall_fraction": Metric("fraction", "Share of the time that workers wait for batches; mean of all workers."),
+    "data_stall_fraction": Metric("fraction", "Share of the time that workers wait for batches; mean over workers."),
     "seconds": Metric("s", "Training time so far, over all starts of the run."),
     "evaluation_seconds": Metric("s", "Time spent on evaluations since the last record; not part of seconds."),
     "checkpoint_seconds": Metric("s", "Time that training waited for checkpoints since the last record."),
     "rank_forward_seconds": Metric(
         "s",
-        "Per rank: mean time of a forward pass since the last record; with `engine.cuda_graphs`, of both passes.",
+        "Per rank: mean time of a forward pass since the last record; with `engine.cuda_graphs`, forward and backward.",
     ),
     "rank_wait_seconds": Metric("s", "Per rank: time spent waiting for batches since the last record."),
     "skipped_steps": Metric("steps", "Steps skipped so far because of NaN or infinite gradients."),

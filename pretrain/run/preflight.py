@@ -17,29 +17,12 @@ from pydantic import ValidationError
 
 from pretrain.common.errors import InputError, version_mismatch
 from pretrain.common.extensions import module_hashes
-from pretrain.common.files import (
-    MANIFEST,
-    atomic_open,
-    checkpoint_names,
-    locked,
-    verify_manifest,
-    write_json,
-)
+from pretrain.common.files import MANIFEST, atomic_open, checkpoint_names, locked, verify_manifest, write_json
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 from pretrain.common.settings import dump, load_recorded
 from pretrain.config import CorpusConfig, PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
 
-_PACKAGES = (
-    "bertrain",
-    "torch",
-    "deepspeed",
-    "ray",
-    "tokenizers",
-    "transformers",
-    "numpy",
-    "pydantic",
-    "wandb",
-)
+_PACKAGES = ("bertrain", "torch", "deepspeed", "ray", "tokenizers", "transformers", "numpy", "pydantic", "wandb")
 
 
 def check_corpus(config: PretrainConfig) -> None:
@@ -65,9 +48,9 @@ def check_corpus(config: PretrainConfig) -> None:
             f"{folder}: was prepared with source weights {prepared}, but the config has {weights}. "
             "Run `prepare` again; it keeps the tokens and updates the weights."
         )
-    for number, phase in enumerate(config.phases):
-        shards.weights(phase.weights, f"phases.{number}.weights")
-    if not is_streamed(config.corpus):  # blocks are verified when they are read
+    for index, phase in enumerate(config.phases):
+        shards.weights(phase.weights, f"phases.{index}.weights")
+    if not is_streamed(config.corpus):  # a streamed corpus is verified block by block, when it is read
         verify_shards(folder)
     if config.adaptation.replay_corpus and not open_corpus(config.corpus, "validation").shards:
         print(
@@ -90,7 +73,7 @@ def check_corpus(config: PretrainConfig) -> None:
     _check_case(folder, vocabulary, advice)
 
 
-def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
+def locked_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
     """Lock the run folder; raises `InputError` if another process holds the lock."""
     return locked(
         folder / ".lock",
@@ -104,8 +87,8 @@ def recorded_config(config: R) -> R | None:
     return load_recorded(path, type(config)) if path.is_file() else None
 
 
-def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
-    """Return the config in the state of a checkpoint. Raises `InputError` if another version wrote it."""
+def config_of_checkpoint(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R:
+    """Return the config in a checkpoint's state. Raises `InputError` if another version of bertrain wrote it."""
     try:
         return kind.model_validate(state["config"])
     except ValidationError:
@@ -113,14 +96,16 @@ def trained_with(kind: type[R], state: Mapping[str, Any], checkpoint: Path) -> R
 
 
 @contextlib.contextmanager
-def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[str]], *, resume: bool) -> Iterator[R]:
+def checked_run_folder(
+    config: R, old_config: R | None, changed: Callable[[R, R, int], list[str]], *, resume: bool
+) -> Iterator[R]:
     """Lock the run folder, and check W&B's names and the folder's checkpoints, which must match this config.
 
     Args:
         config: the run.
-        before: the `recorded_config` of a run that resumes.
+        old_config: the `recorded_config` of a run that resumes; None for a new run.
         resume: continue from the latest checkpoint, if there is one.
-        changed: (old config, new config, steps done) -> the differing settings that a resumed run must not change.
+        changed: (old config, new config, steps done) -> changed settings that a resumed run must not change.
 
     Yields the config; for a resume, with the precision that an earlier start resolved.
 
@@ -131,7 +116,7 @@ def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[
     """
     config.tracking.check_names()
     folder = config.folder
-    with only_run(folder):
+    with locked_run(folder):
         checkpoints = checkpoint_names(folder)
         if checkpoints and not resume:
             raise InputError(
@@ -141,16 +126,16 @@ def run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[
         path = folder / CONFIG_FILE
         if path.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
             raise InputError(f"{path}: no run wrote it, and it would be overwritten. Choose another name or run_dir.")
-        if before is not None and checkpoints:
-            check_unchanged(path, before, config, int(checkpoints[-1].removeprefix("step-")), changed)
-        yield config if before is None else keep_precision(config, before)
+        if old_config is not None and checkpoints:
+            check_unchanged(path, old_config, config, int(checkpoints[-1].removeprefix("step-")), changed)
+        yield config if old_config is None else keep_precision(config, old_config)
 
 
-def check_unchanged(where: Path, before: R, config: R, done: int, changed: Callable[[R, R, int], list[str]]) -> None:
-    """Raise `InputError` if a run that resumes after `done` steps changes settings of `before`, read from `where`."""
-    if others := changed(before, config, done):
+def check_unchanged(path: Path, old: R, config: R, steps: int, changed: Callable[[R, R, int], list[str]]) -> None:
+    """Raise `InputError` if a run that resumes after `steps` steps changes settings of its `old` config from `path`."""
+    if differing := changed(old, config, steps):
         raise InputError(
-            f"{where}: the run was started with other settings: {', '.join(others)}. "
+            f"{path}: the run was started with other settings: {', '.join(differing)}. "
             "Resume with the old values, or choose another name or run_dir to start a new run."
         )
 
@@ -176,8 +161,8 @@ def run_state(folder: Path, *, finished: bool) -> str:
 
 def with_resolved_precision(config: R) -> R:
     """Return `config` with the precision that an earlier start in its run folder resolved (`keep_precision`)."""
-    before = recorded_config(config)
-    return keep_precision(config, before) if before else config
+    old_config = recorded_config(config)
+    return keep_precision(config, old_config) if old_config else config
 
 
 def record_config(config: RunConfig) -> None:
@@ -192,8 +177,8 @@ def record_run(config: RunConfig, command: Sequence[str]) -> None:
     record_config(config)
     path, current = config.folder / ENVIRONMENT_FILE, module_hashes()
     resumes = checkpoint_names(config.folder) and path.is_file()
-    before = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if resumes else {}
-    if changed := [name for name, digest in current.items() if before.get(name, digest) != digest]:
+    old = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if resumes else {}
+    if changed := [name for name, digest in current.items() if old.get(name, digest) != digest]:
         print(f"warning: {', '.join(changed)}: changed since the run was last started.", file=sys.stderr)
     write_json(path, {**environment(command), **({"modules": current} if current else {})})
 
@@ -217,7 +202,7 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_entries(folder: Path, corpus: CorpusConfig, advice: str) -> None:
-    """Raise `InputError` if the corpus in `folder` has other entries than the vocabulary that the config names."""
+    """Raise `InputError` if the vocabulary of the corpus in `folder` is not the one that the config names."""
     from pretrain.corpus.description import configured_tokenizer
     from pretrain.corpus.vocabulary import entries_of, read_vocabulary
 
@@ -234,8 +219,8 @@ def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None
     settings = folder / "tokenizer_config.json"
     if vocabulary.path.endswith(".json") or vocabulary.kind == "released" or not settings.exists():
         return
-    written = json.loads(settings.read_text(encoding="utf-8"))
-    lowercase, accents = written.get("do_lower_case", vocabulary.lowercase), written.get("strip_accents")
+    recorded = json.loads(settings.read_text(encoding="utf-8"))
+    lowercase, accents = recorded.get("do_lower_case", vocabulary.lowercase), recorded.get("strip_accents")
     for name, actual in (("lowercase", lowercase), ("strip_accents", lowercase if accents is None else accents)):
         if (expected := getattr(vocabulary, name)) not in (None, actual):
             raise InputError(

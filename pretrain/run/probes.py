@@ -1,6 +1,6 @@
 """Starts and stops the process that scores a run's checkpoints during training (`evaluation.probes`).
 
-The process is the console command `evaluate-pretrained RUN --follow` with the paths of the config. It writes
+The process runs the command `evaluate-pretrained RUN --follow` on the data that the config names, and writes
 probes.jsonl. Only a run that finishes waits for it.
 """
 
@@ -24,13 +24,13 @@ from pretrain.common.run_files import PROBES
 from pretrain.config import PretrainConfig
 from pretrain.tracking.tracker import send_probes
 
-WAIT_SECONDS = 600.0  # for the last scores of a run that finishes
+WAIT_SECONDS = 600.0  # how long a finished run waits for its last scores
 
 _SETTING = "evaluation.probes"
-_BLIMP_PAIRS = 20  # of each of BLiMP's 67 paradigms; the mean is then accurate to 1.4 percentage points
+_BLIMP_PAIRS = 20  # sentence pairs of each of BLiMP's 67 paradigms; the mean is then accurate to 1.4 percentage points
 _LOWEST_PRIORITY = 19
-_GRACE_SECONDS = 5.0  # for the process to exit
-# Variables that make a process part of a submitted job's cluster or of torchrun's workers.
+_EXIT_SECONDS = 5.0  # how long the process may take to exit
+# Prefixes of the variables that would make the process part of a job's Ray cluster or of torchrun's workers.
 _CLUSTER_VARIABLES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 
@@ -49,8 +49,8 @@ def check(config: PretrainConfig) -> None:
 def probing(config: PretrainConfig) -> Iterator[None]:
     """Score checkpoints of the run during the block, if the config enables it.
 
-    After the block, wait for the scores of the last checkpoint, for a limited time. An error in the block terminates
-    the process immediately; the next start of the run continues.
+    After the block, wait for the scores of the last checkpoint, for a limited time. If the block raises, the scoring
+    process is terminated immediately; the next start of the run scores the rest.
     """
     settings, folder = config.evaluation.probes, config.folder
     names = checkpoint_names(folder)
@@ -81,7 +81,7 @@ def probing(config: PretrainConfig) -> Iterator[None]:
     finally:
         stopping.set()
         child.terminate()  # does nothing if it has exited
-        watch.join(_GRACE_SECONDS)
+        watch.join(_EXIT_SECONDS)
         child.kill()
         watch.join()
     send_probes(config)
@@ -91,11 +91,11 @@ def _command(config: PretrainConfig) -> list[str]:
     entries = importlib.metadata.entry_points(group="console_scripts", name="bertrain")
     if not (module := next((entry.module for entry in entries), "")):
         raise InputError(f"{_SETTING}: needs the command bertrain, which is not installed. Install the package.")
-    return [sys.executable, "-m", module, *_options(config)]
+    return [sys.executable, "-m", module, *_arguments(config)]
 
 
-def _options(config: PretrainConfig) -> list[str]:
-    """Return the command's name and arguments."""
+def _arguments(config: PretrainConfig) -> list[str]:
+    """Return the subcommand and its arguments."""
     settings, options = config.evaluation.probes, list[str]()
     if settings.texts:
         scores = ["held_out", *(["common_words"] if settings.common_words else [])]
@@ -129,6 +129,6 @@ def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
         with unwind_on_sigterm() if is_main_thread else contextlib.nullcontext():
             child.wait(WAIT_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # the run itself is finished
-        command = f"{program()} {shlex.join(_options(config))}"
+        command = f"{program()} {shlex.join(_arguments(config))}"
         reason = "the last checkpoint is not scored yet; the run no longer waits"
         print(f"warning: {reason}. {command} scores it.", file=sys.stderr)

@@ -25,8 +25,8 @@ class Window:
     counts: list[float] = field(default_factory=list)
     tokens: float = 0.0
     flops: float = 0.0
-    seconds: float = 0.0  # before this start
-    stalled: float = 0.0  # all ranks' mean
+    seconds: float = 0.0  # of training, up to the last save
+    stalled: float = 0.0  # seconds of waiting for batches, averaged over ranks
 
     def add(self, totals: list[float], counts: list[float]) -> None:
         """Add one step's sums and counts."""
@@ -35,11 +35,11 @@ class Window:
 
 
 class Stopwatch:
-    """Seconds of training; evaluation and checkpoints are counted separately."""
+    """Measures the seconds of training; evaluation and checkpoints are counted separately."""
 
     def __init__(self) -> None:
         self._started, self._excluded_lap = time.perf_counter(), 0.0
-        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
+        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # seconds since the last record
 
     def lap(self) -> float:
         """Return the seconds of training since the last lap."""
@@ -62,17 +62,17 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     skipped_steps: int = 0
-    bad_in_a_row: int = 0
+    bad_in_a_row: int = 0  # consecutive steps without a finite loss and gradient
     seconds: float = 0.0  # of training, over all starts, up to the last record
-    part: str = ""  # the validation set of the phase; losses on different sets are not comparable
-    best: list[float] | None = None  # the lowest `pretrain.storage.runs.rank` of this part's evaluations
+    part: str = ""  # name of the phase's validation set; losses on different sets are not comparable
+    best: list[float] | None = None  # the lowest `pretrain.storage.runs.rank` on this validation set
     evaluations_without_gain: int = 0
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
-    rollbacks: int = 0  # without a checkpoint past `failed_step`
+    rollbacks: int = 0  # since the last checkpoint past `failed_step`
     failed_step: int = 0  # the step that caused the last rollback
     skipped: dict[str, Any] = field(default_factory=dict)  # data skipped by rollbacks, as `TrainingTask.skip` returns
-    window: Window = field(default_factory=Window)  # since the last record
+    window: Window = field(default_factory=Window)  # sums since the last record
     saved_tokens: int = 0  # `tokens` at the last checkpoint
 
     def is_kept(self, settings: CheckpointConfig) -> bool:
@@ -117,16 +117,16 @@ def check_settings(
     The run folder's config.yaml is compared before the start, but it may be missing.
 
     Args:
-        changed: as in `preflight.run_folder`.
+        changed: as in `preflight.checked_run_folder`.
     """
-    before = preflight.trained_with(type(config), state, checkpoint)
-    preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
+    old_config = preflight.config_of_checkpoint(type(config), state, checkpoint)
+    preflight.check_unchanged(checkpoint, old_config, config, state["step"], changed)
 
 
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     """Load a verified checkpoint into `engine`; returns its state.json."""
     state = read_state(engine, checkpoint)
-    return_freed_memory()  # the page cache of the checkpoint's files needs memory, too
+    return_freed_memory()  # leaves memory for the page cache of the checkpoint's files
     with store.CheckpointReader(checkpoint) as reader:
         engine.load(reader, state)
     return_freed_memory()

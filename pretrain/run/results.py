@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Written:
-    """A prepared corpus or an export: its folder on this machine, and the address at which it is stored, if any."""
+class SavedOutput:
+    """A prepared corpus or an export: its folder on this machine, and its location (folder or address) as given."""
 
     folder: Path
-    place: Path | str
+    location: Path | str
     summary: str
 
     def __repr__(self) -> str:
@@ -40,7 +40,7 @@ class Run(Generic[R]):
         return self.config.folder
 
     @property
-    def place(self) -> Path | str:
+    def location(self) -> Path | str:
         """Return the address at which the run is stored, or its folder."""
         return self.config.address or self.folder
 
@@ -53,7 +53,7 @@ class Run(Generic[R]):
         return _table(record for record in read_records(self.folder) if "split" in record)
 
     def __repr__(self) -> str:
-        return f"{self.place}: finished."
+        return f"{self.location}: finished."
 
 
 def _table(records: Iterable[Mapping[str, Any]]) -> DataFrame:

@@ -1,4 +1,4 @@
-"""Runs the training on one worker, from its checkpoint to the end, for pretraining and fine-tuning."""
+"""Runs pretraining or fine-tuning on one worker, from a new start or a checkpoint to the end."""
 
 import dataclasses
 import logging
@@ -35,7 +35,7 @@ class Training(Generic[S]):
     Attributes:
         task: the task to train; `run` closes it.
         plan: the schedule; `run` measures its `peak_flops`.
-        job_type: the tracker's name for runs of this kind.
+        job_type: name of this kind of run in W&B.
         card: facts about the data for the tracker.
         identity: facts about the data that each checkpoint stores, for `check`.
         initialize: called on every rank if there is no checkpoint to resume from, before the first one is written.
@@ -85,16 +85,16 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
         config.callbacks, request.callbacks, engine.rank, tracker.log, lambda: engine.watch.awaiting("a callback")
     )
     tracker.log_events([*request.events, *_start_events(fork, checkpoint)], progress.step)
-    first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
+    evaluate_first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
-    ended: RunError | None = None
+    end_error: RunError | None = None
     try:
         if progress.step < plan.total_steps and not progress.stopped_early:
             plan = _prepare_steps(training, engine, progress, checkpoints, extra_state, checkpoint)
             fit(
                 engine,
                 task,
-                dataclasses.replace(plan, evaluate_first=first),
+                dataclasses.replace(plan, evaluate_first=evaluate_first),
                 progress,
                 checkpoints=checkpoints,
                 extra_state=extra_state,
@@ -106,14 +106,14 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
         with engine.watch.allow(LONG_SECONDS):
             training.finish(tracker)
     except (StoppedError, DivergedError) as error:
-        ended = error
+        end_error = error
         tracker.mirror_end("stop" if isinstance(error, StoppedError) else "diverged", progress.step, str(error))
         raise
     finally:
         with engine.watch.allow(LONG_SECONDS):  # W&B may wait for its network
             callbacks.call("run_end", _end_record(progress.step, config.folder))
             task.close()
-            _close(tracker, ended)
+            _close_tracker(tracker, end_error)
 
 
 def _end_record(step: int, folder: Path) -> dict[str, Any]:
@@ -124,12 +124,12 @@ def _end_record(step: int, folder: Path) -> dict[str, Any]:
     return {"step": step, "outcome": outcome, "error": str(error or ""), "folder": str(folder)}
 
 
-def _close(tracker: Tracker, ended: RunError | None) -> None:
-    """Close the tracker; only log its error if `ended`, another error, determines the exit code of the run."""
+def _close_tracker(tracker: Tracker, end_error: RunError | None) -> None:
+    """Close the tracker; only log its errors if the run failed with `end_error`, which sets the exit code."""
     try:
         tracker.close()
     except (RunError, OSError) as error:
-        if ended is None:
+        if end_error is None:
             raise
         logger.warning("%s", error)
 
@@ -142,7 +142,7 @@ def _prepare_steps(
     extra_state: dict[str, Any],
     resumed: Path | None,
 ) -> TrainingPlan:
-    """Take the warm-up step if the plan has one, and measure the matmul peak; returns the plan with it."""
+    """Take the warm-up step if the plan has one, and measure the matmul peak; returns the plan with the peak."""
     config = training.plan.config
 
     def start_phase(phase: str) -> None:
@@ -174,12 +174,12 @@ def _start_events(fork: dict[str, Any], checkpoint: Path | None) -> list[dict[st
 
 
 def _starting_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the fork's record if this is its first start, from its parent's checkpoint with this `state`; else {}."""
+    """Return the content of fork.json if this start continues the parent's checkpoint with `state`; else {}."""
     fork = read_fork(folder)
     return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
 
 
 def _was_evaluated(folder: Path, engine: Engine) -> bool:
-    """Return whether rank 0's records have an evaluation."""
+    """Return whether the run's records, which rank 0 reads, contain an evaluation."""
     evaluated = engine.rank == 0 and any(record.get("split") == "validation" for record in read_records(folder))
     return engine.workers.gather_objects(evaluated)[0]

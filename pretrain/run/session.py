@@ -29,24 +29,24 @@ from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, broadcast_object, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
 
-_OTHER_FILES = 256  # open in a worker: libraries, shards, logs, connections of collectives
-_CONNECT_TIMEOUT = timedelta(minutes=30)
-_TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
-# Each of them configures torch's allocator of device memory.
+_OTHER_FILES = 256  # open files of a worker besides the counted ones: libraries, shards, logs, connections
+_CONNECT_TIMEOUT = timedelta(minutes=30)  # time limit for all workers to connect
+_TIMEOUT = timedelta(hours=1)  # time limit of a collective: ranks may wait half an hour for one that compiles
+# The variables that configure torch's allocator of device memory.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Paths, which may differ between machines; `check_same_data` compares the contents.
+# Settings with paths, which may differ between machines; `check_same_data` compares the files' contents.
 _PATHS = ("corpus.dir", "start_from", "adaptation.replay_corpus", *READ_BY_OBJECTIVES)
-_WATCHED = ("hang_seconds",)  # the settings of `scheduling` that workers read
+_WORKER_SETTINGS = ("hang_seconds",)  # the settings of `scheduling` that workers read
 # A restart rarely helps a worker that waits for a batch or for storage, so its limit is this multiple of hang_seconds.
 _STALL_FACTOR = 10
-# run_dir may also differ between machines, if all paths lead to the same folder (`check_shared`).
+# Settings that may differ between machines; all values of run_dir must lead to the same folder (`check_shared`).
 _MACHINE_SPECIFIC = (
     "run_dir",
     *_PATHS,
-    *(f"scheduling.{name}" for name in SchedulingConfig.model_fields if name not in _WATCHED),
+    *(f"scheduling.{name}" for name in SchedulingConfig.model_fields if name not in _WORKER_SETTINGS),
 )
 
-# Modules and functions of every run that only launch kernels on a GPU.
+# Names of the modules and functions of every run that only launch GPU kernels, for the watchdog.
 LAUNCHING = ("pretrain.run.loop.launch_step", "pretrain.run.forward_backward")
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def worker_session(
 ) -> Iterator[tuple[R, torch.device, Watchdog]]:
     """Set up a worker to train, or to `resume`: logging, process group, watchdog, device and seed.
 
-    `launching` names the task's modules and functions that only launch kernels, for the watchdog.
+    `launching` names the task's modules and functions that only launch GPU kernels, for the watchdog.
 
     Yields:
         (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report
@@ -71,7 +71,7 @@ def worker_session(
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     if worker.rank == 0 and worker.world_size > 1:
         live.write_phase(config.folder, live.CONNECT)
-    with process_group(worker), watched(config, worker, launching) as watchdog:
+    with process_group(worker), make_watchdog(config, worker, launching) as watchdog:
         if worker.world_size > 1:
             ranks: Any = dist.group.WORLD
             ranks.set_timeout(collective_timeout(config))
@@ -90,9 +90,9 @@ def worker_session(
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """Select the GPU and set up the process group, by MASTER_ADDR; a single worker's group has this process only.
+    """Select the GPU and set up the process group, through MASTER_ADDR unless there is only one worker.
 
-    Inside, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
+    In the block, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
     select_gpu(worker)
@@ -114,23 +114,23 @@ def process_group(worker: Worker) -> Iterator[None]:
     else:
         local_store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=local_store, rank=0, world_size=1)
-    agreed = False
+    all_ranks_exit = False
     try:
         with sleep_when_contended():
             yield
-        agreed = True
+        all_ranks_exit = True
     except (StoppedError, DivergedError):  # every rank raises them after the same step
-        agreed = True
+        all_ranks_exit = True
         raise
     finally:
         # Destroying NCCL's group is a collective: after an error of this rank alone it would block and hide the error.
         # The process exits without it.
-        if agreed or backend == "gloo" or worker.world_size == 1:
+        if all_ranks_exit or backend == "gloo" or worker.world_size == 1:
             end_process_group()
 
 
 def collective_timeout(config: RunConfig) -> timedelta:
-    """Return the time-out of collectives: above the watchdog's limits, since only the watchdog reports the cause."""
+    """Return the time limit of collectives: above the watchdog's, since only the watchdog reports the cause."""
     return max(_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
 
 
@@ -139,10 +139,10 @@ def select_gpu(worker: Worker) -> None:
     if not torch.cuda.is_available():
         return
     _use_expandable_segments()
-    # In a process that sees a single GPU, that GPU has the number 0.
-    number = worker.local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(number)
-    os.environ["LOCAL_RANK"] = str(number)  # DeepSpeed uses it as the number of the GPU (_set_distributed_vars)
+    # In a process that sees a single GPU, that GPU has the index 0.
+    index = worker.local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses it as the GPU's index (_set_distributed_vars)
 
 
 def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
@@ -186,15 +186,15 @@ def check_device(config: RunConfig, device: torch.device) -> None:
             raise MachineError(f"engine.precision: fp16 needs a GPU (DeepSpeed does not support it on CPU). {advice}")
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    has = f"{name} has {capability[0]}.{capability[1]}"
+    found = f"{name} has {capability[0]}.{capability[1]}"
     if reason := precision.unsupported_feature(config.engine, capability):
         advice = advice if reason.startswith("engine.precision") else "Set it to false."
-        raise MachineError(f"{reason}; {has}. {advice}")
-    known = [int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()]
-    if known and 10 * capability[0] + capability[1] < min(known):
+        raise MachineError(f"{reason}; {found}. {advice}")
+    supported = [int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()]
+    if supported and 10 * capability[0] + capability[1] < min(supported):
         raise MachineError(
             f"This torch ({torch.__version__}) does not support this GPU: it needs compute capability "
-            f"{min(known) / 10} or newer, but {has}. Install a build of it for an earlier CUDA."
+            f"{min(supported) / 10} or newer, but {found}. Install a build of it for an earlier CUDA."
         )
 
 
@@ -220,37 +220,37 @@ def check_same_data(fingerprints: Mapping[str, str]) -> None:
     """
     pairs = changes(broadcast_object(dict(fingerprints)), dict(fingerprints))
     differing = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
-    _refuse(differing, "Give every machine the same files.")
+    _raise_if_any_differs(differing, "Give every machine the same files.")
 
 
 def _check_same_config(config: RunConfig, resume: bool) -> None:
     """Raise `InputError` on every rank if a rank's settings differ from rank 0's, which can happen with torchrun."""
-    # Not validated: another version may have other settings.
-    resumes, first = broadcast_object((resume, config.model_dump()))
+    # As plain data: if a rank runs another version, its settings may be unknown here.
+    rank0_resume, rank0_settings = broadcast_object((resume, config.model_dump()))
     if config.engine.precision == "auto":  # rank 0 has the precision that an earlier start resolved
-        config = with_precision(config, first["engine"]["precision"])
-    mine = config.model_dump()
+        config = with_precision(config, rank0_settings["engine"]["precision"])
+    settings = config.model_dump()
     # `check_same_data` would not compare data that only one rank reads, and the ranks' collectives would not match.
     missing = [
         f"{name} ({old or 'none'} -> {new or 'none'})"
-        for name, (old, new) in changes(first, mine).items()
+        for name, (old, new) in changes(rank0_settings, settings).items()
         if name in _PATHS and not (old and new)
     ]
-    _refuse(
+    _raise_if_any_differs(
         [
-            *differences(first, mine, ignore=_MACHINE_SPECIFIC),
+            *differences(rank0_settings, settings, ignore=_MACHINE_SPECIFIC),
             *missing,
-            *([f"--resume ({resumes} -> {resume})"] if resume != resumes else []),
+            *([f"--resume ({rank0_resume} -> {resume})"] if resume != rank0_resume else []),
         ],
         "Start all workers with the same config and overrides.",
     )
 
 
-def _refuse(differing: Sequence[str], advice: str) -> None:
+def _raise_if_any_differs(differing: Sequence[str], advice: str) -> None:
     """Raise `InputError` on every rank if a rank has `differing` settings or data, listed with both values."""
-    for rank, (host, theirs) in enumerate(gather_objects((socket.gethostname(), list(differing)))):
-        if theirs:
-            raise InputError(f"worker {rank} on {host} differs from worker 0: {', '.join(theirs)}. {advice}")
+    for rank, (host, listed) in enumerate(gather_objects((socket.gethostname(), list(differing)))):
+        if listed:
+            raise InputError(f"worker {rank} on {host} differs from worker 0: {', '.join(listed)}. {advice}")
 
 
 def check_shared(config: RunConfig, worker: Worker) -> None:
@@ -263,12 +263,13 @@ def check_shared(config: RunConfig, worker: Worker) -> None:
             stack.callback(marker.unlink, missing_ok=True)
             with disk_errors(marker):
                 marker.touch()
-        first: Path = gather_objects(marker)[0]
-        blind = [rank for rank, sees in enumerate(gather_objects((config.folder / first.name).exists())) if not sees]
-    if blind:
+        marker = gather_objects(marker)[0]
+        seen = gather_objects((config.folder / marker.name).exists())
+    if False in seen:
         advice = f"Set {RUNS_VARIABLE} on all machines to one folder that they share, or run_dir to a path."
         raise InputError(
-            f"run_dir: {config.address or first.parent}: worker {blind[0]} does not see {first.parent} of worker 0. "
+            f"run_dir: {config.address or marker.parent}: worker {seen.index(False)} does not see {marker.parent} of "
+            f"worker 0. "
             f"{advice if config.address else 'Set it to a folder that all machines share.'}"
         )
 
@@ -283,9 +284,9 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
             that differs from rank 0's.
     """
 
-    def find(content: bool) -> str | None:
+    def find(verify_content: bool) -> str | None:
         store.remove_leftovers(checkpoints)
-        latest = store.latest(checkpoints, set_aside=True, content=content)
+        latest = store.latest(checkpoints, set_aside=True, content=verify_content)
         return latest and latest.name
 
     def damage(checkpoint: Path) -> str | None:
@@ -307,7 +308,7 @@ def latest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
     return name and checkpoints / name
 
 
-def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Watchdog:
+def make_watchdog(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Watchdog:
     """Return the watchdog. It terminates this process if a rank hangs, even during startup, so that it restarts."""
     return Watchdog(
         worker.rank,
@@ -322,10 +323,10 @@ def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Watc
 
 
 def total_matmul_peak(engine: Engine) -> float:
-    """Measure the matmul peak of all workers together at the engine's precision, FLOP/s."""
-    device, kind = str(engine.device), engine.settings.resolved_precision
+    """Measure the matmul peak of all workers together in the engine's precision, in FLOP/s."""
+    device, dtype = str(engine.device), engine.settings.resolved_precision
     if engine.world_size == 1:
-        return precision.matmul_peak(device, kind)
+        return precision.matmul_peak(device, dtype)
     engine.workers.barrier()  # all measure simultaneously, as in training
-    mine = precision.measure_matmul(device, kind, concurrent=True)
-    return engine.workers.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()
+    own_peak = precision.measure_matmul(device, dtype, concurrent=True)
+    return engine.workers.sum_over_workers(torch.tensor([own_peak], dtype=torch.float64, device=engine.device)).item()

@@ -1,4 +1,4 @@
-"""One step of the training loop: launched, and its outcome."""
+"""A step of the training loop, as launched on the device; its outcome, and the reason for a rollback."""
 
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
@@ -12,15 +12,15 @@ class TrainingFailure:
     """The reason for a rollback to a checkpoint: the last steps were harmful."""
 
     reason: str  # one clause, for messages
-    remedy: str = ""  # continues "Lower the learning rate"
+    remedy: str = ""  # continues the sentence "Lower the learning rate"
 
 
 class StepOutcome(NamedTuple):
     """The outcome of one step, the same on all ranks."""
 
-    stop: bool  # training is to stop after this step
+    stop: bool  # whether training must stop after this step
     failure: TrainingFailure | None
-    save: bool = False  # `checkpoint.every_minutes` have passed
+    save: bool = False  # whether `checkpoint.every_minutes` have passed
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class LaunchedStep(Generic[S]):
     """A step launched on the device, whose numbers may not be available yet.
 
     Attributes:
-        number: 0-based number of the step.
+        index: 0-based index of the step.
         step: its batches.
         rate: its learning rate.
-        part: the validation set of its phase.
-        numbers: fp64 [n + 6]: the totals; stops, due saves, failed saves, FLOPs, seconds waited for data, of all ranks;
-            the gradients' norm.
+        validation_set: name of its phase's validation set.
+        numbers: fp64 [n + 6]. Sums over all ranks: the n totals; stop requests, due saves, failed saves, FLOPs, seconds
+            of waiting for data. Then the gradient norm.
     """
 
-    number: int
+    index: int
     step: S
     rate: float
-    part: str
+    validation_set: str
     numbers: PendingCopy

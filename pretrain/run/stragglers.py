@@ -1,8 +1,8 @@
 """Measures how long each rank computes and waits for data, to find a rank that slows down the others.
 
 A step takes equally long on all ranks, since they wait for one another. The times of forward passes show which rank is
-slow. The only waits in them are for other ranks' weights. On CPUs these waits are subtracted; on GPUs and with ZeRO 3
-they are not, and can hide a slow rank.
+slow. Within a forward pass a rank waits only for other ranks' weights. On CPUs these waits are subtracted; on
+GPUs and with ZeRO 3 they are not, and can hide a slow rank.
 """
 
 import contextlib
@@ -21,27 +21,27 @@ from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-# A straggler is reported if it was slow in every record of this time span, and of at least this many records.
-_RECORDS = 3
-_FACTOR = 1.5  # of the median of the other ranks
-_SECONDS = 10.0
-_NOISE_SECONDS = 0.005  # of a forward pass
+_SLOW_FACTOR = 1.5  # a rank is slow if its forward passes take this many times the median of the others,
+_NOISE_SECONDS = 0.005  # plus this many seconds
+# A straggler is reported if it was slow in this many consecutive records, over at least this time.
+_MIN_RECORDS = 3
+_MIN_SECONDS = 10.0
 STALL_SECONDS = 5.0  # a wait for one batch of at least this length is an event
 
 
 class RankTimes:
     """Seconds of this rank since the last record, gathered from all ranks for each record.
 
-    A rank is a straggler if its forward passes take `_FACTOR` times the median of the others.
+    A rank whose forward passes take `_SLOW_FACTOR` times the median of the others is a straggler.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._seconds, self._passes = 0.0, 0
-        self._events: list[tuple[Any, Any]] = []  # CUDA: start and end of each forward pass
-        self._slow: dict[int, _Slow] = {}
-        self.waited = 0.0  # for batches
-        self._longest_wait = 0.0  # for one batch
+        self._events: list[tuple[Any, Any]] = []  # on GPUs: start and end of each forward pass
+        self._slow: dict[int, _SlowRank] = {}
+        self.waited = 0.0  # seconds of waiting for batches
+        self._longest_wait = 0.0  # seconds of the longest wait for one batch
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -65,8 +65,8 @@ class RankTimes:
     def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
         """Return each rank's seconds since the last record: the mean of a forward pass, and the wait for data.
 
-        A rank that is a straggler in all records for a while is reported in the log and by an event. A long wait for a
-        batch is an event, too, with the rank that waited longest. Call it on every rank.
+        A rank that remains a straggler is reported in the log and by an event. A long wait for a batch is an event,
+        too, with the rank that waited longest. Every rank must call this.
 
         Args:
             recorder: records the events.
@@ -93,11 +93,11 @@ class RankTimes:
 
     def report_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
         """Record ranks whose forward passes (seconds, by rank) stay slow."""
-        now, times = time.monotonic(), find_stragglers(forward, _FACTOR)
-        self._slow = {rank: self._slow.get(rank, _Slow(now)) for rank in sorted(times)}
+        now, times = time.monotonic(), find_stragglers(forward, _SLOW_FACTOR)
+        self._slow = {rank: self._slow.get(rank, _SlowRank(now)) for rank in sorted(times)}
         for rank, slow in self._slow.items():
             slow.records += 1
-            if slow.is_reported or slow.records < _RECORDS or now - slow.since < _SECONDS:
+            if slow.is_reported or slow.records < _MIN_RECORDS or now - slow.since < _MIN_SECONDS:
                 continue
             slow.is_reported = True
             message = f"rank {rank} takes {times[rank]:.1f} times as long as the others' median for a forward pass"
@@ -106,7 +106,7 @@ class RankTimes:
 
 
 @dataclass
-class _Slow:
+class _SlowRank:
     """A rank that was a straggler in all records since a time of `time.monotonic()`."""
 
     since: float

@@ -16,9 +16,9 @@ class Step(Protocol):
     @property
     def micro_batches(self) -> tuple[Any, ...]: ...
     @property
-    def sequences(self) -> int: ...  # global
+    def sequences(self) -> int: ...  # of all ranks
     @property
-    def tokens(self) -> int: ...  # global
+    def tokens(self) -> int: ...  # of all ranks
     @property
     def epoch(self) -> int: ...
 
@@ -34,18 +34,18 @@ class TrainingTask(Protocol[S]):
     """
 
     def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[S]:
-        """Yield the steps from the 0-based `start_step` to the end of training; `skipped` is `skip`'s result, or {}."""
+        """Yield the steps from the 0-based `start_step` to the end; `skipped` is a result of `skip`, or {}."""
         ...
 
     def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON state with which `batches` restarts at `step` with the data that follows the `failed` step.
+        """Return the `skipped` (JSON) with which `batches` restarts at `step`, with the data after the `failed` step.
 
-        `skipped` is the value with which `batches` was last called.
+        The argument `skipped` is the value with which `batches` was last called.
         """
         ...
 
     def largest(self) -> S:
-        """Return a step of one micro-batch, of the largest possible size."""
+        """Return a step of a single micro-batch of the largest possible size."""
         ...
 
     def loss_weights(self, step: S) -> tuple[float, ...]:
@@ -57,7 +57,7 @@ class TrainingTask(Protocol[S]):
         ...
 
     def totals(self, output: Any) -> Tensor:
-        """Return the sums of one micro-batch, fp32 [n]."""
+        """Return the sums of one micro-batch that `metrics` needs, fp32 [n]."""
         ...
 
     def counts(self, step: S) -> Tensor:
@@ -69,11 +69,11 @@ class TrainingTask(Protocol[S]):
         ...
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
-        """Return means by name, including `loss`."""
+        """Return the metrics by name, including `loss`: totals divided by counts."""
         ...
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
-        """Return means over the held-out samples by name, including `loss`; {} if there are no samples."""
+        """Return metrics of the held-out samples by name, including `loss`; {} if there are no samples."""
         ...
 
     def to_minimize(self, means: dict[str, float]) -> float:

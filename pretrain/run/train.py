@@ -48,14 +48,14 @@ from pretrain.training.engine import Engine, InitialWeights, broadcast_object, g
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import scaled_groups
 
-LAUNCHING = (objective_of.__module__,)  # modules that only launch kernels on a GPU
-_FETCH_SECONDS = 86400.0  # limit for fetching a corpus to this machine
+LAUNCHING = (objective_of.__module__,)  # modules that only launch GPU kernels, for the watchdog
+_FETCH_SECONDS = 86400.0  # time limit for fetching a corpus to this machine
 
 logger = logging.getLogger(__name__)
 
 
 def main(request: TrainingRequest, worker: Worker) -> None:
-    """Train `request.config` (of a PretrainConfig), from the latest checkpoint with `request.resume`.
+    """Train `request.config` (values of a `PretrainConfig`); with `request.resume`, from the latest checkpoint.
 
     Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
@@ -65,9 +65,9 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
         check_same_data(corpora.fingerprints())
-        rows = config.model.rows(corpora.domain.vocabulary_size)
-        config = with_chosen_graphs(config, rows, device)
-        objective = objective_of(config, rows)
+        vocabulary_rows = config.model.rows(corpora.domain.vocabulary_size)
+        config = with_chosen_graphs(config, vocabulary_rows, device)
+        objective = objective_of(config, vocabulary_rows)
         objective.build(read_frozen)
         for frozen in objective.identity.values():
             check_same_data({objective.setting: frozen["fingerprint"]})
@@ -82,13 +82,13 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         )
         objective.to(engine.device, torch_dtype(config.engine.resolved_precision))
 
-        task = Pretraining(config, corpora, objective, engine, device, _machines(engine, worker))
+        task = Pretraining(config, corpora, objective, engine, device, _count_machines(engine, worker))
         continuation.identity["mixtures"] = task.mixtures
 
         def initialize() -> None:
             continuation.initialize(engine)
-            if first := objective.initial_weights():
-                engine.load(InitialWeights(first))
+            if weights := objective.initial_weights():
+                engine.load(InitialWeights(weights))
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
             check_state(state, checkpoint, config, corpora.training, task.mixtures)
@@ -98,19 +98,19 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         card = config.corpus.folder / "card.json"
         training = Training(
             task,
-            _plan(config),
+            _make_plan(config),
             job_type="pretrain",
             card={"corpus_card": json.loads(card.read_text(encoding="utf-8")) if card.is_file() else {}},
             identity=continuation.identity,
             check=check,
-            finish=lambda tracker: _export(config, tracker),
+            finish=lambda tracker: _export_to_wandb(config, tracker),
             initialize=initialize,
         )
         run(training, engine, worker, request)
         engine.close()
 
 
-def with_chosen_graphs(config: PretrainConfig, rows: int, device: torch.device) -> PretrainConfig:
+def with_chosen_graphs(config: PretrainConfig, vocabulary_rows: int, device: torch.device) -> PretrainConfig:
     """Return `config` with `engine.cuda_graphs: auto` resolved on GPUs: rank 0 chooses for all ranks."""
     if device.type == "cpu" or config.engine.cuda_graphs != "auto":
         return config
@@ -121,12 +121,12 @@ def with_chosen_graphs(config: PretrainConfig, rows: int, device: torch.device) 
         lengths: list[Any] = [None] * len(config.phases)
         with contextlib.suppress(InputError):  # the loader reports problems of the text
             lengths = mean_lengths(config) or lengths
-        enabled, reason = choose_graphs(config, rows, lengths, gpus, min(memory))
+        enabled, reason = choose_graphs(config, vocabulary_rows, lengths, gpus, min(memory))
         logger.info("engine.cuda_graphs: %s; %s", "on" if enabled else "off", reason)
     return with_graphs(config, broadcast_object(enabled))
 
 
-def _machines(engine: Engine, worker: Worker) -> int:
+def _count_machines(engine: Engine, worker: Worker) -> int:
     """Return the number of machines if each has the same number of consecutive ranks; otherwise 1."""
     ranks, size = engine.world_size, worker.local_world_size
     sums = torch.tensor([size, size**2, worker.rank % size != worker.local_rank], dtype=torch.float64)
@@ -134,7 +134,7 @@ def _machines(engine: Engine, worker: Worker) -> int:
     return ranks // size if sums.tolist() == [ranks * size, ranks * size**2, 0] and not ranks % size else 1
 
 
-def _plan(config: PretrainConfig) -> TrainingPlan:
+def _make_plan(config: PretrainConfig) -> TrainingPlan:
     return TrainingPlan(
         config,
         total_steps=config.total_steps,
@@ -142,13 +142,13 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
         evaluate_every_steps=config.evaluation.every_steps,
         checkpoint_every_steps=config.checkpoint.every_steps,
         weight_decay=lambda step: config.weight_decay(config.phase_at(step)[0]),
-        averages=config.averaged_steps,
+        averaged_steps=config.averaged_steps,
         evaluate_first=bool(config.start_from),
     )
 
 
-def _export(config: PretrainConfig, tracker: Tracker) -> None:
-    """Export the run's last checkpoint as an artifact if W&B mirrors the run (on rank 0)."""
+def _export_to_wandb(config: PretrainConfig, tracker: Tracker) -> None:
+    """Export the last checkpoint and log it as a W&B artifact, if this rank's tracker mirrors the run to W&B."""
     if not tracker.mirrored:
         return
     hf.export_run(config.folder, config.folder / "export")
@@ -171,27 +171,27 @@ class Pretraining:
         self._config, self._shards, self._objective = config, corpora.training, objective
         self._engine, self._device = engine, device
         self._loader: Loader | None = None
-        self._stalled_before = 0.0
-        self._phase = 0
-        self._steps = 0  # started so far
+        self._stalled_before = 0.0  # seconds of waiting for earlier loaders
+        self._phase = 0  # index of the current phase
+        self._steps = 0  # number of steps started so far
         self._history: AttentionHistory | None = None
-        if len(objective.shapes) == 1:  # with two models, one may use the other's embeddings
+        if len(objective.shapes) == 1:  # with two, a model may use the other's embeddings
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
         self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}
-        self._general: dict[int, list[StepBatch]] = {}
+        self._general_validation: dict[int, list[StepBatch]] = {}
         self._grown = corpora.held_out.grown
-        self.mixtures: list[list[list[Any]]] = []  # of each phase, as `Sampler.identity`
+        self.mixtures: list[list[list[Any]]] = []  # `Sampler.identity` of each phase
         ranks: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
-        for number, phase in enumerate(config.phases):  # report errors of later phases now, not after hours of training
+        for number, phase in enumerate(config.phases):  # raise errors of later phases now
             maker = BatchMaker(self._shards, config, number, seed=config.seed, machines=machines, **ranks)
             maker.check_batch()
             self.mixtures.append(maker.sampler.identity)
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
                 self._exchange = Exchange(engine.workers.new_cpu_group(collective_timeout(config)))
             self._validation[number] = validation_batches(corpora.held_out, config, number, **ranks)
-            if corpora.replay_corpus is not None:
-                self._general[number] = validation_batches(corpora.replay_corpus, config, number, **ranks)
+            if corpora.general_held_out is not None:
+                self._general_validation[number] = validation_batches(corpora.general_held_out, config, number, **ranks)
 
     def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
@@ -212,8 +212,8 @@ class Pretraining:
         return asdict(make_rollback(self._shards, self._config, step, failed, before))
 
     def largest(self) -> StepBatch:
-        lengths = full_lengths(self._config, self._engine.world_size)
-        batch = full_batch(self._config, lengths, self._shards.vocabulary_size)
+        lengths = largest_lengths(self._config, self._engine.world_size)
+        batch = make_full_batch(self._config, lengths, self._shards.vocabulary_size)
         if self._config.engine.cuda_graphs is True:
             batch = with_filler(batch, max(lengths))
         step = StepBatch(
@@ -241,9 +241,9 @@ class Pretraining:
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         means = self._means(engine, self._validation[self._phase])
-        general = self._means(engine, self._general.get(self._phase, []))
+        general = self._means(engine, self._general_validation.get(self._phase, []))
         if self._history is not None:
-            # Rank 0 records; the others only contribute their parts of the weights.
+            # Only rank 0 records; the other ranks contribute their parts of the weights.
             with self._engine.whole_parameters() as parameters:
                 if self._engine.rank == 0:
                     self._history.record(self._steps, parameters, self._config.model_in(self._phase))
@@ -259,7 +259,7 @@ class Pretraining:
         for source in sources:
             of_source = [step for step in steps if step.text == source]
             outputs = ((engine.forward(mb.to(self._device)), step) for step in of_source for mb in step.micro_batches)
-            sums.append(torch.stack([self.totals(output).double() / one.copies for output, one in outputs]).sum(0))
+            sums.append(torch.stack([self.totals(output).double() / step.copies for output, step in outputs]).sum(0))
             counts.append(torch.stack([self.counts(step) / step.copies for step in of_source]).sum(0))
         totals = torch.stack(sums)
         engine.workers.sum_over_workers(totals)
@@ -288,8 +288,8 @@ class Pretraining:
             self._exchange.close()
         self._shards.close()
 
-    def _rotate(self) -> None:
-        """Set the model's rotary frequencies to the phase's; CUDA graphs of other phases are not replayed."""
+    def _set_rotary_bases(self) -> None:
+        """Set the RoPE bases of the phase in the model, and select the CUDA graphs that were recorded with them."""
         phase = self._config.phases[self._phase]
         self._engine.variant = phase.rotary_base, phase.local_rotary_base
         model = self._config.model_in(self._phase)
@@ -298,12 +298,12 @@ class Pretraining:
                 module.use_rotary_bases(model.rotary_base, model.local_rotary_base)
 
     def open_loader(self, phase: int, start_step: int, rollback: Rollback | None) -> None:
-        """Open the loader at a step of a phase; `rollback` as for `Loader`."""
+        """Open the loader at step `start_step` of the phase; `rollback` is passed to `Loader`."""
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
         self._phase = phase
-        self._rotate()
+        self._set_rotary_bases()
         started_at = time.perf_counter()
         self._loader = Loader(
             self._shards,
@@ -345,39 +345,39 @@ def _check_mixtures(
     shards: TokenShards,
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
-    """Raise `InputError` if the phases started so far would have read different text. Sources may have been added."""
-    available = {shards.source_fingerprint(number) for number in range(len(shards.sources))}
-    for number, before in zip(_started_phases(config, state["step"]), state["mixtures"], strict=False):
-        if difference := _mixture_difference(before, mixtures[number], number, available):
+    """Raise `InputError` if the config changes the text of phases that have started. Sources may have been added."""
+    available = {shards.source_fingerprint(index) for index in range(len(shards.sources))}
+    for phase, old in zip(_started_phases(config, state["step"]), state["mixtures"], strict=False):
+        if difference := _mixture_difference(old, mixtures[phase], phase, available):
             raise InputError(f"{checkpoint}: {difference}")
 
 
 def _started_phases(config: PretrainConfig, step: int) -> range:
-    """Return the numbers of the phases that have started after `step` steps."""
+    """Return the indices of the phases that have started after `step` steps."""
     if step >= config.total_steps:
         return range(len(config.phases))
-    number, step_in_phase = config.phase_at(step)
-    return range(number + (step_in_phase > 0))
+    index, step_in_phase = config.phase_at(step)
+    return range(index + (step_in_phase > 0))
 
 
-def _mixture_difference(before: list[list[Any]], now: list[list[Any]], phase: int, available: set[str]) -> str:
+def _mixture_difference(old: list[list[Any]], new: list[list[Any]], phase: int, available: set[str]) -> str:
     """Describe how the data of a started phase differs from before; "" if it does not.
 
-    `before` and `now` are as `Sampler.identity`; `available` are the fingerprints of the corpus's sources.
+    `old` and `new` are values of `Sampler.identity`; `available` are the fingerprints of the corpus's sources.
     """
-    if before == now:
+    if old == new:
         return ""
-    where, names = f"phases.{phase}", {fingerprint: name for name, fingerprint, _ in now}
-    known = {fingerprint: name for name, fingerprint, _ in before}
-    added = [name for fingerprint, name in names.items() if fingerprint not in known]
-    if lost := [name for fingerprint, name in known.items() if fingerprint not in available]:
+    where, new_names = f"phases.{phase}", {fingerprint: name for name, fingerprint, _ in new}
+    old_names = {fingerprint: name for name, fingerprint, _ in old}
+    added = [name for fingerprint, name in new_names.items() if fingerprint not in old_names]
+    if lost := [name for fingerprint, name in old_names.items() if fingerprint not in available]:
         return (
             f"has read {' and '.join(lost)} in {where}, which is missing or changed in the corpus. Restore the "
             "corpus, or start a new run."
         )
-    if gone := [name for fingerprint, name in known.items() if fingerprint not in names]:
+    if omitted := [name for fingerprint, name in old_names.items() if fingerprint not in new_names]:
         return (
-            f"has read {' and '.join(gone)} in {where}, which now has no weight there. Restore it; later phases may "
+            f"has read {' and '.join(omitted)} in {where}, which now has no weight there. Restore it; later phases may "
             "omit it."
         )
     if added:
@@ -392,27 +392,27 @@ def _mixture_difference(before: list[list[Any]], now: list[list[Any]], phase: in
     )
 
 
-def full_lengths(config: PretrainConfig, workers: int) -> list[int]:
+def largest_lengths(config: PretrainConfig, workers: int) -> list[int]:
     """Return the sequence lengths of the largest micro-batch: the maximum, and a shorter one for the remainder."""
     longest = max(phase.sequence_length for phase in config.phases)
     count, rest = divmod(micro_batch_tokens(config, workers), longest)
-    return [*([rest] if rest > 2 else []), *[longest] * count]  # a sequence of two special tokens has nothing to mask
+    return [*([rest] if rest > 2 else []), *[longest] * count]  # two tokens, both special, leave nothing to mask
 
 
-def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
-    """Return a micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
+def make_full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
+    """Return a micro-batch of random tokens: sequences of these lengths, with as many masked tokens as possible."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     masked = [max(1, min(round(config.largest_masking_share * length), length - 2)) for length in lengths]
-    starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    rows = [start + 1 + i for start, count in zip(starts, masked, strict=True) for i in range(count)]
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    positions = [start + 1 + i for start, count in zip(starts, masked, strict=True) for i in range(count)]
     return MicroBatch(
         input_ids=torch.randint(vocabulary_size, (tokens,), generator=generator),
         token_types=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=torch.tensor([*starts, tokens], dtype=torch.int32),
-        masked_rows=torch.tensor(rows),
-        masked_labels=torch.zeros(len(rows), dtype=torch.int64),
+        masked_rows=torch.tensor(positions),
+        masked_labels=torch.zeros(len(positions), dtype=torch.int64),
         nsp_labels=torch.zeros(len(lengths) if config.pairs.has_classifier else 0, dtype=torch.int64),
         token_keys=torch.randint(-(2**31), 2**31 - 1, (tokens,), generator=generator).int(),
         lengths=tuple(lengths),

@@ -24,8 +24,8 @@ def warmup_step(
 ) -> None:
     """Take a step with the largest micro-batch, then restore the checkpoint of `progress`.
 
-    The training state is then bitwise equal to that checkpoint: the one that the run is `resumed` from, which need not
-    have been restored before, or else one that is written here first, as step 0.
+    The training state is then bitwise equal to that checkpoint: `resumed`, which need not have been restored before, or
+    for a new run the checkpoint of step 0, which is written here first.
 
     Raises:
         MachineError: the largest micro-batch does not fit on the device.
@@ -39,11 +39,11 @@ def warmup_step(
     weights = task.loss_weights(step)
     try:
         # A second micro-batch needs memory in addition to the first one's gradients; a resumed run has tested this.
-        lasts = (True,) if progress.step else (False, True)
-        if engine.records_passes:  # CUDA graphs keep their memory while other shapes are launched
+        last_flags = (True,) if progress.step else (False, True)
+        if engine.uses_cuda_graphs:  # they keep their memory while other shapes run without graphs
             for _ in range(WARMUP_PASSES + 1):
-                _take_step(engine, forward_backward.run, step.micro_batches[0], weights, lasts)
-        _take_step(engine, forward_backward.launch, step.micro_batches[0], weights, lasts)
+                _take_step(engine, forward_backward.run, step.micro_batches[0], weights, last_flags)
+        _take_step(engine, forward_backward.run_without_graph, step.micro_batches[0], weights, last_flags)
     except torch.OutOfMemoryError as error:
         raise MachineError(
             "engine.micro_batch_tokens: the largest micro-batch does not fit on the device. Lower it, or use a higher "
@@ -53,8 +53,8 @@ def warmup_step(
 
 
 def _take_step(
-    engine: Engine, run: Callable[..., Any], micro_batch: Any, weights: Sequence[float], lasts: Sequence[bool]
+    engine: Engine, run: Callable[..., Any], micro_batch: Any, weights: Sequence[float], last_flags: Sequence[bool]
 ) -> None:
-    for last in lasts:
+    for last in last_flags:
         run(micro_batch, weights, last=last)
     engine.step(learning_rate=0.0)

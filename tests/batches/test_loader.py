@@ -17,7 +17,7 @@ from pretrain.batches.loader import BatchMaker, Loader, held_out_texts, validati
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.run.train import full_lengths
+from pretrain.run.train import largest_lengths
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_seed_and_epoch_change_the_samples(shards):
 @pytest.mark.parametrize("budget", [120, 125, 128])
 def test_the_rehearsed_micro_batch_is_as_large_as_any(shards, budget):
     config = run_config(budget=budget)
-    largest = full_lengths(config, 1)
+    largest = largest_lengths(config, 1)
     assert sum(largest) == budget
     assert max(sum(micro.lengths) for step in load(shards, config)[0] for micro in step.micro_batches) > budget - 8
 

@@ -35,7 +35,7 @@ from pretrain.planning.roofline import Gpu, gpu_of, step_times
 from pretrain.planning.work import phase_work
 from pretrain.run import session
 from pretrain.run.forward_backward import ForwardBackward
-from pretrain.run.train import full_batch
+from pretrain.run.train import make_full_batch
 from tests.bench import aligned
 from tests.bench.baselines import bench_config
 from tests.distributed import engine_of
@@ -196,7 +196,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     objective.build(read_frozen)
     engine = engine_of(objective.model, config.optimizer, config.weight_decay(0), **config.engine.model_dump())
     engine.module.train()
-    micro = full_batch(config, [case.length] * case.sequences, case.vocabulary)
+    micro = make_full_batch(config, [case.length] * case.sequences, case.vocabulary)
     sizes = case.sequences, case.sequences * case.length, len(micro.masked_rows)
     batch = StepBatch((micro,), *sizes, epoch=0, first_sample=0).to(device)
     forward_backward, weights = ForwardBackward(engine, objective), objective.loss_weights(batch)

@@ -66,7 +66,7 @@ def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
     config = load_config(path, [f"tracking.{setting}", f"run_dir={folder}"])
     with (
         pytest.raises(InputError) as caught,
-        preflight.run_folder(config, None, changed_for_resume, resume=False),
+        preflight.checked_run_folder(config, None, changed_for_resume, resume=False),
     ):
         pass
     assert str(caught.value).startswith(f"tracking.{message}")
@@ -78,7 +78,7 @@ def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
     assert load_config(folder / "config.yaml") == config
     for changes in ([], [f"tracking.{setting}", "tracking.wandb=off"]):
         changed = load_config(path, [*changes, f"run_dir={folder}"])
-        with preflight.run_folder(changed, config, changed_for_resume, resume=True):
+        with preflight.checked_run_folder(changed, config, changed_for_resume, resume=True):
             pass
 
 

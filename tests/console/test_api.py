@@ -191,8 +191,10 @@ def test_a_start_may_be_a_result_a_path_or_the_name_of_a_run(place: Path) -> Non
 
 def test_a_job_is_submitted_as_the_command_line_does(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(client.Jobs, "__init__", lambda jobs, address, **_: setattr(jobs, "shown", address))
-    monkeypatch.setattr(client.Jobs, "submit", lambda jobs, job, **given: started.append((jobs.shown, job, given)))
+    monkeypatch.setattr(client.JobsClient, "__init__", lambda jobs, address, **_: setattr(jobs, "safe_url", address))
+    monkeypatch.setattr(
+        client.JobsClient, "submit", lambda jobs, job, **given: started.append((jobs.safe_url, job, given))
+    )
     cluster.submit(pretrain.train, load_config(TINY), address="a", workers="2-4")
     ((address, job, given),) = started
     assert (address, job.name, job.workers, given) == ("a", "tiny", (2, 4), {"wait_for_nodes": False})

@@ -344,7 +344,7 @@ def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.Mo
 def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Calls, capsys):
     from pretrain.run import preflight
 
-    with preflight.only_run(Path("runs/trial")):
+    with preflight.locked_run(Path("runs/trial")):
         assert cli("pretrain", config_file) == 2
     assert error_of(capsys).startswith("error: runs/trial: another process is training in it.")
     assert calls == []

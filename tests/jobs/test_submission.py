@@ -59,10 +59,10 @@ def ray_job(name: str, **fields: Any) -> Any:
     return SimpleNamespace(submission_id=name, **{**usual, **fields})
 
 
-def jobs_of(ray: Any = None) -> client.Jobs:
+def jobs_of(ray: Any = None) -> client.JobsClient:
     """Our client of a cluster, with `ray` as Ray's."""
-    cluster = client.Jobs.__new__(client.Jobs)
-    cluster.address = cluster.shown = "http://127.0.0.1:8265"
+    cluster = client.JobsClient.__new__(client.JobsClient)
+    cluster.address = cluster.safe_url = "http://127.0.0.1:8265"
     cluster.client = ray
     return cluster
 
@@ -86,11 +86,11 @@ def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkey
     assert client.job_metadata(read(config))["run_dir"] == "/shared/runs/trial"
     job = ray_job("trial", metadata=metadata)
     assert "run folder s3://bucket/trial" in client.describe(job)
-    assert client.progress(job) == []
+    assert client.progress_lines(job) == []
     folder = tmp_path / "shared/s3/bucket/trial"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 2.0, "tokens_per_second": 7}) + "\n")
-    assert client.progress(job) == ["step 3, loss 2.0000, 7 tokens/s"]
+    assert client.progress_lines(job) == ["step 3, loss 2.0000, 7 tokens/s"]
 
 
 def given_job(job: client.Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_run_has_one_name_everywhere(config: Path) -> None:
 def test_workers(config: Path, given: str | None, expected: tuple[int, int]) -> None:
     assert read(config, workers=given).workers == expected
     for wrong in ("0", "4-2", "two", "1-", "-3", ""):
-        with pytest.raises(InputError, match="expected a number of at least 1, or a range"):
+        with pytest.raises(InputError, match="expected an integer >= 1 or a range"):
             read(config, workers=wrong)
 
 
@@ -353,7 +353,7 @@ def test_a_wrong_token(tmp_path: Path, config: Path) -> None:
         address = address.replace("//", "//me:hunter2@")
         code, output = run(tmp_path, "list", "--address", address, RAY_AUTH_TOKEN="wrong")
     assert code == 2
-    assert "rejects this token. Unset RAY_AUTH_TOKEN, which is preferred to files, and put the" in output
+    assert "rejects this token. Unset RAY_AUTH_TOKEN, which overrides files, and put the" in output
     assert "//***@127.0.0.1" in output
     assert "hunter2" not in output
 
@@ -363,7 +363,7 @@ def test_a_wrong_token(tmp_path: Path, config: Path) -> None:
     [
         ([], [], 2, "No cluster is running on this machine. Give --address URL, or start one with ./launch.sh up."),
         (["--address", "http://127.0.0.1:9"], [], 3, "No cluster answers at http://127.0.0.1:9 ("),
-        (["--workers", "1" * 5000], [], 2, "expected a number of at least 1, or a range"),
+        (["--workers", "1" * 5000], [], 2, "expected an integer >= 1 or a range"),
         (["--dir", "s3://b/f"], [], 2, "is a remote address"),
         ([], ["--workers", "2"], 2, "such as --workers, go before it"),
         ([], ["--resume"], 2, "a job resumes without --resume"),
@@ -385,7 +385,7 @@ def test_mistakes_are_reported_before_anything_is_sent(
 def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Whoever reaches the cluster names jobs."""
     job = ray_job("[/red]a\x1b[2J", metadata={"bertrain": "[bold]"})
-    monkeypatch.setattr(client, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job], queued=lambda _: {}))
+    monkeypatch.setattr(client, "JobsClient", lambda *_, **__: SimpleNamespace(all=lambda: [job], queued=lambda _: {}))
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
     assert "[/red]a\\x1b[2J" in shown
@@ -399,7 +399,7 @@ def test_a_job_that_waits_is_named_as_such(monkeypatch: pytest.MonkeyPatch, caps
     asked = {"bertrain": "pretrain", "workers": "1"}
     jobs = [ray_job(name, metadata=asked, start_time=number) for number, name in enumerate(outputs)]
     cluster = jobs_of(SimpleNamespace(list_jobs=lambda: jobs[::-1], get_job_logs=outputs.__getitem__))
-    monkeypatch.setattr(client, "Jobs", lambda *_, **__: cluster)
+    monkeypatch.setattr(client, "JobsClient", lambda *_, **__: cluster)
     assert main(["list"]) == 0
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]] == ["running", "running", "queued"]
     assert main(["status", "waits"]) == 0
@@ -476,8 +476,8 @@ def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pyt
 # ---- the output of a job
 
 
-def following(monkeypatch: pytest.MonkeyPatch, ray: Any) -> client.Jobs:
-    monkeypatch.setattr(client.Jobs, "get", lambda *_: None)
+def following(monkeypatch: pytest.MonkeyPatch, ray: Any) -> client.JobsClient:
+    monkeypatch.setattr(client.JobsClient, "get", lambda *_: None)
     return jobs_of(ray)
 
 
@@ -571,8 +571,8 @@ def a_node(cpus: float, memory_gib: float = 0, *, head: bool = False) -> dict[st
 def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     cluster = jobs_of()
-    monkeypatch.setattr(client.Jobs, "all", lambda _: [])
-    monkeypatch.setattr(client.Jobs, "start", lambda _, name, *__: started.append(name))
+    monkeypatch.setattr(client.JobsClient, "all", lambda _: [])
+    monkeypatch.setattr(client.JobsClient, "start", lambda _, name, *__: started.append(name))
     monkeypatch.setattr(client, "alive_nodes", lambda _: [a_node(0, 8, head=True)])
     with pytest.raises(MachineError, match=r"has 0 CPU cores.* If nodes will be added, use --wait-for-nodes\."):
         cluster.submit(read(config))

@@ -24,7 +24,7 @@ from pretrain.objectives import objective_of
 from pretrain.planning import estimate, memory, roofline, work
 from pretrain.planning.text import mean_lengths
 from pretrain.run.continuation import Corpora
-from pretrain.run.train import full_batch
+from pretrain.run.train import make_full_batch
 from pretrain.training.engine import buckets, gradient_sums
 from tests.model.test_architecture import saved_bytes, saving_as_compiled  # noqa: F401
 from tests.tasks.refusals import refused
@@ -208,7 +208,7 @@ def test_activations_are_what_torch_saves(precision: Any, compile: bool, monkeyp
     working = dtype.itemsize * 1024 * (2 * 512 + 10 * 128)
     estimated = memory.memory_bytes(config, 1, 1, "cuda")["activations"] - working
     model = PretrainingModel(config.model, 64, compile=compile).to(dtype)
-    assert estimated == pytest.approx(saved_bytes(model, full_batch(config, [128] * 8, 64)), rel=0.05)
+    assert estimated == pytest.approx(saved_bytes(model, make_full_batch(config, [128] * 8, 64)), rel=0.05)
 
 
 def test_checkpointing_keeps_the_layers_inputs():
@@ -346,7 +346,7 @@ def test_a_mean_length_must_be_positive(length: float):
 
 
 def test_a_warmup_step_masks_a_token_however_rarely_training_does():
-    batch = full_batch(make_config(masking={"probability": 0.003}), [128, 64], 100)
+    batch = make_full_batch(make_config(masking={"probability": 0.003}), [128, 64], 100)
     assert batch.masked_rows.tolist() == [1, 129]
 
 

@@ -19,7 +19,7 @@ from pretrain.model.padded import PaddedEncoder
 from pretrain.reporting.attention.page import strongest_heads, write_attention_page
 from pretrain.reporting.attention.strips import strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, DisplayTokens
-from pretrain.run.attention.kinds import KINDS, HeadStatistics, MarkedTokens
+from pretrain.run.attention.kinds import KINDS, HeadStatistics, TokenMarks
 from tests import parity
 from tests.tasks.refusals import refused
 
@@ -103,10 +103,10 @@ def test_tokens_are_shown_as_in_the_text(bert: AttentionModel) -> None:
     assert np.flatnonzero(marked.first).tolist() == [0]
     assert [tokens.spellings[at] for at in np.flatnonzero(marked.separator)] == ["[SEP]", "[SEP]"]
     assert [tokens.spellings[at] for at in np.flatnonzero(marked.punctuation)] == [",", "."]
-    assert len(set(marked.place[zebra : zebra + 5])) == 1
+    assert len(set(marked.word_index[zebra : zebra + 5])) == 1
     film, again = 2, tokens.spellings.index("Film")
     assert marked.word[film] == marked.word[again]
-    assert marked.place[film] != marked.place[again]
+    assert marked.word_index[film] != marked.word_index[again]
     assert (marked.word[[0, -1]] == -1).all()
     assert tokens.token_types.tolist() == [0] * (len(tokens) - 5) + [1] * 5
 
@@ -124,7 +124,7 @@ def hand_made() -> DisplayTokens:
     """[CLS] a b ##c , a [SEP] with the words a, bc and the comma."""
     ids = np.array([2, 10, 11, 12, 13, 10, 3])
     first, separator = ids == 2, ids == 3
-    marked = MarkedTokens(
+    marked = TokenMarks(
         ids, first, separator, ids == 13, np.array([-1, 0, 1, 1, 2, 0, -1]), np.array([-1, 0, 1, 1, 2, 3, -1])
     )
     return DisplayTokens(tuple("CabcdaS"), (False,) * 7, np.zeros(7, np.int64), marked)
@@ -139,7 +139,7 @@ def random_weights(length: int, layers: int = 2, heads: int = 3, seed: int = 0) 
 def test_shares_and_entropy_follow_their_definitions() -> None:
     """Against loops over pairs of tokens, for two texts of different lengths."""
     marked = hand_made().marked
-    shorter = MarkedTokens(**{name: values[:-1] for name, values in marked.__dict__.items()})
+    shorter = TokenMarks(**{name: values[:-1] for name, values in marked.__dict__.items()})
     texts = [(marked, random_weights(7)), (shorter, random_weights(6, seed=1))]
     statistics = HeadStatistics()
     for marked, weights in texts:
@@ -183,7 +183,7 @@ def test_a_head_of_even_weights_has_the_even_figures_and_one_of_zeros_no_entropy
 def test_a_word_of_several_tokens_occurs_elsewhere() -> None:
     ids = np.array([5, 6, 7, 5, 6])
     no = np.zeros(5, bool)
-    marked = MarkedTokens(ids, no, no, no, np.array([0, 0, 1, 0, 0]), np.array([0, 0, 1, 2, 2]))
+    marked = TokenMarks(ids, no, no, no, np.array([0, 0, 1, 0, 0]), np.array([0, 0, 1, 2, 2]))
     same_word = marked.selectors()[list(KINDS).index("same_word")]
     assert same_word[0].tolist() == [0, 0, 0, 1, 1]
     assert same_word[2].tolist() == [0] * 5

@@ -85,7 +85,7 @@ def test_it_does_not_depend_on_workers_or_stage(runs: dict[str, Path], corpus: P
     one, three = read_history(tmp_path / "one"), read_history(runs["with"])
     assert one["picture"] == three["picture"]
     for mine, theirs in zip(one["records"], three["records"], strict=True):
-        for kind in history.RECORDED:
+        for kind in history.RECORDED_KINDS:
             assert np.allclose(mine["shares"][kind], theirs["shares"][kind], atol=2e-4)
 
 
@@ -104,7 +104,7 @@ def test_a_record_has_shares_of_every_head_and_matrices_of_some(model: Any, corp
     found = read_history(tmp_path)
     (record,) = found["records"]
     assert record["step"] == 7
-    for kind in history.RECORDED:
+    for kind in history.RECORDED_KINDS:
         shares = np.array(record["shares"][kind])
         assert shares.shape == (5, 8)
         assert 0 <= shares.min() <= shares.max() <= 1
@@ -186,9 +186,9 @@ def test_the_report_draws_heads_and_kinds_over_the_steps(runs: dict[str, Path], 
     page.assert_stands_alone()
     assert page.html.count('<svg class="matrix"') == 3 * 3  # heads, evaluations
     titles = [curve["name"] for chart in page.charts for curve in chart]
-    assert titles.count("mean of all heads") == len(history.RECORDED) + 1
+    assert titles.count("mean of all heads") == len(history.RECORDED_KINDS) + 1
     kinds = [chart for chart in page.charts if chart[-1]["name"] == "mean of all heads"]
-    strongest, mean = kinds[history.RECORDED.index("previous")]
+    strongest, mean = kinds[history.RECORDED_KINDS.index("previous")]
     assert strongest["name"] == "head 2-1"
     assert [curve["points"][-1][3] for curve in (strongest, mean)] == [percent(0.7), percent(0.35)]
     assert "Head 2-1: 70% to the previous token" in page.text
@@ -209,9 +209,9 @@ def test_a_picture_shades_the_fields_by_the_root_of_their_weight() -> None:
 
 def test_pictures_are_of_different_heads_for_different_kinds() -> None:
     heads = [[0, 0], [0, 1], [1, 0], [1, 1]]
-    shares: dict[str, Any] = {kind: [[0.1, 0.1], [0.1, 0.1]] for kind in history.RECORDED}
+    shares: dict[str, Any] = {kind: [[0.1, 0.1], [0.1, 0.1]] for kind in history.RECORDED_KINDS}
     shares["previous"] = [[0.9, 0.8], [0.1, 0.1]]
     shares["next"] = [[0.5, 0.4], [0.1, 0.1]]
-    chosen = progress.distinct_heads(heads, shares, dict.fromkeys(history.RECORDED, 0.1))
+    chosen = progress.distinct_heads(heads, shares, dict.fromkeys(history.RECORDED_KINDS, 0.1))
     assert chosen[:2] == [(0, "previous", 0.9), (1, "next", 0.4)]
     assert len({number for number, *_ in chosen}) == len({kind for _, kind, _ in chosen}) == 3

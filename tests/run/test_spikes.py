@@ -203,15 +203,15 @@ def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> N
 def test_an_fp16_scale_that_does_not_fall_is_not_a_search() -> None:
     def skipped(scales: list[float]) -> list[bool]:
         search = LossScaleSearch()
-        return [search.skipped(scale) for scale in scales]
+        return [search.record_skip(scale) for scale in scales]
 
     assert not any(skipped([65536, 65536, 32768, 16384, 8192])), "hysteresis, then a search"
     assert skipped([2, 1, 1]) == [False, True, True]
     assert skipped([1024] * 5) == [False, False, False, True, True], "a fixed scale"
     search = LossScaleSearch()
-    assert not any(search.skipped(1024) for _ in range(3))
-    search.applied()
-    assert not any(search.skipped(1024) for _ in range(3)), "an applied step starts the count again"
+    assert not any(search.record_skip(1024) for _ in range(3))
+    search.record_applied()
+    assert not any(search.record_skip(1024) for _ in range(3)), "an applied step starts the count again"
 
 
 STAGES = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]

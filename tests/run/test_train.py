@@ -318,7 +318,7 @@ def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_p
 
 def compile_for_ever(passes: int, words: list[str]) -> int:
     """The command line, in which the pass after so many compiles for ever, and gets SIGTERM meanwhile."""
-    loop.STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.launch, []
+    loop.STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.run_without_graph, []
 
     def slow(*arguments: Any, **options: Any) -> Any:
         if len(done) == passes:
@@ -327,7 +327,7 @@ def compile_for_ever(passes: int, words: list[str]) -> int:
         done.append(True)
         return launch(*arguments, **options)
 
-    forward_backward.ForwardBackward.launch = slow  # type: ignore[method-assign]
+    forward_backward.ForwardBackward.run_without_graph = slow  # type: ignore[method-assign]
     return main(words)
 
 

@@ -238,7 +238,7 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         backward=noted("backward", None),
         step=noted("step", StepResult(torch.tensor(2.0, dtype=torch.float64))),
         workers=SimpleNamespace(sum_over_workers=lambda values: calls.append("sum") or values),
-        records_passes=False,
+        uses_cuda_graphs=False,
     )
     task: Any = SimpleNamespace(
         loss_weights=lambda _: (1.0,),

@@ -81,15 +81,15 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
     assert engine.sums is not None
     graphs = RepeatedPasses(engine.module, engine.sums)
     if recorded:
-        engine.graphs, engine.records_passes = graphs, True
+        engine.graphs, engine.uses_cuda_graphs = graphs, True
     totals = []
     for step in range(STEPS):
         weights = (1 / (20 + step), 1 / 8)
         count = 1 + step % 3
         for position in range(count):
             batch, last = batch_of(step, position, engine.rank), position == count - 1
-            if engine.records_passes:
-                totals.append(engine.recorded_pass(batch, weights, loss_and_totals, last=last))
+            if engine.uses_cuda_graphs:
+                totals.append(engine.graphed_pass(batch, weights, loss_and_totals, last=last))
             else:
                 loss, of_batch = loss_and_totals(engine.forward(batch), weights)
                 engine.backward(loss, last=last)

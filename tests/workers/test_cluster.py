@@ -481,12 +481,13 @@ def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
 
     nodes = [Node("a", 4, 0, False, 1, 0), Node("b", 4, 0, False, 0, 0), Node("c", 4, 0, True, 4, 0)]
     assert count(nodes, 12, 1) == 8
-    assert count(nodes, 12, 1, ours={}) == 1
-    assert count(nodes, 12, 1, ours={"a": 3, "b": 2}) == 6
+    assert count(nodes, 12, 1, own_workers={}) == 1
+    assert count(nodes, 12, 1, own_workers={"a": 3, "b": 2}) == 6
     assert count(nodes, 12, 1, avoid={"b"}) == 4
-    assert count([Node("a", 16, 4, False, 12, 1)], 4, 4, ours={"a": 1}) == 2
-    assert count([Node("a", 64, 8, False, 60, 0)], 8, 4, ours={}, use_gpu=None) == 0, "all GPUs are in use"
-    assert count([Node("a", 64, 8, False, 60, 1), Node("b", 8, 0, False, 8, 0)], 8, 4, ours={}, use_gpu=True) == 1
+    assert count([Node("a", 16, 4, False, 12, 1)], 4, 4, own_workers={"a": 1}) == 2
+    assert count([Node("a", 64, 8, False, 60, 0)], 8, 4, own_workers={}, use_gpu=None) == 0, "all GPUs are in use"
+    nodes = [Node("a", 64, 8, False, 60, 1), Node("b", 8, 0, False, 8, 0)]
+    assert count(nodes, 8, 4, own_workers={}, use_gpu=True) == 1
     assert count([Node("a", 64, 8, False, 64, 8)], 32, 4, use_gpu=False) == 16, "its workers were started without GPUs"
 
 

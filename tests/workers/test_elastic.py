@@ -152,13 +152,13 @@ def test_a_placed_group_ends_the_wait(cluster: Cluster) -> None:
         return [node("a", 4, free=0)]
 
     cluster.show(nodes)
-    assert wait_for_capacity(cluster.request, busy=True).workers == 4
+    assert wait_for_capacity(cluster.request, only_free=True).workers == 4
 
 
 def test_an_elastic_run_takes_no_single_resources_on_a_crowded_cluster(cluster: Cluster) -> None:
     """Ray would give it what becomes free one by one, and never as many as it needs at once."""
     cluster.show(lambda: [node("a", 8, free=4 if cluster.sizes else 3)])
-    assert wait_for_capacity(replace(cluster.request, min_workers=4, workers=8), busy=True).workers == 4
+    assert wait_for_capacity(replace(cluster.request, min_workers=4, workers=8), only_free=True).workers == 4
     assert cluster.sizes == [(4, {"CPU": 1})]
 
 
@@ -374,7 +374,7 @@ def test_a_node_is_forgiven_after_a_day() -> None:
     crashes = CrashHistory(1, lambda: now[0])
     for time_ in (0.0, 3600.0):
         now[0] = time_
-        crashes.add({"a": "10.0.0.1", "b": "10.0.0.2"}, "b", progressed=False)
+        crashes.add({"a": "10.0.0.1", "b": "10.0.0.2"}, "b", has_new_checkpoint=False)
     assert crashes.bad_nodes() == {"b": "10.0.0.2"}
     assert crashes.exhausted
     now[0] = 86_401.0
@@ -384,12 +384,12 @@ def test_a_node_is_forgiven_after_a_day() -> None:
 def test_the_loss_of_a_node_explains_a_crash_of_the_last_minute_only() -> None:
     now = [0.0]
     crashes = CrashHistory(0, lambda: now[0])
-    crashes.add({"a": "10.0.0.1", "b": "10.0.0.2"}, "b", progressed=False)
+    crashes.add({"a": "10.0.0.1", "b": "10.0.0.2"}, "b", has_new_checkpoint=False)
     assert crashes.forgive(["a", "b", "c"]) == []
     now[0] = 61.0
     assert crashes.forgive(["a"]) == []
     assert crashes.exhausted
-    crashes.add({"a": "10.0.0.1", "c": "10.0.0.3"}, "a", progressed=True)
+    crashes.add({"a": "10.0.0.1", "c": "10.0.0.3"}, "a", has_new_checkpoint=True)
     assert crashes.forgive(["a"]) == ["10.0.0.3"]
     assert not crashes.exhausted
     assert crashes.bad_nodes() == {}

@@ -8,7 +8,7 @@ import numpy as np
 
 from pretrain.reporting.attention.strips import percent
 from pretrain.reporting.charts import Series, line_chart
-from pretrain.run.attention.history import RECORDED, read_history, unpack_matrix
+from pretrain.run.attention.history import RECORDED_KINDS, read_history, unpack_matrix
 from pretrain.run.attention.kinds import KINDS
 
 _MAX_HEADS, _MAX_STEPS = 3, 6  # drawn
@@ -47,7 +47,7 @@ def attention_section(run_dir: Path, corpus: Path) -> AttentionSection | None:
     return AttentionSection(
         text=_text(history["picture"], corpus),
         heads=_pictures(history, even),
-        charts=[_chart(kind, records) for kind in (*RECORDED, "entropy") if even[kind] > 0],
+        charts=[_chart(kind, records) for kind in (*RECORDED_KINDS, "entropy") if even[kind] > 0],
     )
 
 
@@ -108,7 +108,7 @@ def distinct_heads(
     candidates = sorted(
         (
             (shares[kind][layer][head] - even[kind], number, kind)
-            for kind in RECORDED
+            for kind in RECORDED_KINDS
             for number, (layer, head) in enumerate(heads)
         ),
         reverse=True,

@@ -15,7 +15,7 @@ import torch
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.model.padded import PaddedEncoder
-from pretrain.run.attention.kinds import MarkedTokens
+from pretrain.run.attention.kinds import TokenMarks
 
 _PUNCTUATION = (".", ",")  # Clark et al. section 3.2
 _SPACE = re.compile(r"\s")
@@ -35,7 +35,7 @@ class DisplayTokens:
     spellings: tuple[str, ...]
     joined: tuple[bool, ...]
     token_types: np.ndarray
-    marked: MarkedTokens
+    marked: TokenMarks
 
     def __len__(self) -> int:
         return len(self.spellings)
@@ -110,7 +110,7 @@ def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens
     )
 
 
-def _marked(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> MarkedTokens:
+def _marked(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> TokenMarks:
     special = np.array([word is None for word in words])
     first = special & (np.arange(len(special)) == 0)
     spelled: dict[tuple[int, int], str] = {}
@@ -119,11 +119,11 @@ def _marked(encoding: Any, spellings: list[str], words: list[tuple[int, int] | N
             spelled[word] = spelled.get(word, "") + spelling.lower()
     numbers = {spelling: number for number, spelling in enumerate(dict.fromkeys(spelled.values()))}
     order = {word: number for number, word in enumerate(spelled)}
-    return MarkedTokens(
+    return TokenMarks(
         ids=np.array(encoding.ids, np.int64),
         first=first,
         separator=special & ~first,
         punctuation=np.array([spelling in _PUNCTUATION for spelling in spellings]),
         word=np.array([-1 if word is None else numbers[spelled[word]] for word in words]),
-        place=np.array([-1 if word is None else order[word] for word in words]),
+        word_index=np.array([-1 if word is None else order[word] for word in words]),
     )

@@ -1,1 +1,1 @@
-"""Statistics of the heads' attention, recorded while a model trains; `pretrain/reporting/attention` shows them."""
+"""Records statistics of the attention heads while a model trains; `pretrain/reporting/attention` shows them."""

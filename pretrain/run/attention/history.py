@@ -21,35 +21,35 @@ from pretrain.common.run_files import HISTORY
 from pretrain.config import ModelConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.model.padded import PaddedEncoder
-from pretrain.run.attention.kinds import HeadStatistics, MarkedTokens
+from pretrain.run.attention.kinds import HeadStatistics, TokenMarks
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-# The kinds that need only token ids and positions; the words of the tokens are unknown here.
-RECORDED = ("self", "previous", "next", "first", "separator", "same_token")
-_NUM_SEQUENCES, _LENGTH = 8, 64
-_PICTURE_LENGTH = 24  # tokens of the sequence whose attention matrices are kept
-_PICTURES = 24  # heads whose matrices are kept, spread over the model
-_MAX_RECORDS = 32  # per file, which stays below about 1 MB; more are thinned evenly
+# The kinds of tokens that can be told from token ids and positions alone; words are unknown here.
+RECORDED_KINDS = ("self", "previous", "next", "first", "separator", "same_token")
+_NUM_SEQUENCES, _SEQUENCE_LENGTH = 8, 64
+_PICTURE_LENGTH = 24  # number of tokens of the sequence whose attention matrices are kept
+_NUM_PICTURES = 24  # number of heads whose matrices are kept, evenly spaced over the model
+_MAX_RECORDS = 32  # records per file, so that it stays below about 1 MB; more are thinned evenly
 
 
 class AttentionHistory:
     """Writes the attention history of one run.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         model: shape of the encoder.
-        held_out: the validation split, from which the sequences are taken.
+        held_out: validation split, from which the sequences are taken.
     """
 
     def __init__(self, folder: Path, model: ModelConfig, held_out: TokenShards) -> None:
         self._path, self._model = folder / HISTORY, model
-        self._sequences = _sequences(held_out, min(_LENGTH, model.max_positions))
+        self._sequences = _sequences(held_out, min(_SEQUENCE_LENGTH, model.max_positions))
         self._picture = self._sequences[0][:_PICTURE_LENGTH].copy() if self._sequences else np.zeros(0, np.int64)
         if len(self._picture) == _PICTURE_LENGTH:
             self._picture[-1] = held_out.special_ids["sep"]
-        self._special = held_out.special_ids
+        self._special_ids = held_out.special_ids
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`, from which training continues."""
@@ -59,12 +59,13 @@ class AttentionHistory:
     def record(self, step: int, parameters: Mapping[str, Tensor], model: ModelConfig | None = None) -> None:
         """Record the attention of the weights after `step` steps, unless there is a record of that step.
 
-        Averaged weights are evaluated at the same step, after the trained weights.
+        So averaged weights, which are evaluated after the trained weights of the same step, are not recorded.
         A file that cannot be written is reported in the log; the training continues.
 
         Args:
             step: optimizer steps taken.
-            parameters: full tensors of the encoder by name, in any precision and on any device; heads are ignored.
+            parameters: full tensors by name, in any precision and on any device; only the encoder's are used.
+            model: shape of the encoder in the current phase; None for the shape passed at construction.
         """
         earlier = read_history(self._path.parent).get("records", [])
         if not self._sequences or any(record["step"] == step for record in earlier):
@@ -72,11 +73,11 @@ class AttentionHistory:
         encoder = PaddedEncoder(model or self._model, {name: tensor.detach() for name, tensor in parameters.items()})
         statistics = HeadStatistics()
         for ids in self._sequences:
-            statistics.add(self._weights(encoder, ids), _mark_tokens(ids, self._special))
+            statistics.add(self._weights(encoder, ids), _mark_tokens(ids, self._special_ids))
         pictures = self._weights(encoder, self._picture)
         record = {
             "step": step,
-            "shares": {kind: statistics.shares[kind].round(4).tolist() for kind in RECORDED},
+            "shares": {kind: statistics.shares[kind].round(4).tolist() for kind in RECORDED_KINDS},
             "entropy": statistics.entropy.round(4).tolist(),
             "matrices": [_pack_matrix(pictures[layer][head]) for layer, head in self._heads()],
         }
@@ -85,7 +86,7 @@ class AttentionHistory:
                 "format": FORMAT,
                 "picture": self._picture.tolist(),
                 "heads": self._heads(),
-                "even_shares": {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED},
+                "even_shares": {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED_KINDS},
                 "even_entropy": round(statistics.even_entropy, 4),
                 "records": thin_records([*earlier, record]),
             }
@@ -100,10 +101,10 @@ class AttentionHistory:
         return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
 
     def _heads(self) -> list[tuple[int, int]]:
-        """Return (layer, head) of the heads whose matrices are kept: all, or `_PICTURES` evenly spaced ones."""
+        """Return (layer, head) of the heads whose matrices are kept: all, or `_NUM_PICTURES` evenly spaced ones."""
         count = self._model.depth * self._model.heads
-        kept = min(count, _PICTURES)
-        return [divmod(number * count // kept, self._model.heads) for number in range(kept)]
+        kept = min(count, _NUM_PICTURES)
+        return [divmod(index * count // kept, self._model.heads) for index in range(kept)]
 
     def _write(self, content: dict[str, Any]) -> None:
         try:
@@ -136,20 +137,20 @@ def _pack_matrix(weights_LL: np.ndarray) -> str:
 def _sequences(shards: TokenShards, length: int) -> list[np.ndarray]:
     """Return up to `_NUM_SEQUENCES` sequences of at most `length` tokens, from distant documents: int64 [L]."""
     special, sequences = shards.special_ids, []
-    documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
+    documents = [(shard, index) for shard in shards.shards for index in range(len(shard.documents) - 1)]
     count = min(_NUM_SEQUENCES, len(documents))
-    for number in range(count):
-        shard, document = documents[number * len(documents) // count]
-        start, end = (int(shard.documents[row, 1]) for row in (document, document + 1))
+    for i in range(count):
+        shard, index = documents[i * len(documents) // count]
+        start, end = (int(shard.documents[row, 1]) for row in (index, index + 1))
         tokens = shard.tokens[start : min(end, start + length - 2)].astype(np.int64)
         sequences.append(np.array([special["cls"], *tokens, special["sep"]], np.int64))
     return sequences
 
 
-def _mark_tokens(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
+def _mark_tokens(ids: np.ndarray, special: Mapping[str, int]) -> TokenMarks:
     none = np.full(len(ids), -1)
     first, separator = ids == special["cls"], ids == special["sep"]
-    return MarkedTokens(ids, first, separator, np.zeros(len(ids), bool), word=none, place=none)
+    return TokenMarks(ids, first, separator, np.zeros(len(ids), bool), word=none, word_index=none)
 
 
 def thin_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -24,16 +24,16 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class MarkedTokens:
+class TokenMarks:
     """The tokens of one sequence, with the attributes that the kinds depend on; arrays of L entries.
 
     Attributes:
         ids: int64, token ids.
-        first: bool, the special token at the start.
-        separator: bool, the other special tokens.
-        punctuation: bool, full stops and commas.
-        word: int64, a number for each distinct word; -1 where there is none.
-        place: int64, the index in the sequence of the token's word; -1 where there is none.
+        first: bool mask of the special token at the start.
+        separator: bool mask of the other special tokens.
+        punctuation: bool mask of full stops and commas.
+        word: int64, id of the token's word, the same wherever the word occurs; -1 without a word.
+        word_index: int64, index of the token's word in the sequence; -1 without a word.
     """
 
     ids: np.ndarray
@@ -41,15 +41,15 @@ class MarkedTokens:
     separator: np.ndarray
     punctuation: np.ndarray
     word: np.ndarray
-    place: np.ndarray
+    word_index: np.ndarray
 
     def selectors(self) -> np.ndarray:
-        """Return float32 [K, L, L] in the order of `KINDS`: 1 where a column's token is of that kind for a row's."""
+        """Return float32 [K, L, L] in the order of `KINDS`: 1 where a column's token has that kind for a row's."""
         length = len(self.ids)
-        ordinary = ~(self.first | self.separator)
+        is_content = ~(self.first | self.separator)
         itself = np.eye(length, dtype=bool)
-        same_token = (self.ids[:, None] == self.ids) & ordinary & ~itself
-        same_word = (self.word[:, None] == self.word) & (self.place[:, None] != self.place) & (self.word >= 0)
+        same_token = (self.ids[:, None] == self.ids) & is_content & ~itself
+        same_word = (self.word[:, None] == self.word) & (self.word_index[:, None] != self.word_index) & (self.word >= 0)
         by_kind = {
             "self": itself,
             "previous": np.eye(length, k=-1, dtype=bool),
@@ -73,12 +73,12 @@ class HeadStatistics:
         self._even = np.zeros(len(KINDS))
         self._even_entropy = 0.0
 
-    def add(self, weights: Sequence[np.ndarray], tokens: MarkedTokens) -> None:
+    def add(self, weights: Sequence[np.ndarray], tokens: TokenMarks) -> None:
         """Add a sequence.
 
         Args:
-            weights: the attention weights of each layer, float32 [N, L, L]; a row has the weights of one token.
-            tokens: of the sequence.
+            weights: attention weights of each layer, float32 [N, L, L]; each row has one token's weights.
+            tokens: tokens of the sequence.
         """
         length, selectors = len(tokens.ids), tokens.selectors()
         flat_KS = selectors.reshape(len(KINDS), -1)
@@ -110,6 +110,6 @@ class HeadStatistics:
 
 
 def _entropy(weights_NLL: np.ndarray) -> np.ndarray:
-    """Return the entropies of the rows in nats, [N, L]."""
+    """Return the entropy of each row in nats, [N, L]."""
     logarithms = np.log(weights_NLL, out=np.zeros_like(weights_NLL), where=weights_NLL > 0)
     return -(weights_NLL * logarithms).sum(-1)

@@ -105,7 +105,7 @@ class Engine:
         workers: all ranks.
         watch: the argument.
         loss_scale: for fp16; None in other precisions.
-        records_passes: passes are recorded as CUDA graphs: `recorded_pass` replaces `forward` and `backward`.
+        uses_cuda_graphs: whether passes run as CUDA graphs: `graphed_pass` then replaces `forward` and `backward`.
 
     Raises:
         InputError: DeepSpeed rejects the settings in its section.
@@ -161,9 +161,9 @@ class Engine:
         self.sums = self.layout.sums
         if self.sums is not None and self.sums.accepts_sparse:
             use_sparse_embedding_gradients(self.module)
-        self.records_passes = settings.cuda_graphs is True and self.device.type == "cuda"
+        self.uses_cuda_graphs = settings.cuda_graphs is True and self.device.type == "cuda"
         self.graphs = None
-        if self.records_passes:
+        if self.uses_cuda_graphs:
             if self.sums is None:
                 raise InputError("engine.cuda_graphs: conflicts with settings of engine.deepspeed. Set it to false.")
             self.graphs = PassGraphs(self.module, self.sums)
@@ -192,7 +192,7 @@ class Engine:
         self._deepspeed.backward(loss, scale_wrt_gas=False)
         self.sums.end_backward()
 
-    def recorded_pass(
+    def graphed_pass(
         self,
         batch: Any,
         weights: Sequence[float],
@@ -201,7 +201,7 @@ class Engine:
         last: bool,
         timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Tensor:
-        """Run the forward and backward pass of a micro-batch, if `records_passes`.
+        """Run the forward and backward pass of a micro-batch, if `uses_cuda_graphs`.
 
         Args:
             batch: on the device; batches have few different shapes.
@@ -331,7 +331,7 @@ class Engine:
 
     def usage(self) -> Usage:
         """Return the resources that this process has used so far."""
-        if self.records_passes:  # recordings use memory that is not counted as allocated
+        if self.uses_cuda_graphs:  # recordings use memory that is not counted as allocated
             memory = torch.cuda.max_memory_reserved(self.device)
         elif self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device)
