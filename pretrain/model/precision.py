@@ -53,7 +53,7 @@ def torch_dtype(precision: str) -> torch.dtype:
 def measure_matmul(
     device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0, *, concurrent: bool = False
 ) -> float:
-    """Measure the rate of square matrix products on one device in FLOP/s: that of the fastest one in `seconds`.
+    """Measure the rate of square matrix products on one device in FLOP/s. The fastest in `seconds` counts.
 
     Slower products may have been delayed by other programs on the same cores. The size doubles until a product takes
     milliseconds on one thread, so a device that is slow in this precision is measured as quickly as a fast one.
@@ -147,7 +147,7 @@ def _choose_gpu_precision(name: str, capability: tuple[int, int]) -> PrecisionCh
 def allow_tf32(precision: str, device: torch.device) -> bool:
     """Let an fp32 run use TF32 tensor cores for its matrix products if the GPU has them (Ampere and newer).
 
-    Returns whether it does. In other precisions, fp32 products, such as those of the heads, do not use TF32.
+    Returns whether it does. In other precisions, fp32 products, such as in the heads, do not use TF32.
     """
     import torch
 
@@ -196,7 +196,7 @@ def resolve_precision(config: R, hardware: str = "") -> tuple[R, str]:
 
 
 def inference_precision(training_precision: Precision, device: torch.device) -> PrecisionChoice:
-    """Choose the precision of inference: that of training, unless the device is slow in it or lacks it.
+    """Choose the precision of inference: the same as in training, unless the device is slow in it or lacks it.
 
     A CPU counts as slow in bf16 below half its fp32 rate, so that measurement noise does not change scores.
     """

@@ -1,4 +1,4 @@
-"""What a group's scores depend on besides products: the window mask of a local layer, and biases by distance.
+"""The window mask of a local layer and biases by distance, which change the scores of a group.
 
 Shape letters: T tokens, N heads, inside a group of G units L keys and Q queries each, B = G * N; M - 1 the
 largest distance in the table of biases.
