@@ -28,7 +28,7 @@ from pretrain.reporting.runs import UNFINISHED, RunRecords, read_runs
 from pretrain.reporting.tables import Table, comparison, event_table, glue_table, run_table, state
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
-from pretrain.tracking.live import phases_of, work
+from pretrain.tracking.live import phases_of, work_through
 
 NUM_SENTENCES, NUM_SHOWN = 100, 10  # masked and scored, listed on the page
 FINETUNED = "finetuned.json"
@@ -149,7 +149,7 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
 def _time_left(run: RunRecords) -> Iterator[str]:
     if run.total_steps and run.state == UNFINISHED and run.step:
         phases = phases_of(run.config)
-        done, total = work(phases, run.step), work(phases, run.total_steps)
+        done, total = work_through(phases, run.step), work_through(phases, run.total_steps)
         yield f"{clock(_seconds(run) / done * (total - done))} left at this speed"
 
 

@@ -23,7 +23,7 @@ from pretrain.reporting.panels import GENERAL, Panel, panels_for
 from pretrain.reporting.runs import RunRecords
 from pretrain.reporting.subjects import differing
 from pretrain.tracking.events import EVENTS
-from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, wandb_entity, wandb_mode, wandb_names
+from pretrain.tracking.mirror import MAX_NAME_LENGTH, MAX_RANK_SUFFIX, wandb_entity, wandb_mode, wandb_names
 from pretrain.tracking.rows import PROBE_STEP
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
 def _query(run: RunRecords) -> str:
     """Return a search expression for the run in W&B: its run_id, or the one that `Tracker` generates."""
     run_id = _tracking(run).get("run_id")
-    return f"^{re.escape(run_id)}$" if run_id else f"^{re.escape(run.name[:ID_NAME])}-[0-9a-f]{{8}}$"
+    return f"^{re.escape(run_id)}$" if run_id else f"^{re.escape(run.name[:MAX_NAME_LENGTH])}-[0-9a-f]{{8}}$"
 
 
 def _literal(strings: list[str]) -> str:
@@ -158,7 +158,7 @@ def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
             if last:
                 fields = {key: last[key] for key in (metric, "split") if key in last}
                 names.update(dict.fromkeys(wandb_names(fields)))
-    return [name for name in names if not name.endswith(f"/{LARGEST_RANK}")]
+    return [name for name in names if not name.endswith(f"/{MAX_RANK_SUFFIX}")]
 
 
 def _is_online(run: RunRecords) -> bool:

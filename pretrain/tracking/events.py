@@ -1,6 +1,6 @@
 """Definitions of the evaluation and event fields in metrics.jsonl, and of the kinds of events.
 
-`pretrain.run.metrics` has the fields of training records; docs/reference/metrics.md is generated from both.
+`pretrain.run.metrics` defines the fields of training records; docs/reference/metrics.md is generated from both.
 """
 
 from pretrain.common.records import SOURCE_LOSS, Metric
@@ -27,17 +27,17 @@ PROBE_SCORES: dict[str, Metric] = {
     "held_out": Metric("nats", "Loss per masked token of the held-out text.", "Loss on the probes' text", "held-out"),
     "blimp": Metric("fraction", "Mean accuracy of BLiMP's paradigms.", "BLiMP", "BLiMP"),
 }
-"""Scores of a checkpoint in probes.jsonl."""
+"""Fields of probes.jsonl: scores of a checkpoint."""
 
 PROBE_FIELDS: dict[str, Metric] = {
-    "step": Metric("steps", "The checkpoint's. `split` is always `probe`, and `time` as for events."),
+    "step": Metric("steps", "Step of the checkpoint. `split` is always `probe`; `time` is as for events."),
     "seconds": Metric("s", "Time that the scores took."),
     "averaged": Metric("steps", "Steps whose weights were averaged; 0 for the weights of the step itself."),
     "skipped": Metric("checkpoints", "Due checkpoints since the last record that were skipped to catch up."),
     "error": Metric("", "Why scores are missing."),
     **PROBE_SCORES,
 }
-"""Fields of probes.jsonl."""
+"""All fields of probes.jsonl."""
 
 EVENT_FIELDS: dict[str, Metric] = {
     "event": Metric("", "What happened: one of the kinds below."),
