@@ -69,9 +69,8 @@ class Layer(nn.Module):
                 seeds_T[queries_R],
                 pad_rows(context_TH, padding),
             )
-        dropout = shape.hidden_dropout if training else 0.0
-        w = LayerWeights.of(self, functions)
-        return self.after_attention(context_TH, hidden_TH, seeds_T, w, functions, dropout)
+        weights, dropout = LayerWeights.of(self, functions), shape.hidden_dropout if training else 0.0
+        return self.after_attention(context_TH, hidden_TH, seeds_T, weights, functions, dropout)
 
 
 class BlockFunctions(NamedTuple):

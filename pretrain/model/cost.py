@@ -136,8 +136,7 @@ def activation_bytes(
         checkpointing: whether a layer keeps only its input.
         native: whether `kernels/native.cpp` is used for models that it supports, as on a CPU without compilation.
     """
-    h, b = model.hidden, itemsize
-    pre = model.norm_placement == "pre"
+    h, b, pre = model.hidden, itemsize, model.norm_placement == "pre"
     embedding = tokens * _embedding_saved_bytes(model, b, compiled) + _distance_saved_bytes(model, b)
     eager_bytes = _native_saved_bytes if native and has_native_loops(model) else _eager_saved_bytes
     after_attention = (_compiled_saved_bytes if compiled else eager_bytes)(model, b) + 4 * model.heads

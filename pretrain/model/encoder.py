@@ -88,8 +88,7 @@ class Encoder(nn.Module):
         for depth, layer in enumerate(layer_calls, start=1):
             seeds_T = seeds_T + LAYER_STEP
             queries = queries_R if depth == len(layer_calls) else None
-            rotation = rotation_by_base.get(layer.rotary_base)
-            layout = layout._replace(seeds=seeds_T, queries=queries, rotation=rotation)
+            layout = layout._replace(seeds=seeds_T, queries=queries, rotation=rotation_by_base.get(layer.rotary_base))
             if self.activation_checkpointing and self.training:
                 # Only dropout in CUDA's attention kernel uses a generator; all other dropout masks are hashes.
                 hidden_TH = checkpoint(
@@ -162,8 +161,8 @@ def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
         sparse: return an uncoalesced sparse gradient, for a caller that sums its rows.
     """
     # On CPU torch sums a gradient in the table's precision: the error of a row that is read a thousand times, such as
-    # [MASK], would be several percent in bf16. Its CUDA kernels sum in fp32; up to 3,072 tokens, only short runs, whose
-    # sums are added in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
+    # [MASK], would be several percent in bf16. Its CUDA kernels sum in fp32, but with at most 3,072 tokens only short
+    # runs, whose sums they add in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
     if sparse or not table.is_cpu or table.dtype == torch.float32:
         return F.embedding(ids, table, sparse=sparse)
     return _LookUp.apply(table, ids)  # pyright: ignore[reportReturnType]

@@ -118,7 +118,7 @@ class PaddedEncoder(nn.Module):
             keys_NPD, queries_NPD = project_distances(
                 self._distance_embeddings(), projection.weights, projection.biases, projection.relative, heads
             )
-            products_BNLL = products_BNLL + self._distance_terms(keys_NPD, queries_NPD, q_BNLD, k_BNLD)
+            products_BNLL = products_BNLL + self._distances(keys_NPD, queries_NPD, q_BNLD, k_BNLD)
         scores_BNLL = products_BNLL / math.sqrt(q_BNLD.shape[-1] * self.shape.score_terms) + mask
         weights_BNLL = scores_BNLL.softmax(-1)
         if attention is not None:
@@ -131,9 +131,7 @@ class PaddedEncoder(nn.Module):
             return self.relative.table
         return apply_norm(self.relative.table, norm_weights(self.relative, "norm", self.functions), self.functions)
 
-    def _distance_terms(
-        self, keys_NPD: Tensor | None, queries_NPD: Tensor | None, q_BNLD: Tensor, k_BNLD: Tensor
-    ) -> Tensor:
+    def _distances(self, keys_NPD: Tensor | None, queries_NPD: Tensor | None, q_BNLD: Tensor, k_BNLD: Tensor) -> Tensor:
         """Return [B, N, L, L]: products of queries and keys with the projected embeddings of their distance."""
         positions_L = torch.arange(q_BNLD.shape[2], device=q_BNLD.device)
         row_LL = distance_rows(positions_L[:, None] - positions_L[None], self.shape)

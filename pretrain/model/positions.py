@@ -88,9 +88,8 @@ def join_pairs(first_K: Tensor, second_K: Tensor, *, interleaved: bool) -> Tenso
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance, key minus query, int64 of any shape (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets are for keys after the query. The first half of each half are for single distances, the
-    rest for ranges that grow by a constant factor to `max_distance` (transformers modeling_t5.py,
-    _relative_position_bucket).
+    Half of the buckets are for keys after the query. In each half, the first half are for single distances, the others
+    for ranges growing by a constant factor to `max_distance` (transformers modeling_t5.py, _relative_position_bucket).
     """
     half = buckets // 2
     single = half // 2

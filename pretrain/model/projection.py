@@ -85,15 +85,12 @@ def project_distances(
     start = hidden * (1 - last)  # first row of the keys in the last weight, which is qkv or kv
     key_rows = slice(start, start + (weights[last].shape[0] - start) // 2)
     projected: list[Tensor | None] = []
-    for term, index, rows, separate in (
-        ("c2p", last, key_rows, relative.key),
-        ("p2c", 0, slice(hidden), relative.query),
-    ):
+    for term, i, rows, separate in (("c2p", last, key_rows, relative.key), ("p2c", 0, slice(hidden), relative.query)):
         if relative.terms not in (term, "both"):
             projected.append(None)
             continue
-        bias = biases[index]
-        weight, bias = separate or (weights[index][rows], None if bias is None else bias[rows])
+        bias = biases[i]
+        weight, bias = separate or (weights[i][rows], None if bias is None else bias[rows])
         x_PND = F.linear(embeddings_PH, weight, bias).unflatten(-1, (-1, hidden // heads))
         projected.append(_repeat_heads(x_PND, heads).transpose(0, 1).contiguous())
     return projected[0], projected[1]

@@ -1,4 +1,4 @@
-"""Masked held-out sentences and an exported model's predictions for them, as examples."""
+"""Chooses held-out sentences, masks a word in each, and predicts it with an exported model."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Filling:
     Attributes:
         before: text before the mask, with its trailing space.
         after: text after the mask, with its leading space.
-        truth: the masked token.
+        truth: the original token.
         guesses: the most probable tokens with their probabilities.
-        rank: rank of the masked token in the whole vocabulary, from 1.
-        probability: probability of the masked token.
+        rank: rank of the original token in the whole vocabulary, from 1.
+        probability: probability of the original token.
     """
 
     before: str

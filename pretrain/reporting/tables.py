@@ -29,8 +29,7 @@ def run_table(runs: Sequence[RunRecords]) -> Table:
         cells += ["" if record.get(name) is None else metric.text(record[name]) for name, metric in metrics.items()]
         cells += [f"{statistics.median(speeds):,.0f}" if speeds else "", clock(seconds[-1]) if seconds else ""]
         rows.append(cells)
-    titles = (metric.title for metric in metrics.values())
-    head: Sequence[str] = ["run", "state", "scores", *titles, "tokens/s", "training time"]
+    head: Sequence[str] = ["run", "state", "scores", *(x.title for x in metrics.values()), "tokens/s", "training time"]
     columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
     return next(table := zip(*columns, strict=True)), list(table)
 

@@ -155,8 +155,7 @@ def store(
             with contextlib.suppress(OSError), journal.open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    new = [name for name in names if name not in old_entries or (name in missing and name not in changed)]
-    run_concurrently(put, new)
+    run_concurrently(put, [n for n in names if n not in old_entries or (n in missing and n not in changed)])
     if stored_content is not None and changed:
         if set(changed) <= set(replaced):
             kept = {name: entry for name, entry in old_entries.items() if name not in changed}

@@ -1,6 +1,6 @@
 """Fetches the files of a released model that are needed to load it.
 
-A repository often contains the same weights in several formats, and is several times as large as one of them.
+A repository often contains the same weights in several formats, and is several times as large as any one of them.
 """
 
 import contextlib

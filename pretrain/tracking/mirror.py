@@ -126,7 +126,7 @@ def new_id(config: RunConfig) -> str:
 def wandb_arguments(
     config: RunConfig, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
 ) -> dict[str, Any]:
-    """Return the arguments of `wandb.init` for a run."""
+    """Return the arguments of `wandb.init` for a run; `card` is as for `Tracker`."""
     fork = read_fork(run_dir)
     return {
         "project": config.tracking.project,

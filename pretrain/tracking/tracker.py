@@ -63,8 +63,7 @@ class Tracker:
                 rows = self._rows = MetricRows(run_dir, self.run_id, step)
             self._last_probe = rows.last_probe
             # Records that an earlier start had not sent when it was killed.
-            records = read_records(run_dir)
-            unsent = [record for record in records if rows.last_step < record.get("step", 0) <= self._step]
+            unsent = [x for x in read_records(run_dir) if rows.last_step < x.get("step", 0) <= self._step]
             self.mirror = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
             for record in unsent:
                 self.mirror.log(record)

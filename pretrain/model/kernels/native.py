@@ -65,8 +65,7 @@ def supports_native(x: Tensor) -> bool:
 
 def use_native_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> bool:
     """Return whether `native_attention` supports these arguments and is faster than batched matmuls."""
-    terms = layout.rotation, layout.distance_bias, layout.relative
-    longest = layout.max_seqlen
+    terms, longest = (layout.rotation, layout.distance_bias, layout.relative), layout.max_seqlen
     is_global = not options.window or longest <= options.window + 1
     width = qkv.shape[1] // 3 // options.heads
     max_length = _MAX_LENGTH if torch.is_grad_enabled() else _MAX_LENGTH_WITHOUT_GRADIENTS

@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradients suit CPUs with AMX.
+"""Linear layers with weight gradients that are fast on CPUs with AMX.
 
 The weight gradient of x @ weight.T is g.T @ x. With AMX, oneDNN reads a transposed operand at about half the rate of
 the other products of a layer; on other CPUs there is no difference. So with AMX, the narrower operand is copied in

@@ -82,8 +82,7 @@ def _decode(ids: list[int], corpus: Path) -> str:
 
 def _head_pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictures]:
     """Draw the heads that attend most to a kind of token at the end, one head per kind."""
-    records = history["records"]
-    last = len(records) - 1
+    last = len(records := history["records"]) - 1
     indices = (round(n * last / (_MAX_STEPS - 1)) for n in range(_MAX_STEPS))  # evenly spread
     chosen = records if last < _MAX_STEPS else [records[index] for index in indices]
     pictures = []

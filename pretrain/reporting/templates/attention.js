@@ -35,8 +35,8 @@ const thumbnail = (canvas, layer, head) => {
   const side = canvas.width, largest = new Float32Array(side * side), at = head * length * length;
   for (let i = 0; i < length; i++)
     for (let j = 0; j < length; j++) {
-      const field = Math.floor(i * side / length) * side + Math.floor(j * side / length);
-      largest[field] = Math.max(largest[field], weights[layer][at + i * length + j]);
+      const cell = Math.floor(i * side / length) * side + Math.floor(j * side / length);
+      largest[cell] = Math.max(largest[cell], weights[layer][at + i * length + j]);
     }
   const context = canvas.getContext("2d"), image = context.createImageData(side, side), ink = color("--train");
   largest.forEach((value, n) => image.data.set([...ink, 255 * Math.sqrt(value / 65535)], 4 * n));
