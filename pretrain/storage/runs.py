@@ -171,8 +171,8 @@ class StoredRun:
     def __init__(self, address: str, folder: Path, retry_seconds: float = RETRY_SECONDS) -> None:
         self.address, self._folder = address, folder
         self._objects = ObjectStore(retry_seconds)
-        self._manifests: dict[str, bytes] | None = None  # of the stored checkpoints, by name; None before they are read
-        self._states: dict[str, dict[str, Any]] = {}
+        self._manifests: dict[str, bytes] | None = None  # stored checkpoint -> manifest; None before they are read
+        self._states: dict[str, dict[str, Any]] = {}  # stored checkpoint -> state.json
         # If this start took over from one elsewhere: its number, and the results in the folder when it started.
         self._takeover: tuple[int, set[bytes]] | None = None
 
@@ -193,8 +193,8 @@ class StoredRun:
 
         Also fetches the model of a finished fine-tuning and, for a run that continues, the `best` checkpoint. One
         process fetches and verifies; others that share the folder wait. With `follows`, another process has fetched, so
-        only the latest manifests are compared. Raises `InputError` if the folder contains
-        another run, such as one that was deleted at the address and trained again.
+        only the latest manifests are compared. Raises `InputError` if the folder contains another run, such as one that
+        was deleted at the address and trained again.
         """
         marker = self._folder / _FETCHING
         stored = self._read_state() if follows else None

@@ -322,9 +322,9 @@ def head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:
     return [slice(b, b + step) for b in range(0, len(q_BQD), step)]
 
 
-def _per_head_to_tokens(x_BL: Tensor, slot_T: Tensor, heads: int) -> Tensor:
+def _per_head_to_tokens(x_BQ: Tensor, slot_T: Tensor, heads: int) -> Tensor:
     """[B, Q] -> [queries of the group, N]."""
-    return x_BL.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[slot_T]
+    return x_BQ.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[slot_T]
 
 
 def seeds_per_head(seeds_GQ: Tensor, heads: int) -> Tensor:
