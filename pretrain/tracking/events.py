@@ -12,11 +12,11 @@ EVALUATION_FIELDS: dict[str, Metric] = {
     "seconds": Metric("s", "Time that the evaluation took."),
     f"{SOURCE_LOSS}NAME": Metric(
         "nats",
-        "loss on the held-out text of a source, if there are several. Sources of fewer than 16 sequences (or fewer "
+        "Loss on the held-out text of a source, if there are several. Sources of fewer than 16 sequences (or fewer "
         "than workers) are joined, such as `a + b`. `loss` is the mean over all.",
     ),
     "general_mlm_loss": Metric(
-        "nats", "mlm_loss on `adaptation.replay_corpus`. Its other losses and accuracies have the same prefix."
+        "nats", "mlm_loss on `adaptation.replay_corpus`. Other losses and accuracies on it have the same prefix."
     ),
 }
 """Fields of an evaluation other than losses, accuracies and scores."""
@@ -31,10 +31,10 @@ PROBE_SCORES: dict[str, Metric] = {
 
 PROBE_FIELDS: dict[str, Metric] = {
     "step": Metric("steps", "Step of the checkpoint. `split` is always `probe`; `time` is as for events."),
-    "seconds": Metric("s", "Time that the scores took."),
-    "averaged": Metric("steps", "Steps whose weights were averaged; 0 for the weights of the step itself."),
-    "skipped": Metric("checkpoints", "Due checkpoints since the last record that were skipped to catch up."),
-    "error": Metric("", "Why scores are missing."),
+    "seconds": Metric("s", "Time that scoring took."),
+    "averaged": Metric("steps", "Number of steps whose weights were averaged; 0 means the weights of the step itself."),
+    "skipped": Metric("checkpoints", "Checkpoints since the last record that were skipped, so that scoring keeps up."),
+    "error": Metric("", "Reason why scores are missing."),
     **PROBE_SCORES,
 }
 """All fields of probes.jsonl."""
