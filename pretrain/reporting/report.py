@@ -140,7 +140,7 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
         (probe, "probe", PROBE_SCORES),
     ):
         for name, metric in metrics.items():
-            if metric.shorten and record.get(name) is not None:
+            if metric.short and record.get(name) is not None:
                 yield metric.title, metric.text(record[name]), f"{kind}, step {record['step']:,}"
     if "error" in probe:
         yield "probe", "failed", probe["error"]
