@@ -11,7 +11,7 @@ from finetune.tasks.base import Head
 from pretrain.checkpoint.released import Released
 from pretrain.model.block import activation_function, norm_function
 from pretrain.model.norms import get_norm
-from pretrain.model.padded import PaddedEncoder, constants
+from pretrain.model.padded import PaddedEncoder, frozen_module
 
 
 class PaddedModel(PaddedEncoder):
@@ -29,7 +29,7 @@ class PaddedModel(PaddedEncoder):
         self.head = head
         self.token_types = released.token_types > 1
         self.layers_of_head = released.task_head(head)
-        self.out = constants(released.head, "")
+        self.out = frozen_module(released.head, "")
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The activations that `model.activation` and the heads can select. BERT's function is in `block.py`.
+"""The activations that `model.activation` and the heads can select. BERT's GELU is in `block.py`.
 
 Cost estimates read this table without torch, so an activation imports torch itself.
 """
@@ -19,9 +19,9 @@ class Activation(NamedTuple):
     """An elementwise activation.
 
     Attributes:
-        function: maps a tensor to one of the same shape and dtype. None is BERT's GELU, with the error function.
-        saves_input: true if torch keeps the input for the backward pass, false if it keeps the output.
-        released_names: its names in config.json of released models; the first one is written.
+        function: maps a tensor to one of the same shape and dtype. None means BERT's GELU, `block.activation_function`.
+        saves_input: whether torch keeps the input for the backward pass, rather than the output.
+        released_names: its names in config.json of released models; exports use the first.
     """
 
     function: Callable[[Tensor], Tensor] | None

@@ -1,9 +1,9 @@
-"""Self-attention over an unpadded batch: the only module that uses the boundaries of sequences (invariant 2).
+"""Self-attention over an unpadded batch: the only module that uses the boundaries of sequences (docs/invariants.md, 2).
 
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
 sequences of similar lengths, with the operations between the matmuls fused by torch.compile. On CPU that is
 2 to 6 times faster than torch's fused CPU kernel (docs/benchmarks/lab-notes.md), and it supports attention dropout.
-Short sequences of an uncompiled model: our C++ loops (decision 149). All are in `kernels/`.
+Short sequences of an uncompiled model: our C++ loops (docs/decisions/0149-*). All are in `kernels/`.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D.
 """
@@ -21,7 +21,7 @@ from pretrain.model.kernels.distances import DistanceTables
 from pretrain.model.kernels.flash import flash_attention, has_flash
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
-from pretrain.model.kernels.native import attention, should_attend_natively
+from pretrain.model.kernels.native import native_attention, use_native_attention
 from pretrain.model.kernels.products import linear_product
 from pretrain.model.projection import QKV_AXES, RelativeProjection, form_qkv, project_distances
 
@@ -31,7 +31,7 @@ class ProjectionWeights(NamedTuple):
 
     weights: tuple[Tensor, ...]  # one [3H, H], or [H, H] and [2 * kv_heads * D, H]
     biases: tuple[Tensor | None, ...]
-    relative: RelativeProjection | None = None  # of the distance embeddings, for disentangled positions
+    relative: RelativeProjection | None = None  # projection of the distance embeddings, for disentangled positions
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
@@ -49,10 +49,10 @@ def self_attention(
 
     Args:
         hidden: [T, H], bf16, fp16 or fp32.
-        projection: to query, key and value.
+        projection: the projections to query, key and value.
         layout: the sequences and query positions; a query attends to its whole sequence, or to `options.window`.
         options: heads, dropout, compilation and window. The flash kernel samples dropout from the device's generator,
-            the grouped matmuls hash the keys of `layout`.
+            the other kernels hash `layout.seeds`.
 
     Returns:
         [R, H], the context of each query position, in the dtype of `hidden`.
@@ -60,7 +60,7 @@ def self_attention(
     # The flash kernel cannot add biases to scores.
     flash = has_flash(hidden, options.heads) and layout.distance_bias is None and layout.relative is None
     weight, bias = projection.weights[0], projection.biases[0]
-    rotation = layout.rotation if flash else None  # the grouped matmuls rotate as they read
+    rotation = layout.rotation if flash else None  # the grouped kernels apply RoPE when they load q and k
     if rotation is not None or len(projection.weights) > 1:
         products = tuple(linear_product(hidden, weight) for weight in projection.weights)
         qkv = maybe_compile(form_qkv, options.fused, QKV_AXES)(products, projection.biases, rotation, options.heads)
@@ -68,13 +68,13 @@ def self_attention(
     elif flash:
         qkv, bias = F.linear(hidden, weight, bias), None
     else:
-        qkv = linear_product(hidden, weight)  # [T, 3H]; the kernels add the bias as they read
+        qkv = linear_product(hidden, weight)  # [T, 3H]; the kernels add the bias when they load it
     if flash:
         return flash_attention(qkv, layout, options)
-    if should_attend_natively(qkv, layout, options):
-        return attention(qkv, bias, layout, options)[0]
+    if use_native_attention(qkv, layout, options):
+        return native_attention(qkv, bias, layout, options)[0]
     tables = DistanceTables()
-    if layout.relative is not None and projection.relative is not None:  # once for all groups
+    if layout.relative is not None and projection.relative is not None:  # projected once for all groups
         embeddings_PH, row_by_distance = layout.relative
         projected = project_distances(
             embeddings_PH, projection.weights, projection.biases, projection.relative, options.heads

@@ -36,50 +36,50 @@ class Layer(nn.Module):
 
     Args:
         shape: the model's config.
-        number: from 0; determines whether the layer is local, and whether it has a norm before its attention.
+        index: index of the layer; determines whether its attention is local, and whether a norm precedes it.
         compile: fuse the operations between the matmuls.
     """
 
-    # Stacked: one matmul instead of three. If key and value have fewer heads, the query is separate: q and kv.
+    # Query, key and value, stacked for one matmul. With fewer key and value heads: q_weight and kv_weight instead.
     qkv_weight: nn.Parameter  # [3H, H]
 
-    def __init__(self, shape: ModelConfig, number: int, compile: bool) -> None:
+    def __init__(self, shape: ModelConfig, index: int, compile: bool) -> None:
         super().__init__()
         self.shape, self.fused = shape, compile
-        self.window, self.rotary_base = shape.window(number), shape.rotary_base_of(number)
-        self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
+        self.window, self.rotary_base = shape.window(index), shape.rotary_base_of(index)
+        self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(index)
         self.functions = BlockFunctions.of(shape)
         self.apply_norm = maybe_compile(apply_norm, compile, ("M",))
         self.after_attention = prefer_native(maybe_compile(after_attention, compile, ("M",) * 3), shape, compile)
-        create_parameters(self, layer_parameters(shape, number), shape.init_std)
+        create_parameters(self, layer_parameters(shape, index), shape.init_std)
 
     def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:
-        """Map [T, H] to [T, H], or to [R, H] at `layout.rows`, plus padding rows."""
+        """Map [T, H] to [T, H], or to [R, H] at `layout.queries`, plus padding rows."""
         shape, training, functions = self.shape, self.training, self.functions
         normed_TH = hidden_TH
         if self.norm_first:
             normed_TH = self.apply_norm(hidden_TH, norm_weights(self, "attention_norm", functions), functions)
         options = AttentionOptions(shape.heads, shape.attention_dropout if training else 0.0, self.fused, self.window)
         context_TH = self_attention(normed_TH, ProjectionWeights.of(self, shape), layout, options)
-        keys_T = layout.keys
-        if layout.rows is not None:  # the context is [R, H] already
-            rows_R = pad_rows(layout.rows, padding := rows_to_pad(len(layout.rows), hidden_TH))
-            hidden_TH, keys_T, context_TH = (
-                hidden_TH.index_select(0, rows_R),
-                keys_T[rows_R],
+        seeds_T = layout.seeds
+        if layout.queries is not None:  # the context is [R, H] already
+            queries_R = pad_rows(layout.queries, padding := rows_to_pad(len(layout.queries), hidden_TH))
+            hidden_TH, seeds_T, context_TH = (
+                hidden_TH.index_select(0, queries_R),
+                seeds_T[queries_R],
                 pad_rows(context_TH, padding),
             )
-        dropout = shape.hidden_dropout if training else 0.0
-        return self.after_attention(context_TH, hidden_TH, keys_T, LayerWeights.of(self, functions), functions, dropout)
+        weights, dropout = LayerWeights.of(self, functions), shape.hidden_dropout if training else 0.0
+        return self.after_attention(context_TH, hidden_TH, seeds_T, weights, functions, dropout)
 
 
 class BlockFunctions(NamedTuple):
-    """The functions that a layer applies between its matmuls."""
+    """The functions that a layer applies between its matmuls, and their settings."""
 
     norm: Callable[..., Tensor]  # as `norms.Norm.function`
     activation: Callable[[Tensor], Tensor]
-    eps: float  # of the norm
-    norm_kinds: tuple[str, ...]  # of the norm's parameters, in the order of its arguments
+    eps: float  # epsilon of the norm
+    norm_kinds: tuple[str, ...]  # kinds of the norm's parameters, such as weight, in the order of its arguments
     pre_norm: bool = False  # whether norms come before attention and feed-forward network, not after the residual sums
     gated: bool = False  # whether the activation is multiplied by a second projection
 
@@ -131,7 +131,7 @@ class LayerWeights(NamedTuple):
     attention_out_weight: Tensor  # [H, H]
     attention_out_bias: Tensor | None
     attention_norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]; () in pre-norm
-    ffn_in_weight: Tensor  # [F, H]; gated [2F, H], the rows before the activation first
+    ffn_in_weight: Tensor  # [F, H]; if gated [2F, H]: the activation's rows, then the gate's
     ffn_in_bias: Tensor | None
     ffn_out_weight: Tensor  # [H, F]
     ffn_out_bias: Tensor | None
@@ -162,7 +162,7 @@ def embed(
     words_TE: Tensor,
     positions_TE: Tensor | None,
     token_types_T: Tensor | None,
-    keys_T: Tensor | None,
+    seeds_T: Tensor | None,
     weights: EmbeddingWeights,
     functions: BlockFunctions,
     dropout: float,
@@ -173,38 +173,38 @@ def embed(
         summed_TE = summed_TE + positions_TE.float()
     if weights.token_type is not None:
         # Cast to fp32 before the broadcast, so that the gradient is summed in fp32.
-        first_E, second_E = weights.token_type.float()
-        types_TE = first_E if token_types_T is None else torch.where(token_types_T[..., None] == 0, first_E, second_E)
+        type0_E, type1_E = weights.token_type.float()
+        types_TE = type0_E if token_types_T is None else torch.where(token_types_T[..., None] == 0, type0_E, type1_E)
         summed_TE = summed_TE + types_TE
     if weights.norm is not None:
         summed_TE = functions.norm(summed_TE, *weights.norm, eps=functions.eps)
-    return hash_dropout(summed_TE, keys_T, 0, dropout).to(words_TE.dtype)
+    return hash_dropout(summed_TE, seeds_T, 0, dropout).to(words_TE.dtype)
 
 
 def apply_norm(hidden_TH: Tensor, weights: tuple[Tensor, ...], functions: BlockFunctions) -> Tensor:
-    """Normalize [T, H], as before the attention in a pre-norm model and after its last layer."""
+    """Normalize [T, H], for a pre-norm model: before each attention and after the last layer."""
     return functions.norm(hidden_TH.float(), *weights, eps=functions.eps).to(hidden_TH.dtype)
 
 
 def after_attention(
     context_TH: Tensor,
     hidden_TH: Tensor,
-    keys_T: Tensor | None,
+    seeds_T: Tensor | None,
     weights: LayerWeights,
     functions: BlockFunctions,
     dropout: float,
 ) -> Tensor:
-    """Return [T, H]: output projection and feed-forward network, each with its residual sum and norm."""
+    """Apply the output projection and the feed-forward network, each with its residual sum and norm: [T, H]."""
     w, dtype = weights, hidden_TH.dtype
     attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias)
-    attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)
+    attended_TH = hidden_TH + hash_dropout(attended_TH, seeds_T, 1, dropout)
     if functions.pre_norm:
         normed_TH = functions.norm(attended_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
     else:
         normed_TH = attended_TH = functions.norm(attended_TH, *w.attention_norm, eps=functions.eps).to(dtype)
     inner_TF = feed_forward_inner(linear(normed_TH, w.ffn_in_weight, w.ffn_in_bias), functions)
     output_TH = linear(inner_TF.to(dtype), w.ffn_out_weight, w.ffn_out_bias)
-    output_TH = attended_TH + hash_dropout(output_TH, keys_T, 2, dropout)
+    output_TH = attended_TH + hash_dropout(output_TH, seeds_T, 2, dropout)
     if functions.pre_norm:
         return output_TH.to(dtype)
     return functions.norm(output_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
@@ -221,8 +221,8 @@ def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias in fp32: [..., in] -> [..., out]; the caller rounds it.
 
-    Compiled code adds the bias as it reads the product. On CPU, `F.linear` writes the bias to every row before the
-    matmul, which costs an eighth of its time at BERT-Base (docs/benchmarks/lab-notes.md).
+    Compiled code adds the bias when it loads the product. On CPU, `F.linear` writes the bias to every row before the
+    matmul, which adds an eighth to the time of a BERT-Base matmul (docs/benchmarks/lab-notes.md).
     """
     sums = linear_product(x, weight).float()
     return sums if bias is None else sums + bias.float()

@@ -21,28 +21,28 @@ from pretrain.common import commands
 # does not. Inductor reads the variable when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
-# Whether torch supports sizes on whose values compiled code does not rely; older versions were not tested.
+# Whether torch supports unbacked sizes, whose values compiled code does not assume; older versions were not tested.
 SUPPORTS_UNBACKED_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 # Sizes that the compiler assumes for the axes of a batch, by letter: its vectorization, parallelization and
 # splitting of sums depend on them. Otherwise it assumes the sizes of the first call, and its cache on disk would give
 # the single-threaded code of a short batch to later runs with large batches.
 _ASSUMED_SIZES = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
-_EQUAL = "KM"  # letters that mean the same size in all arguments of a call
+_EQUAL_SIZES = "KM"  # letters that mean the same size in all arguments of a call
 _LINKING_SECONDS = 10.0  # longer than a linker runs, and shorter than a restarted run takes until it compiles
 
 
 @functools.cache
 def maybe_compile(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """Return `function`, compiled if `fused`, once for all sizes of batches.
+    """Return `function`; if `fused`, compiled, once for all sizes of batches.
 
     Args:
         axes: for each of the first arguments, the letters of its leading axes, keys of `_ASSUMED_SIZES`. The compiled
-            code does not rely on their sizes, not even on a size of 1, but on the sizes of the arguments' other axes,
-            which are the model's. The letters of a tuple apply to each of its tensors. Parameters need none.
+            code does not rely on their sizes, not even on a size of 1; it does rely on the sizes of other axes, which
+            the model determines. The letters of a tuple apply to each of its tensors. Parameters need no letters.
     """
     if not fused:
         return function
-    marked = set()  # variants compiled so far: marking again has no effect, and costs as much as a small kernel
+    marked = set()  # variants seen: marking axes again would have no effect, and take as long as a small kernel
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
@@ -69,7 +69,7 @@ def maybe_compile(function: Callable[..., Any], fused: bool, axes: tuple[str, ..
 
 
 def _clear_if_killed(error: RuntimeError) -> bool:
-    """Clear the caches and return True if a signal killed g++: torchrun signals it, too, but the step must finish."""
+    """Clear the caches and return True if a signal killed g++: torchrun also signals g++, but the step must finish."""
     cause = getattr(error, "inner_exception", None)
     if getattr(cause and cause.__cause__, "returncode", 0) >= 0:
         return False
@@ -81,7 +81,7 @@ def _clear_if_killed(error: RuntimeError) -> bool:
 
 @functools.cache
 def compiled_function(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
-    """Compile `function` with these integer arguments as constants; the result takes all arguments, but ignores them.
+    """Compile `function` with these integer arguments as constants. The result takes and ignores them.
 
     The compiler would treat an integer as a dynamic size. On a GPU, dividing by it in address computations costs more
     than reading the elements: the rotation of heads took forty times as long as its memory traffic.
@@ -90,7 +90,7 @@ def compiled_function(function: Callable[..., Any], integers: tuple[int | None, 
     def inner(*arguments: Any, integers: tuple[int | None, ...] = integers) -> Any:
         return function(*(x if n is None else n for x, n in zip(arguments, integers, strict=True)))
 
-    # Dynamo relies on the value of an integer if it is the default of a function that is inlined.
+    # Dynamo treats an integer as a constant if it is a default argument of an inlined function.
     @functools.wraps(function)
     def with_constants(*arguments: Any) -> Any:
         return inner(*arguments)
@@ -99,26 +99,26 @@ def compiled_function(function: Callable[..., Any], integers: tuple[int | None, 
 
 
 def _kind(argument: Any, letters: str) -> Any:
-    """Return the properties whose change recompiles: a tensor's dtype and the sizes of the model's axes."""
+    """Return the properties whose change recompiles; for a tensor, its dtype and the sizes of the model's axes."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.requires_grad, argument.is_inference(), argument.shape[len(letters) :]
     return tuple(_kind(x, letters) for x in argument) if isinstance(argument, tuple) else argument
 
 
 @functools.cache
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished_libraries(folder: Path) -> None:
     """Delete libraries in Inductor's cache that a killed linker left unfinished: every later run would fail on them.
 
-    Inductor's linker writes directly to the cache. Another process may still be writing a file of the last seconds.
+    Inductor's linker writes directly to the cache. Another process may still be writing a recent file.
     """
     for path in folder.glob("*/*.so"):
         with contextlib.suppress(OSError):
             state = path.stat()
-            if time.time() - state.st_mtime > _LINKING_SECONDS and not _is_whole(path, state.st_size):
+            if time.time() - state.st_mtime > _LINKING_SECONDS and not _is_complete(path, state.st_size):
                 path.unlink()
 
 
-def _is_whole(library: Path, size: int) -> bool:
+def _is_complete(library: Path, size: int) -> bool:
     """Return whether a 64-bit ELF file contains its last part, the section table, whose offset is in the header."""
     with library.open("rb") as file:
         header = file.read(64)
@@ -139,7 +139,7 @@ def _configure() -> None:
     commands.compilation_started.set()
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     for folder in [Path(cache)] if cache else Path(tempfile.gettempdir()).glob("torchinductor_*"):
-        remove_unfinished(folder)
+        remove_unfinished_libraries(folder)
     # Sizes that happen to be equal in the first batch must not be treated as one size, which would recompile later.
     torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.compiler.config.recompile_limit = 32
@@ -155,7 +155,7 @@ def _mark_axes(x: Tensor, letters: str) -> None:
         return
     mark = torch._dynamo.decorators.mark_unbacked
     for axis, letter in enumerate(letters):
-        mark(x, axis, hint_override=_ASSUMED_SIZES[letter], shape_id=letter if letter in _EQUAL else None)
-    if letters and x._base is not None:  # the compiler reads its sizes, too
+        mark(x, axis, hint_override=_ASSUMED_SIZES[letter], shape_id=letter if letter in _EQUAL_SIZES else None)
+    if letters and x._base is not None:  # the compiler also reads the sizes of a view's base
         for axis in range(x._base.dim()):
             mark(x._base, axis, hint_override=_ASSUMED_SIZES["B"])

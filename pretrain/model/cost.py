@@ -1,6 +1,6 @@
 """The cost of a model, from its config alone: parameters, FLOPs, and memory. Does not need torch.
 
-Letters: H hidden width, F feed-forward width, V vocabulary, L layers, T tokens and K masked tokens of a micro-batch.
+H is the hidden width, and T the number of tokens of a micro-batch.
 """
 
 import functools
@@ -35,8 +35,8 @@ _PROJECTIONS = ("qkv_weight", "q_weight", "kv_weight")
 class ParameterCount(NamedTuple):
     """Parameter counts. A decoder that is tied to the word embeddings is counted once."""
 
-    embeddings: int  # with biases of relative positions
-    layers: int  # with the norm after the last
+    embeddings: int  # including tables of relative positions
+    layers: int  # including the final norm
     heads: int  # pooler, NSP classifier, MLM transform, untied decoder and decoder bias
 
     @property
@@ -56,7 +56,7 @@ def parameter_count(model: ModelConfig, vocabulary_size: int, next_sentence: boo
     check_names(model)
     return ParameterCount(
         total(embedding_parameters(model, vocabulary_size)) + total(position_parameters(model)),
-        sum(total(layer_parameters(model, number)) for number in range(model.layers)) + total(final_parameters(model)),
+        sum(total(layer_parameters(model, index)) for index in range(model.layers)) + total(final_parameters(model)),
         total(head_parameters(model, vocabulary_size, next_sentence)),
     )
 
@@ -66,18 +66,18 @@ def flops(
 ) -> float:
     """Return the useful FLOPs of one forward and backward pass over sequences of `lengths` tokens.
 
-    Counts matrix products only, without padding and recomputation, and the MLM head at `masked` rows: 6 FLOPs per
-    weight and row, and in the attention 12 H per pair of a query and a visible key, in a local layer within the window.
-    A term of disentangled positions has 6 H per token and reachable distance; the projection of the table, once per
-    micro-batch, is not counted. The last layer is counted in full, as in other systems' figures, though ours skips
-    rows that no loss uses.
+    Counts matrix products only, without padding and recomputation, and the MLM head at `masked` positions: 6 FLOPs per
+    weight and token, and in the attention 12 H per pair of a query and a key that it attends to. Each term of
+    disentangled positions adds 6 H per token and reachable distance; the projection of the table, once per
+    micro-batch, is not counted. The last layer is counted in full, as other systems do, though we skip positions that
+    no loss uses.
     """
     pairs = len(lengths) if next_sentence else 0
     return layers_flops(model, lengths) + head_flops(model, vocabulary_size, masked, pairs)
 
 
 def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, pairs: int = 0) -> float:
-    """Return the FLOPs of the heads, forward and backward: MLM at `masked` rows, the classifier for `pairs` pairs."""
+    """Return the FLOPs of the heads, forward and backward: MLM at `masked` positions, NSP for `pairs` pairs."""
     heads = {parameter.name: parameter for parameter in head_parameters(model, vocabulary_size, pairs > 0)}
     width = model.embedding or model.hidden
     transform = heads["mlm_transform_weight"].numel if model.mlm_transform else 0
@@ -85,19 +85,19 @@ def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, pairs: i
     return FLOPS_PER_ENTRY * ((transform + width * vocabulary_size) * masked + classifier * pairs)
 
 
-def encoder_flops(model: ModelConfig, lengths: Sequence[float], rows: float) -> float:
-    """Return the FLOPs of the encoder, forward and backward, with `rows` query positions in the last layer.
+def encoder_flops(model: ModelConfig, lengths: Sequence[float], queries: float) -> float:
+    """Return the FLOPs of the encoder, forward and backward, with `queries` query positions in the last layer.
 
-    The rows are assumed to be spread evenly over the tokens. MFU uses this count, which excludes skipped work.
+    They are assumed to be spread evenly over the tokens. MFU uses this count, which excludes skipped work.
     """
     tokens, window = sum(lengths), model.window(model.layers - 1)
-    pairs = sum(_pairs(length, window) for length in lengths)
-    skipped = _products(model).after_attention * (tokens - rows) + 12 * model.hidden * pairs * (1 - rows / tokens)
+    skipped_pairs = sum(_pairs(length, window) for length in lengths) * (1 - queries / tokens)
+    skipped = _count_layers(model).after_attention * (tokens - queries) + 12 * model.hidden * skipped_pairs
     return layers_flops(model, lengths) - skipped
 
 
-def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, *, checkpointing: bool) -> float:
-    """Return the FLOPs that the encoder's backward pass recomputes; `lengths` and `rows` as for `encoder_flops`.
+def recomputed_flops(model: ModelConfig, lengths: Sequence[float], queries: float, *, checkpointing: bool) -> float:
+    """Return the FLOPs that the encoder's backward pass recomputes; `lengths` and `queries` as for `encoder_flops`.
 
     All our attention kernels recompute scores, as flash attention does (Dao et al. 2022, algorithm 4): 2 H per pair of
     a query and a key. Compiled code recomputes only operations between matrix products, which are not counted.
@@ -108,43 +108,42 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, 
     tokens, last = sum(lengths), model.layers - 1
     all_pairs = sum(
         layers * (_pairs(length, window) + 2 * _distance_pairs(model, length, window))
-        for window, layers in _products(model).windows.items()
+        for window, layers in _count_layers(model).layers_by_window.items()
         for length in lengths
     )
-    skipped = sum(_pairs(length, model.window(last)) for length in lengths) * (1 - rows / tokens)
+    skipped = sum(_pairs(length, model.window(last)) for length in lengths) * (1 - queries / tokens)
     pairs = model.recursions * all_pairs - skipped
-    layers = encoder_flops(model, lengths, rows) - _projection(model) * tokens if checkpointing else 0.0
+    layers = encoder_flops(model, lengths, queries) - _projection_flops(model) * tokens if checkpointing else 0.0
     return 2 * model.hidden * pairs + layers / 3
 
 
 def activation_bytes(
-    model: ModelConfig, tokens: int, rows: int, *, itemsize: int, compiled: bool, checkpointing: bool, native: bool
+    model: ModelConfig, tokens: int, queries: int, *, itemsize: int, compiled: bool, checkpointing: bool, native: bool
 ) -> int:
-    """Return the bytes that one micro-batch keeps for the backward pass, and the working space of one layer.
+    """Return the bytes that one micro-batch keeps for the backward pass, plus the working space of one layer.
 
     A layer keeps the stacked query, key and value, the context, its output, and the products of its other matmuls.
-    Compiled, the backward pass recomputes everything between these. Native loops also keep the inputs of products.
-    Otherwise the layer also keeps the inputs of its norms' and activation's gradients, and a byte per dropped entry. In
-    pre-norm, it keeps the normalized input of its projections, but not the last product. In the last layer, only query
-    positions are computed after query, key and value. Checked against torch's saved tensors: within 8 %.
+    If compiled, the backward pass recomputes everything between these. Native loops also keep the matmuls' inputs. In
+    eager mode, a layer also keeps what the gradients of its norms and activation need, and a byte per dropped entry. A
+    pre-norm layer keeps the normalized input of its projections, but not the last product. The last layer computes
+    only query positions after query, key and value. Checked against torch's saved tensors: within 8 %.
 
     Args:
         tokens: T.
-        rows: query positions of the last layer.
+        queries: number of query positions in the last layer.
         itemsize: bytes of a number in the model's precision.
         compiled: whether torch.compile fuses the layers.
         checkpointing: whether a layer keeps only its input.
-        native: whether the loops of `kernels/native.cpp` are used where they can, as on a CPU without compilation.
+        native: whether `kernels/native.cpp` is used for models that it supports, as on a CPU without compilation.
     """
-    h, b = model.hidden, itemsize
-    pre = model.norm_placement == "pre"
-    embedding = tokens * _embedding_saves(model, b, compiled) + _distance_saves(model, b)
-    saves = _compiled_saves if compiled else _native_saves if native and has_native_loops(model) else _plain_saves
-    after_attention = saves(model, b) + 4 * model.heads
-    before_attention = 3 * b * model.hidden + (_norm_saves(model, b, compiled) if pre else 0)
+    h, b, pre = model.hidden, itemsize, model.norm_placement == "pre"
+    embedding = tokens * _embedding_saved_bytes(model, b, compiled) + _distance_saved_bytes(model, b)
+    eager_bytes = _native_saved_bytes if native and has_native_loops(model) else _eager_saved_bytes
+    after_attention = (_compiled_saved_bytes if compiled else eager_bytes)(model, b) + 4 * model.heads
+    before_attention = 3 * b * model.hidden + (_norm_saved_bytes(model, b, compiled) if pre else 0)
     layer = tokens * (before_attention + after_attention)
-    last = tokens * before_attention + rows * after_attention
-    final = rows * _norm_saves(model, b, compiled) if pre else 0
+    last = tokens * before_attention + queries * after_attention
+    final = queries * _norm_saved_bytes(model, b, compiled) if pre else 0
     working = working_bytes(model, tokens, itemsize)
     if checkpointing:
         return embedding + model.depth * b * tokens * h + layer + final + working
@@ -152,7 +151,7 @@ def activation_bytes(
 
 
 def has_native_loops(model: ModelConfig) -> bool:
-    """Return whether `kernels/native.cpp` has loops for the model's layers, which must be BERT's."""
+    """Return whether `kernels/native.cpp` supports the model's layers: only BERT's."""
     kind = model.norm, model.activation, model.norm_placement, model.gated
     biases = model.attention_bias and model.ffn_in_bias and model.ffn_out_bias
     return biases and kind == ("layer_norm", "gelu", "post", False)
@@ -165,7 +164,7 @@ def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
-    """Return the bytes of one chunk of logits or their gradient, and of the decoder's pending gradient."""
+    """Return the bytes of one chunk of logits or their gradient, and of the decoder's accumulated gradient."""
     chunk = min(masked * vocabulary_size, LOGITS_PER_CHUNK)
     width = model.embedding or model.hidden
     # Without compilation: also two fp32 copies, and a mask of one byte per entry.
@@ -174,76 +173,76 @@ def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, items
 
 def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
     """Return the FLOPs of all applications of the layers, and of the projection of the embeddings."""
-    tokens, products = sum(lengths), _products(model)
+    tokens, counts = sum(lengths), _count_layers(model)
     pairs = sum(
         layers * (_pairs(length, window) + _distance_pairs(model, length, window))
-        for window, layers in products.windows.items()
+        for window, layers in counts.layers_by_window.items()
         for length in lengths
     )
-    layers = products.all_layers * tokens + 12 * model.hidden * pairs
-    return model.recursions * layers + _projection(model) * tokens
+    layers = counts.all_layers * tokens + 12 * model.hidden * pairs
+    return model.recursions * layers + _projection_flops(model) * tokens
 
 
-class _Products(NamedTuple):
+class _LayerCounts(NamedTuple):
     """Counts for the FLOPs of a model's layers; cached, since the loop needs them for each micro-batch."""
 
-    all_layers: int  # FLOPs per token of their matrices
-    after_attention: int  # the same in the last layer, without query, key and value
-    windows: Counter[int]  # number of layers with each window
+    all_layers: int  # FLOPs per token of the weight matrices of all layers
+    after_attention: int  # FLOPs per token of the last layer's weight matrices, without query, key and value
+    layers_by_window: Counter[int]  # attention window -> number of layers
 
 
-def _products(model: ModelConfig) -> _Products:
-    frozen: Any = model  # and therefore hashable
-    return count_products(frozen)
+def _count_layers(model: ModelConfig) -> _LayerCounts:
+    frozen: Any = model  # frozen, so hashable, which pyright does not know
+    return count_layers(frozen)
 
 
 @functools.lru_cache(maxsize=16)
-def count_products(model: ModelConfig) -> _Products:
-    """Count the FLOPs of the layers' matrix products for tokens, and the windows for pairs of tokens."""
-    # The matrices of positions multiply distance embeddings, not tokens.
+def count_layers(model: ModelConfig) -> _LayerCounts:
+    """Count the FLOPs of the layers' weight matrices per token, and the layers with each attention window."""
+    # The matrices named position_* multiply distance embeddings, not tokens.
     layers = [
-        [p for p in layer_parameters(model, number) if not p.name.startswith("position_")]
-        for number in range(model.layers)
+        [p for p in layer_parameters(model, index) if not p.name.startswith("position_")]
+        for index in range(model.layers)
     ]
-    return _Products(
+    return _LayerCounts(
         FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),
         FLOPS_PER_ENTRY * matrix_entries(p for p in layers[-1] if p.name not in _PROJECTIONS),
         Counter(map(model.window, range(model.layers))),
     )
 
 
-def _projection(model: ModelConfig) -> int:
+def _projection_flops(model: ModelConfig) -> int:
     """Return the FLOPs per token of the projection of embeddings whose width differs from the layers'."""
     width = model.embedding or model.hidden
     return FLOPS_PER_ENTRY * width * model.hidden if width != model.hidden else 0
 
 
 def _pairs(length: float, window: int) -> float:
-    """Return the number of pairs of a query and a visible key, in a sequence of `length` tokens."""
+    """Return the number of pairs of a query and a key that it attends to, in a sequence of `length` tokens."""
     if not window or length <= window:
         return length * length
     return length * (2 * window + 1) - window * (window + 1)
 
 
 def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
-    """Return the products of tokens with distance embeddings, in units of query-key pairs, which have two products.
+    """Return the cost of products with distance embeddings, as a number of query-key pairs, which have two products.
 
-    Rounding may select the neighbor of the last bucket (`positions.distance_rows`).
+    For the largest distance, fp32 rounding in `positions.distance_rows` may select the next bucket.
     """
     if not model.disentangled:
         return 0.0
-    far, middle = min(length - 1, window or length), model.relative_span // 2
-    if model.relative_buckets and far > middle:
-        growth = math.log(far / middle) / math.log((model.relative_max_distance - 1) / middle)
-        far = middle + math.ceil(growth * (middle - 1))
-    rows = min(2 * model.relative_span, 2 * far + 1)
+    farthest, middle = min(length - 1, window or length), model.relative_span // 2
+    if model.relative_buckets and farthest > middle:
+        growth = math.log(farthest / middle) / math.log((model.relative_max_distance - 1) / middle)
+        farthest = middle + math.ceil(growth * (middle - 1))
+    rows = min(2 * model.relative_span, 2 * farthest + 1)
     return (model.score_terms - 1) * length * rows / 2
 
 
-def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
-    """Return the bytes per token that the embeddings keep, with the angles of rotations."""
+def _embedding_saved_bytes(model: ModelConfig, itemsize: int, compiled: bool) -> int:
+    """Return the bytes per token that the embeddings keep, including rotary angles."""
     h, b = model.hidden, itemsize
-    bases = {model.rotary_base_of(number) for number in range(model.layers)} - {0.0}
+    bases = {model.rotary_base_of(index) for index in range(model.layers)} - {0.0}
     angles = 4 * model.head_width * len(bases)
     if compiled:
         positions = {"learned": b, "sinusoidal": 4}.get(model.positions, 0)
@@ -252,49 +251,49 @@ def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
     return b * h + norm + h * (model.hidden_dropout > 0) + angles
 
 
-def _distance_saves(model: ModelConfig, itemsize: int) -> int:
+def _distance_saved_bytes(model: ModelConfig, itemsize: int) -> int:
     """Return the bytes of the reachable distance embeddings: normalized once, projected for each layer."""
     rows = min(2 * model.relative_span, 2 * model.max_positions)
-    norm = rows * _norm_saves(model, itemsize, False) if model.relative_norm else 0
+    norm = rows * _norm_saved_bytes(model, itemsize, False) if model.relative_norm else 0
     return norm + model.depth * (model.score_terms - 1) * itemsize * rows * model.hidden
 
 
-def _compiled_saves(model: ModelConfig, itemsize: int) -> int:
+def _compiled_saved_bytes(model: ModelConfig, itemsize: int) -> int:
     """Return the bytes per token that a compiled layer keeps after its attention."""
     inner = model.intermediate * (2 if model.gated else 1)
     return itemsize * (inner + model.hidden * (3 if model.norm_placement == "pre" else 4))
 
 
-def _native_saves(model: ModelConfig, itemsize: int) -> int:
-    """Return the bytes per token that a layer keeps after its attention in native loops: also two moments per norm."""
+def _native_saved_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Return the bytes per token that a layer of native loops keeps after its attention, with two moments per norm."""
     return itemsize * (2 * model.intermediate + 5 * model.hidden) + 16
 
 
-def _plain_saves(model: ModelConfig, itemsize: int) -> int:
+def _eager_saved_bytes(model: ModelConfig, itemsize: int) -> int:
     """Return the bytes per token that an uncompiled layer keeps after its attention."""
     h, normed = model.hidden, 4 * model.hidden * get_norm(model.norm).saved
     norms = normed if model.norm_placement == "pre" else 2 * normed
-    return itemsize * 3 * h + _activation_saves(model, itemsize) + norms + 2 * h * (model.hidden_dropout > 0)
+    return itemsize * 3 * h + _activation_saved_bytes(model, itemsize) + norms + 2 * h * (model.hidden_dropout > 0)
 
 
-def _norm_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
+def _norm_saved_bytes(model: ModelConfig, itemsize: int, compiled: bool) -> int:
     """Return the bytes per token of a norm whose input is kept anyway: its output, and its fp32 tensors."""
     saved = get_norm(model.norm).saved - (itemsize == 4)  # in fp32 the input is not copied
     return model.hidden * (itemsize if compiled else itemsize + 4 * saved)
 
 
-def _activation_saves(model: ModelConfig, itemsize: int) -> int:
-    """Return the bytes per token of the input of the matmul after the activation, and of the fp32 tensors saved."""
+def _activation_saved_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Return the bytes per token of the input of the matmul after the activation, and of fp32 tensors."""
     if model.gated:
         return model.intermediate * (itemsize + 12)  # both projections, and the activation's output
-    # An output in fp32 is kept once: the matmul after it needs the same tensor.
+    # An fp32 output is kept once, since the next matmul needs the same tensor.
     saves_copy = get_activation(model.activation).saves_input or itemsize < 4
     return model.intermediate * (itemsize + 4 * saves_copy)
 
 
 def hidden_matrices(model: ModelConfig) -> list[Parameter]:
     """Return the weight matrices of the layers, which Muon orthogonalizes (`parameters.is_hidden_matrix`)."""
-    layers = (layer_parameters(model, number) for number in range(model.layers))
+    layers = (layer_parameters(model, index) for index in range(model.layers))
     return [parameter for layer in layers for parameter in layer if len(parameter.shape) == 2]
 
 

@@ -13,7 +13,7 @@ from pretrain.model.parameters import final_parameters
 
 
 class FinalNorm(nn.Module):
-    """A norm of the hidden states."""
+    """The norm of the last hidden states."""
 
     def __init__(self, shape: ModelConfig, compile: bool) -> None:
         super().__init__()

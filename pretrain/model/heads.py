@@ -19,7 +19,7 @@ from pretrain.model.kernels.layout import UnpaddedBatch
 from pretrain.model.kernels.rounding import pad_rows, rows_to_pad
 from pretrain.model.parameters import head_parameters
 
-_IGNORED = -100  # a label that the loss ignores
+_IGNORED_LABEL = -100  # the loss ignores it
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
@@ -34,7 +34,7 @@ class PretrainingBatch(UnpaddedBatch, Protocol):
 
 
 class Losses(NamedTuple):
-    """Sums over the micro-batch, fp32 scalars; the training task divides them by global counts (invariant 3)."""
+    """Sums over the micro-batch, fp32 scalars; the engine divides them by global counts (docs/invariants.md, 3)."""
 
     mlm_loss: Tensor  # cross-entropy in nats
     nsp_loss: Tensor
@@ -43,7 +43,7 @@ class Losses(NamedTuple):
 
 
 class PretrainingModel(Encoder):
-    """The encoder with its pretraining heads; arguments as for `Encoder`, and whether it has an NSP head."""
+    """The encoder with its pretraining heads; arguments as for `Encoder`; `next_sentence` adds an NSP head."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class PretrainingModel(Encoder):
         self.embeddings.tied = shape.tied_decoder
 
     def forward(self, batch: PretrainingBatch) -> Losses:
-        """Return losses and correct predictions of one micro-batch; the heads compute only rows that a loss uses."""
+        """Return losses and correct predictions of a micro-batch; the heads compute only positions that a loss uses."""
         if self.heads.next_sentence and self.shape.pooling != "cls":
             hidden_TH = self.encode(batch)
             pooled_SH = pool(hidden_TH, batch.cu_seqlens, self.shape.pooling)
             hidden_RH = torch.cat([pooled_SH, hidden_TH.index_select(0, batch.masked_rows)])
         else:
-            rows_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
-            hidden_RH = self.encode(batch, rows_R)[order_R.argsort()]
+            queries_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
+            hidden_RH = self.encode(batch, queries_R)[order_R.argsort()]
         return self.heads(hidden_RH, self._decoder(), batch.masked_labels, batch.nsp_labels)
 
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
-        """Return [K, V], the scores of the vocabulary at the masked rows."""
+        """Return [K, V], the logits over the vocabulary at the masked positions."""
         hidden_KH = self.encode(batch, batch.masked_rows)
         padded_KH = pad_rows(hidden_KH, rows_to_pad(len(hidden_KH), hidden_KH))
         transformed_KH = self.heads.transform(padded_KH, self.heads.fused)
@@ -113,11 +113,11 @@ class Heads(nn.Module):
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
-        """Return the losses; `hidden_RH`: the sequences' pooled rows, then the masked tokens' rows."""
+        """Return the losses; `hidden_RH`: pooled states of the sequences, then states of the masked tokens."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
         padding = rows_to_pad(len(masked_labels_K), hidden_RH)
         transformed_KH = self.transform(pad_rows(hidden_RH[sequences:], padding), self.fused)
-        masked_labels_K = pad_rows(masked_labels_K, padding, _IGNORED)
+        masked_labels_K = pad_rows(masked_labels_K, padding, _IGNORED_LABEL)
         mlm_loss, mlm_correct = vocabulary_losses(
             transformed_KH, decoder_VH, self.decoder_bias, masked_labels_K, self.fused
         )
@@ -154,7 +154,7 @@ def mlm_transform(hidden_KH: Tensor, weights: MlmWeights, functions: BlockFuncti
 
 
 def nsp_logits(hidden_SH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Return [S, 2] (google-research/bert modeling.py, pooler; run_pretraining.py, get_next_sentence_output)."""
+    """NSP logits [S, 2] (google-research/bert modeling.py, pooler; run_pretraining.py, get_next_sentence_output)."""
     pooler_weight, pooler_bias, weight, bias = weights
     return F.linear(torch.tanh(F.linear(hidden_SH, pooler_weight, pooler_bias)), weight, bias)
 

@@ -22,10 +22,10 @@ from pretrain.model.positions import join_pairs
 # Position embeddings start larger than words and token types, which act as noise: positions have two thirds of an
 # embedding's squared norm.
 POSITION_SCALE = 2.0
-# The attention score at a head's offset, where the mean is zero: about half of the attention among 128 tokens.
+# A head's initial score at its offset; the mean score is 0. Among 128 tokens, this is about half of the attention.
 PEAK = 5.0
-# With rotary positions: the score above 0; and the slowest rotation that separates adjacent tokens, radians per token.
-ROTARY_PEAK, SLOWEST = 8.0, 0.2
+# With rotary positions: that score; and the lowest frequency used, in radians per token.
+ROTARY_PEAK, MIN_FREQUENCY = 8.0, 0.2
 
 
 def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: float) -> None:
@@ -42,11 +42,11 @@ def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: f
 def normal(std: float, *size: int) -> nn.Parameter:
     """Sample a normal with deviation `std`, truncated at two deviations (google-research/bert, create_initializer)."""
     weight = torch.empty(*size)
-    if weight.is_meta:  # for which torch's generators would import sympy, for a second
+    if weight.is_meta:  # random values of meta tensors would import sympy, which takes a second
         return nn.Parameter(weight)
     flat = weight.normal_().view(-1)
-    # Values outside are sampled again: four times as fast as torch's trunc_normal_, which inverts a distribution
-    # function.
+    # Values beyond two deviations are sampled again: four times as fast as torch's trunc_normal_, which inverts a
+    # distribution function.
     outside = (flat.abs() > 2).nonzero()[:, 0]
     while outside.numel():
         flat[outside] = torch.randn(outside.numel())
@@ -59,7 +59,7 @@ def initialize_neighbors(shape: ModelConfig, embeddings: Any, layers: Iterable[A
 
     Args:
         shape: the model's config.
-        embeddings, layers: modules with the parameters of `parameters.py`; of the layers, only the lowest.
+        embeddings, layers: modules with the parameters of `parameters.py`; `layers` are only the lower half.
     """
     if shape.positions == "learned":
         weights = [layer.qkv_weight for layer in layers]
@@ -82,9 +82,9 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
 
     Args:
         position_PH: the position embeddings, fp32 [P, H].
-        qkv_weights: of each layer to initialize, the rows of queries, keys and values stacked: fp32 [3H, H]. The lower
-            half of the encoder is enough; in the layers above, [CLS] must attend to the whole sequence.
-        heads: attention heads, of an even width.
+        qkv_weights: stacked query, key and value weights of each layer to initialize, fp32 [3H, H]: the lower half of
+            the encoder, since in the layers above, [CLS] must attend to the whole sequence.
+        heads: number of attention heads, whose width is even.
         std: standard deviation of the initial word embeddings.
     """
     positions, hidden = position_PH.shape
@@ -95,7 +95,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     waves_PH = torch.stack([angle_PK.cos(), angle_PK.sin()], dim=-1).flatten(1)
     position_PH.copy_(waves_PH * (math.sqrt(2) * POSITION_SCALE * std))
 
-    # The norm scales the sum's variance to 1; this is the positions' share. Words and token types contribute 1 each.
+    # The norm scales the sum's variance to 1; this is the positions' share. Words and token types weigh 1 each.
     share = POSITION_SCALE**2 / (POSITION_SCALE**2 + 2)
     # A head's score at its offset is gain^2 * width * share / sqrt(width).
     gain = math.sqrt(PEAK / (math.sqrt(width) * share))
@@ -122,14 +122,14 @@ def attend_to_adjacent_tokens_by_rotation(qkv_bias: Tensor, heads: int, base: fl
 
     Args:
         qkv_bias: biases of queries, keys and values of all heads, stacked: fp32 [3H].
-        heads: attention heads.
-        base: of the layer's rotary frequencies.
+        heads: number of attention heads.
+        base: base of the layer's rotary frequencies.
         interleaved: as in `positions.rotation`.
     """
     hidden = len(qkv_bias) // 3
     width = hidden // heads
     frequency_K = base ** -(torch.arange(0, width, 2) / width)
-    is_fast_K = frequency_K >= SLOWEST
+    is_fast_K = frequency_K >= MIN_FREQUENCY
     gain_K = is_fast_K * math.sqrt(ROTARY_PEAK * math.sqrt(width) / int(is_fast_K.sum()))
     angle_NK = -frequency_K * torch.tensor([_offset(head) for head in range(heads)])[:, None]
     query_D = join_pairs(gain_K, torch.zeros_like(gain_K), interleaved=interleaved)

@@ -1,4 +1,4 @@
-"""The norms that `model.norm` can select: function and parameters of each. BERT's function is in `block.py`.
+"""The norms that `model.norm` can select: function and parameters of each. BERT's LayerNorm is in `block.py`.
 
 Cost estimates read this table without torch, so a norm imports torch itself.
 """
@@ -22,10 +22,10 @@ class Norm(NamedTuple):
 
     Attributes:
         function: `function(x, *parameters, eps)` with x [..., width], fp32 in every precision; returns the same shape
-            and dtype. None is BERT's, `block.layer_norm`.
-        parameters: kind -> initial values, in the order of the arguments. Each is a vector [width], named
-            after its norm and its kind: `ffn_norm_weight`.
-        saved: tensors of the size of x that torch keeps for the backward pass when the layer is not compiled.
+            and dtype. None means BERT's, `block.layer_norm`.
+        parameters: kind, such as "weight" -> initial values, in the order of the arguments. Each is a vector [width],
+            named after its norm and its kind: `ffn_norm_weight`.
+        saved: number of tensors of x's size that torch keeps for the backward pass of an uncompiled layer.
     """
 
     function: Callable[..., Tensor] | None

@@ -32,15 +32,15 @@ class PaddedEncoder(nn.Module):
 
     Args:
         shape: as for `encoder.Encoder`.
-        state: the state of an `Encoder`; parameters of heads in it are ignored.
+        state: the state dict of an `Encoder`; any parameters of heads are ignored.
     """
 
     def __init__(self, shape: ModelConfig, state: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.shape, self.functions = shape, BlockFunctions.of(shape)
-        self.embeddings = constants(state, "embeddings.")
-        self.relative, self.final = constants(state, "relative."), constants(state, "final.")
-        self.layers = nn.ModuleList(constants(state, f"layers.{number}.") for number in range(shape.layers))
+        self.embeddings = frozen_module(state, "embeddings.")
+        self.relative, self.final = frozen_module(state, "relative."), frozen_module(state, "final.")
+        self.layers = nn.ModuleList(frozen_module(state, f"layers.{index}.") for index in range(shape.layers))
 
     def encode(
         self,
@@ -61,15 +61,15 @@ class PaddedEncoder(nn.Module):
         shape = self.shape
         hidden_BLH = self._embed(input_ids, token_type_ids)
         positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
-        masks, rotation_of = self._masks(attention_mask, positions_L, hidden_BLH.dtype), rotations(shape, positions_L)
-        for number in [*range(shape.layers)] * shape.recursions:
-            layer, normed_BLH = self.layers[number], hidden_BLH
-            if shape.norm_placement == "pre" and shape.has_attention_norm(number):
+        masks, angles = self._masks(attention_mask, positions_L, hidden_BLH.dtype), rotations(shape, positions_L)
+        for index in [*range(shape.layers)] * shape.recursions:
+            layer, normed_BLH = self.layers[index], hidden_BLH
+            if shape.norm_placement == "pre" and shape.has_attention_norm(index):
                 normed_BLH = apply_norm(
                     hidden_BLH, norm_weights(layer, "attention_norm", self.functions), self.functions
                 )
-            rotation = rotation_of.get(shape.rotary_base_of(number))
-            context_BLH = self._attend(layer, normed_BLH, rotation, masks[shape.window(number)], attention)
+            rotation = angles.get(shape.rotary_base_of(index))
+            context_BLH = self._attend(layer, normed_BLH, rotation, masks[shape.window(index)], attention)
             weights = LayerWeights.of(layer, self.functions)
             hidden_BLH = after_attention(context_BLH, hidden_BLH, None, weights, self.functions, 0.0)
         if shape.norm_placement == "post":
@@ -91,8 +91,8 @@ class PaddedEncoder(nn.Module):
         return F.linear(embedded_BLE, embeddings.project_weight, embeddings.project_bias)
 
     def _masks(self, attention_mask: Tensor, positions_L: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Return the tensors to add to scores, keyed by window; they broadcast to [B, N, L, L]."""
-        # Not -inf: a sequence of only padding would become NaN.
+        """Return the masks to add to the scores, by attention window; they broadcast to [B, N, L, L]."""
+        # Not -inf: the softmax of a sequence of only padding would be NaN.
         lowest, shape = torch.finfo(dtype).min, self.shape
         mask = (1 - attention_mask[:, None, None].to(dtype)) * lowest
         if shape.positions == "relative":
@@ -100,7 +100,7 @@ class PaddedEncoder(nn.Module):
             buckets_LL = relative_buckets(distance_LL, shape.relative_buckets, shape.relative_max_distance)
             mask = mask + F.embedding(buckets_LL, self.relative.table).permute(2, 0, 1)
         masks = {0: mask}
-        for window in {shape.window(number) for number in range(shape.layers)} - {0}:
+        for window in {shape.window(index) for index in range(shape.layers)} - {0}:
             outside_LL = (positions_L[None] - positions_L[:, None]).abs() > window
             masks[window] = torch.where(outside_LL, lowest, mask)
         return masks
@@ -126,7 +126,7 @@ class PaddedEncoder(nn.Module):
         return (weights_BNLL @ v_BNLD).transpose(1, 2).flatten(2)
 
     def _distance_embeddings(self) -> Tensor:
-        """Return [P, H]: the distance embeddings, normalized if the model does that."""
+        """Return [P, H]: the distance embeddings, normalized if the model has `relative_norm`."""
         if not self.shape.relative_norm:
             return self.relative.table
         return apply_norm(self.relative.table, norm_weights(self.relative, "norm", self.functions), self.functions)
@@ -144,7 +144,7 @@ class PaddedEncoder(nn.Module):
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
-def constants(state: Mapping[str, Tensor], prefix: str) -> Any:
+def frozen_module(state: Mapping[str, Tensor], prefix: str) -> Any:
     """Return a module with the tensors of `state` whose names start with `prefix`, which is removed; no gradients."""
     module = nn.Module()
     for name, tensor in state.items():

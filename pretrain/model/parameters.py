@@ -17,7 +17,7 @@ from pretrain.model.norms import Initial, get_norm
 STACKED = {
     "qkv": 3,  # query, key and value
     "kv": 2,  # key and value, if they have fewer heads than the query
-    "gated_in": 2,  # the projection to the activation, and the gate
+    "gated_in": 2,  # the input of the activation, and the gate
 }
 
 
@@ -40,7 +40,7 @@ class Parameter(NamedTuple):
 
 
 def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Parameter, ...]:
-    """The parameters of `encoder.Embeddings`: its tables, their norm, and a projection if the widths differ."""
+    """The parameters of `encoder.Embeddings`: tables, norm, and a projection if they are not as wide as the layers."""
     width = model.embedding or model.hidden
     tables = {
         "word": vocabulary_size,
@@ -55,7 +55,7 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
 
 
 def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `relative_positions.RelativePositions` or `RelativeEmbeddings`, for all layers."""
+    """The parameters of `relative_positions.RelativeBiases` or `RelativeEmbeddings`, shared by all layers."""
     if model.positions == "relative":
         return (Parameter("table", (model.relative_buckets, model.heads), "normal"),)
     if model.disentangled:
@@ -64,11 +64,11 @@ def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     return ()
 
 
-def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
-    """The parameters of `block.Layer` `number` (from 0), in the order of the computation."""
+def layer_parameters(model: ModelConfig, index: int) -> tuple[Parameter, ...]:
+    """The parameters of the `block.Layer` with this index, in the order of the computation."""
     hidden, ffn = model.hidden, model.intermediate
     pre_norm = model.norm_placement == "pre"
-    attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(number) else ()
+    attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(index) else ()
     ffn_norm = _norm("ffn_norm", hidden, model)
     scale = _output_scale(model)
     ffn_in, inner = ("gated_in", STACKED["gated_in"] * ffn) if model.gated else ("ffn_in", ffn)
@@ -85,7 +85,7 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
 
 
 def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The per-layer projections of distance embeddings to keys (c2p) and queries (p2c), unless the tokens' are used."""
+    """A layer's projections of distance embeddings to keys (c2p) and queries (p2c), if not shared with tokens."""
     terms = {"position_key": "c2p", "position_query": "p2c"} if model.relative_projections else {}
     names = [name for name, term in terms.items() if model.relative_terms in (term, "both")]
     hidden, bias = model.hidden, model.attention_bias
@@ -100,13 +100,13 @@ def final_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 def head_parameters(model: ModelConfig, vocabulary_size: int, next_sentence: bool) -> tuple[Parameter, ...]:
     """The parameters of `heads.Heads`. A decoder that is tied to the word embeddings is not listed."""
     hidden, width, scale = model.hidden, model.embedding or model.hidden, _output_scale(model)
-    pair = (*linear_parameters("pooler", hidden, hidden), *linear_parameters("nsp", 2, hidden)) if next_sentence else ()
+    nsp = (*linear_parameters("pooler", hidden, hidden), *linear_parameters("nsp", 2, hidden)) if next_sentence else ()
     transform = (
         *linear_parameters("mlm_transform", width, hidden, bias=model.mlm_transform_bias, scale=scale),
         *_norm("mlm_norm", width, model),
     )
     return (
-        *pair,
+        *nsp,
         *(transform if model.mlm_transform else ()),
         *(() if model.tied_decoder else (Parameter("decoder", (vocabulary_size, width), "normal", scale),)),
         *((Parameter("mlm_bias", (vocabulary_size,), "zeros"),) if model.decoder_bias else ()),
@@ -156,7 +156,7 @@ def total(parameters: Iterable[Parameter]) -> int:
 
 
 def matrix_entries(parameters: Iterable[Parameter]) -> int:
-    """Return the entries of the weight matrices among `parameters`: each is one multiply-add per token."""
+    """Return the number of entries of the weight matrices among `parameters`: their multiply-adds per token."""
     return sum(parameter.numel for parameter in parameters if len(parameter.shape) == 2)
 
 

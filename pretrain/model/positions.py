@@ -14,15 +14,15 @@ from pretrain.config import ModelConfig
 
 
 class Rotation(NamedTuple):
-    """Angles by which queries and keys are rotated, fp32 [T, K] (or [L, K] in a padded batch)."""
+    """Cosines and sines of the angles that rotate queries and keys, fp32 [T, K] (or [L, K] in a padded batch)."""
 
     cos: Tensor
     sin: Tensor
-    interleaved: bool = False
+    interleaved: bool = False  # as in `rotation`
 
 
 def sinusoids(positions_T: Tensor, width: int) -> Tensor:
-    """Return fp32 [T, E] of int64 `positions_T`: alternating sine and cosine, wavelengths from 2 pi to 20,000 pi.
+    """Encode int64 `positions_T` as fp32 [T, E]: alternating sine and cosine, wavelengths from 2 pi to 20,000 pi.
 
     Vaswani et al. 2017, section 3.5.
     """
@@ -33,7 +33,7 @@ def sinusoids(positions_T: Tensor, width: int) -> Tensor:
 
 def rotations(model: ModelConfig, positions_T: Tensor) -> dict[float, Rotation]:
     """Return the rotation for each rotary base of the layers, at int64 `positions_T`; {} without rotary positions."""
-    bases = {model.rotary_base_of(number) for number in range(model.layers)} - {0.0}
+    bases = {model.rotary_base_of(index) for index in range(model.layers)} - {0.0}
     interleaved = model.positions == "rotary_interleaved"
     return {base: rotation(positions_T, model.head_width, base, interleaved=interleaved) for base in sorted(bases)}
 
@@ -44,7 +44,7 @@ def rotation(positions_T: Tensor, width: int, base: float, *, interleaved: bool 
     Args:
         positions_T: int64 [T].
         width: D, even.
-        base: of the frequencies; 10,000 in the paper.
+        base: base of the frequencies; 10,000 in the paper.
         interleaved: whether column 2k is paired with 2k + 1, as in the paper, or column k with k + K.
     """
     powers_K = torch.arange(0, width, 2, device=positions_T.device, dtype=torch.float32) / width
@@ -55,7 +55,7 @@ def rotation(positions_T: Tensor, width: int, base: float, *, interleaved: bool 
 def rotate(x_TND: Tensor, rotation: Rotation) -> Tensor:
     """Rotate each pair of columns of fp32 [..., T, N, D]."""
     # One expression for both columns of a pair: concatenated halves would compile to a kernel with branches.
-    sizes, axis = _pairs(rotation.interleaved)
+    sizes, axis = _pair_layout(rotation.interleaved)
     x_TN2K = x_TND.unflatten(-1, sizes)
     cos_T12K, sin_T12K = rotation.cos[:, None].unsqueeze(axis), rotation.sin[:, None].unsqueeze(axis)
     sign_2 = torch.arange(-1, 2, 2, device=x_TND.device)
@@ -65,13 +65,13 @@ def rotate(x_TND: Tensor, rotation: Rotation) -> Tensor:
 
 def split_pairs(x_D: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Return the first and the second columns of the pairs in [..., D], as views [..., K]."""
-    sizes, axis = _pairs(interleaved)
+    sizes, axis = _pair_layout(interleaved)
     first, second = x_D.unflatten(-1, sizes).unbind(axis)
     return first, second
 
 
-def _pairs(interleaved: bool) -> tuple[tuple[int, int], int]:
-    """Return (the sizes to which [D] is unflattened, the axis of a pair's two columns)."""
+def _pair_layout(interleaved: bool) -> tuple[tuple[int, int], int]:
+    """Return (sizes for unflattening [D], axis of a pair's two columns)."""
     return ((-1, 2), -1) if interleaved else ((2, -1), -2)
 
 
@@ -88,8 +88,8 @@ def join_pairs(first_K: Tensor, second_K: Tensor, *, interleaved: bool) -> Tenso
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tensor:
     """Return the bucket of each distance, key minus query, int64 of any shape (Raffel et al. 2020, section 2.1).
 
-    Half of the buckets are for keys after the query. The first half of each half are single distances; the others are
-    ranges that grow by a constant factor up to `max_distance` (transformers modeling_t5.py, _relative_position_bucket).
+    Half of the buckets are for keys after the query. In each half, the first half are for single distances, the others
+    for ranges growing by a constant factor to `max_distance` (transformers modeling_t5.py, _relative_position_bucket).
     """
     half = buckets // 2
     single = half // 2
@@ -102,14 +102,14 @@ def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tens
 def distance_rows(distances: Tensor, model: ModelConfig) -> Tensor:
     """Return the row of each distance, query minus key, in the table of disentangled positions: int64 of any shape.
 
-    The table has `relative_span` rows for each direction. Of these, the first half are single distances; the others are
-    ranges that grow by a constant factor up to `relative_max_distance` (transformers modeling_deberta_v2.py,
+    The table has `relative_span` rows for each direction. The first half of these are for single distances; the others
+    are for ranges that grow by a constant factor up to `relative_max_distance` (transformers modeling_deberta_v2.py,
     make_log_bucket_position).
     """
     span, middle = model.relative_span, model.relative_span // 2
     buckets = distances
     if model.relative_buckets:
-        # In fp32 and in the order of transformers: rounding at the border of two buckets would select another row.
+        # In fp32 and transformers' order of operations: other rounding at a bucket's border would select another row.
         size = distances.abs().clamp_min(middle)
         farthest = torch.tensor((model.relative_max_distance - 1) / middle)
         far = torch.ceil((size / middle).log() / farthest.log() * (middle - 1)) + middle

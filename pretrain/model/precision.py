@@ -1,8 +1,8 @@
-"""Measures a device's rate of matrix products, and chooses the floating-point type of training.
+"""Measures a device's rate of matrix products, and chooses the precision of training and inference.
 
 This module resolves `engine.precision: auto` from the devices of all workers. bf16 has the range of fp32 and needs no
-loss scaling. But processors without bf16 arithmetic emulate it at a fraction of their fp32 rate, and GPUs before Ampere
-do not have it.
+loss scaling. But CPUs without bf16 arithmetic emulate it at a fraction of their fp32 rate, and GPUs before Ampere do
+not support it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pretrain.config import EngineConfig, Precision, R, with_precision
 if TYPE_CHECKING:
     import torch
 
-SECONDS = 0.25  # of one measurement
-_FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}
-_MIN_PRODUCT_SECONDS = 5e-3  # of a product whose launch is negligible
-_TRIES = 4  # products of a size, before a larger size is tried
+SECONDS = 0.25  # duration of one measurement
+_FIRST_SIZE, _MAX_SIZE = 128, {"cpu": 2048, "cuda": 8192}  # widths of the square matrices
+_MIN_PRODUCT_SECONDS = 5e-3  # duration of a product from which its launch time is negligible
+_TRIES = 4  # number of products of one size before a larger size is tried
 _NOISE_RATIO = 0.9  # rates whose ratio is higher differ only by measurement noise
-_MIN_BF16_SHARE = 0.5  # of the fp32 rate, at which a model that was trained in bf16 also runs in bf16
+_MIN_BF16_RATIO = 0.5  # lowest ratio of a CPU's bf16 to its fp32 rate for inference in bf16
 
 
 class DeviceCapabilities(NamedTuple):
@@ -32,8 +32,8 @@ class DeviceCapabilities(NamedTuple):
 
     name: str
     capability: tuple[int, int] | None  # CUDA's compute capability; None on CPU
-    bf16: float = 0.0  # measured matrix products of one thread in FLOP/s; on CUDA not measured
-    fp32: float = 0.0
+    bf16: float = 0.0  # rate of matrix products in bf16 on one thread, FLOP/s; not measured on CUDA
+    fp32: float = 0.0  # the same in fp32
 
 
 class PrecisionChoice(NamedTuple):
@@ -53,15 +53,15 @@ def torch_dtype(precision: str) -> torch.dtype:
 def measure_matmul(
     device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0, *, concurrent: bool = False
 ) -> float:
-    """Measure the rate of square matrix products on one device in FLOP/s: the fastest product of about `seconds`.
+    """Measure the rate of square matrix products on one device in FLOP/s. The fastest in `seconds` counts.
 
-    Other programs on the same cores may delay the other products by a time slice each. The size doubles until a product
-    takes milliseconds on one thread, so a device that is slow in this type is measured as quickly as a fast device.
+    Slower products may have been delayed by other programs on the same cores. The size doubles until a product takes
+    milliseconds on one thread, so a device that is slow in this precision is measured as quickly as a fast one.
 
     Args:
-        threads: of the CPU; 0 means torch's number. One thread does not wait for others, so busy cores affect it least.
+        threads: number of CPU threads; 0 keeps torch's setting. Busy cores affect one thread least.
         concurrent: other workers measure at the same time, so the median product is used instead of the fastest.
-            Virtual cores share the AMX unit of a physical core, and each may have it alone for a product.
+            Virtual cores share the AMX unit of a physical core, and a product may happen to have it alone.
     """
     import torch
 
@@ -79,7 +79,7 @@ def measure_matmul(
     try:
         while True:
             a = torch.randn(size, size, device=device).to(dtype)
-            durations = [product(a) for _ in range(_TRIES)]  # the first one of a size may initialize a library
+            durations = [product(a) for _ in range(_TRIES)]  # the first one may initialize a library
             if min(durations) >= _MIN_PRODUCT_SECONDS or size == largest:
                 break
             size *= 2
@@ -94,7 +94,7 @@ def measure_matmul(
 
 @functools.cache
 def matmul_peak(device: str, precision: Precision) -> float:
-    """Return `measure_matmul` for a device and type; on a CPU, once for all processes that share the cache."""
+    """Return the result of `measure_matmul`; for a CPU, it is cached on disk for all processes."""
     if device != "cpu":
         return measure_matmul(device, precision)
     import torch
@@ -104,7 +104,7 @@ def matmul_peak(device: str, precision: Precision) -> float:
 
 @functools.cache
 def single_thread_peak(precision: Precision) -> float:
-    """Return the FLOP/s of matrix products on one thread of this CPU, measured once."""
+    """Return the FLOP/s of matrix products on one thread of this CPU, cached on disk."""
     return cached_rate(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
 
 
@@ -126,7 +126,7 @@ def choose_precision(devices: Sequence[DeviceCapabilities]) -> PrecisionChoice:
     """Choose the precision for workers with these devices; if they differ, one that all support."""
     weakest = min((x for x in devices if x.capability), key=lambda x: x.capability or (), default=None)
     if weakest is not None and weakest.capability is not None:
-        return _for_gpu(weakest.name, weakest.capability)
+        return _choose_gpu_precision(weakest.name, weakest.capability)
     bf16, fp32 = (sum(getattr(x, name) for x in devices) for name in ("bf16", "fp32"))
     rates = f"{bf16 / 1e9:,.3g} GFLOP/s of matrix products in bf16, {fp32 / 1e9:,.3g} in fp32"
     return PrecisionChoice(
@@ -135,7 +135,7 @@ def choose_precision(devices: Sequence[DeviceCapabilities]) -> PrecisionChoice:
     )
 
 
-def _for_gpu(name: str, capability: tuple[int, int]) -> PrecisionChoice:
+def _choose_gpu_precision(name: str, capability: tuple[int, int]) -> PrecisionChoice:
     gpu = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability >= (8, 0):
         return PrecisionChoice("bf16", f"{gpu}, which computes bf16")
@@ -147,7 +147,7 @@ def _for_gpu(name: str, capability: tuple[int, int]) -> PrecisionChoice:
 def allow_tf32(precision: str, device: torch.device) -> bool:
     """Let an fp32 run use TF32 tensor cores for its matrix products if the GPU has them (Ampere and newer).
 
-    Returns whether it does. In other precisions, products that remain in fp32, such as the heads', stay exact.
+    Returns whether it does. In other precisions, fp32 products, such as in the heads, do not use TF32.
     """
     import torch
 
@@ -173,7 +173,7 @@ def choose_local_precision() -> PrecisionChoice:
 
     if not torch.cuda.is_available():
         return choose_precision([capabilities(torch.device("cpu"))])
-    return choose_precision([capabilities(torch.device("cuda", number)) for number in range(torch.cuda.device_count())])
+    return choose_precision([capabilities(torch.device("cuda", index)) for index in range(torch.cuda.device_count())])
 
 
 def resolve_local_precision(config: R) -> tuple[R, str]:
@@ -184,30 +184,30 @@ def resolve_local_precision(config: R) -> tuple[R, str]:
     return with_precision(config, choice.precision), choice.reason
 
 
-def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
-    """Return (config with its precision chosen for the hardware `on`, or for this machine; the reason)."""
+def resolve_precision(config: R, hardware: str = "") -> tuple[R, str]:
+    """Return (config with its precision chosen for `hardware` such as "V100", or for this machine; the reason)."""
     address = config.scheduling.address
-    if config.engine.precision != "auto" or not (address or on) or on == "here":
+    if config.engine.precision != "auto" or not (address or hardware) or hardware == "here":
         return resolve_local_precision(config)
-    if not on:
+    if not hardware:
         return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
-    choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"
-    return with_precision(config, choice), f"supported by {on}"
+    choice: Precision = "fp16" if hardware.upper().endswith("V100") else "bf16"
+    return with_precision(config, choice), f"supported by {hardware}"
 
 
-def inference_precision(trained: Precision, device: torch.device) -> PrecisionChoice:
-    """Choose the precision to run a model that was trained in `trained`: the same, unless the device is slow in it.
+def inference_precision(training_precision: Precision, device: torch.device) -> PrecisionChoice:
+    """Choose the precision of inference: the same as in training, unless the device is slow in it or lacks it.
 
-    A CPU counts as slow in bf16 below half its rate in fp32: a measurement that varies must not change scores.
+    A CPU counts as slow in bf16 below half its fp32 rate, so that measurement noise does not change scores.
     """
-    if trained == "fp32":
+    if training_precision == "fp32":
         return PrecisionChoice("fp32", "as trained")
     measured = capabilities(device)
     best = choose_precision([measured])
     if device.type == "cuda":
-        supported = trained == best.precision or (trained == "fp16" and best.precision == "bf16")
+        supported = best.precision == training_precision or (training_precision, best.precision) == ("fp16", "bf16")
     else:
-        supported = trained == "bf16" and measured.bf16 > _MIN_BF16_SHARE * measured.fp32
+        supported = training_precision == "bf16" and measured.bf16 > _MIN_BF16_RATIO * measured.fp32
     if supported:
-        return PrecisionChoice(trained, "as trained")
-    return PrecisionChoice(best.precision, f"trained in {trained}, but {best.reason}")
+        return PrecisionChoice(training_precision, "as trained")
+    return PrecisionChoice(best.precision, f"trained in {training_precision}, but {best.reason}")

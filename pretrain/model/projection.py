@@ -1,7 +1,7 @@
-"""Projections that BERT lacks: rotated queries and keys, keys and values shared by heads, and distances.
+"""Projections that BERT lacks: rotary queries and keys, shared heads of keys and values, and distance embeddings.
 
 Shape letters: T tokens (the padded encoder has sequences and tokens), N heads of width D, G heads of keys and values,
-H = N * D.
+H = N * D, P distance embeddings.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pretrain.model.positions import Rotation, rotate
 
 
 class RelativeProjection(NamedTuple):
-    """The projection of the distance embeddings: the terms, and separate weights if the model has them."""
+    """The projections of the distance embeddings: which terms exist, and separate weights if the model has them."""
 
     terms: str  # as `ModelConfig.relative_terms`
-    key: tuple[Tensor, Tensor | None] | None = None  # weight [H, H] and bias
+    key: tuple[Tensor, Tensor | None] | None = None  # separate weight [H, H] and bias for keys, and for queries
     query: tuple[Tensor, Tensor | None] | None = None
 
     @classmethod
@@ -35,7 +35,7 @@ class RelativeProjection(NamedTuple):
         return cls(model.relative_terms, *separate)
 
 
-QKV_AXES = "M", "", "M"  # of `form_qkv` for `compile.maybe_compile`: products, biases, rotation
+QKV_AXES = "M", "", "M"  # axes of products, biases and rotation of `form_qkv`, for `compile.maybe_compile`
 
 
 def form_qkv(
@@ -48,14 +48,14 @@ def form_qkv(
 
     Args:
         products: hidden states times the weights of `attention.ProjectionWeights`: [T, 3H], or [T, H] and [T, 2GD].
-        biases: of the products, or None.
-        rotation: of query and key; None leaves them as they are.
+        biases: the bias of each product, or None.
+        rotation: the rotation of queries and keys; None leaves them unrotated.
         heads: N.
     """
     # Rotation in fp32 in every precision, as transformers does (modeling_modernbert.py, apply_rotary_pos_emb).
     sums = [x.float() if bias is None else x.float() + bias.float() for x, bias in zip(products, biases, strict=True)]
     if len(products) == 1:
-        # In one expression, as `rotate` is.
+        # One expression, for the same reason as in `rotate`.
         qkv_TND = sums[0].unflatten(-1, (3 * heads, -1))
         if rotation is not None:
             rotated = torch.arange(3 * heads, device=qkv_TND.device)[:, None] < 2 * heads
@@ -65,8 +65,8 @@ def form_qkv(
     k_TND, v_TND = sums[1].unflatten(-1, (2, -1, q_TND.shape[-1])).unbind(-3)
     if rotation is not None:
         q_TND, k_TND = rotate(q_TND, rotation), rotate(k_TND, rotation)
-    parts = (q_TND, *(_repeat_heads(x, heads) for x in (k_TND, v_TND)))
-    return torch.cat([part.to(products[0].dtype).flatten(-2) for part in parts], dim=-1)
+    qkv = (q_TND, *(_repeat_heads(x, heads) for x in (k_TND, v_TND)))
+    return torch.cat([x.to(products[0].dtype).flatten(-2) for x in qkv], dim=-1)
 
 
 def project_distances(
@@ -76,29 +76,29 @@ def project_distances(
     relative: RelativeProjection,
     heads: int,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Project P distance embeddings to (keys, queries) [N, P, D]; each is None if no term uses it.
+    """Project the distance embeddings to (keys, queries), each [N, P, D], or None if no term uses it.
 
     Uses the weights and biases of the tokens, or separate ones (transformers modeling_deberta_v2.py,
     disentangled_attention_bias, share_att_key).
     """
     hidden, last = embeddings_PH.shape[1], len(weights) - 1
-    start = hidden * (1 - last)  # of the keys, in the last weight
-    keys = slice(start, start + (weights[last].shape[0] - start) // 2)
+    start = hidden * (1 - last)  # first row of the keys in the last weight, which is qkv or kv
+    key_rows = slice(start, start + (weights[last].shape[0] - start) // 2)
     projected: list[Tensor | None] = []
-    for term, number, rows, separate in (("c2p", last, keys, relative.key), ("p2c", 0, slice(hidden), relative.query)):
+    for term, i, rows, separate in (("c2p", last, key_rows, relative.key), ("p2c", 0, slice(hidden), relative.query)):
         if relative.terms not in (term, "both"):
             projected.append(None)
             continue
-        bias = biases[number]
-        weight, bias = separate or (weights[number][rows], None if bias is None else bias[rows])
+        bias = biases[i]
+        weight, bias = separate or (weights[i][rows], None if bias is None else bias[rows])
         x_PND = F.linear(embeddings_PH, weight, bias).unflatten(-1, (-1, hidden // heads))
         projected.append(_repeat_heads(x_PND, heads).transpose(0, 1).contiguous())
     return projected[0], projected[1]
 
 
 def _repeat_heads(x_TGD: Tensor, heads: int) -> Tensor:
-    """[T, G, D] -> [T, N, D]: repeat each shared head for its consecutive query heads."""
-    shared = x_TGD.shape[-2]
-    if shared == heads:
+    """[T, G, D] -> [T, N, D]: repeat each head for the consecutive query heads that share it."""
+    kv_heads = x_TGD.shape[-2]
+    if kv_heads == heads:
         return x_TGD
-    return x_TGD.repeat_interleave(heads // shared, dim=-2)
+    return x_TGD.repeat_interleave(heads // kv_heads, dim=-2)

@@ -1,4 +1,4 @@
-"""Relative positions: biases of the attention scores (T5), or embeddings (DeBERTa).
+"""Relative positions: biases of the attention scores (T5), or distance embeddings (DeBERTa).
 
 Shape letters: H hidden width, N heads, M tokens of the longest sequence.
 """
@@ -15,7 +15,7 @@ from pretrain.model.parameters import position_parameters
 from pretrain.model.positions import distance_rows, relative_buckets
 
 
-class RelativePositions(nn.Module):
+class RelativeBiases(nn.Module):
     """Biases of the scores by distance, one table for all layers (Raffel et al. 2020, T5, section 2.1)."""
 
     table: nn.Parameter  # [buckets, N]
@@ -26,7 +26,7 @@ class RelativePositions(nn.Module):
         create_parameters(self, position_parameters(shape), shape.init_std)
 
     def forward(self, layout: TokenLayout) -> TokenLayout:
-        """Add fp32 [N, 2M - 1] to `layout`: biases of the distances 1 - M to M - 1, key minus query."""
+        """Add to `layout` the biases of the distances 1 - M to M - 1, key minus query: fp32 [N, 2M - 1]."""
         distances = torch.arange(1 - layout.max_seqlen, layout.max_seqlen, device=self.table.device)
         buckets = relative_buckets(distances, self.shape.relative_buckets, self.shape.relative_max_distance)
         return layout._replace(distance_bias=F.embedding(buckets, self.table.float()).T.contiguous())
@@ -35,7 +35,7 @@ class RelativePositions(nn.Module):
 class RelativeEmbeddings(nn.Module):
     """Distance embeddings, one table for all layers (He et al. 2021, DeBERTa, section 3.1).
 
-    transformers applies dropout to them. This module does not: the table does not belong to a sample (invariant 1).
+    transformers applies dropout to them. We do not: they do not belong to a sample (docs/invariants.md, 1).
     """
 
     table: nn.Parameter  # [2 * span, H]
@@ -46,7 +46,7 @@ class RelativeEmbeddings(nn.Module):
         create_parameters(self, position_parameters(shape), shape.init_std)
 
     def forward(self, layout: TokenLayout) -> TokenLayout:
-        """Add the rows of the distances between the tokens of the longest sequence to `layout`."""
+        """Add to `layout` the embeddings of all distances within the longest sequence."""
         row_by_distance = distance_rows(torch.arange(1 - layout.max_seqlen, layout.max_seqlen), self.shape)
         rows_PH = self.table[int(row_by_distance[0]) : int(row_by_distance[-1]) + 1]
         if self.shape.relative_norm:

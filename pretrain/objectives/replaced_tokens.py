@@ -213,11 +213,11 @@ class DisentangledEmbeddings(Embeddings):
             if table is not None:
                 nn.init.zeros_(table)
 
-    def word_rows(self, input_ids: Tensor) -> Tensor:
-        return super().word_rows(input_ids) + look_up(self._bases[0].word, input_ids).detach()
+    def embed_words(self, input_ids: Tensor) -> Tensor:
+        return super().embed_words(input_ids) + look_up(self._bases[0].word, input_ids).detach()
 
-    def position_rows(self, positions: Tensor) -> Tensor:
-        return super().position_rows(positions) + look_up(self._bases[0].position, positions).detach()
+    def embed_positions(self, positions: Tensor) -> Tensor:
+        return super().embed_positions(positions) + look_up(self._bases[0].position, positions).detach()
 
 
 def share_embeddings(owner: Embeddings, other: Embeddings) -> None:

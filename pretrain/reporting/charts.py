@@ -17,10 +17,10 @@ Formatter = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MAX_POINTS, _MIN_POINTS = 300, 60  # of a curve; longer ones are averaged
-_MAX_CHART_POINTS = 2400  # of all curves of a chart, unless that is less than _MIN_POINTS each
-_LETTER_WIDTH = 6.5  # average, in axis labels
-_FEW_POINTS = 40  # shorter curves show each point as a dot and are not smoothed
+_MAX_POINTS, _MIN_POINTS = 300, 60  # number of points of a curve; longer curves are averaged
+_MAX_CHART_POINTS = 2400  # number of points of all curves of a chart, but at least _MIN_POINTS each
+_LETTER_WIDTH = 6.5  # average width of a letter in axis labels
+_FEW_POINTS = 40  # curves of at most so many points show each as a dot and are not smoothed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def line_chart(
         series: the curves, each in ascending order of x.
         format_y: formats a y value.
         format_x: formats an x value.
-        marks: vertical lines (x, left label, right label); lines of events have empty labels.
+        marks: vertical lines (x, left label, right label); events have empty labels.
         from_zero: start the y axis at 0.
     """
     shown = [curve for curve in series if curve.points]
@@ -63,12 +63,12 @@ def line_chart(
     x_ticks = ticks(min(xs), max(xs), 4, inside=True)
     frame = _Frame(min(xs), max(xs), min(y_ticks[0], *ys), max(y_ticks[-1], *ys))
     parts = [
-        *(_horizontal(frame, y, format_y(y)) for y in y_ticks),
+        *(_grid_line(frame, y, format_y(y)) for y in y_ticks),
         *(_tick_x(frame, x, format_x(x)) for x in x_ticks),
         *(_mark(frame, *mark) for mark in marks if frame.x_low <= mark[0] <= frame.x_high),
-        *(_drawing(frame, curve) for curve in curves),
+        *(_curve_svg(frame, curve) for curve in curves),
     ]
-    data = escape(_data(frame, curves, format_y, format_x), quote=True)
+    data = escape(_pointer_data(frame, curves, format_y, format_x), quote=True)
     return (
         f'<figure class="chart" data-chart="{data}">'
         f"<figcaption><b>{escape(title)}</b>{_legend(shown)}</figcaption>"
@@ -81,18 +81,18 @@ def ticks(low: float, high: float, count: int, inside: bool = False) -> list[flo
     """Return about `count` round numbers that cover `low` to `high`; with `inside`, all within that range."""
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-288):  # equal within floating-point precision
         high = low + (abs(low) if abs(low) > 1e-300 else 1.0)
-    raw = (high - low) / count
-    size = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * (1 - 1e-10))
+    minimum = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(minimum))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= minimum * (1 - 1e-10))
     first = math.ceil(low / step - 1e-9) if inside else math.floor(low / step + 1e-9)
     last = math.floor(high / step + 1e-9) if inside else math.ceil(high / step - 1e-9)
     digits = 2 - math.floor(math.log10(step))  # a step has two significant digits
-    return [round(number * step, digits) for number in range(first, last + 1)]
+    return [round(index * step, digits) for index in range(first, last + 1)]
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """A series as drawn: `line` over `raw`, downsampled, and smoothed if requested and long enough."""
+    """A downsampled series: `line`, smoothed if requested and long enough, is drawn over `raw`."""
 
     name: str
     kind: str
@@ -124,7 +124,7 @@ class _Frame:
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def _horizontal(frame: _Frame, y: float, label: str) -> str:
+def _grid_line(frame: _Frame, y: float, label: str) -> str:
     y_position = frame.y(y)
     return (
         f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y_position}" y2="{y_position}"/>'
@@ -148,7 +148,7 @@ def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
     )
 
 
-def _drawing(frame: _Frame, curve: _Curve) -> str:
+def _curve_svg(frame: _Frame, curve: _Curve) -> str:
     faint = "" if curve.line is curve.raw else _path(frame, curve.raw, f"{curve.kind} raw")
     dots = curve.line if len(curve.line) <= _FEW_POINTS else []
     circles = "".join(f'<circle class="{curve.kind}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="2.6" />' for x, y in dots)
@@ -171,10 +171,10 @@ def _downsample(points: Points, max_points: int) -> tuple[Points, Points]:
     size = math.ceil(len(points) / max_points)
     if size < 2:
         return points, points
-    intervals = [points[first : first + size] for first in range(0, len(points), size)]
-    extremes = [{min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in intervals]
-    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in intervals]
-    return [point for part in extremes for point in sorted(part)], means
+    intervals = [points[start : start + size] for start in range(0, len(points), size)]
+    extremes = [{min(these, key=lambda point: point[1]), max(these, key=lambda point: point[1])} for these in intervals]
+    means = [(sum(x for x, _ in these) / len(these), sum(y for _, y in these) / len(these)) for these in intervals]
+    return [point for pair in extremes for point in sorted(pair)], means
 
 
 def _smooth(points: Points) -> Points:
@@ -188,7 +188,7 @@ def _smooth(points: Points) -> Points:
     return smoothed
 
 
-def _data(frame: _Frame, curves: Sequence[_Curve], format_y: Formatter, format_x: Formatter) -> str:
+def _pointer_data(frame: _Frame, curves: Sequence[_Curve], format_y: Formatter, format_x: Formatter) -> str:
     """Return data for the script that shows values under the pointer: points of curves, as coordinates and text."""
     return json.dumps(
         [

@@ -93,7 +93,7 @@ def _add_attention(commands: Any) -> None:
   ./launch.sh attention runs/sst2 --texts sentences.txt""",
     )
     add_run(parser, "model", "a run, an export, a fine-tuned or a released model")
-    parser.add_argument("--text", metavar="TEXT", help="text to draw (default: the first of --texts)")
+    parser.add_argument("--text", metavar="TEXT", help="text whose attention is drawn (default: the first of --texts)")
     parser.add_argument("--pair", metavar="TEXT", help="the second text of a pair")
     parser.add_argument(
         "--texts",

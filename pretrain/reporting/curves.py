@@ -7,16 +7,16 @@ from typing import Any
 
 from pretrain.reporting.attention.strips import percent
 from pretrain.reporting.charts import Formatter, Points, Series, line_chart
-from pretrain.reporting.panels import GENERAL, Panel, Unit, panels_for
+from pretrain.reporting.panels import GENERAL_TEXT_PREFIX, Panel, Unit, panels_for
 from pretrain.reporting.runs import RunRecords
 
-_MAX_RANKS = 8  # with separate curves; of more ranks, only the slowest, the median and the fastest are shown
-_COLORS = 8  # further curves reuse the colors, with dashes
+_MAX_RANKS = 8  # number of ranks with separate curves; of more ranks, only slowest, median and fastest are shown
+_COLORS = 8  # number of colors; further curves reuse them, dashed
 
 Charts = dict[str, list[tuple[str, str]]]  # section -> [(title, figure)]
 
 
-def short(value: float) -> str:
+def shorten(value: float) -> str:
     """Format 1234567 as 1.23M; at most three significant digits."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
@@ -32,16 +32,16 @@ def _plain(value: float) -> str:
     return f"{value * 10**exponent:.3g}e-{exponent}"
 
 
-_FORMATTERS: dict[Unit, Formatter] = {"share": percent, "tokens/s": short, "bytes": lambda v: f"{v / 1e9:.3g} GB"}
+_FORMATTERS: dict[Unit, Formatter] = {"share": percent, "tokens/s": shorten, "bytes": lambda v: f"{v / 1e9:.3g} GB"}
 _FROM_ZERO: tuple[Unit, ...] = ("tokens/s", "share", "s", "bytes", "steps")
 
 
 def draw_charts(runs: Sequence[RunRecords]) -> Charts:
     """Draw all charts for which the runs have values; charts of a single run mark events and phase changes.
 
-    Values that are not finite, such as the norm of a skipped step, are omitted; titles state their number.
+    Values that are not finite, such as the gradient norm of a skipped step, are omitted; titles state their number.
     """
-    marks = [*_phases(runs[0]), *((event["step"], "", "") for event in runs[0].events)] if len(runs) == 1 else []
+    marks = [*_phase_marks(runs[0]), *((event["step"], "", "") for event in runs[0].events)] if len(runs) == 1 else []
     charts: Charts = {}
     for panel in panels_for(record for run in runs for record in run.records):
         drawn = _multi_run_series(panel, runs) if len(runs) > 1 else [(panel.title, _single_run_series(panel, runs[0]))]
@@ -72,19 +72,19 @@ def _single_run_series(panel: Panel, run: RunRecords) -> list[Series]:
     return [
         Series("training", _points(run.training, metric), "train", smooth=True),
         Series("held-out", _points((*run.evaluations, *run.probes), metric), "held-out"),
-        Series("general text", _points(run.evaluations, GENERAL + metric), "baseline"),
+        Series("general text", _points(run.evaluations, GENERAL_TEXT_PREFIX + metric), "baseline"),
     ]
 
 
 def _multi_run_series(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[tuple[str, list[Series]]]:
     """Yield the title and curves of each chart: training and held-out values separately, scores by task and dataset."""
-    colors = {run.label: _color(number) for number, run in enumerate(runs)}
+    colors = {run.label: _color(index) for index, run in enumerate(runs)}
     for (data, metric), members in _groups(panel, runs).items():
-        named = _readable(metric) if len(panel.metrics) > 1 or "/" in metric else ""
-        title = ": ".join(part for part in (panel.title, named) if part) + (data and f", {data}")
+        metric_title = _readable(metric) if len(panel.metrics) > 1 or "/" in metric else ""
+        title = ": ".join(part for part in (panel.title, metric_title) if part) + (data and f", {data}")
         drawn = []
-        for kind, sets in (("training", ("training",)), ("held-out", ("evaluations", "probes"))):
-            points = {run.label: [p for name in sets for p in _points(getattr(run, name), metric)] for run in members}
+        for kind, fields in (("training", ("training",)), ("held-out", ("evaluations", "probes"))):
+            points = {run.label: [p for name in fields for p in _points(getattr(run, name), metric)] for run in members}
             smooth = kind == "training"
             drawn.append((kind, [Series(label, ps, colors[label], smooth) for label, ps in points.items() if ps]))
         has_both = all(series for _, series in drawn)
@@ -99,15 +99,15 @@ def _groups(panel: Panel, runs: Sequence[RunRecords]) -> dict[tuple[str, str], l
         return {("", metric): list(runs) for metric in panel.metrics[: None if "/" in panel.metrics[0] else 1]}
     groups: dict[tuple[str, str], list[RunRecords]] = {}
     for run in runs:
-        if run.score:
-            groups.setdefault((run.subject.data if run.subject else "", run.score), []).append(run)
+        if run.main_metric:
+            groups.setdefault((run.subject.data if run.subject else "", run.main_metric), []).append(run)
     return groups
 
 
 def _rank_series(run: RunRecords, metric: str) -> list[Series]:
     lists = [(record["step"], record[metric]) for record in run.training if isinstance(record.get(metric), list)]
     ranks = max((len(values) for _, values in lists), default=0)
-    names = [f"rank {number}" for number in range(ranks)]
+    names = [f"rank {rank}" for rank in range(ranks)]
     if ranks > _MAX_RANKS:
         names = [f"{name} of {ranks}" for name in ("slowest", "median", "fastest")]
         ordered = [(step, sorted(value or 0.0 for value in values)) for step, values in lists if values]
@@ -124,8 +124,8 @@ def _points(records: Iterable[dict[str, Any]], metric: str) -> Points:
     return [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
 
 
-def _phases(run: RunRecords) -> Iterator[tuple[float, str, str]]:
-    """Yield the step of each phase change, with the sequence lengths before and after."""
+def _phase_marks(run: RunRecords) -> Iterator[tuple[float, str, str]]:
+    """Yield a mark for each phase change: its step, and the sequence lengths before and after."""
     step = 0
     for phase, following in itertools.pairwise(run.config.get("phases") or []):
         step += phase["steps"]
@@ -137,5 +137,5 @@ def _readable(metric: str) -> str:
     return metric.rpartition("/")[2].removesuffix("_seconds").replace("_", " ")
 
 
-def _color(number: int) -> str:
-    return f"c{number % _COLORS}{('', ' dashed', ' dotted')[number // _COLORS % 3]}"
+def _color(index: int) -> str:
+    return f"c{index % _COLORS}{('', ' dashed', ' dotted')[index // _COLORS % 3]}"

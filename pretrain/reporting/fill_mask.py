@@ -1,4 +1,4 @@
-"""Masked held-out sentences and an exported model's predictions for them, as examples."""
+"""Chooses held-out sentences, masks a word in each, and predicts it with an exported model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pretrain.corpus.shards import TokenShards
 
 NUM_GUESSES = 5
-_STOP = regex.compile(r"\p{Sentence_Terminal}")
+_END = regex.compile(r"\p{Sentence_Terminal}")
 
 
 @dataclass(frozen=True)
 class MaskedSentence:
-    """A sentence with one token to predict: token ids without special tokens, and the index to mask."""
+    """A sentence with one token to predict: token ids without special tokens, and the index of the token to mask."""
 
     tokens: tuple[int, ...]
     masked: int
@@ -40,10 +40,10 @@ class Filling:
     Attributes:
         before: text before the mask, with its trailing space.
         after: text after the mask, with its leading space.
-        truth: the masked token.
+        truth: the original token.
         guesses: the most probable tokens with their probabilities.
-        rank: rank of the masked token in the whole vocabulary, from 1.
-        probability: probability of the masked token.
+        rank: rank of the original token in the whole vocabulary, from 1.
+        probability: probability of the original token.
     """
 
     before: str
@@ -95,15 +95,15 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     with torch.device("meta"):
         model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
     model.to_empty(device="cpu").load_state_dict(state)
-    order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
+    order = sorted(range(len(sentences)), key=lambda index: len(sentences[index].tokens))
     _, tokenizer, special = ModelTokenizer.read(export_dir)
-    batch = masked_batch([masked(sentences[number], special) for number in order])
+    batch = masked_batch([mask_sentence(sentences[index], special) for index in order])
     with torch.inference_mode():
-        # Drop the rows that pad the vocabulary.
+        # Drop the logits of rows that pad the vocabulary.
         probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()
-    by_number = dict(zip(order, probabilities, strict=True))
+    by_index = dict(zip(order, probabilities, strict=True))
     return [
-        filling(sentence, by_number[number], tokenizer, special["mask"]) for number, sentence in enumerate(sentences)
+        make_filling(sentence, by_index[index], tokenizer, special["mask"]) for index, sentence in enumerate(sentences)
     ]
 
 
@@ -112,14 +112,14 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
 
 def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ...]]:
     """Yield `count` sentences from documents spread over the corpus."""
-    documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
+    documents = [(shard, index) for shard in shards.shards for index in range(len(shard.documents) - 1)]
     if not documents:
         return
     for index in range(count):
         # Multiples of the golden ratio modulo 1 are evenly spread: each falls into a gap between earlier ones.
-        shard, number = documents[int(index * 0.6180339887498949 % 1 * len(documents))]
-        first, last = (int(shard.documents[n, 0]) for n in (number, number + 1))
-        sentence = first + (5 * index + 1) % (last - first)
+        shard, document = documents[int(index * 0.6180339887498949 % 1 * len(documents))]
+        start, stop = (int(shard.documents[n, 0]) for n in (document, document + 1))
+        sentence = start + (5 * index + 1) % (stop - start)
         start, end = (int(shard.sentences[n]) for n in (sentence, sentence + 1))
         yield tuple(int(token) for token in shard.tokens[start:end])
 
@@ -136,7 +136,7 @@ def maskable_words(tokens: Sequence[str]) -> list[int]:
     """
     words = sum(_is_word(text.strip()) for text in tokens)
     has_length = 10 <= len(tokens) <= 40
-    if not has_length or words < 0.8 * len(tokens) or " [UNK]" in tokens or not _STOP.fullmatch(tokens[-1].strip()):
+    if not has_length or words < 0.8 * len(tokens) or " [UNK]" in tokens or not _END.fullmatch(tokens[-1].strip()):
         return []
     followers = [*tokens[1:], ""]
     return [
@@ -150,10 +150,10 @@ def _is_word(text: str) -> bool:
     return scripts.FOLLOWING.sub("", text).isalpha()
 
 
-# ---- predicting
+# ---- predicting masked tokens
 
 
-def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequence:
+def mask_sentence(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequence:
     """Return the sentence with its token masked, between the first and last special token.
 
     Args:
@@ -168,15 +168,15 @@ def masked(sentence: MaskedSentence, special: Mapping[str, int]) -> MaskedSequen
     return MaskedSequence(ids, index, label)
 
 
-def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask: int) -> Filling:
+def make_filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tokenizer, mask: int) -> Filling:
     """Return the model's predictions for the masked token, as text.
 
     Args:
-        probabilities: of all entries of the vocabulary.
+        probabilities: probabilities of all vocabulary entries.
         mask: the id of the mask token.
     """
 
-    def shown(token: int) -> str:
+    def decode_token(token: int) -> str:
         return tokenizer.decode([token], skip_special_tokens=False).strip()
 
     tokens, truth = list(sentence.tokens), sentence.tokens[sentence.masked]
@@ -187,8 +187,8 @@ def filling(sentence: MaskedSentence, probabilities: list[float], tokenizer: Tok
     return Filling(
         before=f"{before.strip()} ".lstrip(),
         after=after,
-        truth=shown(truth),
-        guesses=tuple((shown(token), probabilities[token]) for token in best),
+        truth=decode_token(truth),
+        guesses=tuple((decode_token(token), probabilities[token]) for token in best),
         rank=1 + sum(p > probabilities[truth] for p in probabilities),
         probability=probabilities[truth],
     )

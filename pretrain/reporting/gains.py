@@ -1,4 +1,4 @@
-"""Changes of metrics in a run that continues from a checkpoint: before its first step and after its last."""
+"""Changes of held-out metrics during a run that continues from a checkpoint of other text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ class Gain:
     """The change of one metric.
 
     Attributes:
-        name: the metric's name, with its text.
+        name: the metric's name, and the text on which it is measured.
         unit: "nats" for a loss (lower is better), or "accuracy" (higher is better).
     """
 
@@ -29,7 +29,7 @@ class Gain:
 
 
 def gains(run_dir: Path) -> list[Gain]:
-    """Return the gains of a run; [] if it was not evaluated before its first step.
+    """Return the changes from before the run's first step to its last evaluation; [] if it lacks the first evaluation.
 
     Raises `InputError` if its records are damaged.
     """

@@ -13,7 +13,7 @@ from pretrain.common.files import atomic_open
 
 _START = b"<!doctype html"
 _TEMPLATES = Path(__file__).parent / "templates"
-DATE = "%Y-%m-%d %H:%M UTC"  # for strftime
+DATE_FORMAT = "%Y-%m-%d %H:%M UTC"  # for strftime
 
 
 def write_page(out: Path, template: str, **values: Any) -> Path:
@@ -32,7 +32,7 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    written = datetime.datetime.now(datetime.timezone.utc).strftime(DATE)
+    written = datetime.datetime.now(datetime.timezone.utc).strftime(DATE_FORMAT)
     page = templates.get_template(template).render(**values, written=written)
     with atomic_open(out, "w") as file:
         file.write(page)
@@ -41,12 +41,12 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
 
 def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
     """Return a server on a free port of 127.0.0.1 that serves the page that `draw` writes."""
-    drawing = threading.Lock()
+    drawing_lock = threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             try:
-                with drawing:
+                with drawing_lock:
                     page = draw().read_bytes() if self.path == "/" else b""
             except RunError as error:
                 return self.send_error(500, explain=str(error))
@@ -65,7 +65,7 @@ def make_server(draw: Callable[[], Path]) -> http.server.ThreadingHTTPServer:
 
 
 def serve(draw: Callable[[], Path]) -> None:
-    """Serve the page until Ctrl-C."""
+    """Serve the page that `draw` writes until Ctrl-C."""
     with make_server(draw) as server, contextlib.suppress(KeyboardInterrupt):
         print(f"http://127.0.0.1:{server.server_port}: redraws the page while it is open; Ctrl-C stops", flush=True)
         server.serve_forever()

@@ -8,20 +8,20 @@ from pretrain.common.records import SOURCE_LOSS
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_FIELDS, PROBE_SCORES
 
-GENERAL = "general_"  # prefix of losses and accuracies on `adaptation.replay_corpus`
+GENERAL_TEXT_PREFIX = "general_"  # prefix of losses and accuracies on `adaptation.replay_corpus`
 
 Kind = Literal["curve", "ranks", "scores", "probes"]
 Unit = Literal["nats", "share", "tokens/s", "s", "bytes", "steps", ""]
 
 
-_UNITS: dict[str, Unit] = {"fraction": "share", "nats": "nats"}  # a metric's unit -> its panel's
+_UNITS: dict[str, Unit] = {"fraction": "share", "nats": "nats"}  # unit of a metric -> unit of its panel
 
 
 @dataclass(frozen=True)
 class Panel:
     """One chart over the steps of a run.
 
-    `metrics` are fields of metrics.jsonl; one with a trailing / means all fields with this prefix. A `curve` panel
+    `metrics` are fields of metrics.jsonl; a name with a trailing / means all fields with this prefix. A `curve` panel
     shows training and evaluation values, `ranks` a list with a value per rank, `scores` the metrics of a fine-tuning's
     evaluations, and `probes` the scores of checkpoints, from probes.jsonl.
     """
@@ -37,12 +37,12 @@ _LEARNING = (
     Panel("Scores on held-out examples", (), "", "Learning", "scores"),
     Panel("Loss", ("loss",), "nats", "Learning"),
 )
-_MORE_LEARNING = (
+_AFTER_OBJECTIVES = (
     Panel("Held-out loss by source", (SOURCE_LOSS,), "nats", "Learning"),
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
 )
-_OTHERS = (
+_SPEED_AND_WORKERS = (
     Panel("Useful tokens per second", ("tokens_per_second",), "tokens/s", "Speed"),
     Panel("MFU", ("mfu",), "share", "Speed"),
     Panel("Data stalls, share of the time", ("data_stall_fraction",), "share", "Speed"),
@@ -60,33 +60,32 @@ def panels() -> tuple[Panel, ...]:
     return (
         *_LEARNING,
         *(Panel(metric.title, (name,), _UNITS.get(metric.unit, ""), "Learning") for name, metric in metrics),
-        *_MORE_LEARNING,
+        *_AFTER_OBJECTIVES,
         *(Panel(score.title, (name,), _UNITS.get(score.unit, ""), "Probes", "probes") for name, score in scores),
-        *_OTHERS,
+        *_SPEED_AND_WORKERS,
     )
 
 
 # Fields of evaluation records that are not scores.
-_NO_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds", "best", *PROBE_FIELDS}
+_NOT_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds", "best", *PROBE_FIELDS}
 
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
     """Yield the `panels` for which `records` have data; the metrics of `scores` panels come from the records."""
-    key_sets = dict.fromkeys(map(tuple, records))  # only a few are distinct
+    key_sets = dict.fromkeys(map(tuple, records))  # few sets of keys are distinct
     measured = dict.fromkeys(key for keys in key_sets for key in keys)
-    not_scores = {metric for panel in panels() for metric in panel.metrics} | _NO_SCORES
+    not_scores = {metric for panel in panels() for metric in panel.metrics} | _NOT_SCORES
     evaluated = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys)
     for panel in panels():
         if panel.kind == "scores":
-            panel = replace(
-                panel, metrics=tuple(key for key in evaluated if _family(key.removeprefix(GENERAL)) not in not_scores)
-            )
+            names = {key: _panel_name(key.removeprefix(GENERAL_TEXT_PREFIX)) for key in evaluated}
+            panel = replace(panel, metrics=tuple(key for key, name in names.items() if name not in not_scores))
         elif panel.metrics[0].endswith("/"):
-            panel = replace(panel, metrics=tuple(key for key in measured if _family(key) == panel.metrics[0]))
+            panel = replace(panel, metrics=tuple(key for key in measured if _panel_name(key) == panel.metrics[0]))
         if measured.keys() & set(panel.metrics):
             yield panel
 
 
-def _family(field: str) -> str:
-    """Return a field's name in a panel: for one such as source_loss/wiki, the prefix with the slash."""
+def _panel_name(field: str) -> str:
+    """Return the name by which panels list a field: source_loss/ for source_loss/wiki, for others the field."""
     return "".join(field.partition("/")[:2])

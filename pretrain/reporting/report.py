@@ -20,7 +20,7 @@ from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, read_fork
 from pretrain.common.wording import clock, counted, score_title
 from pretrain.config import PretrainConfig, config_of
 from pretrain.reporting.attention.progress import attention_section
-from pretrain.reporting.curves import draw_charts, short
+from pretrain.reporting.curves import draw_charts, shorten
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
@@ -28,21 +28,21 @@ from pretrain.reporting.runs import UNFINISHED, RunRecords, read_runs
 from pretrain.reporting.tables import Table, comparison, event_table, glue_table, run_table, state
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
-from pretrain.tracking.live import phases_of, work
+from pretrain.tracking.live import phases_of, work_through
 
-NUM_SENTENCES, NUM_SHOWN = 100, 10  # masked and scored, listed on the page
+NUM_SENTENCES, NUM_SHOWN = 100, 10  # number of sentences that are masked and scored; number listed on the page
 FINETUNED = "finetuned.json"
 _DETAILS = (CONFIG_FILE, ENVIRONMENT_FILE)  # shown verbatim
-_REFRESH_SECONDS = 10  # of a page that is watched
+_REFRESH_SECONDS = 10  # interval at which a watched page is reloaded
 
 
 def write_report(folders: Sequence[Path], out: Path, *, watched: bool = False) -> Path:
     """Write the report of one or several runs to the file `out` atomically and return `out`.
 
-    Predictions of masked words and the picture of all heads need the export of a single run in its folder.
+    Predictions of masked words and the matrices of all heads need a single run with an export in its folder.
 
     Args:
-        folders: run folders, or folders of several runs.
+        folders: run folders, or folders that contain several run folders.
         out: the HTML file.
         watched: let the browser reload the page every 10 s until all runs are over.
 
@@ -121,7 +121,7 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
         medians = [note.format(statistics.median(x)) for name, note in notes.items() if (x := run.values(name))]
         tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", ", ".join(["median", *medians])))
     if tokens := run.values("tokens"):
-        tiles.append(("tokens trained on", short(tokens[-1]), f"in {run.step:,} steps"))
+        tiles.append(("tokens trained on", shorten(tokens[-1]), f"in {run.step:,} steps"))
     workers = [f"on {counted(config.scheduling.workers, 'worker')}"] if config else []
     tiles.append(("training time", clock(seconds), ", ".join([*workers, *_time_left(run)])))
     if run.events:
@@ -133,8 +133,8 @@ def _tiles(runs: Sequence[RunRecords], config: PretrainConfig | None) -> list[tu
 def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     """Yield tiles of the last evaluation, of a fine-tuning's main score, and of the last probe."""
     last, probe = dict(*run.evaluations[-1:]), dict(*run.probes[-1:])
-    title = score_title(run.score, next((score.positive for score in run.scores), "")).replace("_", " ")
-    scores = {run.score: Metric("", "", title, "score")} if run.score else {}
+    title = score_title(run.main_metric, next((score.positive for score in run.scores), "")).replace("_", " ")
+    scores = {run.main_metric: Metric("", "", title, "score")} if run.main_metric else {}
     for record, kind, metrics in (
         (last, "held-out", {**scores, **objective_metrics()}),
         (probe, "probe", PROBE_SCORES),
@@ -149,7 +149,7 @@ def _score_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
 def _time_left(run: RunRecords) -> Iterator[str]:
     if run.total_steps and run.state == UNFINISHED and run.step:
         phases = phases_of(run.config)
-        done, total = work(phases, run.step), work(phases, run.total_steps)
+        done, total = work_through(phases, run.step), work_through(phases, run.total_steps)
         yield f"{clock(_seconds(run) / done * (total - done))} left at this speed"
 
 
@@ -162,7 +162,7 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-# ---- additional parts of the report of a single pretraining
+# ---- the parts that only the report of a single pretraining has
 
 
 def _pretraining(runs: Sequence[RunRecords]) -> PretrainConfig | None:
@@ -171,7 +171,7 @@ def _pretraining(runs: Sequence[RunRecords]) -> PretrainConfig | None:
 
 
 def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any]:
-    """Return values for the template."""
+    """Return the values of report.html.j2 that only a single pretraining has."""
     from pretrain.checkpoint import hf
     from pretrain.reporting.attention.page import page_values
 
@@ -181,7 +181,7 @@ def _pretraining_parts(run: RunRecords, config: PretrainConfig) -> dict[str, Any
         "model": f"{model.layers} layers x {model.hidden}, {model.heads} heads, {config.optimizer.name}",
         "attention": attention,
         "heads": attention and attention.text and export_dir.is_dir() and page_values(export_dir, attention.text),
-        "domains": gains(run.folder),
+        "gains": gains(run.folder),
         "fillings": filled[:: max(1, len(filled) // NUM_SHOWN)],
         "filled": _success_phrase(filled),
         "finetuned": _read_finetuned(run),
@@ -197,7 +197,7 @@ def _benefit(run: RunRecords) -> Table:
     """Return held-out scores of the demo's fine-tunings, from this run's weights and from random weights."""
     rows = []
     for result in _read_finetuned(run):
-        scores = (result["scores"].get(start) for start in ("pretrained", "random"))
+        scores = (result["scores"].get(weights) for weights in ("pretrained", "random"))
         rows.append([result["title"], result["metric"], *("" if score is None else f"{score:.3f}" for score in scores)])
     return ["task", "metric", "pretrained weights", "random weights"], rows
 

@@ -1,4 +1,4 @@
-"""Reads the runs of a report: pretrainings and fine-tunings, recognized by the files in their folders."""
+"""Reads the runs of a report: pretraining and fine-tuning runs, recognized by the files in their folders."""
 
 import dataclasses
 import datetime
@@ -16,25 +16,25 @@ from pretrain.common.records import is_training, read_records
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE, FAILED, METRICS, PROBES, SCORES
 from pretrain.common.settings import read_values
 from pretrain.reporting.panels import panels_for
-from pretrain.reporting.subjects import Subject, subject
+from pretrain.reporting.subjects import Subject, subject_of
 
 FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 
 UNFINISHED = "not finished"
 _END_STATES = {"stop": "stopped", "diverged": "diverged"}  # a run's final event -> its state
 
-_MAX_DEPTH = 3  # levels of run folders below a folder of runs, such as glue/TASK/seed-N
+_MAX_DEPTH = 3  # levels at which a folder of runs is searched for run folders, such as glue/TASK/seed-N
 
 
 @dataclass(frozen=True)
 class Score:
-    """A fine-tuning's scores on one held-out set; if the run failed, `values` is empty and `remark` has the reason."""
+    """A fine-tuning's scores on one held-out set; if the run failed, `values` is empty and `error` has the reason."""
 
-    part: str
+    split: str
     metric: str  # the main metric
     values: dict[str, float]
-    remark: str = ""
-    positive: str = ""  # of two classes: the class whose F1 is computed
+    error: str = ""
+    positive: str = ""  # the class whose F1 is computed, if there are two classes
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class RunRecords:
 
     @property
     def subject(self) -> Subject | None:
-        """Task, data and settings of a fine-tuning; None for other runs."""
-        return subject(self.config)
+        """Data, initial checkpoint and settings of a fine-tuning; None for other runs."""
+        return subject_of(self.config)
 
     @property
-    def score(self) -> str:
-        """A fine-tuning's main metric; before it has scores, the first metric of its evaluations; or ""."""
+    def main_metric(self) -> str:
+        """A fine-tuning's main metric; before it has scores, the first metric of its evaluations; "" without any."""
         names = [metric for panel in panels_for(self.evaluations) if panel.kind == "scores" for metric in panel.metrics]
         return next((name for name in (*(score.metric for score in self.scores), *names) if name in names), "")
 
@@ -91,13 +91,13 @@ class RunRecords:
             return "diverged"
         if self.total_steps is not None and self.step >= self.total_steps:
             return "finished"
-        return _END_STATES.get(self.end.get("event", ""), UNFINISHED)
+        return _END_STATES.get(self.stop_event.get("event", ""), UNFINISHED)
 
     @property
-    def end(self) -> dict[str, Any]:
-        """The event that stopped the run early, if it has not been restarted since; otherwise {}."""
-        ends = [event for event in self.events if event["event"] in _END_STATES]
-        return ends[-1] if ends and ends[-1].get("time", math.inf) >= _last_start(self.folder) else {}
+    def stop_event(self) -> dict[str, Any]:
+        """The event that stopped the run early; {} if there is none, or the run was started again."""
+        stops = [event for event in self.events if event["event"] in _END_STATES]
+        return stops[-1] if stops and stops[-1].get("time", math.inf) >= _last_start(self.folder) else {}
 
     def values(self, field: str) -> list[float]:
         """Return the values of a field in the training records that have it."""
@@ -108,7 +108,7 @@ def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: Non
     """Find the folder `name`, runs/`name`, or the run folder of the job `name` on this machine's cluster.
 
     Args:
-        name: folder, run or job.
+        name: a folder, a run's name or a job's name.
         address: URL of a cluster's dashboard; `name` is then a job of that cluster.
         find_job: returns the run folder of a job, given its name and `address`; None if there is no such job.
 
@@ -132,7 +132,7 @@ def find_folder(name: str, address: str = "", find_job: FindJob = lambda *_: Non
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
-    """Read the run in each folder, or the runs below it in the order of their paths.
+    """Read the run in each folder or, if it has none, all runs below it, in the order of their paths.
 
     Raises `InputError` if a folder has no run, none of its runs has a record, or a file is damaged.
     """
@@ -147,8 +147,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
         by_path |= {str(run.folder.resolve()): run for run in runs if run.records or run.scores}
     if len(by_path) == 1:
         return list(by_path.values())
-    top = os.path.commonpath(by_path)
-    return [dataclasses.replace(run, label=os.path.relpath(path, top)) for path, run in by_path.items()]
+    common_path = os.path.commonpath(by_path)
+    return [dataclasses.replace(run, label=os.path.relpath(path, common_path)) for path, run in by_path.items()]
 
 
 def _run_folders_below(folder: Path) -> list[Path]:
@@ -167,15 +167,15 @@ def _read_run(folder: Path) -> RunRecords:
         folder,
         folder.resolve().name,
         _read_config(folder / CONFIG_FILE),
-        _ascending([record for record in records if is_training(record)]),
-        _ascending([record for record in records if record.get("split") == "validation"]),
-        _ascending(read_records(folder, PROBES)),
+        _without_undone([record for record in records if is_training(record)]),
+        _without_undone([record for record in records if record.get("split") == "validation"]),
+        _without_undone(read_records(folder, PROBES)),
         [record for record in records if "event" in record and isinstance(record.get("step"), int)],
         [score for name in (SCORES, FAILED) for score in _read_scores(folder / name)],
     )
 
 
-def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_undone(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Drop records undone by a rollback, whose steps occur again later."""
     remaining: list[dict[str, Any]] = []
     for record in records:
@@ -219,9 +219,9 @@ def _read_scores(path: Path) -> Iterator[Score]:
         if path.name == FAILED:
             yield Score("", "", {}, str(content["message"]))
         elif "models" not in content:  # a scores.json of evaluate-pretrained has "models"
-            for part, values in content["scores"].items():
-                details = content["details"].get(part, {})
-                yield Score(part, content["metric"], values, positive=details.get("positive", ""))
+            for split, values in content["scores"].items():
+                details = content["details"].get(split, {})
+                yield Score(split, content["metric"], values, positive=details.get("positive", ""))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path}: damaged ({error!r}). Restore it, or remove it and run the same command again."

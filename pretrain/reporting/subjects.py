@@ -1,4 +1,4 @@
-"""Group fine-tuning runs by data, checkpoint and settings, so that only runs of different seeds are averaged."""
+"""Groups fine-tuning runs by data, initial checkpoint and settings, so that averages are only over seeds."""
 
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -10,9 +10,10 @@ RANDOM = "random weights"
 
 # Settings of a task that name its data; the first one that is set is used. No other section has them, so they also
 # identify the task's section.
-_DATA = ("glue", "dataset", "train")
+_DATA_SETTINGS = ("glue", "dataset", "train")
 # Settings that do not affect the result: identity, placement, speed and precision.
-_IGNORED = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
+_IGNORED_SETTINGS = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
+_IGNORED_SETTINGS += ("start_from", "random_weights")  # these are `Subject.initial`
 
 
 @dataclass(frozen=True)
@@ -22,39 +23,39 @@ class Subject:
     Attributes:
         data_key: the setting that names the data, such as entities.train.
         data: the task and its data, for display.
-        start: the initial checkpoint, or `RANDOM`.
-        settings: (dotted name, value) of all other settings except `_IGNORED`.
+        initial: the initial checkpoint, or `RANDOM`.
+        settings: (dotted name, value) of all other settings except `_IGNORED_SETTINGS`.
     """
 
     data_key: str
     data: str
-    start: str
+    initial: str
     settings: tuple[tuple[str, Hashable], ...]
 
 
-def subject(config: Mapping[str, Any]) -> Subject | None:
-    """Return the subject of a config; None for pretraining or if the config names no data."""
+def subject_of(config: Mapping[str, Any]) -> Subject | None:
+    """Return the subject of a run with this config; None for pretraining, or if the config names no data."""
     sections = {name: section for name, section in config.items() if isinstance(section, Mapping)}
-    task, key = next(((name, key) for name in sections for key in _DATA if sections[name].get(key)), ("", ""))
+    task, key = next(((name, key) for name in sections for key in _DATA_SETTINGS if sections[name].get(key)), ("", ""))
     if not task:
         return None
     name = str(config[task][key])
     display = f"{task}: {Path(name).name if key == 'train' else name}"
     if config[task].get("subset"):
         display += f" {config[task]['subset']}"
-    start = RANDOM if config.get("random_weights") else str(config.get("start_from") or "")
-    others = {key: value for key, value in config.items() if key not in (*_IGNORED, "start_from", "random_weights")}
-    return Subject(f"{task}.{key}", display, start, tuple(_leaves(others)))
+    initial = RANDOM if config.get("random_weights") else str(config.get("start_from") or "")
+    others = {key: value for key, value in config.items() if key not in _IGNORED_SETTINGS}
+    return Subject(f"{task}.{key}", display, initial, tuple(_flat_settings(others)))
 
 
-def starts(subjects: Iterable[Subject]) -> list[str]:
+def initial_checkpoints(subjects: Iterable[Subject]) -> list[str]:
     """Return the distinct initial checkpoints, random weights last."""
-    distinct = dict.fromkeys(subject.start for subject in subjects)
-    return sorted(distinct, key=lambda start: start == RANDOM)
+    distinct = dict.fromkeys(subject.initial for subject in subjects)
+    return sorted(distinct, key=lambda initial: initial == RANDOM)
 
 
-def differing(subjects: Sequence[Subject]) -> list[str]:
-    """Return dotted names of settings in which subjects with the same data differ, except the initial checkpoint."""
+def differing_settings(subjects: Sequence[Subject]) -> list[str]:
+    """Return the dotted names of `Subject.settings` in which subjects with the same data differ."""
     names: dict[str, None] = {}
     for data in dict.fromkeys(subject.data for subject in subjects):
         members = [dict(subject.settings) for subject in subjects if subject.data == data]
@@ -64,9 +65,9 @@ def differing(subjects: Sequence[Subject]) -> list[str]:
     return list(names)
 
 
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Hashable]]:
+def _flat_settings(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Hashable]]:
     for key, item in value.items():
         if isinstance(item, Mapping):
-            yield from _leaves(item, f"{prefix}{key}.")
+            yield from _flat_settings(item, f"{prefix}{key}.")
         elif item is not None:
             yield f"{prefix}{key}", item if isinstance(item, Hashable) else json.dumps(item, sort_keys=True)

@@ -7,45 +7,44 @@ from collections.abc import Sequence
 from pretrain.common.files import read_json
 from pretrain.common.run_files import SUMMARY
 from pretrain.common.wording import clock, score_title, shown_scores
-from pretrain.reporting.pages import DATE
+from pretrain.reporting.pages import DATE_FORMAT
 from pretrain.reporting.runs import RunRecords, Score
-from pretrain.reporting.subjects import Subject, differing, starts
+from pretrain.reporting.subjects import Subject, differing_settings, initial_checkpoints
 from pretrain.run.metrics import objective_metrics
 from pretrain.tracking.events import PROBE_SCORES
 
-_MAX_SCORES = 5  # shown next to the main metric of a fine-tuning
+_MAX_SCORES = 5  # number of scores shown next to a fine-tuning's main metric
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # header, and the cells of each row
 
 
 def run_table(runs: Sequence[RunRecords]) -> Table:
     """Return a row for each run: its state, scores, last evaluation and probe, and speed."""
-    last = [{**dict(*run.probes[-1:]), **dict(*run.evaluations[-1:])} for run in runs]
+    last_records = [{**dict(*run.probes[-1:]), **dict(*run.evaluations[-1:])} for run in runs]
     metrics = {name: metric for name, metric in {**objective_metrics(), **PROBE_SCORES}.items() if metric.short}
     rows: list[Sequence[str]] = []
-    for run, record in zip(runs, last, strict=True):
+    for run, record in zip(runs, last_records, strict=True):
         speeds, seconds = run.values("tokens_per_second"), run.values("seconds")
-        cells = [run.label, state(run), "; ".join(map(_score, run.scores))]
+        cells = [run.label, state(run), "; ".join(map(_format_score, run.scores))]
         cells += ["" if record.get(name) is None else metric.text(record[name]) for name, metric in metrics.items()]
         cells += [f"{statistics.median(speeds):,.0f}" if speeds else "", clock(seconds[-1]) if seconds else ""]
         rows.append(cells)
-    titles = (metric.title for metric in metrics.values())
-    head: Sequence[str] = ["run", "state", "scores", *titles, "tokens/s", "training time"]
-    shown = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
-    return next(cells := zip(*shown, strict=True)), list(cells)
+    head: Sequence[str] = ["run", "state", "scores", *(x.title for x in metrics.values()), "tokens/s", "training time"]
+    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    return next(table := zip(*columns, strict=True)), list(table)
 
 
-def _score(score: Score) -> str:
-    """Format a held-out set, its main metric and a few others, or the reason why the run failed."""
+def _format_score(score: Score) -> str:
+    """Format the main metric and a few others on a held-out set, or the reason why the run failed."""
     values = shown_scores(score.values, score.metric)
     names = [score.metric, *(name for name in values if name not in (score.metric, "loss"))][: _MAX_SCORES + 1]
-    formatted = [f"{_plain(name, score)} {values[name]:.4f}" for name in names if values.get(name) is not None]
-    return score.remark or f"{score.part}: {', '.join(formatted)}"
+    formatted = [f"{_metric_title(name, score)} {values[name]:.4f}" for name in names if values.get(name) is not None]
+    return score.error or f"{score.split}: {', '.join(formatted)}"
 
 
 def state(run: RunRecords) -> str:
     """Return the state, such as "stopped at step 1,000 of 2,000"."""
-    step = run.end["step"] if run.state == "stopped" else run.step
+    step = run.stop_event["step"] if run.state == "stopped" else run.step
     total = f" of {run.total_steps:,}" if run.total_steps and step < run.total_steps else ""
     return f"{run.state} at step {step:,}{total}"
 
@@ -61,7 +60,7 @@ def event_table(runs: Sequence[RunRecords]) -> Table:
 
 
 def _date(seconds: float | None) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(DATE) if seconds else ""
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(DATE_FORMAT) if seconds else ""
 
 
 def comparison(runs: Sequence[RunRecords]) -> Table:
@@ -74,23 +73,23 @@ def comparison(runs: Sequence[RunRecords]) -> Table:
     for run in runs:
         for score in run.scores:
             if run.subject is not None and score.metric in score.values:
-                key = run.subject, score.part, _plain(score.metric, score)
+                key = run.subject, score.split, _metric_title(score.metric, score)
                 series.setdefault(key, []).append(score.values[score.metric])
     subjects = [subject for subject, _, _ in series]
-    columns, named = starts(subjects), differing(subjects)
+    columns, differing = initial_checkpoints(subjects), differing_settings(subjects)
     rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
-    for (subject, part, metric), values in series.items():
+    for (subject, split, metric), values in series.items():
         settings = dict(subject.settings)
-        label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in named if name in settings)])
-        rows.setdefault((label, metric, part), {})[subject.start] = values
-    head = ["task", "metric", "set", *(f"from {start}" for start in columns)]
+        label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in differing if name in settings)])
+        rows.setdefault((label, metric, split), {})[subject.initial] = values
+    head = ["task", "metric", "set", *(f"from {initial}" for initial in columns)]
     if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in series.values()):
         return head, []
-    return head, [[*key, *(_mean(row.get(start, [])) for start in columns)] for key, row in rows.items()]
+    return head, [[*key, *(_mean(row.get(initial, [])) for initial in columns)] for key, row in rows.items()]
 
 
 def glue_table(runs: Sequence[RunRecords]) -> Table:
-    """Return GLUE's table from the latest sweep that any of several runs belongs to; no rows without one."""
+    """Return GLUE's table from the latest sweep that any of several runs belongs to; no rows if there is none."""
     parents = {folder for run in runs if run.subject and len(runs) > 1 for folder in run.folder.parents[:2]}
     summaries = (parent / SUMMARY for parent in parents if (parent / SUMMARY).is_file())
     paths = sorted(summaries, key=lambda path: path.stat().st_mtime)
@@ -106,5 +105,5 @@ def _mean(values: Sequence[float]) -> str:
     return f"{mean} (mean of {len(values)}, {min(values):.4f} to {max(values):.4f})"
 
 
-def _plain(name: str, score: Score) -> str:
+def _metric_title(name: str, score: Score) -> str:
     return score_title(name, score.positive).replace("_", " ")

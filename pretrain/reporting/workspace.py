@@ -19,11 +19,11 @@ from pydantic import TypeAdapter
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
-from pretrain.reporting.panels import GENERAL, Panel, panels_for
+from pretrain.reporting.panels import GENERAL_TEXT_PREFIX, Panel, panels_for
 from pretrain.reporting.runs import RunRecords
-from pretrain.reporting.subjects import differing
+from pretrain.reporting.subjects import differing_settings
 from pretrain.tracking.events import EVENTS
-from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, wandb_entity, wandb_mode, wandb_names
+from pretrain.tracking.mirror import MAX_NAME_LENGTH, MAX_RANK_SUFFIX, wandb_entity, wandb_mode, wandb_names
 from pretrain.tracking.rows import PROBE_STEP
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def write(runs: Sequence[RunRecords], path: Path) -> str:
     `InputError` if `path` is another file.
     """
     os.environ["WANDB_SILENT"] = "true"  # otherwise W&B prints its messages, too
-    url = _url(path)
+    url = _read_url(path)
     message = f"{path}: the W&B workspace; set a W&B key to save it to W&B (WANDB_API_KEY or `wandb login`)"
     workspace = make(runs, "")
     if _is_online(runs[0]):
@@ -77,7 +77,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
     )
 
 
-def _url(path: Path) -> str:
+def _read_url(path: Path) -> str:
     """Read the URL that `write` stored; "" if there is none. Raises `InputError` if `path` is another file."""
     try:
         return json.loads(path.read_bytes())["url"] if path.is_file() else ""
@@ -91,7 +91,7 @@ def _tracking(run: RunRecords) -> dict[str, str]:
 
 
 def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
-    """Return the settings that group fine-tunings so that W&B averages only over seeds; [] for a single subject."""
+    """Return the settings by which W&B groups fine-tunings, to average only over seeds; [] for a single subject."""
     from wandb_workspaces import expr
 
     subjects = list(dict.fromkeys(run.subject for run in runs if run.subject))
@@ -99,17 +99,17 @@ def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
         return []
     names = [subject.data_key for subject in subjects]
     names += [name for name in ("start_from", "random_weights") if len({run.config.get(name) for run in runs}) > 1]
-    return [expr.Config(name) for name in dict.fromkeys([*names, *differing(subjects)])]
+    return [expr.Config(name) for name in dict.fromkeys([*names, *differing_settings(subjects)])]
 
 
 def _query(run: RunRecords) -> str:
     """Return a search expression for the run in W&B: its run_id, or the one that `Tracker` generates."""
     run_id = _tracking(run).get("run_id")
-    return f"^{re.escape(run_id)}$" if run_id else f"^{re.escape(run.name[:ID_NAME])}-[0-9a-f]{{8}}$"
+    return f"^{re.escape(run_id)}$" if run_id else f"^{re.escape(run.name[:MAX_NAME_LENGTH])}-[0-9a-f]{{8}}$"
 
 
 def _literal(strings: list[str]) -> str:
-    """Format a literal for a filter. Escape < and >: the filter's parser changes < to <= even inside quotes."""
+    """Format a list for a filter, with < and > escaped: the filter's parser changes < to <= even inside quotes."""
     return repr(strings).replace("<", r"\x3c").replace(">", r"\x3e")
 
 
@@ -140,25 +140,25 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     x = PROBE_STEP if panel.kind == "probes" else _STEP
     plots = [LinePlot(title=panel.title, x=x, y=names, title_x="step", title_y=panel.unit or None)]
     if panel.kind == "scores":
-        first = dict.fromkeys(
+        main_metrics = dict.fromkeys(
             name
-            for metric in dict.fromkeys(run.score for run in runs if run.score)
+            for metric in dict.fromkeys(run.main_metric for run in runs if run.main_metric)
             for name in _names(replace(panel, metrics=(metric,)), runs)[:1]  # empty if the metric never had a value
         )
-        plots += [BarPlot(title=f"{name.partition('/')[2]}, last", metrics=[name]) for name in first]
+        plots += [BarPlot(title=f"{name.partition('/')[2]}, last", metrics=[name]) for name in main_metrics]
     return plots
 
 
 def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
-    """Return the panel's metrics under their W&B names, except rank numbers, which have another unit."""
+    """Return the panel's metrics under their W&B names, except rank indices, which have no unit in common with them."""
     names: dict[str, None] = {}
-    for metric in (*panel.metrics, *(GENERAL + metric for metric in panel.metrics)):
+    for metric in (*panel.metrics, *(GENERAL_TEXT_PREFIX + metric for metric in panel.metrics)):
         for records in itertools.chain.from_iterable((run.training, run.evaluations, run.probes) for run in runs):
-            last = next((record for record in reversed(records) if record.get(metric) is not None), {})
-            if last:
-                fields = {key: last[key] for key in (metric, "split") if key in last}
+            record = next((record for record in reversed(records) if record.get(metric) is not None), {})
+            if record:
+                fields = {key: record[key] for key in (metric, "split") if key in record}
                 names.update(dict.fromkeys(wandb_names(fields)))
-    return [name for name in names if not name.endswith(f"/{LARGEST_RANK}")]
+    return [name for name in names if not name.endswith(f"/{MAX_RANK_SUFFIX}")]
 
 
 def _is_online(run: RunRecords) -> bool:

@@ -24,7 +24,7 @@ from pretrain.run import preflight
 from pretrain.run.callbacks import check_options, serialize_callbacks
 from pretrain.storage.runs import StoredRun, storing
 from pretrain.tracking import live
-from pretrain.tracking.logs import process_restored
+from pretrain.tracking.logs import restore_on_exit
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _train(kind: RunKind[R], config: R, resume: bool, *, in_process: bool, ray: 
     training = TrainingRequest(config.model_dump(mode="json"), resume, callbacks=kind.callbacks)
     if in_process:
         module, function = kind.target.split(":")
-        with process_restored():
+        with restore_on_exit():
             worker = Worker.from_environment()
             worker.watch_stop_file(config.folder)
             worker.interrupts.on_stuck = functools.partial(_exit_stopped, config.folder)

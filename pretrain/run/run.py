@@ -147,7 +147,7 @@ def _prepare_steps(
 
     def start_phase(phase: str) -> None:
         if engine.rank == 0:
-            live.write_phase(config.folder, phase)
+            live.write_startup_stage(config.folder, phase)
 
     if training.plan.warmup_step:
         start_phase(live.COMPILE if config.engine.compiled else live.WARMUP_STEP)
@@ -157,7 +157,7 @@ def _prepare_steps(
     start_phase(live.MEASURE)
     plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
     if engine.rank == 0:
-        live.end_phases(config.folder)
+        live.end_startup(config.folder)
     return plan
 
 

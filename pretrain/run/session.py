@@ -70,7 +70,7 @@ def worker_session(
     """
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     if worker.rank == 0 and worker.world_size > 1:
-        live.write_phase(config.folder, live.CONNECT)
+        live.write_startup_stage(config.folder, live.CONNECT)
     with process_group(worker), make_watchdog(config, worker, launching) as watchdog:
         if worker.world_size > 1:
             ranks: Any = dist.group.WORLD
@@ -80,12 +80,12 @@ def worker_session(
         config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
         if worker.rank == 0:
-            live.write_phase(config.folder, live.LOAD)
+            live.write_startup_stage(config.folder, live.LOAD)
         try:
             yield config, device, watchdog
         finally:
             if worker.rank == 0:
-                live.end_phases(config.folder)
+                live.end_startup(config.folder)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Fetches folders of an object store to local folders, once per machine, and stores local folders in it.
 
-A folder's manifest is stored and fetched last, so a manifest means, on both sides, that all its files exist. Such a
-folder need not be listed. Files without a manifest, such as raw text, are listed.
+A folder's manifest is stored and fetched last. So where a manifest exists, locally or at the address, all its files
+exist, and the folder need not be listed. Folders without a manifest, such as raw text, are listed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pretrain.common.files import (
 from pretrain.common.wording import make_console
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
-MAX_CONCURRENT = 4  # concurrent transfers
-_STORED = ".stored"  # in a folder that is being stored: the files already at the address, one per line
+MAX_CONCURRENT = 4  # number of concurrent transfers
+_STORED = ".stored"  # journal in a folder that is being stored: one line for each file already at the address
 _TIME_TOLERANCE_SECONDS = 0.01  # file systems round times
 _WILDCARDS = frozenset("*?[")
 
@@ -53,7 +53,7 @@ def fetch(
     hashed: bool = False,
     advice: str = "Check the address.",
 ) -> Path:
-    """Fetch the folder with a manifest at `address` to `folder`, by default its local folder; return that folder.
+    """Fetch the folder with a manifest at `address` to `folder`, by default the address's local folder; return it.
 
     One process per machine fetches; other callers wait. Intact local files are kept, so an interrupted fetch continues.
 
@@ -61,8 +61,8 @@ def fetch(
         objects: the object store of the address.
         exclude: patterns of file names to omit; if there are any, no manifest is written.
         concurrency: number of simultaneous transfers; the default suits large files.
-        trusted: compare files under the same manifest by size, not by SHA-256.
-        hashed: the files are stored under their `hashed_name`.
+        trusted: if the local manifest is the same, compare files by size, not by SHA-256.
+        hashed: whether the files are stored under their `hashed_name`.
         advice: end of the error message if there is no manifest.
 
     Raises:
@@ -80,12 +80,12 @@ def fetch(
         if not any(fnmatch.fnmatch(name, pattern) for pattern in exclude)
     }
     with folder_lock(folder):
-        same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
-        trusted = trusted and same
+        same_manifest = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
+        trusted = trusted and same_manifest
         missing = [name for name, entry in files.items() if not is_intact(folder / name, entry, content=not trusted)]
-        if same and not missing:
+        if same_manifest and not missing:
             return folder
-        if not same:
+        if not same_manifest:
             (folder / MANIFEST).unlink(missing_ok=True)
         expected = {name: (ListedObject(files[name]["bytes"], "", 0.0), files[name]["sha256"]) for name in missing}
         _check_space(folder, sum(bytes_to_fetch(folder / name, *expected[name]) for name in missing))
@@ -124,21 +124,21 @@ def store(
     """Store the folder with a manifest at `address`, the manifest last; files already stored are kept.
 
     An interrupted call continues where it stopped. New files and files missing at the address are stored first. Before
-    changed files are replaced, the stored manifest is deleted; if all of them are among `replaced`, they are only
-    removed from it, so that the other files can be fetched. Finally, files listed only in an earlier manifest are
-    deleted. `check` is called before the manifest is written; `hashed` is as for `fetch`.
+    changed files are replaced, the stored manifest is deleted; if all of them are among `replaced`, only their entries
+    are removed from it, so that the other files can still be fetched. Finally, files that only the previous manifest
+    lists are deleted. `check` is called before the manifest is written; `hashed` is as for `fetch`.
 
     Returns the files that were missing at the address although its manifest listed them. Raises `MachineError` if a
     file is missing there, and missing or damaged in `folder`.
     """
     objects, entries = objects or ObjectStore(), read_manifest(folder)["files"]
     content, stored_content = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
-    before, listed = files_of(stored_content), objects.listing(address)
+    old_entries, listed = files_of(stored_content), objects.listing(address)
     names = {name: hashed_name(name, entry) if hashed else name for name, entry in entries.items()}
     missing = {name for name in names if getattr(listed.get(names[name]), "bytes", None) != entries[name]["bytes"]}
     if stored_content == content and not missing:
         return []
-    changed = [name for name, entry in entries.items() if before.get(name, entry) != entry]
+    changed = [name for name, entry in entries.items() if old_entries.get(name, entry) != entry]
     journal = folder / _STORED
     journal.touch()
     stored = set(journal.read_text(encoding="utf-8").splitlines(keepends=True))
@@ -146,7 +146,7 @@ def store(
     def put(name: str) -> None:
         line = _stored_line(join(address, names[name]), entries[name]["sha256"])
         if name in missing or line not in stored:
-            if not is_intact(folder / name, entries[name], content=name in before):
+            if not is_intact(folder / name, entries[name], content=name in old_entries):
                 raise MachineError(
                     f"{join(address, name)}: is missing or has another size there, and is missing or damaged here. "
                     "Restore it, or run this command on a machine that has all files."
@@ -155,11 +155,11 @@ def store(
             with contextlib.suppress(OSError), journal.open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    run_concurrently(put, [name for name in names if name not in before or (name in missing and name not in changed)])
+    run_concurrently(put, [n for n in names if n not in old_entries or (n in missing and n not in changed)])
     if stored_content is not None and changed:
         if set(changed) <= set(replaced):
-            unchanged = {**json.loads(stored_content), "files": {n: e for n, e in before.items() if n not in changed}}
-            objects.write(join(address, MANIFEST), manifest_bytes(unchanged))
+            kept = {name: entry for name, entry in old_entries.items() if name not in changed}
+            objects.write(join(address, MANIFEST), manifest_bytes({**json.loads(stored_content), "files": kept}))
         else:
             objects.delete(join(address, MANIFEST))
     run_concurrently(put, changed)
@@ -167,9 +167,9 @@ def store(
     if stored_content != content:
         objects.write(join(address, MANIFEST), content)
     journal.unlink(missing_ok=True)  # another process may have stored the folder, too
-    for name in before.keys() - names.keys():
+    for name in old_entries.keys() - names.keys():
         objects.delete(join(address, name))
-    return sorted(missing & before.keys())
+    return sorted(missing & old_entries.keys())
 
 
 @contextlib.contextmanager
@@ -183,7 +183,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
     """Fetch the files at `address`: one file, all files below a folder, or all that match a pattern.
 
-    Returns their local paths, sorted; [] if there are none. They get the modification times of the objects, and are
+    Returns their local paths, sorted; [] if there are none. They have the modification times of the objects, and are
     fetched again if an object has changed.
     """
     objects = objects or ObjectStore()
@@ -191,22 +191,24 @@ def fetch_files(address: str, objects: ObjectStore | None = None) -> list[Path]:
 
 
 def fetch_found(
-    address: str, listed: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
+    address: str, listed: Mapping[str, ListedObject], objects: ObjectStore, *, show_progress: bool = False
 ) -> list[Path]:
-    """Fetch the objects that `find` returned, as `fetch_files` does; with a progress bar if `shown`."""
+    """Fetch the objects that `find` returned, as `fetch_files` does; with a progress bar if `show_progress`."""
     root = local_path(root_of(address))
     with folder_lock(root):
         missing = [name for name, info in listed.items() if not _is_current(local_path(name), info)]
         needed = sum(bytes_to_fetch(local_path(name), listed[name]) for name in missing)
         _check_space(root, needed)
-        with _bar(f"fetching {address}", needed if shown else 0) as advance:
-            run_concurrently(lambda key: objects.download(key, local_path(key), listed[key], advance=advance), missing)
+        with _progress_bar(f"fetching {address}", needed if show_progress else 0) as advance:
+            run_concurrently(
+                lambda name: objects.download(name, local_path(name), listed[name], advance=advance), missing
+            )
     return sorted(local_path(name) for name in listed)
 
 
 @contextlib.contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar over `total` bytes, if any, on stderr; yield a function that advances it."""
+def _progress_bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar over `total` bytes on stderr, unless it is 0; yield a function that advances it."""
     if not total:
         yield lambda _: None
         return
@@ -232,12 +234,12 @@ def find(address: str, objects: ObjectStore | None = None) -> dict[str, ListedOb
 def root_of(address: str) -> str:
     """Return the folder to list: the address up to the first part with a wildcard."""
     parts = address.rstrip("/").split("/")
-    first = next((number for number, part in enumerate(parts) if _WILDCARDS & set(part)), len(parts))
-    return "/".join(parts[:first])
+    stop = next((index for index, part in enumerate(parts) if _WILDCARDS & set(part)), len(parts))
+    return "/".join(parts[:stop])
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Match as glob: `**` is any number of folders; other wildcards, also in `a**`, match within one folder."""
+    """Match like glob: `**` is any number of folders; other wildcards, also in `a**`, match within one folder."""
     from fsspec.utils import glob_translate
 
     pattern = re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern)
@@ -278,7 +280,7 @@ def run_concurrently(work: Callable[[str], object], names: Iterable[str], concur
 
 
 def record_stored(folder: Path, address: str, hashes: Mapping[str, str]) -> None:
-    """Record which files are already at the address, by their SHA-256, for the next `store`."""
+    """Record for the next `store` that files with these SHA-256 `hashes` (name -> hash) are already at the address."""
     with (folder / _STORED).open("a", encoding="utf-8") as file:
         file.writelines(_stored_line(join(address, name), sha256) for name, sha256 in hashes.items())
 

@@ -31,7 +31,7 @@ from pretrain.common.packages import install_command
 
 RETRY_SECONDS = 300.0
 _FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 20.0
-CHUNK_BYTES = 16 << 20  # of a download; at most this much is lost if the connection breaks
+CHUNK_BYTES = 16 << 20  # bytes per request of a download, which are lost if the connection breaks
 # The package to install for a scheme, and the variables or command that provide its credentials.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
 _CREDENTIALS = {
@@ -41,15 +41,15 @@ _CREDENTIALS = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
     "hf": "HF_TOKEN or `hf auth login`",
 }
-_OPTIONS: dict[str, dict[str, Any]] = {
+_OPTIONS: dict[str, dict[str, Any]] = {  # scheme -> options of fsspec's file system
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}},
 }
 S3_PART_BYTES, _S3_MAX_PARTS = 16 << 20, 10_000
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
 _NO_CREDENTIALS |= {"ProfileNotFound", "ClientAuthenticationError", "DefaultCredentialsError", "RefreshError"}
-_DENIED_STATUS, _RETRIED_STATUS = (401, 403), (408, 425, 429)  # HTTP 4xx
+_DENIED_STATUS, _RETRIED_STATUS = (401, 403), (408, 425, 429)  # HTTP status codes
 _NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSuchBucket|Invalid bucket", re.IGNORECASE)
-# Errors of the Hub's client, and our messages. The Hub does not distinguish missing and private repositories.
+# Exceptions of the Hub's client, and our messages. The Hub does not distinguish missing and private repositories.
 _LOG_IN = "accept its terms at {page}, if it has any, and set HF_TOKEN or run `hf auth login`."
 _HUB_ERRORS = {
     "GatedRepoError": f"gated or private; {_LOG_IN}",
@@ -76,7 +76,7 @@ class ContentError(MachineError):
 
 @dataclass(frozen=True)
 class ListedObject:
-    """An object in a listing. `tag` changes with its content."""
+    """An object in a listing. `tag` changes whenever the content changes."""
 
     bytes: int
     tag: str
@@ -84,11 +84,11 @@ class ListedObject:
 
 
 class ObjectStore:
-    """Objects by address.
+    """Reads and writes objects by address.
 
     Args:
-        retry_seconds: time limit for retries of a failing operation, by default `RETRY_SECONDS`, from the end of the
-            first attempt.
+        retry_seconds: time limit for retries of a failing operation, counted from its first failure; by default
+            `RETRY_SECONDS`.
 
     Its methods raise `AccessError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
@@ -143,7 +143,7 @@ class ObjectStore:
         size = path.stat().st_size
 
         def work() -> None:
-            _filesystem(address).put_file(str(path), _key(address), **_parts(address, size))
+            _filesystem(address).put_file(str(path), _key(address), **_multipart_options(address, size))
             stored = self._info(address).bytes
             if stored != size:
                 raise OSError(f"{stored} bytes were stored instead of {size}")
@@ -161,7 +161,7 @@ class ObjectStore:
         """Fetch an object of `expected` size to `path`, atomically.
 
         An interrupted download continues where it stopped, also in another process. The content must have the given
-        SHA-256, or without one, the tag must still match `expected` afterwards; otherwise raises `ContentError`.
+        SHA-256; without one, the object must still have the `expected` tag afterwards. Raises `ContentError` if not.
         `advance` is called with the number of bytes of each chunk.
         """
         part = _part_file(path, expected, sha256)
@@ -183,7 +183,7 @@ class ObjectStore:
             fsync_folder(path.parent)
 
     def listing(self, address: str) -> dict[str, ListedObject]:
-        """List all objects below `address`, by relative name; {} if there are none."""
+        """List all objects below `address`, by relative path; {} if there are none."""
 
         def work() -> dict[str, ListedObject]:
             system, prefix = _filesystem(address), _key(address)
@@ -250,15 +250,16 @@ class ObjectStore:
                     raise
                 now = time.monotonic()
                 failing_since = now if attempt == 1 else failing_since
-                left = failing_since + self._retry_seconds - now
-                if left <= 0 or _is_final(address, error):
+                seconds_left = failing_since + self._retry_seconds - now
+                if seconds_left <= 0 or _is_final(address, error):
                     raise MachineError(
                         f"{address}: cannot be {action}; {attempt} attempt{'s'[: attempt - 1]} in {now - start:.0f} s "
                         f"({_one_line(error)}). Check the network, HTTPS_PROXY and the object store, then run the "
                         "command again."
                     ) from error
-                logger.warning("%s: cannot be %s: %s; retrying for %.0f s", address, action, _one_line(error), left)
-            time.sleep(min(left, wait * random.uniform(0.5, 1.0)))
+                description = f"{address}: cannot be {action}: {_one_line(error)}"
+                logger.warning("%s; retrying for %.0f s", description, seconds_left)
+            time.sleep(min(seconds_left, wait * random.uniform(0.5, 1.0)))
             wait = min(_MAX_WAIT_SECONDS, 2 * wait)
         raise AssertionError("unreachable")
 
@@ -297,8 +298,8 @@ def _open_filesystem(_process: int, bucket: str) -> Any:
     return fsspec.url_to_fs(bucket, use_listings_cache=False, skip_instance_cache=True, **options)[0]
 
 
-def _parts(address: str, size: int) -> dict[str, int]:
-    """Return options for uploading `size` bytes to S3 in separately retried parts; other clients choose the parts."""
+def _multipart_options(address: str, size: int) -> dict[str, int]:
+    """Return options to upload `size` bytes to S3 in separately retried parts; other clients choose the parts."""
     if scheme_of(address) != "s3":
         return {}
     return {"chunksize": max(S3_PART_BYTES, math.ceil(size / _S3_MAX_PARTS)), "max_concurrency": 4}
@@ -311,7 +312,7 @@ def _key(address: str) -> str:
 
 
 def _listed(info: dict[str, Any]) -> ListedObject:
-    """Convert the `info` dictionary of s3fs, gcsfs, adlfs or huggingface_hub."""
+    """Convert an `info` dictionary of s3fs, gcsfs, adlfs or huggingface_hub."""
     tag = next((str(info[key]) for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id") if info.get(key)), "")
     modified: Any = next((info[key] for key in ("LastModified", "last_modified", "mtime") if info.get(key)), None)
     tag = tag or str(modified)
@@ -338,7 +339,7 @@ def _is_bucket_missing(address: str) -> bool:
     system, bucket = _filesystem(address), _key(address).strip("/").partition("/")[0]
     try:
         if scheme_of(address) not in ("s3", "hf") and not getattr(system, "has_bucket", False):
-            # Google's `info` requires a permission that reading and writing objects does not.
+            # gcsfs's `info` requires a permission that reading and writing objects does not.
             system.ls(bucket, max_results=1) if scheme_of(address) == "gs" else system.info(bucket)
             system.has_bucket = True
     except FileNotFoundError:
@@ -352,7 +353,7 @@ def _raise_if_permanent(address: str, action: str, error: Exception) -> None:
     """Raise `InputError` for failures that no retry can fix."""
     _raise_if_bucket_missing(address, error)
     names = {type(x).__name__ for x in (error, error.__cause__) if x is not None}
-    # Messages of gcsfs for status 403, and of adlfs for a wrong account.
+    # Messages of gcsfs for status 403, and of adlfs for a wrong account name.
     is_refused = _status(error) in _DENIED_STATUS or re.match("Forbidden: |.*with credentials", str(error), re.DOTALL)
     if isinstance(error, PermissionError) or is_refused or names & _NO_CREDENTIALS:
         raise AccessError(
@@ -387,12 +388,12 @@ def is_storage_error(error: BaseException) -> bool:
 
 
 def _is_final(address: str, error: Exception) -> bool:
-    """Return whether retries are futile: the network is not the cause, or the store was never reached."""
+    """Return whether to give up at once: the network is not the cause, or the store was never reached."""
     is_refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
     if is_refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
         return True
-    is_first = not getattr(_filesystem(address), "has_answered", False)
-    return any(type(e).__name__ in _MISCONFIGURED or (is_first and _is_unreachable(e)) for e in _chain(error))
+    never_answered = not getattr(_filesystem(address), "has_answered", False)
+    return any(type(e).__name__ in _MISCONFIGURED or (never_answered and _is_unreachable(e)) for e in _chain(error))
 
 
 def _is_unreachable(error: BaseException) -> bool:

@@ -1,6 +1,6 @@
-"""Fetches only the files of a released model at an address that are needed to load it.
+"""Fetches the files of a released model that are needed to load it.
 
-A repository often contains the same weights in several formats, several times the size of one.
+A repository often contains the same weights in several formats, and is several times as large as any one of them.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ WEIGHT_FILES = (
 )
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 INNER_FOLDER = "0_Transformer"  # the encoder's folder in older sentence-transformers models
-# Config, tokenizer, pooling, a fine-tuned model's settings, and the file that identifies a TensorFlow checkpoint.
+# Files to fetch: config, tokenizer, pooling, a fine-tuned model's settings, and the index of a TensorFlow checkpoint.
 _PATTERNS = ("config.json", "bert_config.json", "tokenizer*.json", "vocab.*", "merges.txt", "*_tokens*.json", "*.model")
 _PATTERNS += ("modules.json", "*_Pooling/config.json", "*sentence_*.json", "finetune.json", "*.index")
-# Files of a pooled classifier.
+# The same files of a classifier over pooled embeddings.
 _PATTERNS += ("encoder/modules.json", "encoder/*_Pooling/config.json", "encoder/*sentence_*.json")
-_FETCHED = ".fetched.json"  # names of the files that were fetched
-_FETCHING = ".fetching.json"  # name of that file during a fetch
+_FETCHED = ".fetched.json"  # record: names of the files that were fetched
+_FETCHING = ".fetching.json"  # name of this record during the next fetch
 
 
 def fetch_released(address: str, objects: ObjectStore) -> None:
@@ -38,16 +38,16 @@ def fetch_released(address: str, objects: ObjectStore) -> None:
     listed = folders.find(address, objects)
     if address not in listed:  # it is a folder
         names = {name[len(address) + 1 :] for name in listed}
-        listed = {join(address, name): listed[join(address, name)] for name in _files(address, names, objects)}
+        listed = {join(address, name): listed[join(address, name)] for name in _needed_files(address, names, objects)}
     if not listed:
         raise InputError(f"{address}: no config.json, tokenizer or weights are stored there. Check the address.")
-    if (record := local_path(address) / _FETCHED).is_file():  # renamed, so that a mix of two revisions is not loaded
+    if (record := local_path(address) / _FETCHED).is_file():  # renamed, so an interrupted fetch does not count as one
         record.replace(record.with_name(_FETCHING))
-    _remove_deleted(local_path(address), folders.fetch_found(address, listed, objects, shown=True))
+    _remove_outdated(local_path(address), folders.fetch_found(address, listed, objects, show_progress=True))
 
 
-def is_offline(address: str) -> bool:
-    """Return whether the Hub must not be queried (HF_HUB_OFFLINE) and `address` was fetched before."""
+def must_use_local_copy(address: str) -> bool:
+    """Return whether HF_HUB_OFFLINE is set and `address`, which is on the Hub, was fetched before."""
     if not address.startswith("hf:") or not any(
         (local_path(address) / name).is_file() for name in (_FETCHED, MANIFEST)
     ):
@@ -57,7 +57,7 @@ def is_offline(address: str) -> bool:
     return constants.HF_HUB_OFFLINE
 
 
-def _files(address: str, names: Collection[str], objects: ObjectStore) -> set[str]:
+def _needed_files(address: str, names: Collection[str], objects: ObjectStore) -> set[str]:
     """Return the subset of `names` at `address` that is needed to load the model, with one set of weights."""
     inner = f"{INNER_FOLDER}/" if "config.json" not in names and f"{INNER_FOLDER}/config.json" in names else ""
     local_names = {name.removeprefix(inner) for name in names if name.startswith(inner)}
@@ -66,7 +66,8 @@ def _files(address: str, names: Collection[str], objects: ObjectStore) -> set[st
         torch_files = [name for name in local_names if Path(name).suffix in TORCH_SUFFIXES and "/" not in name]
         weights = torch_files if len(torch_files) == 1 else []
     elif weights[0].endswith(".index.json"):
-        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # reading it raises later
+        # A damaged index raises an error when it is loaded.
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
             content = json.loads(objects.read(join(address, inner + weights[0])) or b"")
             weights += local_names & set(content["weight_map"].values())
     chosen = [name for name in local_names if name in weights or _matches(name)]
@@ -77,13 +78,13 @@ def _matches(name: str) -> bool:
     return any(name.count("/") == p.count("/") and fnmatch.fnmatchcase(name, p) for p in _PATTERNS)
 
 
-def _remove_deleted(folder: Path, downloaded: Iterable[Path]) -> None:
-    """Remove earlier fetched files that no longer exist at the address: they could be loaded instead of new ones."""
-    if not folder.is_dir():  # the address is a file's
+def _remove_outdated(folder: Path, fetched: Iterable[Path]) -> None:
+    """Remove files of the previous fetch that are not at the address now: they could be loaded instead of new ones."""
+    if not folder.is_dir():  # the address is a single file
         return
-    names, journal = {path.relative_to(folder).as_posix() for path in downloaded}, folder / _FETCHING
-    earlier = json.loads(journal.read_text(encoding="utf-8")) if journal.is_file() else []
-    for name in set(earlier) - names:
+    names, old_record = {path.relative_to(folder).as_posix() for path in fetched}, folder / _FETCHING
+    old_names = json.loads(old_record.read_text(encoding="utf-8")) if old_record.is_file() else []
+    for name in set(old_names) - names:
         (folder / name).unlink(missing_ok=True)
     write_json(folder / _FETCHED, sorted(names))
-    journal.unlink(missing_ok=True)
+    old_record.unlink(missing_ok=True)

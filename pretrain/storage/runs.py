@@ -2,11 +2,11 @@
 
 The run trains in the local folder of its address (`addresses.local_run`). These files are stored:
 
-    checkpoints/step-00001000/...     as on disk; the manifest is deleted first. The other files' names contain their
+    checkpoints/step-00001000/...     as in the local folder, but file names other than the manifest's contain the
                                       SHA-256, so an earlier start that still uploads does not overwrite a later
-                                      start's files
+                                      start's files. The manifest is deleted first
     config.yaml, metrics.jsonl, ...   as of the last stored checkpoint or the end of the run
-    writers/writer-3                  machine and time of the run's third start; only the last start may write
+    writers/writer-3                  machine and time of the run's third start; only the latest start may write
 
 A checkpoint without a manifest does not exist.
 """
@@ -40,15 +40,15 @@ from pretrain.common.files import (
 from pretrain.common.run_files import METRICS, STORED
 from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
-from pretrain.storage.released import fetch_released, is_offline
+from pretrain.storage.released import fetch_released, must_use_local_copy
 
 SAVE_RETRY_SECONDS = 60.0  # time limit for retries of a failing save, to a disk or an address
-WRITER = "writer.json"  # in the local folder: a copy of its last start's writer file
+WRITER = "writer.json"  # copy of the writer file of the last start in this local folder
 _WRITERS, _WRITER = "writers", "writer-{}"
 _CONCURRENT_DELETES = 32  # a checkpoint has a file per worker
-_OVERWRITES = "%s: the store ignores If-None-Match, so two launchers could train this run. Start only one."
+_OVERWRITE_WARNING = "%s: the store ignores If-None-Match, so two launchers could train this run. Start only one."
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
-_FETCHING = ".fetching"  # exists while a checkpoint and then the run's small files are fetched
+_FETCHING = ".fetching"  # marker that exists while a checkpoint, and after it the run's small files, are fetched
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def fetched_model(location: Path | str) -> Path:
     if not is_remote(location):
         return local_path(location)
     address, objects = str(location), ObjectStore()
-    if is_offline(address):
+    if must_use_local_copy(address):
         return local_path(address)
     if _is_bertrain_manifest(folders.read_stored_manifest(address, objects)):
         return folders.fetch(address, objects)
@@ -88,7 +88,7 @@ def _read_bytes(path: Path) -> bytes | None:
 
 
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the checkpoint with the lowest `rank`; `states` are in ascending order of names. "" if none has a rank.
+    """Return the checkpoint with the lowest `rank`, "" if none has one; `states` are sorted by checkpoint name.
 
     Only checkpoints evaluated on the same held-out samples as the last evaluated one are compared.
     """
@@ -100,9 +100,9 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def rank(state: Mapping[str, Any]) -> tuple[float, float, int] | None:
-    """Return a sort key of an evaluation, lowest is best: the task's objective, the held-out loss, the step.
+    """Return a sort key, lowest is best: the task's objective, the held-out loss, the step.
 
-    `state` is a checkpoint's or the current one. None if it was not evaluated, or a value is not finite.
+    `state` is state.json of a checkpoint, or the current state. None if it was not evaluated or a value is not finite.
     """
     if state.get("validation_loss") is None:
         return None
@@ -171,10 +171,10 @@ class StoredRun:
     def __init__(self, address: str, folder: Path, retry_seconds: float = RETRY_SECONDS) -> None:
         self.address, self._folder = address, folder
         self._objects = ObjectStore(retry_seconds)
-        self._manifests: dict[str, bytes] | None = None  # of the stored checkpoints, by name; None before they are read
-        self._states: dict[str, dict[str, Any]] = {}
-        # If the previous start was elsewhere: this start's number, and the results in the folder when it started.
-        self._replaced: tuple[int, set[bytes]] | None = None
+        self._manifests: dict[str, bytes] | None = None  # stored checkpoint -> manifest; None before they are read
+        self._states: dict[str, dict[str, Any]] = {}  # stored checkpoint -> state.json
+        # If this start took over from one elsewhere: its number, and the results in the folder when it started.
+        self._takeover: tuple[int, set[bytes]] | None = None
 
     def names(self) -> list[str]:
         """Return the names of the stored checkpoints, oldest first."""
@@ -192,14 +192,14 @@ class StoredRun:
         """Fetch the latest stored checkpoint and the run's files, unless the local folder has a later checkpoint.
 
         Also fetches the model of a finished fine-tuning and, for a run that continues, the `best` checkpoint. One
-        process fetches; others that share the folder wait. A process that `follows` the fetching one, which verifies
-        the local files, only checks that the latest manifests are local. Raises `InputError` if the folder contains
-        another run, such as one that was deleted at the address and trained again.
+        process fetches and verifies; others that share the folder wait. With `follows`, another process has fetched, so
+        only the latest manifests are compared. Raises `InputError` if the folder contains another run, such as one that
+        was deleted at the address and trained again.
         """
         marker = self._folder / _FETCHING
         stored = self._read_state() if follows else None
-        with locked(self._folder / _LOCK):  # in the folder, which several machines may share
-            # Hundreds of processes run this one after another, so followers make no request while they hold the lock.
+        with locked(self._folder / _LOCK):  # a lock file in the folder, which several machines may share
+            # Hundreds of followers take this lock one after another, so they make no request while they hold it.
             if stored is not None and self._is_downloaded(stored) and not marker.is_file():
                 return
             stored = self._read_state(refresh=follows)
@@ -235,9 +235,9 @@ class StoredRun:
         while not self._objects.create(self._writer(number), writer):  # another start has just taken this number
             number += 1
         if self._objects.create_overwrites(self._writer(number), writer):
-            logger.warning(_OVERWRITES, self.address)
+            logger.warning(_OVERWRITE_WARNING, self.address)
         if stored not in (None, _read_bytes(local_writer)):
-            self._replaced = number, self._results()
+            self._takeover = number, self._results()
         try:
             with atomic_open(local_writer) as file:
                 file.write(writer)
@@ -249,12 +249,12 @@ class StoredRun:
     def end(self, failure: BaseException | None = None) -> None:
         """Store the results of this start, as `complete` does, unless it failed without results.
 
-        In that case it withdraws the claim, as the previous start may still run elsewhere. A failure to store is
+        In that case it withdraws the claim, as the previous start may still be running. A failure to store is
         appended to the error that ended the run if that is a `RunError`, not a bug or Ctrl-C.
         """
         try:
-            if failure and self._replaced and self._results() <= self._replaced[1]:
-                self._objects.delete(self._writer(self._replaced[0]))
+            if failure and self._takeover and self._results() <= self._takeover[1]:
+                self._objects.delete(self._writer(self._takeover[0]))
                 (self._folder / WRITER).unlink()
             else:
                 self.complete()
@@ -278,7 +278,7 @@ class StoredRun:
             self._drop_cached(name)
 
     def put(self, checkpoint: Path, names: Iterable[str]) -> None:
-        """Store these files of a checkpoint."""
+        """Store these files of a local checkpoint."""
         entries = read_manifest(checkpoint)["files"]
         for name in names:
             stored = folders.hashed_name(name, entries[name])
@@ -327,15 +327,15 @@ class StoredRun:
         ]
         # Manifests first: a checkpoint without one does not exist.
         for are_manifests in (True, False):
-            some = [self._at("checkpoints", name, f) for name, f in files if (f == MANIFEST) == are_manifests]
-            folders.run_concurrently(self._objects.delete, some, _CONCURRENT_DELETES)
+            paths = [self._at("checkpoints", name, f) for name, f in files if (f == MANIFEST) == are_manifests]
+            folders.run_concurrently(self._objects.delete, paths, _CONCURRENT_DELETES)
         for name in deleted:
             self._drop_cached(name)
 
     def complete(self) -> None:
-        """Store the missing part of the local folder: the latest checkpoint, the run's files, the results.
+        """Store what the address lacks: the latest checkpoint, the run's files, a fine-tuned model, the export.
 
-        Once a fine-tuning's model is stored, stored checkpoints are deleted, as in the folder.
+        Once a fine-tuned model is stored, the stored checkpoints are deleted, as the local ones are.
         """
         self._check_claim()
         self.put_files()
@@ -359,9 +359,9 @@ class StoredRun:
         stored = self._last_writer()[1] if local_writer.is_file() else None
         if stored is None or stored == local_writer.read_bytes():
             return
-        other = json.loads(stored)
+        last = json.loads(stored)
         raise InputError(
-            f"{self.address}: the run was started again on {other['host']} at {other['since']}, and only the last "
+            f"{self.address}: the run was started again on {last['host']} at {last['since']}, and only the last "
             f"start may write there. Stop one of the two; this one keeps its checkpoints in {self._folder}."
         )
 
@@ -372,7 +372,7 @@ class StoredRun:
         return self._at(_WRITERS, _WRITER.format(number))
 
     def _last_writer(self) -> tuple[int, bytes | None]:
-        """Return the number and the writer file of the run's last start; (0, None) before the first."""
+        """Return the number and the writer file of the run's last start; (0, None) before the first start."""
         names = self._objects.listing(self._at(_WRITERS))
         number = max((int(n) for name in names if (n := name.removeprefix("writer-")).isdecimal()), default=0)
         return number, self._objects.read(self._writer(number)) if number else None
@@ -420,13 +420,13 @@ class StoredRun:
                 raise
             except (InputError, ContentError) as error:
                 current = self._read_state(refresh=True)
-                if current.latest > stored.latest:  # the run has saved another, and perhaps deleted this one
+                if current.latest > stored.latest:  # the run has saved a later one, and perhaps deleted this one
                     return self._download_latest(current, marker)
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
 
     def _check_same_run(self, local_name: str, stored: _StoredState) -> None:
-        """Raise `InputError` if the folder has results that the stored run does not contain and was not resumed from.
+        """Raise `InputError` if the folder has results that the stored run neither contains nor was resumed from.
 
         `local_name` is the folder's latest checkpoint.
         """
@@ -440,7 +440,7 @@ class StoredRun:
             )
 
     def _is_ahead(self, local_name: str, name: str, stored: _StoredState) -> bool:
-        """Return whether the run continues from the local checkpoint `local_name`, not from the stored one, `name`."""
+        """Return whether the run continues from the local checkpoint `local_name`, not from the stored `name`."""
         is_same = self._is_local(stored.checkpoints.get(name), "checkpoints", name)
         return local_name > name or (local_name == name and (is_same or self._started_here(stored)))
 
@@ -454,7 +454,7 @@ class StoredRun:
         return manifest is not None and manifest == _read_bytes(self._folder.joinpath(*names, MANIFEST))
 
     def _download_best(self) -> None:
-        """Fetch the best stored checkpoint, unless it is local: a fine-tuning finishes with it."""
+        """Fetch the best stored checkpoint, which a fine-tuning exports at its end, unless it is local."""
         name = self.best()
         if name and name not in checkpoint_names(self._folder):
             try:
@@ -493,7 +493,7 @@ class StoredRun:
         """Fetch the small files of the run."""
         for name in STORED:
             content = self._objects.read(self._at(name))
-            if content is None and not (self._folder / WRITER).is_file():  # left over from a run that was trained again
+            if content is None and not (self._folder / WRITER).is_file():  # left over from an earlier run
                 (self._folder / name).unlink(missing_ok=True)
             elif content is not None:
                 with atomic_open(self._folder / name) as file:

@@ -1,6 +1,6 @@
 """Definitions of the evaluation and event fields in metrics.jsonl, and of the kinds of events.
 
-`pretrain.run.metrics` has the fields of training records; docs/reference/metrics.md is generated from both.
+`pretrain.run.metrics` defines the fields of training records; docs/reference/metrics.md is generated from both.
 """
 
 from pretrain.common.records import SOURCE_LOSS, Metric
@@ -12,11 +12,11 @@ EVALUATION_FIELDS: dict[str, Metric] = {
     "seconds": Metric("s", "Time that the evaluation took."),
     f"{SOURCE_LOSS}NAME": Metric(
         "nats",
-        "loss on the held-out text of a source, if there are several. Sources of fewer than 16 sequences (or fewer "
+        "Loss on the held-out text of a source, if there are several. Sources of fewer than 16 sequences (or fewer "
         "than workers) are joined, such as `a + b`. `loss` is the mean over all.",
     ),
     "general_mlm_loss": Metric(
-        "nats", "mlm_loss on `adaptation.replay_corpus`. Its other losses and accuracies have the same prefix."
+        "nats", "mlm_loss on `adaptation.replay_corpus`. Other losses and accuracies on it have the same prefix."
     ),
 }
 """Fields of an evaluation other than losses, accuracies and scores."""
@@ -27,17 +27,17 @@ PROBE_SCORES: dict[str, Metric] = {
     "held_out": Metric("nats", "Loss per masked token of the held-out text.", "Loss on the probes' text", "held-out"),
     "blimp": Metric("fraction", "Mean accuracy of BLiMP's paradigms.", "BLiMP", "BLiMP"),
 }
-"""Scores of a checkpoint in probes.jsonl."""
+"""Fields of probes.jsonl: scores of a checkpoint."""
 
 PROBE_FIELDS: dict[str, Metric] = {
-    "step": Metric("steps", "The checkpoint's. `split` is always `probe`, and `time` as for events."),
-    "seconds": Metric("s", "Time that the scores took."),
-    "averaged": Metric("steps", "Steps whose weights were averaged; 0 for the weights of the step itself."),
-    "skipped": Metric("checkpoints", "Due checkpoints since the last record that were skipped to catch up."),
-    "error": Metric("", "Why scores are missing."),
+    "step": Metric("steps", "Step of the checkpoint. `split` is always `probe`; `time` is as for events."),
+    "seconds": Metric("s", "Time that scoring took."),
+    "averaged": Metric("steps", "Number of steps whose weights were averaged; 0 means the weights of the step itself."),
+    "skipped": Metric("checkpoints", "Checkpoints since the last record that were skipped, so that scoring keeps up."),
+    "error": Metric("", "Reason why scores are missing."),
     **PROBE_SCORES,
 }
-"""Fields of probes.jsonl."""
+"""All fields of probes.jsonl."""
 
 EVENT_FIELDS: dict[str, Metric] = {
     "event": Metric("", "What happened: one of the kinds below."),

@@ -1,6 +1,6 @@
 """Shows a run's progress on the terminal, read from its metrics.jsonl.
 
-While a run starts, worker 0 writes the startup phase, such as compilation, to a file.
+While a run starts, worker 0 writes the stage of the startup, such as compilation, to a file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from pretrain.config import PhaseConfig
 
 _REFRESH_SECONDS = 0.25
-_PLAIN_SECONDS = 30.0  # between plain lines
-_SPEED_SECONDS = 1800.0  # averaging window of the speed, from which the time left is computed
+_PLAIN_SECONDS = 30.0  # interval of plain lines
+_SPEED_SECONDS = 1800.0  # averaging window of the speed, from which the remaining time is computed
 _BAR_WIDTH = 24
-_MAX_SCORES = 4
-# The phases of startup.
+_MAX_SCORES = 4  # scores of a fine-tuning's evaluation on its line
+# The stages of the startup.
 WORKERS = "starting the workers"
 CONNECT = "connecting the workers"
 LOAD = "loading data and model"
@@ -40,22 +40,22 @@ WARMUP_STEP = "trying the largest batch and a checkpoint"
 COMPILE = f"compiling the model, {WARMUP_STEP}"
 MEASURE = "measuring the speed of matrix products"
 STEPS = "training the first steps"
-_PHASE_FILE = "logs/starting.txt"  # exists during startup
+_STAGE_FILE = "logs/starting.txt"  # exists during startup
 
 
-def write_phase(run_dir: Path, phase: str) -> None:
-    """Record the current startup phase. A full or read-only disk is ignored: other writes report it."""
-    path = run_dir / _PHASE_FILE
+def write_startup_stage(run_dir: Path, stage: str) -> None:
+    """Record the current stage of the startup. A full or read-only disk is ignored: other writes report it."""
+    path = run_dir / _STAGE_FILE
     temporary = path.with_name(f".{path.name}.tmp")
     with contextlib.suppress(OSError):
-        temporary.write_text(phase, encoding="utf-8")
+        temporary.write_text(stage, encoding="utf-8")
         temporary.replace(path)
 
 
-def end_phases(run_dir: Path) -> None:
+def end_startup(run_dir: Path) -> None:
     """Record that startup is over."""
     with contextlib.suppress(OSError):
-        (run_dir / _PHASE_FILE).unlink(missing_ok=True)
+        (run_dir / _STAGE_FILE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -64,14 +64,14 @@ def follow(
 ) -> Iterator[None]:
     """Show the run's progress on the terminal while the block runs.
 
-    `metrics` defines the display of a pretraining's metrics; a fine-tuning has scores.
+    `metrics` defines how a pretraining's metrics are shown; a fine-tuning shows scores instead.
 
     One live line, drawn by rich, shows step, loss, time left, accuracies, useful tokens/s, MFU and data stalls; a
     narrow terminal truncates it. Evaluations are printed above it. Before the first record, the line shows the startup
-    phase. If stdout is not a terminal, a plain line is printed for each startup phase, then every 30 s.
+    stage. If stdout is not a terminal, a plain line is printed for each startup stage, then every 30 s.
     """
     console = console or make_console(highlight=False, soft_wrap=True)
-    end_phases(run_dir)  # a killed start leaves the file
+    end_startup(run_dir)  # a killed start leaves the file
     progress = LiveProgress(run_dir, total_steps, console, metrics)
     progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
@@ -85,7 +85,7 @@ def follow(
 
 
 def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
-    """Return the phases of a run's config.yaml; [] if there are none or some are damaged."""
+    """Return the training phases of a run's config.yaml; [] if there are none or some are damaged."""
     from pretrain.config import PhaseConfig
 
     try:
@@ -94,8 +94,8 @@ def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
         return []
 
 
-def work(phases: Iterable[PhaseConfig], step: int) -> float:
-    """Return the work of the first `step` steps: an upper bound in tokens, or the steps if the phases are unknown."""
+def work_through(phases: Iterable[PhaseConfig], step: int) -> float:
+    """Return the work of the first `step` steps: tokens, at most, or the number of steps if phases are unknown."""
     tokens = 0.0
     for phase in phases:
         done = min(step, phase.steps)
@@ -113,19 +113,19 @@ class _Tail:
         self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return (complete new records, whether the file is read from its start, as it is new or was replaced)."""
+        """Return (complete new records, whether the file is read from its start, being new or replaced)."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                fresh = status.st_ino != self._inode or status.st_size < self._offset
-                start = 0 if fresh else self._offset
+                from_start = status.st_ino != self._inode or status.st_size < self._offset
+                start = 0 if from_start else self._offset
                 file.seek(start)
                 data = file.read()
         except OSError:  # the file is missing, or storage fails temporarily: the next poll tries again
             return [], False
         complete = data[: data.rfind(b"\n") + 1]
         self._inode, self._offset = status.st_ino, start + len(complete)
-        return [record for line in complete.splitlines() if (record := parse_record(line)) is not None], fresh
+        return [record for line in complete.splitlines() if (record := parse_record(line)) is not None], from_start
 
 
 class LiveProgress:
@@ -138,17 +138,17 @@ class LiveProgress:
         self.metrics = metrics
         self.total_steps = total_steps
         self.started = time.monotonic()
-        self.last: dict[str, Any] = {}
+        self.last_record: dict[str, Any] = {}  # the latest training record
         self._run_dir = run_dir
         self._tail, self._probes, self._started_at = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
-        self._old_file = (run_dir / METRICS).exists()
+        self._has_history = (run_dir / METRICS).exists()
         # Events in the file so far: a restart or a rollback replaces the file but keeps them.
         self._known_events = {_event_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
         # Whether records other than events have arrived in this start.
         self.has_records = False
         self._phases: list[PhaseConfig] = []
         self._waiting = ""
-        self.phase_of_start = WORKERS
+        self.startup_stage = WORKERS
         self.bar = _make_bar(console)
         self._task = self.bar.add_task("", total=None)
 
@@ -156,32 +156,32 @@ class LiveProgress:
         """Read new records; print evaluations, events and waits for nodes on separate lines; update the bar."""
         self._read()
         if not self.started_training:
-            text = f"{self.phase_of_start}, {clock(time.monotonic() - self.started)}"
+            text = f"{self.startup_stage}, {clock(time.monotonic() - self.started)}"
             self.bar.update(self._task, description=text)
             return
-        amount, done = self._work(self.total_steps), self._work(self.step)
-        self.bar.update(self._task, total=amount, completed=done, description="  ".join(self.parts()))
+        total, done = self._work_through(self.total_steps), self._work_through(self.step)
+        self.bar.update(self._task, total=total, completed=done, description="  ".join(self.parts()))
 
     def _read(self) -> None:
         self._print_wait()
-        self._read_start()
+        self._read_startup_stage()
         for record in self._probes.read()[0]:
             if record.get("time", 0.0) > self._started_at:
                 self.console.print(_probe_line(record), markup=False)
-        records, fresh = self._tail.read()
-        if not records and not fresh:
+        records, from_start = self._tail.read()
+        if not records and not from_start:
             return
         # Records from before this start (or restart) are not shown.
-        history = fresh and self._old_file
-        self._old_file = True
-        if history:
-            self.last = {}
-            self._restart_phases()
+        is_history = from_start and self._has_history
+        self._has_history = True
+        if is_history:
+            self.last_record = {}
+            self._show_startup()
         for record in records:
             if "event" in record:
                 self._handle_event(record)
                 continue
-            self.has_records = self.has_records or not history
+            self.has_records = self.has_records or not is_history
             self._handle_record(record)
 
     def _print_wait(self) -> None:
@@ -192,17 +192,17 @@ class LiveProgress:
             self.console.print(f"  {message}", style="yellow", markup=False)
         self._waiting = message
 
-    def _read_start(self) -> None:
+    def _read_startup_stage(self) -> None:
         if self.started_training:
             return
         try:
-            self.phase_of_start = (self._run_dir / _PHASE_FILE).read_text(encoding="utf-8")
+            self.startup_stage = (self._run_dir / _STAGE_FILE).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
-            if self.phase_of_start != WORKERS:
-                self.phase_of_start = STEPS
+            if self.startup_stage != WORKERS:
+                self.startup_stage = STEPS
 
-    def _restart_phases(self) -> None:
-        """Show startup phases until the next record."""
+    def _show_startup(self) -> None:
+        """Show startup stages until the next record."""
         self.has_records, self.started = False, time.monotonic()
         self.bar.reset(self._task, total=None)
 
@@ -212,7 +212,7 @@ class LiveProgress:
         self._known_events.add(_event_key(record))
         self.console.print(f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False)
         if record["event"] == "resume":
-            self._restart_phases()
+            self._show_startup()
         elif record["event"] == "rollback":
             self.has_records = True  # training continues immediately
 
@@ -221,39 +221,39 @@ class LiveProgress:
             if self.has_records:
                 self.console.print(_evaluation_line(record, self.metrics), markup=False)
             return
-        self.last = record
+        self.last_record = record
 
     @property
     def started_training(self) -> bool:
-        """Return whether this start has written a record."""
-        return self.has_records and bool(self.last)
+        """Return whether this start of the run has written a training record."""
+        return self.has_records and bool(self.last_record)
 
     @property
     def step(self) -> int:
-        return self.last.get("step", 0)
+        return self.last_record.get("step", 0)
 
     def parts(self) -> list[str]:
-        """Return the parts of the line, most important first."""
-        last, left = self.last, self.bar.tasks[0].time_remaining
-        live = metric_lines(last, {name: metric for name, metric in self.metrics.items() if metric.live})
+        """Return the parts of the live line, most important first."""
+        record, seconds_left = self.last_record, self.bar.tasks[0].time_remaining
+        live = metric_lines(record, {name: metric for name, metric in self.metrics.items() if metric.live})
         parts = [
             f"step {self.step:,}/{self.total_steps:,}",
-            _format("loss {:.3f}", last.get("loss")),
-            "" if left is None else f"{clock(left)} left",
-            _format("{:,} skipped", last.get("skipped_steps") or None),
+            _format("loss {:.3f}", record.get("loss")),
+            "" if seconds_left is None else f"{clock(seconds_left)} left",
+            _format("{:,} skipped", record.get("skipped_steps") or None),
             *live[:1],
-            _format("{:,.0f} tokens/s", last.get("tokens_per_second")),
-            _format("{:.0%} MFU", last.get("mfu")),
+            _format("{:,.0f} tokens/s", record.get("tokens_per_second")),
+            _format("{:.0%} MFU", record.get("mfu")),
             *live[1:],
-            _format("stall {:.1%}", last.get("data_stall_fraction")),
+            _format("stall {:.1%}", record.get("data_stall_fraction")),
         ]
         return [part for part in parts if part]
 
-    def _work(self, step: int) -> float:
-        return work(self._read_phases(), step)
+    def _work_through(self, step: int) -> float:
+        return work_through(self._read_phases(), step)
 
     def _read_phases(self) -> list[PhaseConfig]:
-        """Return the phases; [] until the run's config exists."""
+        """Return the training phases; [] until the run's config exists."""
         if not self._phases:
             from pretrain.common.settings import read_values
 
@@ -286,9 +286,9 @@ def _make_bar(console: Console) -> Progress:
 
 
 def _show(progress: LiveProgress, stop: threading.Event) -> None:
-    """Show the live line on a terminal; otherwise print a plain line for each startup phase and every 30 s."""
+    """Show the live line on a terminal; otherwise print a plain line for each startup stage and every 30 s."""
     console = progress.console
-    printed_at, printed_step, printed_phase = time.monotonic(), 0, ""
+    printed_at, printed_step, printed_stage = time.monotonic(), 0, ""
     with progress.bar if console.is_terminal else contextlib.nullcontext():
         while True:
             final = stop.is_set()
@@ -297,9 +297,9 @@ def _show(progress: LiveProgress, stop: threading.Event) -> None:
             if console.is_terminal:
                 progress.bar.refresh()
             elif not progress.started_training:
-                if progress.phase_of_start != printed_phase:
-                    printed_phase = progress.phase_of_start
-                    console.print(f"  {printed_phase}", markup=False)
+                if progress.startup_stage != printed_stage:
+                    printed_stage = progress.startup_stage
+                    console.print(f"  {printed_stage}", markup=False)
             elif due and progress.step > printed_step:
                 console.print("  ".join(progress.parts()), markup=False)
                 printed_at, printed_step = time.monotonic(), progress.step
@@ -313,12 +313,12 @@ def _format(template: str, value: float | None) -> str:
 
 
 def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric]) -> str:
-    """Return the metrics of an evaluation of pretraining, or the first few scores of another task."""
+    """Return the line of an evaluation: pretraining's metrics, or the first few scores of a fine-tuning."""
     scores = metric_lines(record, metrics)
     if not scores:
-        numbers = {key: value for key, value in record.items() if isinstance(value, float) and key != "seconds"}
-        first = list(shown_scores(numbers).items())[:_MAX_SCORES]
-        scores = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in first]
+        values = {key: value for key, value in record.items() if isinstance(value, float) and key != "seconds"}
+        first_scores = list(shown_scores(values).items())[:_MAX_SCORES]
+        scores = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in first_scores]
     return _line(record, "held-out", *scores, "best" if record.get("best") else "")
 
 

@@ -17,30 +17,30 @@ from pretrain.common.worker import stop_signals
 def quiet_logging(log_file: Path) -> None:
     """Send Python logging and warnings of every library to `log_file` instead of the terminal.
 
-    Libraries such as DeepSpeed and torch add terminal handlers to their loggers when imported. Existing handlers are
-    removed and new ones are ignored. A second call changes the file.
+    Libraries such as DeepSpeed and torch add terminal handlers to their loggers when imported. These handlers are
+    removed, and new ones are ignored. A second call changes the file.
     """
     with disk_errors(log_file):
         log_file.parent.mkdir(parents=True, exist_ok=True)
         to_file = _LogFile(log_file, encoding="utf-8")
-    for handler in [h for h in logging.root.handlers if isinstance(h, _LogFile) or _on_terminal(h)]:
+    for handler in [h for h in logging.root.handlers if isinstance(h, _LogFile) or _writes_to_terminal(h)]:
         logging.root.removeHandler(handler)
         handler.close()
     logging.root.addHandler(to_file)
     logging.root.setLevel(min(logging.root.level, logging.INFO))
     logging.setLoggerClass(_QuietLogger)
     for logger in [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]:
-        for handler in [h for h in logger.handlers if _on_terminal(h)]:
+        for handler in [h for h in logger.handlers if _writes_to_terminal(h)]:
             logger.removeHandler(handler)
             logger.propagate = True
     logging.captureWarnings(True)
 
 
 @contextlib.contextmanager
-def process_restored() -> Iterator[None]:
-    """Restore logging and signal handlers on exit, since the program or notebook that trains continues."""
+def restore_on_exit() -> Iterator[None]:
+    """Restore logging and signal handlers on exit, since the program or notebook that trained a model continues."""
     root, handlers = logging.root, logging.root.handlers[:]
-    level, logger = root.level, logging.getLoggerClass()
+    level, logger_class = root.level, logging.getLoggerClass()
     signals = {number: signal.getsignal(number) for number in stop_signals()}
     try:
         yield
@@ -49,20 +49,20 @@ def process_restored() -> Iterator[None]:
             handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
-        logging.setLoggerClass(logger)
+        logging.setLoggerClass(logger_class)
         logging.captureWarnings(False)
         if threading.current_thread() is threading.main_thread():
             for number, handler in signals.items():
                 signal.signal(number, handler)
 
 
-def _on_terminal(handler: logging.Handler) -> bool:
+def _writes_to_terminal(handler: logging.Handler) -> bool:
     terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     return isinstance(handler, logging.StreamHandler) and handler.stream in terminal
 
 
 class _LogFile(logging.FileHandler):
-    """Logs INFO and above, but only warnings of W&B, which has its debug.log in the run folder."""
+    """Logs INFO and above. For W&B, which has a debug.log in the run folder, only warnings and above."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         super().__init__(path, encoding=encoding)
@@ -83,5 +83,5 @@ class _QuietLogger(logging.Logger):
         pass
 
     def addHandler(self, hdlr: logging.Handler) -> None:
-        if not _on_terminal(hdlr):
+        if not _writes_to_terminal(hdlr):
             super().addHandler(hdlr)

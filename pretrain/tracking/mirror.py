@@ -34,32 +34,32 @@ _WANDB_TRAIN = {
 }
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
-_MAX_RANKS = 16  # that get separate metrics in W&B
-LARGEST_RANK = "max_rank"
-"""Suffix of the metric for the rank with the largest value, if there are many ranks."""
+_MAX_RANKS = 16  # maximum number of ranks with separate metrics in W&B
+MAX_RANK_SUFFIX = "max_rank"
+"""Suffix of the metric whose value is the index of the rank with the largest value, if there are many ranks."""
 
-ID_NAME = 55
-"""Maximum characters of a run's name in its generated W&B id; W&B allows ids of 64."""
+MAX_NAME_LENGTH = 55
+"""Maximum characters of a run's name in its generated W&B id; W&B allows ids of 64 characters."""
 
 # Time limit for connecting to W&B, after which the run is logged offline. Training does not wait.
 INIT_SECONDS = 10.0
 # Time limit for the last uploads; `wandb sync` can send the rest later.
 _FINISH_SECONDS = 30.0
-# Time limit for W&B's process to exit after that; W&B itself allows 10 s.
+# Time limit for W&B's process to exit after the uploads; W&B itself allows 10 s.
 TEARDOWN_SECONDS = 12.0
 
 
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     """Rename a record's fields to the metric names of the HF Trainer and Composer; the x axis is train/global_step.
 
-    A list of values per rank becomes one metric per rank; for many ranks, the minimum, median and maximum, and the rank
-    of the maximum. An event becomes a metric named after its kind; its value is the rank, or 1.
+    A list of values per rank becomes one metric per rank; for many ranks, the minimum, median, maximum and the rank of
+    the maximum. An event becomes a metric named after its kind, with its rank as the value, or 1 without a rank.
     """
     if "event" in record:
         named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
         return {**named, MESSAGE: record.get("message", "")}
-    kinds = {"": (_WANDB_TRAIN, "train"), "probe": ({}, "probe")}
-    names, section = kinds.get(record.get("split", ""), (_WANDB_EVALUATION, "eval"))
+    by_split = {"": (_WANDB_TRAIN, "train"), "probe": ({}, "probe")}
+    names, section = by_split.get(record.get("split", ""), (_WANDB_EVALUATION, "eval"))
     named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
     for name in [name for name, value in named.items() if isinstance(value, list)]:
         named.update({f"{name}/{key}": value for key, value in _summarize_ranks(named.pop(name)).items()})
@@ -71,19 +71,19 @@ def _summarize_ranks(values: list[float | None]) -> dict[int | str, float | None
     if len(values) <= _MAX_RANKS or not present:
         return dict(enumerate(values))
     low, high = present[0], present[-1]
-    return {"min": low, "median": statistics.median(present), "max": high, LARGEST_RANK: values.index(high)}
+    return {"min": low, "median": statistics.median(present), "max": high, MAX_RANK_SUFFIX: values.index(high)}
 
 
 def wandb_mode(mode: str) -> str:
-    """Resolve `tracking.wandb` to online, offline or off. `auto`: WANDB_MODE if set, otherwise online with a key."""
+    """Resolve `tracking.wandb` to online, offline or off. `auto` means WANDB_MODE or, if unset, online with a key."""
     if mode == "auto" and not is_installed("wandb"):
         return "off"
     if mode == "auto":
         requested = os.environ.get("WANDB_MODE", "")
         if requested in ("disabled", "dryrun", "offline"):
             return "off" if requested == "disabled" else "offline"
-        return "online" if _wandb_key_set() else "offline"
-    if mode == "online" and not _wandb_key_set():
+        return "online" if _has_wandb_key() else "offline"
+    if mode == "online" and not _has_wandb_key():
         raise InputError(
             "tracking.wandb: online, but no W&B key is set. "
             "Set WANDB_API_KEY, run `wandb login`, or choose tracking.wandb: offline."
@@ -92,17 +92,17 @@ def wandb_mode(mode: str) -> str:
 
 
 def wandb_entity() -> str:
-    """Return the W&B entity of the runs: WANDB_ENTITY, or the default entity of the key's owner."""
+    """Return the W&B entity (user or team) of the runs: WANDB_ENTITY, or the default entity of the key's owner."""
     import wandb
 
     return os.environ.get("WANDB_ENTITY") or wandb.Api(timeout=round(INIT_SECONDS)).default_entity or ""
 
 
-def _wandb_key_set() -> bool:
+def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    logins = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    if not logins.exists():  # checked first: importing W&B takes a second
+    netrc_file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    if not netrc_file.exists():  # checked first: importing W&B takes a second
         return False
     import wandb
 
@@ -113,20 +113,20 @@ def _wandb_key_set() -> bool:
     except ValueError:
         raise InputError(f"WANDB_BASE_URL: {server!r} is not a URL. Correct or unset it.") from None
     try:
-        return netrc.netrc(logins).authenticators(host) is not None
+        return netrc.netrc(netrc_file).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 
 
 def new_id(config: RunConfig) -> str:
     """Return the W&B id for a new run."""
-    return config.tracking.run_id or f"{config.name[:ID_NAME]}-{secrets.token_hex(4)}"
+    return config.tracking.run_id or f"{config.name[:MAX_NAME_LENGTH]}-{secrets.token_hex(4)}"
 
 
 def wandb_arguments(
     config: RunConfig, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
 ) -> dict[str, Any]:
-    """Return the arguments of `wandb.init` for a run."""
+    """Return the arguments of `wandb.init` for a run; `card` is as for `Tracker`."""
     fork = read_fork(run_dir)
     return {
         "project": config.tracking.project,
@@ -142,7 +142,7 @@ def wandb_arguments(
 class WandbMirror:
     """Sends records to W&B from a background thread. Training only queues them and never waits.
 
-    `rows` collects the records of a step for one call.
+    `rows` merges the records of a step, which are sent in one call.
 
     Attributes:
         failure: the error that stopped the mirror; "" if there was none.
@@ -158,16 +158,16 @@ class WandbMirror:
         self.thread = threading.Thread(target=self._run, args=(mode, arguments), name="wandb", daemon=True)
         self.thread.start()
 
-    def log(self, record: dict[str, Any], at: int | None = None) -> None:
-        """Queue a record for the row of its step, or of the later step `at`."""
-        self._queue.put((record["step"] if at is None else at, record))
+    def log(self, record: dict[str, Any], row_step: int | None = None) -> None:
+        """Queue a record for the row of its step, or of the later step `row_step`."""
+        self._queue.put((record["step"] if row_step is None else row_step, record))
 
     def log_artifact(self, folder: Path, name: str) -> None:
         """Queue a folder as a model artifact."""
         self._queue.put((0, (folder, name)))
 
     def close(self) -> None:
-        """Finish the W&B run; wait for its uploads, for a limited time."""
+        """Finish the W&B run; wait a limited time for its uploads."""
         self._queue.put(None)
         self.thread.join(self._close_seconds)
 
@@ -199,7 +199,7 @@ def start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
         console="off",
         init_timeout=INIT_SECONDS,
         finish_timeout=_FINISH_SECONDS,
-        # A kill loses the rows of the last interval, which restarts do not send again; the default is 15 s.
+        # A kill loses the rows of the last interval, which the next start does not send again. Default: 15 s.
         x_transaction_log_flush_interval=0.05,
     )
     run = None

@@ -1,7 +1,7 @@
-"""A run's records as rows for W&B: exactly one per step, even if the run is restarted.
+"""Merges a run's records into rows for W&B: one per step, even if the run is restarted.
 
 A restarted run repeats the steps after its checkpoint bit for bit, so a repeated row equals the first one. W&B itself
-rejects decreasing steps, but an offline run does not know which steps earlier starts have sent.
+rejects decreasing steps, but an offline W&B run does not know which steps earlier starts of the run have sent.
 """
 
 import json
@@ -13,41 +13,41 @@ from pretrain.common.run_files import LAST_SENT
 
 MESSAGE = "events/message"
 _EVENT_STEP = "events/step"
-PROBE_STEP = "probe/step"  # the x axis of checkpoint scores, which are sent after their step
+PROBE_STEP = "probe/step"  # x axis of checkpoint scores, which are sent in the row of a later step
 
 
 class MetricRows:
-    """Collects the values of a step until a later step starts.
+    """Collects the values of a step until a record of a later step arrives.
 
     Args:
         folder: the run folder.
         run_id: W&B's id of the run.
-        step: steps taken before this start; if earlier rows are not recorded, nothing up to `step` is sent. None
-            starts a new run.
+        step: optimizer steps taken before this start of the run; None for a new run. If `folder` has no record of the
+            last row sent, no row up to this step is sent.
 
     Attributes:
-        last: the last step that was sent.
-        probe: step of the last checkpoint whose scores were sent.
+        last_step: step of the last row that was sent.
+        last_probe: step of the last checkpoint whose scores were sent.
     """
 
     def __init__(self, folder: Path, run_id: str, step: int | None) -> None:
         self._path, self._id = folder / LAST_SENT, run_id
-        saved = self._read()
-        self.last, self.probe = saved or (-1 if step is None else step, -1)
-        if saved is None:
+        recorded = self._read()
+        self.last_step, self.last_probe = recorded or (-1 if step is None else step, -1)
+        if recorded is None:
             self._write()
         self._step: int | None = None
         self._row: dict[str, Any] = {}
-        self._late: dict[str, Any] = {}  # events at steps whose row was already sent
+        self._late: dict[str, Any] = {}  # values of events whose step's row was already sent
 
     def add(self, step: int, values: dict[str, Any], *, event: bool) -> tuple[int, dict[str, Any]] | None:
-        """Add the values of a record at `step`; return an earlier step and its row if it is now complete.
+        """Add the values of a record at `step`; return the previous step and its row if this completes it.
 
-        Values at a step before the latest are repeated and dropped. Events at such steps are new, so they are added to
-        the next row, with their step as events/step.
+        Metrics of a step before the current one are repetitions, and dropped. Events at such a step are new, so they
+        are added to the next row, with their step as events/step.
         """
-        open_step = self.last + 1 if self._step is None else self._step
-        if step < open_step:
+        first_open_step = self.last_step + 1 if self._step is None else self._step
+        if step < first_open_step:
             if event:
                 _merge(self._late, {**values, _EVENT_STEP: step})
             return None
@@ -57,15 +57,15 @@ class MetricRows:
         return completed
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the current step and row, and record the step as sent; None without a row."""
+        """Return the current step and row, and record the step as sent; None if there is no row."""
         if self._step is None:
             return None
-        row, self.last = self._row, self._step
-        self.probe = row.get(PROBE_STEP, self.probe)
+        row, self.last_step = self._row, self._step
+        self.last_probe = row.get(PROBE_STEP, self.last_probe)
         _merge(row, self._late)
         self._row, self._late, self._step = {}, {}, None
         self._write()
-        return self.last, row
+        return self.last_step, row
 
     def _read(self) -> tuple[int, int] | None:
         try:
@@ -75,7 +75,7 @@ class MetricRows:
             return None
 
     def _write(self) -> None:
-        write_json(self._path, {"id": self._id, "step": self.last, "probe": self.probe})
+        write_json(self._path, {"id": self._id, "step": self.last_step, "probe": self.last_probe})
 
 
 def _merge(row: dict[str, Any], values: dict[str, Any]) -> None:

@@ -23,11 +23,11 @@ class Tracker:
         config: the run's config; `config.tracking` has the W&B settings.
         run_dir: the run folder; created if missing.
         run_id: the W&B id in the resumed checkpoint; None starts a new W&B run.
-        step: optimizer steps already taken; later records belong to an abandoned continuation and are dropped. None,
-            without a checkpoint, drops all records.
-        card: facts about the data, stored in the run's W&B config.
+        step: optimizer steps already taken; later records belong to an abandoned continuation and are dropped. None
+            means that there is no checkpoint, and drops all records.
+        card: facts about the data, added to the run's W&B config.
         job_type: W&B's job type.
-        enabled: true on rank 0 only.
+        enabled: whether to record anything; true on rank 0 only.
 
     Raises:
         InputError: metrics.jsonl is damaged before its last line, or W&B is set to online without a key.
@@ -48,7 +48,7 @@ class Tracker:
         self.file = None
         self.mirror = None
         self._step = step or 0
-        self._folder, self._rows, self._probed = run_dir, None, -1
+        self._folder, self._rows, self._last_probe = run_dir, None, -1
         if not enabled:
             return
         mode = wandb_mode(config.tracking.wandb)
@@ -61,9 +61,9 @@ class Tracker:
         if mode != "off":
             with disk_errors(path):
                 rows = self._rows = MetricRows(run_dir, self.run_id, step)
-            self._probed = rows.probe
+            self._last_probe = rows.last_probe
             # Records that an earlier start had not sent when it was killed.
-            unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= self._step]
+            unsent = [x for x in read_records(run_dir) if rows.last_step < x.get("step", 0) <= self._step]
             self.mirror = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
             for record in unsent:
                 self.mirror.log(record)
@@ -84,14 +84,14 @@ class Tracker:
         self._record_failure()
 
     def _mirror_probe(self, step: int) -> None:
-        """Send the oldest unsent checkpoint scores in the row of this step, if the step is new."""
-        if self.mirror is not None and self._rows is not None and step > max(self._rows.last, self._step):
-            for record in _probes_after(self._folder, self._probed)[:1]:
-                self.mirror.log(record, at=step)
-                self._probed = record["step"]
+        """Send the oldest unsent checkpoint scores in this step's row, unless the step is repeated."""
+        if self.mirror is not None and self._rows is not None and step > max(self._rows.last_step, self._step):
+            for record in _probes_after(self._folder, self._last_probe)[:1]:
+                self.mirror.log(record, row_step=step)
+                self._last_probe = record["step"]
 
     def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
-        """Record events from before this start, such as a crash, each with "event", "time" and "message"."""
+        """Record `events` that precede this start, such as a crash, each with "event", "time" and "message"."""
         for event in events:
             self.log({**event, "step": step})
 
@@ -148,14 +148,14 @@ class Tracker:
 
 
 def send_probes(config: RunConfig) -> None:
-    """Send checkpoint scores that arrived after the last row of a finished run, each as a row."""
+    """Send the checkpoint scores that arrived after the last row of a finished run, one row each."""
     path, folder = config.folder / LAST_SENT, config.folder
     if (mode := wandb_mode(config.tracking.wandb)) != "off" and path.is_file():
         rows = MetricRows(folder, run_id := json.loads(path.read_text(encoding="utf-8"))["id"], None)
-        if unsent := _probes_after(folder, rows.probe):
+        if unsent := _probes_after(folder, rows.last_probe):
             mirror = WandbMirror(mode, wandb_arguments(config, folder, run_id, {}, "pretrain"), rows)
-            for at, record in enumerate(unsent, rows.last + 1):
-                mirror.log(record, at=at)
+            for row_step, record in enumerate(unsent, rows.last_step + 1):
+                mirror.log(record, row_step)
             mirror.close()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from pretrain.common.children import run_program
 from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError, MachineError
-from pretrain.model.kernels.products import transposed_first
+from pretrain.model.kernels.products import weight_gradient_by_copy
 
 SHAPES = (8192, 256, 1024), (8192, 256, 768), (2048, 768, 3072), (2048, 768, 768), (600, 256, 8000)
 _SQUARE, _COUNTS = 2048, 0.8
@@ -54,7 +54,7 @@ def products(rounds: int) -> Iterator[str]:
             "forward": lambda x=x, w=w: x @ w.T,
             "input gradient": lambda g=g, w=w: g @ w,
             "weight gradient": lambda g=g, x=x: g.T @ x,
-            "weight gradient, transposed first": lambda g=g, x=x: transposed_first(g, x),
+            "weight gradient, transposed first": lambda g=g, x=x: weight_gradient_by_copy(g, x),
         }
         found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for _ in range(rounds + 1):  # the first one generates the kernels

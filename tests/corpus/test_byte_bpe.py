@@ -39,7 +39,7 @@ from pretrain.corpus.vocabulary import (
     train_byte_vocabulary,
     train_vocabulary,
 )
-from pretrain.reporting.fill_mask import MaskedSentence, filling, maskable_words
+from pretrain.reporting.fill_mask import MaskedSentence, make_filling, maskable_words
 from tests.corpus.preparing import document_tokens, masked_words, preparation
 
 TEXT = (
@@ -302,7 +302,7 @@ def test_a_filling_shows_text() -> None:
     assert {"Ġthe", "Ġdog", "Ġand"} <= words <= {entry for entry in entries if entry.startswith("Ġ")}
     probabilities = [0.0] * len(entries)
     probabilities[entries.index("Ġdog")] = 0.75
-    shown = filling(MaskedSentence(tokens, place), probabilities, trained(), entries.index("[MASK]"))
+    shown = make_filling(MaskedSentence(tokens, place), probabilities, trained(), entries.index("[MASK]"))
     assert (shown.before, shown.truth, shown.after) == (
         "the dog ",
         "and",

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from pretrain.config import ModelConfig
-from pretrain.model.compile import SUPPORTS_UNBACKED_SIZES, maybe_compile, remove_unfinished
+from pretrain.model.compile import SUPPORTS_UNBACKED_SIZES, maybe_compile, remove_unfinished_libraries
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.positions import Rotation
 from pretrain.model.projection import QKV_AXES, form_qkv
@@ -149,7 +149,7 @@ def test_libraries_that_a_killed_linker_left_are_removed(tmp_path: Path) -> None
         (folder / f"{name}.so").write_bytes(content)
         os.utime(folder / f"{name}.so", (0, 0))
     (folder / "now.so").touch()
-    remove_unfinished(tmp_path)
+    remove_unfinished_libraries(tmp_path)
     assert sorted(path.stem for path in folder.iterdir()) == ["now", "whole"]
 
 

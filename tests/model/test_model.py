@@ -24,7 +24,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.model.initialization import normal
 from pretrain.model.kernels import grouped_op
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
-from pretrain.model.kernels.grouped_op import grouped_attention, keys_to_heads
+from pretrain.model.kernels.grouped_op import grouped_attention, seeds_per_head
 from pretrain.model.kernels.grouping import SCORES_PER_GROUP, group_sequences
 from pretrain.model.kernels.hash_rng import COLUMN_STEP, LAYER_STEP, hash_dropout, keep_mask
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
@@ -321,7 +321,7 @@ def test_every_head_of_every_layer_has_its_own_dropout_mask() -> None:
     masks = []
     for _ in range(4):
         keys_GQ = keys_GQ + LAYER_STEP
-        masks += [keep_mask(seeds, 0.5) for seeds in keys_to_heads(keys_GQ, 4)]
+        masks += [keep_mask(seeds, 0.5) for seeds in seeds_per_head(keys_GQ, 4)]
     for number, mask in enumerate(masks):
         assert not any(torch.equal(mask, other) for other in masks[:number])
 

@@ -55,12 +55,12 @@ def test_attention_equals_batched_matmuls(
     layout = TokenLayout(batch.cu_seqlens, LENGTHS, rows, batch.token_keys)
     qkv = torch.randn(sum(LENGTHS), 9 * width).to(dtype).requires_grad_()
     bias = torch.randn(9 * width).to(dtype).requires_grad_()
-    assert native.should_attend_natively(qkv, layout, options)
-    made = results(lambda: native.attention(qkv, bias, layout, options)[0], [qkv, bias])
+    assert native.use_native_attention(qkv, layout, options)
+    made = results(lambda: native.native_attention(qkv, bias, layout, options)[0], [qkv, bias])
     wanted = results(lambda: grouped_attention(qkv, bias, layout, options)[0], [qkv, bias])
     assert len(made) == 3
     assert max(map(apart, made, wanted)) < CLOSE[dtype]
-    lse = native.attention(qkv, bias, layout, options)[1], grouped_attention(qkv, bias, layout, options)[1]
+    lse = native.native_attention(qkv, bias, layout, options)[1], grouped_attention(qkv, bias, layout, options)[1]
     assert apart(*lse) < CLOSE[dtype]
 
 
@@ -70,11 +70,11 @@ def test_attention_of_longer_sequences_is_native_without_gradients(dtype: torch.
     batch, options = make_batch((200, 3, 256)), AttentionOptions(heads=3)
     layout = TokenLayout(batch.cu_seqlens, (200, 3, 256), None, batch.token_keys)
     qkv, bias = torch.randn(459, 9 * 16).to(dtype), torch.randn(9 * 16).to(dtype)
-    assert not native.should_attend_natively(qkv, layout, options)
+    assert not native.use_native_attention(qkv, layout, options)
     with torch.inference_mode():
-        assert native.should_attend_natively(qkv, layout, options)
-        assert not native.should_attend_natively(qkv, layout._replace(lengths=(202, 257)), options)
-        made, wanted = (compute(qkv, bias, layout, options) for compute in (native.attention, grouped_attention))
+        assert native.use_native_attention(qkv, layout, options)
+        assert not native.use_native_attention(qkv, layout._replace(lengths=(202, 257)), options)
+        made, wanted = (compute(qkv, bias, layout, options) for compute in (native.native_attention, grouped_attention))
     assert max(map(apart, made, wanted)) < CLOSE[dtype]
 
 
@@ -165,10 +165,10 @@ def test_what_the_loops_lack_goes_to_torch() -> None:
     batch, options = make_batch((3, 40)), AttentionOptions(heads=3)
     layout = TokenLayout(batch.cu_seqlens, (3, 40), None, batch.token_keys)
     qkv = torch.zeros(43, 9 * 16)
-    assert native.should_attend_natively(qkv, layout, options._replace(window=39))
-    assert not native.should_attend_natively(qkv, layout, options._replace(window=38))
-    assert not native.should_attend_natively(qkv, layout, options._replace(fused=True))
-    assert not native.should_attend_natively(qkv.half(), layout, options)
-    assert not native.should_attend_natively(torch.zeros(43, 9 * 8), layout, options)
-    assert not native.should_attend_natively(qkv, layout._replace(distance_bias=torch.zeros(3, 79)), options)
-    assert not native.should_attend_natively(qkv, layout._replace(lengths=(3, 1000)), options)
+    assert native.use_native_attention(qkv, layout, options._replace(window=39))
+    assert not native.use_native_attention(qkv, layout, options._replace(window=38))
+    assert not native.use_native_attention(qkv, layout, options._replace(fused=True))
+    assert not native.use_native_attention(qkv.half(), layout, options)
+    assert not native.use_native_attention(torch.zeros(43, 9 * 8), layout, options)
+    assert not native.use_native_attention(qkv, layout._replace(distance_bias=torch.zeros(3, 79)), options)
+    assert not native.use_native_attention(qkv, layout._replace(lengths=(3, 1000)), options)

@@ -19,24 +19,24 @@ def gradients(function, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("transposes", [False, True])
+@pytest.mark.parametrize("copies_operand", [False, True])
 @pytest.mark.parametrize("wide", [24, 96])
 def test_gradients_are_those_of_linear(
-    monkeypatch: pytest.MonkeyPatch, wide: int, transposes: bool, compiled: bool
+    monkeypatch: pytest.MonkeyPatch, wide: int, copies_operand: bool, compiled: bool
 ) -> None:
-    monkeypatch.setattr(products, "transposes", transposes)
+    monkeypatch.setattr(products, "copies_operand", copies_operand)
     used: list[int] = []
-    transposed_first = products.transposed_first
-    monkeypatch.setattr(products, "transposed_first", lambda g, x: used.append(1) or transposed_first(g, x))
+    by_copy = products.weight_gradient_by_copy
+    monkeypatch.setattr(products, "weight_gradient_by_copy", lambda g, x: used.append(1) or by_copy(g, x))
     x, weight = torch.randn(7, 5, 48).bfloat16(), torch.randn(wide, 48).bfloat16()
     function = torch.compile(products.linear_product, backend="aot_eager") if compiled else products.linear_product
     for ours, theirs in zip(gradients(function, x, weight), gradients(F.linear, x, weight), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 if transposes else 0)
-    assert bool(used) == transposes
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 if copies_operand else 0)
+    assert bool(used) == copies_operand
 
 
 def test_a_frozen_weight_or_input_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "transposes", True)
+    monkeypatch.setattr(products, "copies_operand", True)
     x, weight = torch.randn(4, 8).bfloat16(), torch.randn(3, 8).bfloat16()
     for leaf in (x, weight):
         leaf.requires_grad_()
@@ -52,6 +52,6 @@ def test_only_cpus_with_amx_are_measured(monkeypatch: pytest.MonkeyPatch, amx: b
     monkeypatch.setattr(products, "cpu_has", lambda flag: amx and flag == "amx_bf16")
     monkeypatch.setattr(products, "cached_rate", lambda what, measure: calls.append(what) or measure())
     monkeypatch.setattr(products, "measure_gain", lambda: 1.5)
-    monkeypatch.setattr(products, "transposes", False)
-    products.choose()
-    assert (products.transposes, len(calls)) == (amx, amx)
+    monkeypatch.setattr(products, "copies_operand", False)
+    products.choose_weight_gradient()
+    assert (products.copies_operand, len(calls)) == (amx, amx)

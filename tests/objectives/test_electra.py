@@ -145,8 +145,8 @@ def test_disentangled_tables_begin_as_the_generators() -> None:
     settings = ElectraConfig(generator_width=0.5, embeddings="disentangled")
     model = ElectraModel(SHAPE, 60, settings=settings)
     ids = torch.arange(7)
-    assert torch.equal(model.embeddings.word_rows(ids), model.generator.embeddings.word[:7])
-    assert torch.equal(model.embeddings.position_rows(ids), model.generator.embeddings.position[:7])
+    assert torch.equal(model.embeddings.embed_words(ids), model.generator.embeddings.word[:7])
+    assert torch.equal(model.embeddings.embed_positions(ids), model.generator.embeddings.position[:7])
 
 
 @pytest.mark.parametrize("embeddings", EMBEDDINGS)

@@ -228,9 +228,9 @@ class TestFillings:
         tokenizer, zeros = read_tokenizer(exported), [0.0] * len(VOCABULARY)
         mask = VOCABULARY.index("[MASK]")
         tokens = tuple(VOCABULARY.index(token) for token in ["ban", ",", "bar", "##s", "bat", "."])
-        filling = fill_mask.filling(MaskedSentence(tokens, 4), zeros, tokenizer, mask)
+        filling = fill_mask.make_filling(MaskedSentence(tokens, 4), zeros, tokenizer, mask)
         assert (filling.before, filling.truth, filling.after) == ("ban, bars ", "bat", ".")
-        filling = fill_mask.filling(MaskedSentence(tokens, 0), zeros, tokenizer, mask)
+        filling = fill_mask.make_filling(MaskedSentence(tokens, 0), zeros, tokenizer, mask)
         assert (filling.before, filling.truth, filling.after) == ("", "ban", ", bars bat.")
 
 

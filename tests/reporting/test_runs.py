@@ -29,7 +29,7 @@ from pretrain.objectives import objective_of
 from pretrain.reporting import pages, report, workspace
 from pretrain.reporting.panels import panels, panels_for
 from pretrain.reporting.runs import read_runs
-from pretrain.reporting.subjects import subject
+from pretrain.reporting.subjects import subject_of
 from pretrain.run import loop
 from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.run.progress import Progress, Stopwatch, Window
@@ -194,8 +194,8 @@ class TestPanels:
         """So a task of the registry needs no entry in the dashboard."""
         assert "train" in task.settings_type.model_fields
         other_sections = FinetuneConfig.model_construct(name="a").model_dump(mode="json", exclude=set(TASKS))
-        assert subject(other_sections) is None
-        recognized = subject({**other_sections, task.kind: {"train": "data/a.tsv"}})
+        assert subject_of(other_sections) is None
+        recognized = subject_of({**other_sections, task.kind: {"train": "data/a.tsv"}})
         assert recognized is not None
         assert (recognized.data_key, recognized.data) == (f"{task.kind}.train", f"{task.kind}: a.tsv")
 

@@ -35,8 +35,8 @@ class Calls:
         dump, engine = (lambda mode: {"name": "trial"}), SimpleNamespace(compiled=True)
         self._config: Any = SimpleNamespace(folder=folder, callbacks=(), model_dump=dump, engine=engine)
         self.phases: list[str] = []
-        monkeypatch.setattr(live, "write_phase", lambda folder, phase: self.phases.append(phase))
-        monkeypatch.setattr(live, "end_phases", lambda folder: self.phases.append("end"))
+        monkeypatch.setattr(live, "write_startup_stage", lambda folder, phase: self.phases.append(phase))
+        monkeypatch.setattr(live, "end_startup", lambda folder: self.phases.append("end"))
         stand_ins = {
             "latest_checkpoint": self._newest,
             "read_state": lambda engine, checkpoint: self._note("read state", saved),

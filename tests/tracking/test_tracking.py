@@ -538,13 +538,13 @@ class TestFollow:
     @pytest.mark.parametrize("terminal", [False, True])
     def test_the_phases_of_the_start_are_shown_as_they_happen(self, run: Path, terminal: bool) -> None:
         (run / "logs").mkdir()
-        live.write_phase(run, "phase of an earlier start, which was killed")
+        live.write_startup_stage(run, "phase of an earlier start, which was killed")
         with following(run, terminal) as screen:
             wait_for(lambda: live.WORKERS in screen.getvalue())
             for phase in (live.LOAD, live.COMPILE):
-                live.write_phase(run, phase)
+                live.write_startup_stage(run, phase)
                 wait_for(lambda phase=phase: phase in screen.getvalue())
-            live.end_phases(run)
+            live.end_startup(run)
             wait_for(lambda: live.STEPS in screen.getvalue())
             append(run, {"step": 10, "loss": 3.0})
         text = screen.getvalue()
@@ -648,8 +648,8 @@ class TestFollow:
     def test_the_live_line_fits_the_terminal(self, width: int, step: int, loss: float | None) -> None:
         screen = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
         progress = live.LiveProgress(Path("/nonexistent"), 100, screen, MaskedTokens.metrics)
-        progress.last = {"step": step, "loss": loss, "mlm_accuracy": 0.5, "nsp_accuracy": 0.9}
-        progress.last |= {"tokens_per_second": 1e6, "mfu": 0.4, "data_stall_fraction": 0.01}
+        progress.last_record = {"step": step, "loss": loss, "mlm_accuracy": 0.5, "nsp_accuracy": 0.9}
+        progress.last_record |= {"tokens_per_second": 1e6, "mfu": 0.4, "data_stall_fraction": 0.01}
         progress.has_records = True
         progress.poll()
         screen.print(progress.bar.get_renderable())

@@ -62,7 +62,7 @@ def test_a_text_becomes_a_model_and_a_report(start: str, tmp_path: Path) -> None
     assert config.corpus.min_document_words == 0, "no text of a domain is too short"
     assert_loads(out / "model", config.corpus.vocabulary.size)
     page = (out / "run/report.html").read_text()
-    assert "Gained and lost" in page
+    assert "Changes since the initial checkpoint" in page
     assert "general text: held-out MLM loss, nats" in page
     changed = run_program(main, [*command, "--steps", "5"], cwd=tmp_path, env=environment)
     assert changed.returncode == 2

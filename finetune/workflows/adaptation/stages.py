@@ -141,7 +141,7 @@ def _finish(arguments: argparse.Namespace, started: float) -> None:
         (out / "run" / "export").symlink_to(Path("..") / "model")
     page = report.write_report([out / "run"], out / "run" / "report.html")
     print(f"\n{report.summary([out / 'run'])}")
-    print("\n".join(["\nGained and lost", *(f"  {line}" for line in gain_lines(out / "run"))]))
+    print("\n".join(["\nChanges since the initial checkpoint", *(f"  {line}" for line in gain_lines(out / "run"))]))
     if not arguments.general:
         print("  The loss on other text is unknown: give some with --general.")
     print(f"\nAll stages took {time.monotonic() - started:.0f} s. Curves and scores: {page.resolve().as_uri()}")

@@ -13,21 +13,21 @@ from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_b
 
 
 def has_flash(hidden: Tensor, heads: int) -> bool:
-    """Return whether the kernel supports hidden states [T, H] of this device, dtype and head width."""
+    """Return whether the kernel supports the device, dtype and head width of `hidden` [T, H]."""
     if not hidden.is_cuda or hidden.dtype == torch.float32:
         return False
-    return _is_ampere(hidden.device) and hidden.shape[1] // heads in FLASH_WIDTHS
+    return _is_ampere_or_newer(hidden.device) and hidden.shape[1] // heads in FLASH_WIDTHS
 
 
 def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
-    """Compute the context [R, H] from [T, 3H]; dropout uses the device's generator."""
-    if layout.rows is not None and options.window:
-        # The kernel measures distances from the last query and the last key, as if the queries were adjacent.
-        return flash_attention(qkv, layout._replace(rows=None), options).index_select(0, layout.rows)
+    """Compute the context [R, H] from [T, 3H]; dropout uses the device's random number generator."""
+    if layout.queries is not None and options.window:
+        # The kernel assumes adjacent queries that end with the last key, so its windows would be wrong.
+        return flash_attention(qkv, layout._replace(queries=None), options).index_select(0, layout.queries)
     q_RND, k_TND, v_TND = qkv.unflatten(-1, (3, options.heads, -1)).unbind(1)
     cu_queries = layout.cu_seqlens
-    if layout.rows is not None:
-        q_RND, cu_queries = q_RND.index_select(0, layout.rows), query_boundaries(layout.rows, layout.cu_seqlens)
+    if layout.queries is not None:
+        q_RND, cu_queries = q_RND.index_select(0, layout.queries), query_boundaries(layout.queries, layout.cu_seqlens)
     window = dict.fromkeys(("window_size_left", "window_size_right"), options.window) if options.window else {}
     # The op that torch.nn.attention.varlen wraps; the wrapper has no dropout.
     context_RND = torch.ops.aten._flash_attention_forward(
@@ -40,13 +40,13 @@ def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions)
         layout.max_seqlen,
         options.dropout,
         False,  # is_causal
-        False,
+        False,  # return_debug_mask
         **window,
     )[0]
     return context_RND.flatten(1)
 
 
 @functools.cache
-def _is_ampere(device: torch.device) -> bool:
+def _is_ampere_or_newer(device: torch.device) -> bool:
     """Return whether a GPU is Ampere or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)

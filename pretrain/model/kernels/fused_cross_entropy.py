@@ -1,11 +1,11 @@
-"""Cross-entropy over the vocabulary without storing all logits: the heaviest part of a small encoder's step.
+"""Cross-entropy over the vocabulary without storing all logits: the most expensive part of a small encoder's step.
 
 Shape letters: K masked tokens, C of them in a chunk, H hidden width, V vocabulary.
 
 The gradient needs the same logits as the loss, so the forward pass also computes it, chunk by chunk. For the backward
-pass it keeps the gradients of its inputs ([K, H], [V, H] and [V]) instead of logits [K, V]. That takes three matmuls
-without recomputation, and memory for one chunk (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024,
-arXiv:2410.10989, section 3.2). The gradient overwrites the logits in place.
+pass it keeps the gradients of its inputs ([K, H], [V, H] and [V]) instead of logits [K, V]. This takes three matmuls
+without recomputation, and memory for one chunk. The idea is from Liger Kernel's fused linear cross-entropy (Hsu et al.
+2024, arXiv:2410.10989, section 3.2). The gradient overwrites the logits in place.
 """
 
 import math
@@ -18,15 +18,15 @@ from pretrain.model.compile import maybe_compile
 from pretrain.model.cost import LOGITS_PER_CHUNK
 from pretrain.model.kernels.products import weight_gradient
 
-# Alignment of rows of logits on a GPU, in entries. cuBLAS's fastest kernels need 16 bytes (NVIDIA, Matrix
-# Multiplication Background User's Guide, section 4.1); with 128 it writes whole cache lines.
+# Rows of logits on a GPU are aligned to this number of entries. cuBLAS's fastest kernels need 16 bytes (NVIDIA, Matrix
+# Multiplication Background User's Guide, section 4.1); with 128 bytes it writes whole cache lines.
 _ROW_ENTRIES = 64
 
 
 def empty_scores(rows: int, decoder: Tensor) -> Tensor:
     """Allocate [rows, V] for the product of hidden states and `decoder` [V, H], in its dtype and on its device.
 
-    On a GPU each row is padded if V is not a multiple of 64: BERT's 30,522 bf16 columns take 61,044 bytes, not a
+    On a GPU each row is padded to a multiple of 64 entries: BERT's 30,522 bf16 columns take 61,044 bytes, not a
     multiple of 16. torch passes the row stride of outputs and operands to cuBLAS without a copy
     (aten/src/ATen/native/cuda/cuBlasCommonArgs.h, prepare_matrix_for_cublas). CPUs need no padding.
     """
@@ -80,14 +80,14 @@ class SoftTargets(NamedTuple):
 def soft_target_losses(
     hidden: Tensor, decoder: Tensor, bias: Tensor | None, labels: Tensor, soft: SoftTargets, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `vocabulary_losses` with a teacher's scores and labels (Hinton et al. 2015, arXiv:1503.02531, section 2).
+    """Return losses against both labels and a teacher's soft targets (Hinton et al. 2015, arXiv:1503.02531, section 2).
 
     The divergence is the Kullback-Leibler divergence from the student's to the teacher's softmax at the temperature,
-    times its square (transformers, research project distillation, distiller.py: `ce_loss_fct`).
+    times the squared temperature (transformers, research project distillation, distiller.py: `ce_loss_fct`).
 
     Returns:
-        (weighted sum of the next two, which alone is differentiable; sum of cross-entropies; sum of divergences, both
-        in nats; expected number of correct predictions), fp32 scalars.
+        (weighted sum of the next two; sum of cross-entropies in nats; sum of divergences in nats; expected number of
+        correct predictions), fp32 scalars. Only the first is differentiable, once.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or decoder.requires_grad)
     losses: Any = _VocabularyLosses.apply(hidden, decoder, bias, labels, soft, fused, needs_gradient)
@@ -114,8 +114,8 @@ class _VocabularyLosses(torch.autograd.Function):
         rows = max(1, -(-len(labels) // chunks))
         scores = empty_scores(min(rows, len(labels)), decoder)
         teacher_scores = None if soft is None else empty_scores(len(scores), soft.decoder)
-        for first in range(0, max(1, len(labels)), rows):
-            chunk = slice(first, first + rows)
+        for start in range(0, max(1, len(labels)), rows):
+            chunk = slice(start, start + rows)
             labels_C = labels[chunk]
             logits_CV = torch.mm(hidden[chunk], decoder.T, out=scores[: len(labels_C)])
             operands = logits_CV, bias, labels_C, _label_scores(logits_CV, bias, labels_C)
@@ -132,9 +132,9 @@ class _VocabularyLosses(torch.autograd.Function):
                 continue
             grad_CV = logits_CV
             torch.mm(grad_CV, decoder, out=grad_hidden[chunk])
-            grad_decoder = _add(grad_decoder, weight_gradient(grad_CV, hidden[chunk]))
+            grad_decoder = _accumulate(grad_decoder, weight_gradient(grad_CV, hidden[chunk]))
             if bias is not None:
-                grad_bias = _add(grad_bias, _column_sums(grad_CV))
+                grad_bias = _accumulate(grad_bias, _column_sums(grad_CV))
         if grad_decoder is not None:
             saved_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
             ctx.save_for_backward(grad_hidden, grad_decoder.to(decoder.dtype), saved_bias)
@@ -148,13 +148,13 @@ class _VocabularyLosses(torch.autograd.Function):
         return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), *(None,) * 4
 
 
-def _add(total: Tensor | None, chunk: Tensor) -> Tensor:
-    """Return `total` + `chunk`: several chunks are added in fp32; a single one needs no copy."""
+def _accumulate(total: Tensor | None, chunk: Tensor) -> Tensor:
+    """Return `total` + `chunk` in fp32; the first chunk is returned without a copy."""
     return chunk if total is None else total.float().add_(chunk)
 
 
 def _column_sums(x_CV: Tensor) -> Tensor:
-    """Return [V], on a GPU in fp32."""
+    """Return the sums over the chunk, [V], on a GPU in fp32."""
     # On CPU, a product with ones is twice as fast.
     return (x_CV.new_ones(1, len(x_CV)) @ x_CV)[0] if x_CV.is_cpu else x_CV.sum(0, dtype=torch.float32)
 
@@ -162,7 +162,7 @@ def _column_sums(x_CV: Tensor) -> Tensor:
 def _label_scores(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor) -> Tensor:
     """Return fp32 [C], the scores of the labels; undefined where labels are negative.
 
-    Not compiled together with the losses: torch 2.11 would read the scores after the gradient has replaced the logits.
+    Not compiled together with the losses: torch 2.11 would read the logits after the gradient has replaced them.
     """
     column_C = labels_C.clamp_min(0)
     label_score_C = logits_CV.gather(1, column_C[:, None]).squeeze(1).float()
@@ -175,7 +175,7 @@ def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_sc
 
 
 def losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_score_C: Tensor) -> Tensor:
-    """Return `_losses` and overwrite the logits with the gradient, in place to save memory if not compiled."""
+    """Return `_losses` and overwrite the logits with the gradient; in-place operations save memory in eager mode."""
     scores_CV, max_C, lse_C = _normalize(logits_CV, bias_V)
     totals = _totals(labels_C, label_score_C, scores_CV, max_C, lse_C)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
@@ -198,10 +198,10 @@ def _soft_losses_and_gradient(
     soft_weight: float,
     hard_weight: float,
 ) -> Tensor:
-    """Return fp32 [4], as `soft_target_losses`, and overwrite the logits with the gradient of the first."""
+    """Return fp32 [4], as `soft_target_losses`, and overwrite the logits with the gradient of the weighted sum."""
     scores_CV, max_C, lse_C = _normalize(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
-    hard_CV = (scores_CV - lse_C[:, None]).exp() - (column_V == labels_C[:, None]).float()
+    hard_grad_CV = (scores_CV - lse_C[:, None]).exp() - (column_V == labels_C[:, None]).float()
     teacher_scores_CV = teacher_CV.float() if teacher_bias_V is None else teacher_CV.float() + teacher_bias_V.float()
     student_logp_CV = (scores_CV / temperature).log_softmax(-1)
     teacher_logp_CV = (teacher_scores_CV / temperature).log_softmax(-1)
@@ -209,7 +209,7 @@ def _soft_losses_and_gradient(
     divergence = (teacher_p_CV * (teacher_logp_CV - student_logp_CV)).sum() * temperature**2
     cross_entropy, correct = _totals(labels_C, label_score_C, scores_CV, max_C, lse_C).unbind()
     weighted = soft_weight * divergence + hard_weight * cross_entropy
-    grad_CV = hard_weight * hard_CV + (soft_weight * temperature) * (student_logp_CV.exp() - teacher_p_CV)
+    grad_CV = hard_weight * hard_grad_CV + (soft_weight * temperature) * (student_logp_CV.exp() - teacher_p_CV)
     logits_CV.copy_(grad_CV)
     return torch.stack([weighted, cross_entropy, divergence, correct])
 
@@ -222,7 +222,7 @@ def _normalize(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _totals(labels_C: Tensor, label_score_C: Tensor, scores_CV: Tensor, max_C: Tensor, lse_C: Tensor) -> Tensor:
-    # Scores in bf16 tie: a label that ties with n - 1 others counts as 1 / n.
+    # Scores in bf16 are often equal: a label that ties with n - 1 others counts as 1 / n.
     ties_C = (scores_CV >= max_C[:, None]).sum(-1, dtype=torch.int32)
     correct_C = torch.where(label_score_C >= max_C, 1.0 / ties_C, 0.0)
     return torch.stack([_sum_of_rows(lse_C - label_score_C, labels_C), _sum_of_rows(correct_C, labels_C)])

@@ -1,7 +1,7 @@
 """Attention by batched matmuls over groups of sequences of similar lengths, as a torch operator with its gradient.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D; inside a group of G
-units (sequences, or chunks of them) L tokens and Q queries each, B = G * N; M as in `terms.py`.
+units (sequences, or chunks of them) L tokens and Q queries each, B = G * N. `terms.py` defines M, `distances.py` P.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def grouped_attention(
     Args:
         qkv: [T, 3H], query, key and value concatenated, without their bias.
         bias: [3H], or None if there is none or `qkv` contains it.
-        layout: sequences, query positions, and the rotation of queries and keys.
+        layout: sequences, query positions, dropout seeds, and rotary angles.
         options: heads, dropout, compilation and window.
         tables: projected distance embeddings; None if scores do not use them.
 
     Returns:
-        ([R, H] context, fp32 [R, N] log-sum-exp of each row of scores); the first is differentiable, once.
+        (context [R, H], differentiable once; log-sum-exp of each query's scores, fp32 [R, N]).
     """
-    if layout.rows is not None and not layout.rows.is_cpu:
+    if layout.queries is not None and not layout.queries.is_cpu:
         # The number of queries per sequence is only on the device; reading it would wait for all queued work in each
-        # pass. Using all tokens as queries only costs more scores in the last layer.
-        context_TH, lse_TN = grouped_attention(qkv, bias, layout._replace(rows=None), options, tables)
-        return context_TH.index_select(0, layout.rows), lse_TN.index_select(0, layout.rows)
+        # pass. Using all tokens as queries only computes more scores in the last layer.
+        context_TH, lse_TN = grouped_attention(qkv, bias, layout._replace(queries=None), options, tables)
+        return context_TH.index_select(0, layout.queries), lse_TN.index_select(0, layout.queries)
     return forward_op(*Arguments.of(qkv, bias, layout, options, tables or DistanceTables()))
 
 
@@ -60,16 +60,16 @@ class Arguments(NamedTuple):
 
     qkv: Tensor  # qkv and bias: see `grouped_attention`
     bias: Tensor | None
-    rows: Tensor | None  # rows, keys, distance_bias: see `layout.TokenLayout`
+    rows: Tensor | None  # rows, keys: see `queries` and `seeds` of `layout.TokenLayout`
     keys: Tensor
-    distance_bias: Tensor | None
+    distance_bias: Tensor | None  # see `layout.TokenLayout`
     cos: Tensor | None  # cos and sin, [T, K]: see `positions.Rotation`
     sin: Tensor | None
     distance_keys: Tensor | None  # distance_keys, distance_queries, row_by_distance: see `distances.DistanceTables`
     distance_queries: Tensor | None
     row_by_distance: Tensor | None
-    lengths: Sequence[int]  # of the sequences
-    interleaved: bool  # of the rotation
+    lengths: Sequence[int]  # tokens of each sequence
+    interleaved: bool  # see `positions.Rotation`
     heads: int  # heads, dropout, fused, window: see `layout.AttentionOptions`
     dropout: float
     fused: bool
@@ -81,11 +81,11 @@ class Arguments(NamedTuple):
     ) -> Arguments:
         """Flatten the arguments of `grouped_attention`."""
         cos, sin, interleaved = layout.rotation or (None, None, False)
-        tensors = layout.rows, layout.keys, layout.distance_bias, cos, sin
+        tensors = layout.queries, layout.seeds, layout.distance_bias, cos, sin
         return cls(qkv, bias, *tensors, *tables, layout.lengths, interleaved, *options)
 
     def detached(self) -> Arguments:
-        """Return the arguments detached: compiled code must not depend on whether they require gradients."""
+        """Return the arguments without gradients: whether they require them must not affect compiled code."""
         tensors = {name: getattr(self, name) for name in _DIFFERENTIABLE}
         return self._replace(**{name: x.detach() for name, x in tensors.items() if x is not None})
 
@@ -99,7 +99,7 @@ class Arguments(NamedTuple):
 
 
 _DIFFERENTIABLE = "qkv", "bias", "distance_bias", "distance_keys", "distance_queries"
-_NUM_TENSORS = 1 + Arguments._fields.index("row_by_distance")  # which are the first arguments
+_NUM_TENSORS = 1 + Arguments._fields.index("row_by_distance")  # the tensors are the first arguments
 _TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -119,13 +119,13 @@ def forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     heads, ops, tables = args.heads, kernels(args.fused), args.tables
     for group in sequence_groups(args):
         q_BQD, k_BLD, v_BLD = _project(ops, args, group)
-        token_GQ = _query_rows(group, args.rows)
+        token_GQ = _query_tokens(group, args.rows)
         distances = DistanceTerms(group, token_GQ, heads, args.window, tables)
         softmax = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
-        for b in head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
-            scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
+        for b in head_slices(q_BQD, k_BLD, heads if tables.term_count else 1):
+            scores_BQL = distances.unscaled_scores(b, q_BQD[b], k_BLD[b])
             weights_BQL, lse_BQ[b] = ops.softmax(scores_BQL, *softmax.arguments(b))
             torch.bmm(weights_BQL, v_BLD[b], out=context_BQD[b])
         queries = group.queries
@@ -143,34 +143,34 @@ def backward_op(
     grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (gradient of `qkv` [T, 3H], fp32 gradients of `distance_bias` [N, 2M - 1], `distance_keys` and
-    `distance_queries` [N, P, D]); [0] for each that is None.
+    `distance_queries` [N, P, D]); for an argument that is None, an empty tensor.
 
     Scores are recomputed, as in flash attention (Dao et al. 2022, alg. 4), from the context [R, H] and the log-sum-exp
     [R, N] of the forward pass.
     """
     context, lse, args = context.detach(), lse.detach(), Arguments(*arguments).detached()
     heads, ops, tables = args.heads, kernels(args.fused), args.tables
-    grad_tables = tables.gradients(args.qkv)
+    grad_tables = tables.zero_gradients(args.qkv)
     grad_qkv = torch.empty_like(args.qkv) if args.rows is None else torch.zeros_like(args.qkv)
     grad_table_NM = _empty_table(args).zero_()
     for group in sequence_groups(args):
         q_BQD, k_BLD, v_BLD = _project(ops, args, group)
         queries = group.queries
-        do_BQD, delta_BQ = ops.grad_to_heads(grad_context, context, queries.index_GL, queries.valid_GL, heads)
+        grad_context_BQD, delta_BQ = ops.grad_to_heads(grad_context, context, queries.index_GL, queries.valid_GL, heads)
         lse_BQ = heads_first(_without_padding(lse[queries.index_GL], queries.valid_GL, args.rows))
-        token_GQ = _query_rows(group, args.rows)
+        token_GQ = _query_tokens(group, args.rows)
         distances = DistanceTerms(group, token_GQ, heads, args.window, tables)
         softmax = _Softmax.of(args, group, token_GQ, q_BQD.shape[-1])
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
-        for b in head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
-            scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
-            grad_weights_BQL = torch.bmm(do_BQD[b], v_BLD[b].mT)
+        for b in head_slices(q_BQD, k_BLD, heads if tables.term_count else 1):
+            scores_BQL = distances.unscaled_scores(b, q_BQD[b], k_BLD[b])
+            grad_weights_BQL = torch.bmm(grad_context_BQD[b], v_BLD[b].mT)
             weights_BQL, grad_scores_BQL = ops.softmax_backward(
                 scores_BQL, grad_weights_BQL, lse_BQ[b], delta_BQ[b], *softmax.arguments(b)
             )
             torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_BQD[b])
             torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_k_BLD[b])
-            torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_v_BLD[b])
+            torch.bmm(weights_BQL.mT, grad_context_BQD[b], out=grad_v_BLD[b])
             operands, grads = (q_BQD[b], k_BLD[b]), (grad_q_BQD[b], grad_k_BLD[b])
             distances.add_gradients(b, grad_scores_BQL, operands, grads, grad_tables)
             if args.distance_bias is not None:
@@ -187,7 +187,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @backward_op.register_fake
 def _(grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     args = Arguments(*arguments)
-    return torch.empty_like(args.qkv), _empty_table(args), *args.tables.gradients(args.qkv).pair()
+    return torch.empty_like(args.qkv), _empty_table(args), *args.tables.zero_gradients(args.qkv).pair()
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -224,7 +224,7 @@ def _empty_table(args: Arguments) -> Tensor:
 
 
 def sequence_groups(args: Arguments) -> tuple[SequenceGroup, ...]:
-    """Return the groups of a micro-batch, cached for all layers; `args.rows` are on the host."""
+    """Return the groups of a micro-batch, cached for all layers; `args.rows` must be on the host."""
     boundaries, queries = tuple(itertools.accumulate(args.lengths, initial=0)), None
     if args.rows is not None:
         unit_starts = cut_into_units(boundaries, args.window)[0].start if args.window else boundaries[:-1]
@@ -234,20 +234,20 @@ def sequence_groups(args: Arguments) -> tuple[SequenceGroup, ...]:
     return group_sequences(boundaries, queries, args.heads, args.qkv.device, args.window, multiple)
 
 
-def _query_rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
-    """Return int64 [G, Q], the token row of each query."""
+def _query_tokens(group: SequenceGroup, rows: Tensor | None) -> Tensor:
+    """Return int64 [G, Q], the index of each query's token."""
     return group.queries.index_GL if rows is None else rows[group.queries.index_GL]
 
 
 class _Rotary(NamedTuple):
-    """The rotation of queries and keys, as `positions.Rotation`; None without one."""
+    """The fields of `positions.Rotation`; without rotary positions, `cos` and `sin` are None."""
 
     cos: Tensor | None
     sin: Tensor | None
     interleaved: bool
 
-    def of(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor, bool] | tuple[()]:
-        """Return the last arguments of `kernels.to_tokens` for `tokens`."""
+    def at(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor, bool] | tuple[()]:
+        """Return the rotation of these tokens: the last arguments of `kernels.to_tokens`."""
         if self.cos is None or self.sin is None:
             return ()
         return self.cos[tokens], self.sin[tokens], self.interleaved
@@ -258,22 +258,22 @@ class _Softmax(NamedTuple):
 
     mask_BL: Tensor
     scale: float
-    seeds_BQ: Tensor | None  # of dropout
+    seeds_BQ: Tensor | None  # dropout seeds
     dropout: float
     terms: GroupTerms
 
     @classmethod
     def of(cls, args: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Softmax:
         """Create the arguments for a group whose queries are the tokens `token_GQ`; `width` is the head width."""
-        seeds_BQ = keys_to_heads(args.keys[token_GQ], args.heads) if args.dropout else None
+        seeds_BQ = seeds_per_head(args.keys[token_GQ], args.heads) if args.dropout else None
         terms = GroupTerms(group, token_GQ, args.heads, args.window, args.distance_bias)
-        scale = 1 / math.sqrt(width * (1 + args.tables.terms))  # a score sums 1 + terms products
+        scale = 1 / math.sqrt(width * (1 + args.tables.term_count))  # number of products that a score sums
         return cls(group.mask_GL.repeat_interleave(args.heads, 0), scale, seeds_BQ, args.dropout, terms)
 
     def arguments(self, b: slice) -> tuple[Any, ...]:
         """Return the arguments of the softmax kernels for rows `b`, starting with the mask."""
         seeds = None if self.seeds_BQ is None else self.seeds_BQ[b]
-        return self.mask_BL[b], self.scale, seeds, self.dropout, *self.terms.of(b)
+        return self.mask_BL[b], self.scale, seeds, self.dropout, *self.terms.for_rows(b)
 
 
 def _project(ops: Kernels, args: Arguments, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,7 +282,7 @@ def _project(ops: Kernels, args: Arguments, group: SequenceGroup) -> tuple[Tenso
     x_T3ND = args.qkv.unflatten(1, split)
     biases = (None, None, None) if args.bias is None else args.bias.unflatten(0, split).unbind(0)
     rotation = () if args.cos is None else args.rotary
-    q_BQD = ops.to_heads(x_T3ND[:, 0], biases[0], _query_rows(group, args.rows), *rotation)
+    q_BQD = ops.to_heads(x_T3ND[:, 0], biases[0], _query_tokens(group, args.rows), *rotation)
     k_BLD = ops.to_heads(x_T3ND[:, 1], biases[1], group.keys.index_GL, *rotation)
     v_BLD = ops.to_heads(x_T3ND[:, 2], biases[2], group.keys.index_GL)
     return q_BQD, k_BLD, v_BLD
@@ -299,35 +299,35 @@ def _add_to_tokens(
     hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), queries = grad_qkv.shape[1] // 3, grads, group.queries
     heads, rotary = args.heads, args.rotary
     rows = queries.range if args.rows is None else args.rows[queries.range]
-    grad_q_RH = ops.to_tokens(grad_q_BQD, queries.slot_T, None, heads, *rotary.of(rows)).flatten(1)
+    grad_q_RH = ops.to_tokens(grad_q_BQD, queries.slot_T, None, heads, *rotary.at(rows)).flatten(1)
     if isinstance(rows, slice):
         grad_qkv[rows, :hidden] = grad_q_RH
     else:  # a token may be a query twice
         grad_qkv[:, :hidden].index_add_(0, rows, grad_q_RH)
     tokens, slots = group.keys.range, (group.keys.slot_T, group.keys.shared_slot_T, heads)
-    grad_qkv[tokens, hidden : 2 * hidden] = ops.to_tokens(grad_k_BLD, *slots, *rotary.of(tokens)).flatten(1)
+    grad_qkv[tokens, hidden : 2 * hidden] = ops.to_tokens(grad_k_BLD, *slots, *rotary.at(tokens)).flatten(1)
     grad_qkv[tokens, 2 * hidden :] = ops.to_tokens(grad_v_BLD, *slots).flatten(1)
 
 
 def _without_padding(lse_GQN: Tensor, valid_GQ: Tensor, rows: Tensor | None) -> Tensor:
-    """Set padding to infinity: it may repeat a query of other keys, and its weights could overflow."""
+    """Set padding to infinity: it may repeat a query that attends to other keys, and its weights could overflow."""
     return lse_GQN if rows is None else lse_GQN.masked_fill(~valid_GQ[..., None], math.inf)
 
 
 def head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:
-    """Return slices of the first axis whose scores fit one matmul: whole units of `heads`, or heads of one unit."""
+    """Return slices of the first axis whose scores fit one matmul: whole units of `heads` rows, or part of a unit."""
     limit = SCORES_PER_MATMUL if q_BQD.is_cpu else SCORES_PER_MATMUL_ON_GPU
     step = max(1, limit // (q_BQD.shape[1] * k_BLD.shape[1]))
-    step = step - step % heads or max(part for part in range(1, step + 1) if heads % part == 0)
+    step = step - step % heads or max(divisor for divisor in range(1, step + 1) if heads % divisor == 0)
     return [slice(b, b + step) for b in range(0, len(q_BQD), step)]
 
 
-def _per_head_to_tokens(x_BL: Tensor, slot_T: Tensor, heads: int) -> Tensor:
+def _per_head_to_tokens(x_BQ: Tensor, slot_T: Tensor, heads: int) -> Tensor:
     """[B, Q] -> [queries of the group, N]."""
-    return x_BL.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[slot_T]
+    return x_BQ.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[slot_T]
 
 
-def keys_to_heads(keys_GQ: Tensor, heads: int) -> Tensor:
-    """int32 [G, Q] -> int32 [B, Q], a dropout seed for each head's row of weights."""
-    head_N1 = torch.arange(heads, device=keys_GQ.device, dtype=torch.int32)[:, None]
-    return hash_bits(keys_GQ[:, None] + head_N1 * HEAD_STEP).flatten(0, 1)
+def seeds_per_head(seeds_GQ: Tensor, heads: int) -> Tensor:
+    """Derive a dropout seed for each query and head: int32 [G, Q] -> int32 [B, Q]."""
+    head_N1 = torch.arange(heads, device=seeds_GQ.device, dtype=torch.int32)[:, None]
+    return hash_bits(seeds_GQ[:, None] + head_N1 * HEAD_STEP).flatten(0, 1)

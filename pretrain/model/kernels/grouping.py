@@ -1,9 +1,9 @@
-"""Groups of sequences for batched attention: of similar lengths, padded to the longest, at the lowest cost.
+"""Groups sequences of similar lengths for batched attention, padded to the longest, at the lowest estimated cost.
 
 In a local layer a long sequence is cut into chunks of queries, each with the keys in its window, so that the cost is
 linear in the length, not quadratic. A unit is a chunk, or a whole sequence.
 
-Shape letters: T tokens of the micro-batch, S sequences, inside a group of G units L keys and Q queries each.
+Shape letters: T tokens of the micro-batch, S sequences, inside a group of G units, L keys and Q queries each.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ SCORES_PER_GROUP_ON_GPU = 1 << 24
 class SequenceGroup(NamedTuple):
     """Consecutive units, padded to the longest."""
 
-    keys: Padded  # indices of tokens
-    queries: Padded  # indices of query positions
+    keys: PaddedRanges  # each unit's indices of tokens
+    queries: PaddedRanges  # each unit's indices into the query positions
     mask_GL: Tensor  # fp32, 0 at keys and -inf at padding: added to the scores
-    chunked: bool  # whether units are chunks, which share keys with their neighbors
+    chunked: bool  # whether some units are chunks, which share keys with their neighbors
 
 
-class Padded(NamedTuple):
-    """Ranges of indices as rows, padded to the longest. Ranges overlap only for keys of chunks."""
+class PaddedRanges(NamedTuple):
+    """One range of indices per unit, padded to the longest. Ranges overlap only for keys of chunks."""
 
-    range: slice  # all the indices
+    range: slice  # from the first index of all units to the last
     index_GL: Tensor  # int64, the index at each position; padding repeats an index of the range
     valid_GL: Tensor  # bool, false at padding
-    slot_T: Tensor  # int64 [indices], the slot g * L + l of each index in its unit
-    shared_slot_T: Tensor | None = None  # the slot in the neighboring chunk that shares it, or -1; None without chunks
+    slot_T: Tensor  # int64, for each index in `range`, its slot g * L + l in its unit
+    shared_slot_T: Tensor | None = None  # its slot in a neighboring chunk, or -1; None without chunks
 
 
 class AttentionUnits(NamedTuple):
-    """Ranges of the token axis, int64 [units]: each unit's queries, and the keys that they attend to."""
+    """Token ranges of each unit, int64 [units]: its queries, and the keys that they attend to."""
 
     start: np.ndarray
     end: np.ndarray
@@ -54,7 +54,7 @@ class AttentionUnits(NamedTuple):
 
 
 def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[AttentionUnits, np.ndarray]:
-    """Return (the units of the sequences between `boundaries`, cumulative number of units [S + 1]).
+    """Return (the units of the sequences between `boundaries`, offset of each sequence's first unit [S + 1]).
 
     A chunk is at least twice as long as the window, so that only its neighbors share keys with it. Sequences shorter
     than two chunks are not cut.
@@ -62,22 +62,23 @@ def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[AttentionU
     offsets = np.asarray(boundaries, np.int64)
     lengths = np.diff(offsets)
     counts = np.ones_like(lengths) if not window else np.maximum(1, lengths // (2 * window))
-    first = np.concatenate([[0], counts.cumsum()])
+    unit_offsets = np.concatenate([[0], counts.cumsum()])
     sequence = np.repeat(np.arange(len(lengths)), counts)
-    chunk = np.arange(first[-1]) - first[sequence]
+    chunk = np.arange(unit_offsets[-1]) - unit_offsets[sequence]
     starts, ends = offsets[sequence], offsets[sequence + 1]
     start, end = (starts + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
     if not window:
-        return AttentionUnits(start, end, start, end), first
+        return AttentionUnits(start, end, start, end), unit_offsets
     is_whole = counts[sequence] == 1
     key_start = np.where(is_whole, starts, np.maximum(starts, start - window))
-    return AttentionUnits(start, end, key_start, np.where(is_whole, ends, np.minimum(ends, end + window))), first
+    key_end = np.where(is_whole, ends, np.minimum(ends, end + window))
+    return AttentionUnits(start, end, key_start, key_end), unit_offsets
 
 
 @functools.lru_cache(maxsize=8)  # a micro-batch has few groupings, used by every layer, forward and backward
 def group_sequences(
     boundaries: tuple[int, ...],
-    queries: tuple[int, ...] | None,
+    query_offsets: tuple[int, ...] | None,
     heads: int,
     device: torch.device,
     window: int = 0,
@@ -86,81 +87,81 @@ def group_sequences(
     """Group the units of the sequences between `boundaries` (S + 1 token offsets) at the lowest cost.
 
     Any order of the sequences is correct; ascending lengths, as in the loader's batches, make the cheapest groups.
-    Groups without queries are dropped. Groups do not split sequences.
+    Groups without queries are dropped. No sequence is split between groups.
 
     Args:
         boundaries: token offsets of the sequences, and the end of the last.
-        queries: offsets of the units of `cut_into_units` among the query positions, and the end of the last; None if
-            every token is a query.
+        query_offsets: offsets of the units of `cut_into_units` among the query positions, and the end of the last;
+            None if every token is a query.
         heads: N.
-        device: of the returned tensors.
-        window: tokens that a query attends to on each side; 0 if to its whole sequence.
-        multiple: L and Q are rounded up to a multiple of it.
+        device: device of the returned tensors.
+        window: tokens that a query attends to on each side; 0 means its whole sequence.
+        multiple: L and Q are rounded up to a multiple of this number.
     """
-    units, first = cut_into_units(boundaries, window)
-    starts = np.append(units.start, boundaries[-1]) if queries is None else np.asarray(queries)
+    units, unit_offsets = cut_into_units(boundaries, window)
+    offsets = np.append(units.start, boundaries[-1]) if query_offsets is None else np.asarray(query_offsets)
     groups = []
     per_group = SCORES_PER_GROUP if device.type == "cpu" else SCORES_PER_GROUP_ON_GPU
-    for start, end in _cheapest_cuts(units, first, heads, per_group):
-        members = slice(int(first[start]), int(first[end]))
-        query_offsets = starts[members.start : members.stop + 1]
-        if query_offsets[0] < query_offsets[-1]:
-            part = AttentionUnits(*(x[members] for x in units))
-            keys = _pad(part.key_start, part.key_end, device, multiple)
-            chunked = len(part.start) > end - start
+    for start, stop in _cheapest_cuts(units, unit_offsets, heads, per_group):
+        members = slice(int(unit_offsets[start]), int(unit_offsets[stop]))
+        member_offsets = offsets[members.start : members.stop + 1]
+        if member_offsets[0] < member_offsets[-1]:
+            group = AttentionUnits(*(x[members] for x in units))
+            keys = _pad(group.key_start, group.key_end, device, multiple)
+            chunked = len(group.start) > stop - start
             if chunked:
-                keys = keys._replace(**_slots_of_shared_keys(part, keys.index_GL.shape[1], device))
-            same = queries is None and not chunked
-            padded = keys if same else _pad(query_offsets[:-1], query_offsets[1:], device, multiple)
-            groups.append(SequenceGroup(keys, padded, torch.where(keys.valid_GL, 0.0, -math.inf), chunked))
+                keys = keys._replace(**_slots_of_shared_keys(group, keys.index_GL.shape[1], device))
+            keys_are_queries = query_offsets is None and not chunked
+            queries = keys if keys_are_queries else _pad(member_offsets[:-1], member_offsets[1:], device, multiple)
+            groups.append(SequenceGroup(keys, queries, torch.where(keys.valid_GL, 0.0, -math.inf), chunked))
     return tuple(groups)
 
 
-def _cheapest_cuts(units: AttentionUnits, first: np.ndarray, heads: int, per_group: int) -> list[tuple[int, int]]:
-    """Return (first, one past the last) sequence of each group, in order.
+def _cheapest_cuts(units: AttentionUnits, offsets: np.ndarray, heads: int, per_group: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of each group's range of sequences, in order. Exact, by dynamic programming.
 
-    A group of G units of Q queries and L keys costs `per_group` and heads * G * Q * (L + 128) scores: L for each of its
-    G * Q tokens, and 128 for copying a token of a head of width 64 in and out. Exact, by dynamic programming.
+    A group of G units of Q queries and L keys costs `per_group` + heads * G * Q * (L + 128) scores: L for each of its
+    G * Q queries, and 128 for copying a query in and out, with heads of width 64.
     """
-    count = len(first) - 1
+    count = len(offsets) - 1
     widths = units.end - units.start, units.key_end - units.key_start
-    longest = [np.maximum.reduceat(width, first[:-1]).astype(np.float64) for width in widths]
-    best, cut = np.zeros(count + 1), np.zeros(count + 1, np.int64)
-    for end in range(1, count + 1):
-        # The candidate groups that end at `end`, one for each start: longest queries and keys.
-        q, k = (np.maximum.accumulate(x[end - 1 :: -1])[::-1] for x in longest)
-        costs = best[:end] + heads * (first[end] - first[:end]) * q * (k + 128)
-        cut[end] = costs.argmin()
-        best[end] = costs[cut[end]] + per_group
-    cuts, end = [], count
-    while end:
-        cuts.append((int(cut[end]), end))
-        end = int(cut[end])
+    longest = [np.maximum.reduceat(width, offsets[:-1]).astype(np.float64) for width in widths]
+    lowest_cost, best_start = np.zeros(count + 1), np.zeros(count + 1, np.int64)
+    for stop in range(1, count + 1):
+        # Q and L of the candidate groups that end before `stop`, one for each start.
+        q, k = (np.maximum.accumulate(x[stop - 1 :: -1])[::-1] for x in longest)
+        costs = lowest_cost[:stop] + heads * (offsets[stop] - offsets[:stop]) * q * (k + 128)
+        best_start[stop] = costs.argmin()
+        lowest_cost[stop] = costs[best_start[stop]] + per_group
+    cuts, stop = [], count
+    while stop:
+        cuts.append((int(best_start[stop]), stop))
+        stop = int(best_start[stop])
     return cuts[::-1]
 
 
-def _pad(start: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> Padded:
-    """Pad the ranges from `start` to `end` [G], which are in ascending order."""
+def _pad(start: np.ndarray, end: np.ndarray, device: torch.device, multiple: int) -> PaddedRanges:
+    """Pad the ranges from `start` to `end` [G], which are in ascending order, to a multiple of `multiple`."""
     start_G1, end_G1 = torch.from_numpy(start.copy())[:, None], torch.from_numpy(end.copy())[:, None]
     position_L = torch.arange(-(-int((end - start).max()) // multiple) * multiple)
     valid_GL = position_L < end_G1 - start_G1
-    # An empty range repeats a neighbor's index: its result is not used.
+    # An empty range repeats a neighbor's index; the result is not used.
     last_G1 = (end_G1 - 1).clamp_min(int(start[0]))
     index_GL = torch.minimum(start_G1 + position_L, last_G1)
     slot_T = torch.arange(valid_GL.numel()).view_as(valid_GL)[valid_GL]
     tensors = (to_device(x, device) for x in (index_GL, valid_GL, slot_T))
-    return Padded(slice(int(start[0]), int(end[-1])), *tensors)
+    return PaddedRanges(slice(int(start[0]), int(end[-1])), *tensors)
 
 
 def _slots_of_shared_keys(units: AttentionUnits, length: int, device: torch.device) -> dict[str, Tensor]:
-    """Return `slot_T` and `shared_slot_T` for the tokens of chunks, whose keys are laid out as [G, length]."""
+    """Return `slot_T` and `shared_slot_T` for the tokens of `units`, whose keys are laid out as [G, length]."""
     token_T = np.arange(units.start[0], units.end[-1])
     unit_T = np.searchsorted(units.end, token_T, side="right")
 
-    def slot_in(chunk_T: np.ndarray) -> np.ndarray:
-        """Return each token's slot in a unit, or -1 if it is not among the unit's keys."""
-        unit = chunk_T.clip(0, len(units.start) - 1)
-        is_key = (units.key_start[unit] <= token_T) & (token_T < units.key_end[unit]) & (unit == chunk_T)
+    def slot_in(index_T: np.ndarray) -> np.ndarray:
+        """Return each token's slot in the unit with this index, or -1 if it is not among the unit's keys."""
+        unit = index_T.clip(0, len(units.start) - 1)
+        is_key = (units.key_start[unit] <= token_T) & (token_T < units.key_end[unit]) & (unit == index_T)
         return np.where(is_key, unit * length + token_T - units.key_start[unit], -1)
 
     shared_slot_T = np.maximum(slot_in(unit_T - 1), slot_in(unit_T + 1))

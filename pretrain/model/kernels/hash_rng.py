@@ -1,13 +1,13 @@
-"""Dropout without a generator: every random number is a hash of the token's key and the dropout's site in the model.
+"""Dropout without a generator: every random number is a hash of the token's seed and the dropout's site in the model.
 
-A sample's dropout therefore depends neither on its position in a batch nor on earlier random numbers (invariant 1).
+So a sample's dropout depends neither on its batch nor on earlier random numbers (invariant 1 in docs/invariants.md).
 """
 
 import torch
 from torch import Tensor
 
-# Odd steps that separate the random numbers of one token: by column (feature or key), layer, and head. In compiled code
-# the first is the stride of a loop, which must stay within int32: it does up to MAX_WIDTH columns.
+# Odd steps between the seeds of one token: by column (feature or key), layer, and head. In compiled code the first is
+# the stride of a loop, which must stay within int32: it does up to config.MAX_WIDTH columns.
 COLUMN_STEP = 0x3C6EF
 LAYER_STEP = 0x85EBCA6B - (1 << 32)
 HEAD_STEP = 0xC2B2AE35 - (1 << 32)  # not LAYER_STEP: (layer, head) would share its mask with (layer + 1, head - 1)
@@ -28,16 +28,16 @@ def keep_mask(seed: Tensor, dropout: float) -> Tensor:
     return (hash_bits(seed) & 0xFFFFFF) >= round(dropout * (1 << 24))
 
 
-def hash_dropout(x_TH: Tensor, keys_T: Tensor | None, site: int, dropout: float) -> Tensor:
-    """Apply inverted dropout to [T, H]: a pure function of the token's key, the `site` and the feature.
+def hash_dropout(x_TH: Tensor, seeds_T: Tensor | None, site: int, dropout: float) -> Tensor:
+    """Apply inverted dropout to [T, H]: a pure function of the token's seed, the `site` and the feature.
 
     Args:
-        keys_T: int32 [T]; not needed if `dropout` is 0.
-        site: number of this dropout within a layer; different sites have independent masks.
+        seeds_T: int32 [T]; not needed if `dropout` is 0.
+        site: index of this dropout within a layer; different sites have independent masks.
     """
     if dropout == 0:
         return x_TH
-    assert keys_T is not None
+    assert seeds_T is not None
     steps_H = torch.arange(x_TH.shape[1], device=x_TH.device, dtype=torch.int32) * COLUMN_STEP
-    keep_TH = keep_mask((keys_T[:, None] ^ (site * 0x27D4EB2F)) + steps_H, dropout)
+    keep_TH = keep_mask((seeds_T[:, None] ^ (site * 0x27D4EB2F)) + steps_H, dropout)
     return torch.where(keep_TH, x_TH * (1 / (1 - dropout)), 0.0)

@@ -1,7 +1,7 @@
 """The operations between the matmuls of grouped attention: plain functions, each fused by torch.compile.
 
-Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D; inside a group of G
-units (sequences, or chunks of them) L tokens and Q queries each, B = G * N.
+Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D, K = D / 2; inside a group
+of G units (sequences, or chunks of them) L tokens and Q queries each, B = G * N, P slots for tokens.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Kernels(NamedTuple):
     softmax_backward: Callable[..., tuple[Tensor, Tensor]]
 
 
-_ROW_AXES = ("BL", "", "BQ", "", "BQ", "BQ", "BQL")  # of mask, scale, keys, dropout and `terms.ScoreTerms`
+_ROW_AXES = ("BL", "", "BQ", "", "BQ", "BQ", "BQL")  # axes of mask, scale, seeds, dropout and `terms.ScoreTerms`
 
 
 @functools.cache
@@ -50,22 +50,22 @@ def heads_first(x_GQN: Tensor) -> Tensor:
 def heads_kernel(
     x_TND: Tensor,
     bias_ND: Tensor | None,
-    rows_GL: Tensor,
+    tokens_GL: Tensor,
     cos_TK: Tensor | None = None,
     sin_TK: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Gather the rows of one group, [T, N, D] -> [B, L, D], and apply bias and rotation if there are any."""
+    """Gather the tokens of one group, [T, N, D] -> [B, L, D], and apply bias and rotation if there are any."""
     if cos_TK is None or sin_TK is None:
-        x_GLND = _add_bias(x_TND[rows_GL], bias_ND)
+        x_GLND = _add_bias(x_TND[tokens_GL], bias_ND)
         return x_GLND.to(x_TND.dtype).transpose(1, 2).flatten(0, 1).contiguous()
-    # The halves are gathered separately, in one vectorized loop: a split after the gather would make three loops.
+    # The halves are gathered separately, in one vectorized loop: a split after the gather would need three loops.
     biases = (None, None) if bias_ND is None else split_pairs(bias_ND, interleaved=interleaved)
     first_GLNK, second_GLNK = (
-        _add_bias(x_TNK[rows_GL], bias_NK).float()
+        _add_bias(x_TNK[tokens_GL], bias_NK).float()
         for x_TNK, bias_NK in zip(split_pairs(x_TND, interleaved=interleaved), biases, strict=True)
     )
-    cos_sin_GL1K = cos_TK[rows_GL][:, :, None], sin_TK[rows_GL][:, :, None]
+    cos_sin_GL1K = cos_TK[tokens_GL][:, :, None], sin_TK[tokens_GL][:, :, None]
     return (
         _join_rounded(rotate_pairs(first_GLNK, second_GLNK, *cos_sin_GL1K), x_TND.dtype, interleaved)
         .transpose(1, 2)
@@ -80,7 +80,7 @@ def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _join_rounded(pairs: tuple[Tensor, Tensor], dtype: torch.dtype, interleaved: bool) -> Tensor:
-    # Rounded before the join, whose inputs are written to memory.
+    # Rounded before the join, because compiled code writes the join's inputs to memory.
     first, second = pairs
     return join_pairs(first.to(dtype), second.to(dtype), interleaved=interleaved)
 
@@ -90,7 +90,7 @@ def _grad_to_heads(
 ) -> tuple[Tensor, Tensor]:
     """Return the context's gradient [B, Q, D] and its product with the context, fp32 [B, Q]; both zero at padding.
 
-    Padding contains a copy of another query: if its product were not 0, it would change the keys' gradient.
+    Padding contains a copy of another query: unless its product is 0, it changes the keys' gradient.
     """
     grad_GQH = torch.where(valid_GQ[..., None], grad_RH[queries_GQ], 0.0)
     split = (heads, grad_RH.shape[1] // heads)
@@ -108,9 +108,9 @@ def _to_tokens(
     sin_TK: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """[B, L, D] -> [tokens of the group, N, D], rotated back if there is a rotation.
+    """[B, L, D] -> [tokens of the group, N, D]; inverts the rotation if there is one.
 
-    `shared_slot_T` is each token's second row to add, or -1; None if no token has one.
+    `shared_slot_T` is each token's second slot, whose row is added, or -1; None if no token has one.
     """
     x_PND = x_BLD.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
     if cos_TK is None or sin_TK is None:
@@ -123,35 +123,35 @@ def _to_tokens(
 
 
 def _gather_slots(x_P: Tensor, slot_T: Tensor, shared_slot_T: Tensor | None) -> Tensor:
-    """Return rows of `x_P` [slots, ...]; sums of two rows are fp32."""
+    """Return each token's row of `x_P` [P, ...], or the sum of its two rows in fp32."""
     if shared_slot_T is None:
         return x_P[slot_T]
     shared_slot_T11 = shared_slot_T[:, None, None]
     return x_P[slot_T].float() + torch.where(shared_slot_T11 >= 0, x_P[shared_slot_T.clamp_min(0)].float(), 0.0)
 
 
-def _dropout_factor(keys_BQ: Tensor, length: int, dropout: float) -> Tensor:
+def _dropout_factor(seeds_BQ: Tensor, length: int, dropout: float) -> Tensor:
     """Return fp32 [B, Q, L]: 0 where dropped, else 1 / (1 - dropout)."""
-    steps_L = torch.arange(length, device=keys_BQ.device, dtype=torch.int32) * COLUMN_STEP
-    return keep_mask(keys_BQ[..., None] + steps_L, dropout) * (1 / (1 - dropout))
+    steps_L = torch.arange(length, device=seeds_BQ.device, dtype=torch.int32) * COLUMN_STEP
+    return keep_mask(seeds_BQ[..., None] + steps_L, dropout) * (1 / (1 - dropout))
 
 
 def _finish_scores(
     scores_BQL: Tensor,
     mask_BL: Tensor,
     scale: float,
-    first_BQ: Tensor | None,
-    last_BQ: Tensor | None,
+    first_key_BQ: Tensor | None,
+    last_key_BQ: Tensor | None,
     bias_BQL: Tensor | None,
 ) -> Tensor:
-    """Return fp32 [B, Q, L]: scaled products plus their `terms.ScoreTerms`, -inf where a query does not attend."""
+    """Return fp32 [B, Q, L]: scaled products plus their `terms.ScoreTerms`; -inf where masked."""
     x_BQL = scores_BQL.float() * scale + mask_BL[:, None]
     if bias_BQL is not None:
         x_BQL = x_BQL + bias_BQL
-    if first_BQ is None or last_BQ is None:
+    if first_key_BQ is None or last_key_BQ is None:
         return x_BQL
     key_L = torch.arange(scores_BQL.shape[-1], device=scores_BQL.device, dtype=torch.int32)
-    in_window_BQL = (key_L >= first_BQ[..., None]) & (key_L <= last_BQ[..., None])
+    in_window_BQL = (key_L >= first_key_BQ[..., None]) & (key_L <= last_key_BQ[..., None])
     return torch.where(in_window_BQL, x_BQL, -math.inf)
 
 
@@ -159,20 +159,20 @@ def softmax_kernel(
     scores_BQL: Tensor,
     mask_BL: Tensor,
     scale: float,
-    keys_BQ: Tensor | None,
+    seeds_BQ: Tensor | None,
     dropout: float,
-    first_BQ: Tensor | None = None,
-    last_BQ: Tensor | None = None,
+    first_key_BQ: Tensor | None = None,
+    last_key_BQ: Tensor | None = None,
     bias_BQL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (attention weights after dropout [B, Q, L], fp32 log-sum-exp of the rows [B, Q])."""
-    x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_BQ, last_BQ, bias_BQL)
+    """Return (attention weights after dropout [B, Q, L], fp32 log-sum-exp of each query's scores [B, Q])."""
+    x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_key_BQ, last_key_BQ, bias_BQL)
     max_BQ1 = x_BQL.amax(-1, keepdim=True)
     weights_BQL = (x_BQL - max_BQ1).exp()
     total_BQ1 = weights_BQL.sum(-1, keepdim=True)
     weights_BQL = weights_BQL * total_BQ1.reciprocal()
-    if keys_BQ is not None:
-        weights_BQL = weights_BQL * _dropout_factor(keys_BQ, scores_BQL.shape[-1], dropout)
+    if seeds_BQ is not None:
+        weights_BQL = weights_BQL * _dropout_factor(seeds_BQ, scores_BQL.shape[-1], dropout)
     return weights_BQL.to(scores_BQL.dtype), (max_BQ1 + total_BQ1.log()).squeeze(-1)
 
 
@@ -183,18 +183,18 @@ def softmax_backward_kernel(
     delta_BQ: Tensor,
     mask_BL: Tensor,
     scale: float,
-    keys_BQ: Tensor | None,
+    seeds_BQ: Tensor | None,
     dropout: float,
-    first_BQ: Tensor | None = None,
-    last_BQ: Tensor | None = None,
+    first_key_BQ: Tensor | None = None,
+    last_key_BQ: Tensor | None = None,
     bias_BQL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (weights after dropout, gradient of the products) [B, Q, L], from the former's gradient `grad_BQL`."""
-    x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_BQ, last_BQ, bias_BQL)
+    """Return (weights after dropout, gradient of the products), each [B, Q, L]; `grad_BQL` is the weights' gradient."""
+    x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_key_BQ, last_key_BQ, bias_BQL)
     weights_BQL = (x_BQL - lse_BQ[..., None]).exp()
     dropped_BQL, grad = weights_BQL, grad_BQL.float()
-    if keys_BQ is not None:
-        factor_BQL = _dropout_factor(keys_BQ, scores_BQL.shape[-1], dropout)
+    if seeds_BQ is not None:
+        factor_BQL = _dropout_factor(seeds_BQ, scores_BQL.shape[-1], dropout)
         dropped_BQL, grad = weights_BQL * factor_BQL, grad * factor_BQL
     grad_scores_BQL = weights_BQL * (grad - delta_BQ[..., None]) * scale
     return dropped_BQL.to(scores_BQL.dtype), grad_scores_BQL.to(scores_BQL.dtype)

@@ -22,9 +22,9 @@ class UnpaddedBatch(Protocol):
     @property
     def cu_seqlens(self) -> Tensor: ...  # int32 [S + 1]
     @property
-    def token_keys(self) -> Tensor: ...  # int32 [T]
+    def token_keys(self) -> Tensor: ...  # int32 [T], dropout seeds
     @property
-    def lengths(self) -> tuple[int, ...]: ...
+    def lengths(self) -> tuple[int, ...]: ...  # tokens of each sequence
 
 
 class Tokens(NamedTuple):
@@ -46,8 +46,8 @@ class Tokens(NamedTuple):
 class RelativeRows(NamedTuple):
     """The distance embeddings that a micro-batch uses, for disentangled positions."""
 
-    embeddings: Tensor  # [P, H], normalized if the model does that
-    row_by_distance: Tensor  # int64 [2M - 1], ascending, on the host: rows of the distances 1 - M to M - 1, query - key
+    embeddings: Tensor  # [P, H], normalized if the model has `relative_norm`
+    row_by_distance: Tensor  # int64 [2M - 1], on the host: rows of the distances 1 - M to M - 1, query - key
 
 
 class TokenLayout(NamedTuple):
@@ -55,10 +55,10 @@ class TokenLayout(NamedTuple):
 
     cu_seqlens: Tensor  # int32 [S + 1], offsets of the sequences on the token axis; the first is 0, the last T
     lengths: tuple[int, ...]  # tokens of each sequence, on the host: reading `cu_seqlens` would wait for a GPU
-    rows: Tensor | None  # int64 [R], ascending: the query positions; None if every token is a query
-    keys: Tensor  # int32 [T], the dropout seed of each token as a query
-    rotation: Rotation | None = None  # of queries and keys, [T, K]
-    distance_bias: Tensor | None = None  # [N, 2M - 1], for the distances 1 - M to M - 1; added to the scores
+    queries: Tensor | None  # int64 [R], ascending: the query positions; None if every token is a query
+    seeds: Tensor  # int32 [T], the dropout seed of each token as a query
+    rotation: Rotation | None = None  # rotary angles of each token, [T, K]
+    distance_bias: Tensor | None = None  # [N, 2M - 1], added to the scores: biases of the distances 1 - M to M - 1
     relative: RelativeRows | None = None  # for disentangled positions
 
     @property
@@ -73,9 +73,9 @@ class AttentionOptions(NamedTuple):
     heads: int
     dropout: float = 0.0  # probability of dropping an attention weight
     fused: bool = False  # let torch.compile fuse the operations between the matmuls
-    window: int = 0  # tokens that a query attends to on each side; 0 if to all
+    window: int = 0  # tokens that a query attends to on each side; 0 means all
 
 
-def query_boundaries(rows_R: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return int32 [S + 1], offsets of the sequences among the query positions `rows_R`, int64 and ascending."""
-    return torch.searchsorted(rows_R, cu_seqlens.long()).int()
+def query_boundaries(queries_R: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return int32 [S + 1], offsets of the sequences among the query positions `queries_R` (int64, ascending)."""
+    return torch.searchsorted(queries_R, cu_seqlens.long()).int()

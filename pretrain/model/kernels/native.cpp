@@ -1,7 +1,7 @@
 // Fused loops of a layer on a CPU, called by native.py: attention of short sequences, bias + GELU, and bias + dropout +
 // residual sum + LayerNorm, forward and backward. Tensors are contiguous, bf16 or fp32; arithmetic is fp32.
 //
-// T tokens, R query positions, S sequences, N heads of width D (a multiple of 16), H = N * D, W any width.
+// T tokens, R query positions, S sequences, N heads of width D (a multiple of 16), H = N * D.
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ constexpr long LANES = 16;
 #else
 constexpr long LANES = 8;
 #endif
-constexpr long TILE = 32; // queries whose scores are in memory at a time
+constexpr long TILE = 32; // number of queries whose scores are in memory at a time
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 struct bf16 { uint16_t bits; };
@@ -28,7 +28,7 @@ static inline float load(bf16 x) {
     return value;
 }
 static inline void store(float &to, float x) { to = x; }
-static inline void store(bf16 &to, float x) { // to the nearest, ties to even; NaN stays NaN
+static inline void store(bf16 &to, float x) { // rounds to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -44,7 +44,7 @@ static inline uint32_t hash_bits(uint32_t x) { // as hash_rng.hash_bits
 }
 constexpr uint32_t COLUMN_STEP = 0x3C6EF, HEAD_STEP = 0xC2B2AE35u, SITE_STEP = 0x27D4EB2F;
 
-struct Dropout { // the factor of entry j of a row
+struct Dropout { // returns the dropout factor of entry j of a row
     uint32_t seed, threshold;
     float scale;
     Dropout(uint32_t seed, double dropout)
@@ -54,7 +54,7 @@ struct Dropout { // the factor of entry j of a row
     }
 };
 
-static inline float exponential(float x) { // relative error below 3e-7; 0 far below, inf far above
+static inline float exponential(float x) { // exp(x) with a relative error below 3e-7
     float clamped = std::min(std::max(x, -87.0f), 88.0f);
     float n = std::nearbyint(clamped * 1.44269504f), r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -70,7 +70,7 @@ static inline float exponential(float x) { // relative error below 3e-7; 0 far b
     return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : p * scale;
 }
 
-// exp(-x^2 / 2), and the normal distribution's CDF at x (Abramowitz and Stegun 7.1.26, to 1.5e-7)
+// Returns exp(-x^2 / 2) and sets `cdf` to the normal CDF at x (Abramowitz and Stegun 7.1.26, error below 1.5e-7).
 static inline float normal_cdf(float x, float &cdf) {
     float z = std::fabs(x) * 0.70710678f, t = 1 / (1 + 0.3275911f * z), density = exponential(-z * z);
     float tail = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
@@ -78,7 +78,7 @@ static inline float normal_cdf(float x, float &cdf) {
     return density;
 }
 
-// c [m, n] = or += a [m, k] b [k, n]; `a` has any strides, n is a multiple of 16.
+// product: c [m, n] = a [m, k] b [k, n], or += if `add`; n is a multiple of 16. am, ak, bk, cm: strides of a, b and c.
 template <int M, int V>
 static inline void block(const float *a, long am, long ak, const float *b, long bk, float *c, long cm, long k, bool add) {
     Vector sums[M][V];
@@ -103,18 +103,18 @@ static void product(const float *a, long am, long ak, const float *b, long bk, f
 }
 
 struct Sequences {
-    const int32_t *offsets;       // [S + 1] on the token axis
-    const int64_t *tokens;        // [R], the queries; null if all tokens are
-    const int32_t *query_offsets; // [S + 1] on the axis of queries
-    const int32_t *keys;          // [T], dropout seeds
-    long count, heads, width;
+    const int32_t *offsets;       // [S + 1] into the tokens
+    const int64_t *queries;       // [R], the query positions; null if all tokens are queries
+    const int32_t *query_offsets; // [S + 1] into the query positions
+    const int32_t *seeds;         // [T], dropout seeds
+    long count, heads, width;     // S, N, D
     double dropout;
 };
 
-template <class E> struct Head { // one head of one sequence, in fp32
+template <class E> struct Head { // reads and writes one head of one sequence, and allocates buffers, in fp32
     long begin, length, padded, D, stride;
     const E *qkv;
-    const float *bias; // of qkv, or null
+    const float *bias; // bias of qkv, or null
     std::vector<float> buffer;
     float *next;
 
@@ -127,14 +127,14 @@ template <class E> struct Head { // one head of one sequence, in fp32
         next = buffer.data();
     }
     float *allocate(long entries) { return (next += entries) - entries; }
-    void start(long first, long last) {
-        begin = first, length = last - first, padded = (length + 15) / 16 * 16, next = buffer.data();
+    void start(long first, long end) {
+        begin = first, length = end - first, padded = (length + 15) / 16 * 16, next = buffer.data();
     }
     void read(long token, long column, float factor, float *to) const { // a token's query, key or value
         const E *from = qkv + token * stride + column;
         for (long d = 0; d < D; d++) to[d] = (load(from[d]) + (bias ? bias[column + d] : 0.0f)) * factor;
     }
-    float *read_all(long column) { // of all tokens
+    float *read_all(long column) { // `read` for all tokens
         float *to = allocate(padded * D);
         for (long l = 0; l < length; l++) read(begin + l, column, 1, to + l * D);
         return to;
@@ -173,7 +173,7 @@ static void attention(const Sequences &batch, const E *qkv, const float *bias, E
             for (long r = batch.query_offsets[s]; r < end; r += TILE) {
                 long count = std::min(TILE, end - r);
                 for (long i = 0; i < count; i++)
-                    head.read(batch.tokens ? batch.tokens[r + i] : r + i, n * D, scale, q + i * D);
+                    head.read(batch.queries ? batch.queries[r + i] : r + i, n * D, scale, q + i * D);
                 product(q, D, 1, keys, padded, scores, padded, count, padded, D, false);
                 for (long i = 0; i < count; i++) {
                     float *x = scores + i * padded, max_score = -INFINITY, total = 0;
@@ -184,8 +184,8 @@ static void attention(const Sequences &batch, const E *qkv, const float *bias, E
                     lse[(r + i) * N + n] = max_score + std::log(total);
                     float inverse_total = 1 / total;
                     if (batch.dropout > 0) {
-                        long token = batch.tokens ? batch.tokens[r + i] : r + i;
-                        Dropout dropout(hash_bits(uint32_t(batch.keys[token]) + uint32_t(n) * HEAD_STEP), batch.dropout);
+                        long token = batch.queries ? batch.queries[r + i] : r + i;
+                        Dropout dropout(hash_bits(uint32_t(batch.seeds[token]) + uint32_t(n) * HEAD_STEP), batch.dropout);
 #pragma omp simd
                         for (long l = 0; l < length; l++) x[l] *= inverse_total * dropout(l);
                     } else
@@ -214,25 +214,25 @@ static void attention_backward(const Sequences &batch, const E *qkv, const float
             long length = head.length, padded = head.padded, end = batch.query_offsets[s + 1];
             float *keys = head.read_all(H + n * D), *transposed_keys = head.transposed(keys);
             float *scratch = head.next, *transposed_values = head.transposed(head.read_all(2 * H + n * D));
-            float *grad_k = scratch; // overwrites the values, which are only used transposed
+            float *grad_k = scratch; // overwrites the values, of which only the transposed copy is used
             std::fill(grad_k, grad_k + padded * D, 0.0f);
             float *grad_v = head.zeros(padded * D), *grad_q = head.zeros(padded * D);
-            float *q = head.allocate(TILE * D), *out = head.allocate(TILE * D), *sums = head.allocate(TILE * D);
+            float *q = head.allocate(TILE * D), *grad_out = head.allocate(TILE * D), *sums = head.allocate(TILE * D);
             float *scores = head.allocate(TILE * padded), *grads = head.allocate(TILE * padded);
             for (long r = batch.query_offsets[s]; r < end; r += TILE) {
                 long count = std::min(TILE, end - r);
                 for (long i = 0; i < count; i++) {
-                    head.read(batch.tokens ? batch.tokens[r + i] : r + i, n * D, scale, q + i * D);
-                    for (long d = 0; d < D; d++) out[i * D + d] = load(grad_context[(r + i) * H + n * D + d]);
+                    head.read(batch.queries ? batch.queries[r + i] : r + i, n * D, scale, q + i * D);
+                    for (long d = 0; d < D; d++) grad_out[i * D + d] = load(grad_context[(r + i) * H + n * D + d]);
                 }
                 product(q, D, 1, transposed_keys, padded, scores, padded, count, padded, D, false);
-                product(out, D, 1, transposed_values, padded, grads, padded, count, padded, D, false);
+                product(grad_out, D, 1, transposed_values, padded, grads, padded, count, padded, D, false);
                 for (long i = 0; i < count; i++) {
                     float *x = scores + i * padded, *g = grads + i * padded, delta = 0, row_lse = lse[(r + i) * N + n];
-                    long token = batch.tokens ? batch.tokens[r + i] : r + i;
+                    long token = batch.queries ? batch.queries[r + i] : r + i;
 #pragma omp simd reduction(+ : delta)
-                    for (long d = 0; d < D; d++) delta += load(context[(r + i) * H + n * D + d]) * out[i * D + d];
-                    Dropout dropout(hash_bits(uint32_t(batch.keys[token]) + uint32_t(n) * HEAD_STEP), batch.dropout);
+                    for (long d = 0; d < D; d++) delta += load(context[(r + i) * H + n * D + d]) * grad_out[i * D + d];
+                    Dropout dropout(hash_bits(uint32_t(batch.seeds[token]) + uint32_t(n) * HEAD_STEP), batch.dropout);
                     if (batch.dropout > 0)
 #pragma omp simd
                         for (long l = 0; l < length; l++) {
@@ -245,9 +245,9 @@ static void attention_backward(const Sequences &batch, const E *qkv, const float
                 }
                 product(grads, padded, 1, keys, D, sums, D, count, D, length, false);
                 product(grads, 1, padded, q, D, grad_k, D, length, D, count, true);
-                product(scores, 1, padded, out, D, grad_v, D, length, D, count, true);
+                product(scores, 1, padded, grad_out, D, grad_v, D, length, D, count, true);
                 for (long i = 0; i < count; i++) { // a token may be a query twice
-                    float *to = grad_q + ((batch.tokens ? batch.tokens[r + i] : r + i) - head.begin) * D;
+                    float *to = grad_q + ((batch.queries ? batch.queries[r + i] : r + i) - head.begin) * D;
                     for (long d = 0; d < D; d++) to[d] += sums[i * D + d] * scale;
                 }
             }
@@ -258,7 +258,7 @@ static void attention_backward(const Sequences &batch, const E *qkv, const float
     }
 }
 
-// Sums over rows, separate for each thread: [threads, width].
+// Column sums, separate for each thread: [threads, width].
 struct ThreadSums {
     std::vector<float> sums;
     long width;
@@ -301,7 +301,7 @@ static void gelu_backward(long rows, long width, const E *x, const float *bias, 
     thread_sums.total(grad_bias);
 }
 
-// The residual sum of a row: `residual` + dropout(x + bias)
+// Sets `to` to the residual sum of a row: residual + dropout(x + bias).
 template <class E>
 static inline void residual_sum(const E *x, const float *bias, const E *residual, const Dropout &dropout, bool has_dropout, long width,
                                 float *to) {
@@ -313,7 +313,7 @@ static inline void residual_sum(const E *x, const float *bias, const E *residual
 }
 
 template <class E>
-static void norm(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys, long site,
+static void norm(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *seeds, long site,
                  double dropout, const float *gain, const float *shift, double eps, E *out, float *moments) {
 #pragma omp parallel
     {
@@ -321,15 +321,15 @@ static void norm(long rows, long width, const E *x, const float *bias, const E *
         float *sum = buffer.data();
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
-            Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (site * SITE_STEP) : 0, dropout);
+            Dropout dropped(dropout > 0 ? uint32_t(seeds[r]) ^ (site * SITE_STEP) : 0, dropout);
             residual_sum(x + r * width, bias, residual + r * width, dropped, dropout > 0, width, sum);
-            float mean = 0, square = 0;
+            float mean = 0, squares = 0;
 #pragma omp simd reduction(+ : mean)
             for (long j = 0; j < width; j++) mean += sum[j];
             mean /= width;
-#pragma omp simd reduction(+ : square)
-            for (long j = 0; j < width; j++) square += (sum[j] - mean) * (sum[j] - mean);
-            float inverse = 1 / std::sqrt(square / width + eps);
+#pragma omp simd reduction(+ : squares)
+            for (long j = 0; j < width; j++) squares += (sum[j] - mean) * (sum[j] - mean);
+            float inverse = 1 / std::sqrt(squares / width + eps);
             moments[2 * r] = mean, moments[2 * r + 1] = inverse;
 #pragma omp simd
             for (long j = 0; j < width; j++) store(out[r * width + j], (sum[j] - mean) * inverse * gain[j] + shift[j]);
@@ -337,9 +337,9 @@ static void norm(long rows, long width, const E *x, const float *bias, const E *
     }
 }
 
-// `extra_grad` is added to `grad`, and may be null; `sums` gets the gradients of bias, gain and shift.
+// `extra_grad` is added to `grad` and may be null. `sums` is set to the gradients of bias, gain and shift.
 template <class E>
-static void norm_backward(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys, long site,
+static void norm_backward(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *seeds, long site,
                           double dropout, const float *gain, const float *moments, const E *grad, const E *extra_grad, E *grad_x,
                           E *grad_residual, float *sums) {
     ThreadSums thread_sums(3 * width);
@@ -350,10 +350,10 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
         float *grad_bias = thread_sums.local(), *grad_gain = grad_bias + width, *grad_shift = grad_gain + width;
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
-            Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (site * SITE_STEP) : 0, dropout);
+            Dropout dropped(dropout > 0 ? uint32_t(seeds[r]) ^ (site * SITE_STEP) : 0, dropout);
             bool has_dropout = dropout > 0;
             residual_sum(x + r * width, bias, residual + r * width, dropped, has_dropout, width, normed);
-            float mean = moments[2 * r], inverse = moments[2 * r + 1], first = 0, second = 0;
+            float mean = moments[2 * r], inverse = moments[2 * r + 1], mean_grad = 0, mean_product = 0;
             const E *g = grad + r * width, *m = extra_grad ? extra_grad + r * width : nullptr;
 #pragma omp simd
             for (long j = 0; j < width; j++) scaled[j] = load(g[j]);
@@ -367,12 +367,12 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
                 grad_shift[j] += scaled[j];
                 scaled[j] *= gain[j];
             }
-#pragma omp simd reduction(+ : first, second)
-            for (long j = 0; j < width; j++) first += scaled[j], second += scaled[j] * normed[j];
-            first /= width, second /= width;
+#pragma omp simd reduction(+ : mean_grad, mean_product)
+            for (long j = 0; j < width; j++) mean_grad += scaled[j], mean_product += scaled[j] * normed[j];
+            mean_grad /= width, mean_product /= width;
 #pragma omp simd
             for (long j = 0; j < width; j++) {
-                scaled[j] = inverse * (scaled[j] - first - normed[j] * second);
+                scaled[j] = inverse * (scaled[j] - mean_grad - normed[j] * mean_product);
                 store(grad_residual[r * width + j], scaled[j]);
             }
             if (has_dropout)
@@ -388,17 +388,17 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
     thread_sums.total(sums);
 }
 
-// torch's fused AdamW for a table [rows, width], and its weights in the model's dtype. A row that never had a gradient
-// only decays. seen [rows]: 1 if a row ever had a gradient, 2 if unknown.
+// torch's fused AdamW for a table [rows, width]; also sets `weights`, in the model's dtype. A row that never had a gradient
+// only decays. seen [rows]: 0 if a row never had a gradient, 1 if it had one, 2 if unknown.
 template <class E>
-static void adamw(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first, float *second,
+static void adamw(long rows, long width, uint8_t *seen, const float *grad, float *master, float *exp_avg, float *exp_avg_sq,
                   E *weights, double divisor, double rate, double beta1, double beta2, double eps, double decay, double step) {
     float decay_factor = 1 - rate * decay, step_size = rate / (1 - std::pow(beta1, step));
     float sqrt_correction = std::sqrt(1 - std::pow(beta2, step));
     float b1 = beta1, b2 = beta2, e = eps, scale = 1 / divisor;
 #pragma omp parallel for
     for (long r = 0; r < rows; r++) {
-        float *w = master + r * width, *m = first + r * width, *v = second + r * width;
+        float *w = master + r * width, *m = exp_avg + r * width, *v = exp_avg_sq + r * width;
         const float *g = grad + r * width;
         E *to = weights + r * width;
         if (seen[r] == 2) seen[r] = std::any_of(v, v + width, [](float x) { return x != 0; });
@@ -433,20 +433,20 @@ static void adamw(long rows, long width, uint8_t *seen, const float *grad, float
                               float *grad_bias) {                                                                        \
         gelu_backward(rows, width, x, bias, grad, grad_x, grad_bias);                                                    \
     }                                                                                                                    \
-    void norm_##NAME(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys,       \
+    void norm_##NAME(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *seeds,       \
                      long site, double dropout, const float *gain, const float *shift, double eps, E *out, float *moments) {\
-        norm(rows, width, x, bias, residual, keys, site, dropout, gain, shift, eps, out, moments);                       \
+        norm(rows, width, x, bias, residual, seeds, site, dropout, gain, shift, eps, out, moments);                       \
     }                                                                                                                    \
     void norm_backward_##NAME(long rows, long width, const E *x, const float *bias, const E *residual,                   \
-                              const int32_t *keys, long site, double dropout, const float *gain, const float *moments,   \
+                              const int32_t *seeds, long site, double dropout, const float *gain, const float *moments,   \
                               const E *grad, const E *extra_grad, E *grad_x, E *grad_residual, float *sums) {            \
-        norm_backward(rows, width, x, bias, residual, keys, site, dropout, gain, moments, grad, extra_grad, grad_x,      \
+        norm_backward(rows, width, x, bias, residual, seeds, site, dropout, gain, moments, grad, extra_grad, grad_x,      \
                       grad_residual, sums);                                                                              \
     }                                                                                                                    \
-    void adamw_##NAME(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first,              \
-                      float *second, E *weights, double divisor, double rate, double beta1, double beta2, double eps,    \
-                      double decay, double step) {                                                                       \
-        adamw(rows, width, seen, grad, master, first, second, weights, divisor, rate, beta1, beta2, eps, decay, step);   \
+    void adamw_##NAME(long rows, long width, uint8_t *seen, const float *grad, float *master, float *exp_avg,            \
+                      float *exp_avg_sq, E *weights, double divisor, double rate, double beta1, double beta2,            \
+                      double eps, double decay, double step) {                                                           \
+        adamw(rows, width, seen, grad, master, exp_avg, exp_avg_sq, weights, divisor, rate, beta1, beta2, eps, decay, step); \
     }
 
 extern "C" {

@@ -1,8 +1,8 @@
 """The loops of `native.cpp` as differentiable functions of torch, for short sequences on a CPU.
 
-In a step of 500 tokens, torch runs about a hundred small operations per layer, and torch.compile needs a minute first
-and then calls a dozen guarded functions. Here a layer makes nine calls to code that g++ compiles in seconds, once per
-machine. Without g++, torch computes everything, and only the last bits of results differ.
+In a step of 500 tokens, eager torch runs about a hundred small operations per layer. torch.compile needs a minute to
+compile, and then still calls a dozen functions with guards. Here a layer makes nine calls to code that g++ compiles in
+seconds, once per machine. Without g++, torch computes everything, and only the last bits of results differ.
 
 Shape letters: T tokens of the micro-batch, R query positions, H hidden width, F feed-forward width.
 """
@@ -31,7 +31,7 @@ from pretrain.model.kernels.products import weight_gradient
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-# For longer sequences, batched matmuls are faster (docs/benchmarks/lab-notes.md).
+# Longest sequences; for longer ones, batched matmuls are faster (docs/benchmarks/lab-notes.md).
 _MAX_LENGTH, _MAX_LENGTH_WITHOUT_GRADIENTS = 128, 256
 
 
@@ -59,60 +59,60 @@ def library() -> ctypes.CDLL | None:
 
 
 def supports_native(x: Tensor) -> bool:
-    """Return whether these kernels support `x`."""
+    """Return whether the loops support the device and dtype of `x`, outside of compiled code."""
     return x.is_cpu and x.dtype in _TYPES and not torch.compiler.is_compiling() and library() is not None
 
 
-def should_attend_natively(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> bool:
-    """Return whether `attention` supports these arguments and is faster than batched matmuls."""
-    terms = layout.rotation, layout.distance_bias, layout.relative
-    longest = layout.max_seqlen
-    whole = not options.window or longest <= options.window + 1
+def use_native_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> bool:
+    """Return whether `native_attention` supports these arguments and is faster than batched matmuls."""
+    terms, longest = (layout.rotation, layout.distance_bias, layout.relative), layout.max_seqlen
+    is_global = not options.window or longest <= options.window + 1
     width = qkv.shape[1] // 3 // options.heads
     max_length = _MAX_LENGTH if torch.is_grad_enabled() else _MAX_LENGTH_WITHOUT_GRADIENTS
-    short = not options.fused and longest <= max_length and width % 16 == 0
-    return short and whole and all(term is None for term in terms) and supports_native(qkv)
+    fits = not options.fused and longest <= max_length and width % 16 == 0
+    return fits and is_global and all(term is None for term in terms) and supports_native(qkv)
 
 
-def attention(
+def native_attention(
     qkv: Tensor, bias: Tensor | None, layout: TokenLayout, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute `grouped_op.grouped_attention` in C++."""
-    query_offsets = layout.cu_seqlens if layout.rows is None else query_boundaries(layout.rows, layout.cu_seqlens)
-    indices = layout.rows, layout.keys, layout.cu_seqlens, query_offsets
+    queries, offsets = layout.queries, layout.cu_seqlens
+    query_offsets = offsets if queries is None else query_boundaries(queries, offsets)
+    indices = queries, layout.seeds, offsets, query_offsets
     return _Attention.apply(qkv, bias, indices, options)  # pyright: ignore[reportReturnType]
 
 
 def prefer_native(function: Callable[..., Tensor], shape: ModelConfig, compile: bool) -> Callable[..., Tensor]:
-    """Return `block.after_attention` in C++ for an uncompiled model with BERT's layers; otherwise `function`."""
+    """Return `block.after_attention` in C++ for an uncompiled model with BERT's layers; `function` for others."""
     if compile or not has_native_loops(shape):
         return function
 
     def after_attention(
         context_TH: Tensor,
         hidden_TH: Tensor,
-        keys_T: Tensor | None,
+        seeds_T: Tensor | None,
         weights: Sequence[Any],
         functions: Any,
         dropout: float,
     ) -> Tensor:
         if not supports_native(hidden_TH):
-            return function(context_TH, hidden_TH, keys_T, weights, functions, dropout)
-        flat = (x for part in weights for x in (part if isinstance(part, tuple) else (part,)))
-        return _AfterAttention.apply(context_TH, hidden_TH, keys_T, functions.eps, float(dropout), *flat)  # pyright: ignore[reportReturnType]
+            return function(context_TH, hidden_TH, seeds_T, weights, functions, dropout)
+        flat = (x for field in weights for x in (field if isinstance(field, tuple) else (field,)))
+        return _AfterAttention.apply(context_TH, hidden_TH, seeds_T, functions.eps, float(dropout), *flat)  # pyright: ignore[reportReturnType]
 
     return after_attention
 
 
 def step_table(group: dict[str, Any], state: dict[str, Any], divisor: float, *tensors: Tensor) -> None:
-    """Update a table as torch's fused AdamW does; a row that never had a gradient only decays.
+    """Update an embedding table as torch's fused AdamW does; a row that never had a gradient only decays.
 
     Args:
-        group: the optimizer's parameter group: rate, betas, epsilon and decay.
-        state: the table's state: moments fp32 [V * H] and number of steps.
+        group: the optimizer's parameter group: learning rate, betas, epsilon and weight decay.
+        state: the table's optimizer state: fp32 moments [V * H] and number of steps.
         divisor: the gradient is divided by it, for clipping.
-        tensors: uint8 [V], 1 if a row ever had a gradient, 2 if unknown; fp32 gradient [V, H]; fp32 master weights
-            [V * H]; the model's weights [V * H], which are set to the master weights.
+        tensors: (seen, gradient, master, weights). `seen`, uint8 [V], is 1 if a row ever had a gradient, 2 if unknown.
+            The gradient [V, H] and the master weights [V * H] are fp32; the model's weights are set to the master's.
     """
     seen, gradient, master, weights = tensors
     state["step"] += 1
@@ -122,9 +122,9 @@ def step_table(group: dict[str, Any], state: dict[str, Any], divisor: float, *te
     _call("adamw", weights, *gradient.shape, *buffers, divisor, *map(float, scalars))
 
 
-class _Sequences(ctypes.Structure):
+class _Sequences(ctypes.Structure):  # as in native.cpp
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("offsets", "tokens", "query_offsets", "keys")),
+        *((name, ctypes.c_void_p) for name in ("offsets", "queries", "query_offsets", "seeds")),
         *((name, ctypes.c_long) for name in ("count", "heads", "width")),
         ("dropout", ctypes.c_double),
     ]
@@ -148,9 +148,9 @@ class _Attention(torch.autograd.Function):
         ctx: Any, qkv: Tensor, bias: Tensor | None, indices: tuple[Tensor | None, ...], options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         ctx.indices, ctx.options = indices, options
-        rows, width = indices[0], qkv.shape[1] // 3
-        queries = len(qkv) if rows is None else len(rows)
-        context_RH, lse_RN = qkv.new_empty(queries, width), torch.empty(queries, options.heads)
+        queries, width = indices[0], qkv.shape[1] // 3
+        count = len(qkv) if queries is None else len(queries)
+        context_RH, lse_RN = qkv.new_empty(count, width), torch.empty(count, options.heads)
         bias = None if bias is None else bias.float()
         _call("attention", qkv, _sequences(ctx, qkv), qkv, bias, context_RH, lse_RN)
         ctx.save_for_backward(qkv, bias, context_RH, lse_RN)
@@ -167,8 +167,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _sequences(ctx: Any, qkv: Tensor) -> Any:
-    rows, keys, offsets, query_offsets = ctx.indices
-    addresses = (None if x is None else x.data_ptr() for x in (offsets, rows, query_offsets, keys))
+    queries, seeds, offsets, query_offsets = ctx.indices
+    addresses = (None if x is None else x.data_ptr() for x in (offsets, queries, query_offsets, seeds))
     heads, dropout = ctx.options.heads, ctx.options.dropout
     return ctypes.byref(_Sequences(*addresses, len(offsets) - 1, heads, qkv.shape[1] // 3 // heads, dropout))
 
@@ -179,52 +179,52 @@ class _AfterAttention(torch.autograd.Function):
         ctx: Any,
         context_RH: Tensor,
         hidden_RH: Tensor,
-        keys_R: Tensor | None,
+        seeds_R: Tensor | None,
         eps: float,
         dropout: float,
-        *weights: Tensor,
+        *weights: Tensor,  # the tensors of `block.LayerWeights`
     ) -> Tensor:
         out_weight, in_weight, last_weight = weights[0], weights[4], weights[6]
         vectors = [weights[n].float() for n in (1, 2, 3, 5, 7, 8, 9)]
         out_bias, gain, shift, in_bias, last_bias, last_gain, last_shift = vectors
         ctx.dropout = dropout
         attended_RH = context_RH @ out_weight.T
-        normed_RH, moments = _norm(attended_RH, out_bias, hidden_RH, keys_R, 1, dropout, gain, shift, eps)
+        normed_RH, moments = _norm(attended_RH, out_bias, hidden_RH, seeds_R, 1, dropout, gain, shift, eps)
         inner_RF = normed_RH @ in_weight.T
         active_RF = torch.empty_like(inner_RF)
         _call("gelu", inner_RF, *inner_RF.shape, inner_RF, in_bias, active_RF)
         output_RH = active_RF @ last_weight.T
-        last_RH, last_moments = _norm(output_RH, last_bias, normed_RH, keys_R, 2, dropout, last_gain, last_shift, eps)
-        states = context_RH, hidden_RH, keys_R, attended_RH, normed_RH, inner_RF, active_RF, output_RH
+        last_RH, last_moments = _norm(output_RH, last_bias, normed_RH, seeds_R, 2, dropout, last_gain, last_shift, eps)
+        states = context_RH, hidden_RH, seeds_R, attended_RH, normed_RH, inner_RF, active_RF, output_RH
         ctx.save_for_backward(*states, moments, last_moments, out_weight, in_weight, last_weight, *vectors)
         return last_RH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         states, parameters = (saved := ctx.saved_tensors)[:8], saved[8:]
-        context_RH, hidden_RH, keys_R, attended_RH, normed_RH, inner_RF, active_RF, output_RH = states
+        context_RH, hidden_RH, seeds_R, attended_RH, normed_RH, inner_RF, active_RF, output_RH = states
         moments, last_moments, out_weight, in_weight, last_weight, *vectors = parameters
         out_bias, gain, _, in_bias, last_bias, last_gain, _ = vectors
 
         def norm_backward(x: Tensor, bias: Tensor, residual: Tensor, site: int, *operands: Any) -> tuple[Tensor, ...]:
             grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x)
-            sums = torch.empty(3, x.shape[1])
-            results = grad_x, grad_residual, sums
-            _call("norm_backward", x, *x.shape, x, bias, residual, keys_R, site, ctx.dropout, *operands, *results)
+            vector_grads = torch.empty(3, x.shape[1])
+            results = grad_x, grad_residual, vector_grads
+            _call("norm_backward", x, *x.shape, x, bias, residual, seeds_R, site, ctx.dropout, *operands, *results)
             return results
 
-        grad_output, grad_normed, last_sums = norm_backward(
+        grad_output, grad_normed, last_vector_grads = norm_backward(
             output_RH, last_bias, normed_RH, 2, last_gain, last_moments, grads[0].contiguous(), None
         )
         grad_active, grad_inner = grad_output @ last_weight, torch.empty_like(inner_RF)
         grad_in_bias = torch.empty_like(in_bias)
         _call("gelu_backward", inner_RF, *inner_RF.shape, inner_RF, in_bias, grad_active, grad_inner, grad_in_bias)
-        grad_attended, grad_hidden, sums = norm_backward(
+        grad_attended, grad_hidden, first_vector_grads = norm_backward(
             attended_RH, out_bias, hidden_RH, 1, gain, moments, grad_normed, grad_inner @ in_weight
         )
         pairs = (grad_attended, context_RH), (grad_inner, normed_RH), (grad_output, active_RF)
         weight_grads = [weight_gradient(*pair) for pair in pairs]
-        vector_grads = [x.to(out_weight.dtype) for x in (*sums, grad_in_bias, *last_sums)]
+        vector_grads = [x.to(out_weight.dtype) for x in (*first_vector_grads, grad_in_bias, *last_vector_grads)]
         flat = weight_grads[0], *vector_grads[:3], weight_grads[1], vector_grads[3], weight_grads[2], *vector_grads[4:]
         return grad_attended @ out_weight, grad_hidden, None, None, None, *flat
 
@@ -233,14 +233,14 @@ def _norm(
     x: Tensor,
     bias: Tensor,
     residual: Tensor,
-    keys: Tensor | None,
+    seeds: Tensor | None,
     site: int,
     dropout: float,
     gain: Tensor,
     shift: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (LayerNorm of residual + dropout(x + bias), fp32 mean and inverse deviation of each row)."""
+    """Return (LayerNorm of residual + dropout(x + bias), fp32 mean and inverse standard deviation of each row)."""
     out, moments = torch.empty_like(x), torch.empty(len(x), 2)
-    _call("norm", x, *x.shape, x, bias, residual, keys, site, dropout, gain, shift, eps, out, moments)
+    _call("norm", x, *x.shape, x, bias, residual, seeds, site, dropout, gain, shift, eps, out, moments)
     return out, moments

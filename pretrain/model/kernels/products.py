@@ -1,8 +1,8 @@
-"""Linear layers whose weight gradients suit CPUs with AMX.
+"""Linear layers with weight gradients that are fast on CPUs with AMX.
 
 The weight gradient of x @ weight.T is g.T @ x. With AMX, oneDNN reads a transposed operand at about half the rate of
-the other products of a layer; on other CPUs there is no difference. There the narrower operand is transposed first,
-if a measurement finds that faster.
+the other products of a layer; on other CPUs there is no difference. So with AMX, the narrower operand is copied in
+transposed order first, if a measurement shows that this is faster.
 
 Shape letters: T rows, I input width, O output width.
 """
@@ -18,50 +18,50 @@ from torch import Tensor
 
 from pretrain.common.measured import cached_rate, cpu_has
 
-_MEASURED = 2048, 768, 768  # T, I, O
+_MEASURED_SIZES = 2048, 768, 768  # T, I, O
 _ROUNDS = 9
-_MIN_GAIN = 1.15  # of a measured gain, below which the result might change with the next measurement
+_MIN_GAIN = 1.15  # lowest gain that counts: a lower one could be measurement noise
 
-transposes = False  # whether weight gradients in bf16 use `transposed_first`
+copies_operand = False  # whether weight gradients in bf16 use `weight_gradient_by_copy`
 
 
-def choose() -> None:
+def choose_weight_gradient() -> None:
     """Choose how weight gradients in bf16 are computed from now on, by a measurement if this CPU has AMX."""
-    global transposes
-    what = f"gain of weight gradients from transposed copies, {torch.get_num_threads()} threads"
-    transposes = cpu_has("amx_bf16") and cached_rate(what, measure_gain) > _MIN_GAIN
+    global copies_operand
+    rate_name = f"gain of weight gradients from transposed copies, {torch.get_num_threads()} threads"
+    copies_operand = cpu_has("amx_bf16") and cached_rate(rate_name, measure_gain) > _MIN_GAIN
 
 
 def linear_product(x: Tensor, weight_OI: Tensor) -> Tensor:
     """Return x @ weight.T: [..., I] -> [..., O]."""
-    if transposes and x.is_cpu and x.dtype == torch.bfloat16 and torch.is_grad_enabled():
+    if copies_operand and x.is_cpu and x.dtype == torch.bfloat16 and torch.is_grad_enabled():
         return _LinearProduct.apply(x, weight_OI)  # pyright: ignore[reportReturnType]
     return F.linear(x, weight_OI)
 
 
 def weight_gradient(g_TO: Tensor, x_TI: Tensor) -> Tensor:
     """Return g.T @ x, [O, I], in any memory layout."""
-    if transposes and g_TO.is_cpu and g_TO.dtype == torch.bfloat16:
-        return transposed_first(g_TO, x_TI)
+    if copies_operand and g_TO.is_cpu and g_TO.dtype == torch.bfloat16:
+        return weight_gradient_by_copy(g_TO, x_TI)
     return g_TO.T @ x_TI
 
 
-def transposed_first(g_TO: Tensor, x_TI: Tensor) -> Tensor:
-    """Return g.T @ x, [O, I], from a transposed copy of the narrower operand."""
+def weight_gradient_by_copy(g_TO: Tensor, x_TI: Tensor) -> Tensor:
+    """Return g.T @ x, [O, I], using a transposed copy of the narrower operand."""
     if x_TI.shape[1] < g_TO.shape[1]:
         return (x_TI.T.contiguous() @ g_TO).T
     return g_TO.T.contiguous() @ x_TI
 
 
 def measure_gain() -> float:
-    """Measure how many times as fast a weight gradient is with `transposed_first`."""
-    rows, width, inner = _MEASURED
-    g_TO, x_TI = torch.randn(rows, inner).bfloat16(), torch.randn(rows, width).bfloat16()
-    ratios = []
+    """Measure the factor by which `weight_gradient_by_copy` is faster."""
+    rows, inputs, outputs = _MEASURED_SIZES
+    g_TO, x_TI = torch.randn(rows, outputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
+    gains = []
     for _ in range(_ROUNDS):
-        plain = _seconds(lambda: g_TO.T @ x_TI)
-        ratios.append(plain / _seconds(lambda: transposed_first(g_TO, x_TI)))
-    return statistics.median(ratios)
+        direct = _seconds(lambda: g_TO.T @ x_TI)
+        gains.append(direct / _seconds(lambda: weight_gradient_by_copy(g_TO, x_TI)))
+    return statistics.median(gains)
 
 
 def _seconds(product: Callable[[], Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Rounds up the number of rows of bf16 matrix products on a CPU.
+"""Rounds up the number of rows in bf16 matrix products on a CPU.
 
 oneDNN generates code for each shape of a product, which takes 0.4 to 1.4 ms with AVX-512 and 2 to 50 ms with AMX, as
 long as the product itself. The number of tokens of unpadded batches changes in each step. torch's fp32 products need
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from pretrain.model.kernels.layout import Tokens, UnpaddedBatch
 
-_MIN_MULTIPLE, _MAX_SHARE = 16, 1 / 16  # smallest multiple to which rows are rounded; largest share of padding rows
-LENGTH_MULTIPLE = 8  # of padded lengths of sequences in bf16: 31 shapes instead of 221 in 20 steps
+_MIN_MULTIPLE, _MAX_SHARE = 16, 1 / 16  # smallest multiple to which rows are rounded; maximum share of padding rows
+LENGTH_MULTIPLE = 8  # to which groups' padded lengths are rounded: 31 distinct shapes instead of 221 in 20 steps
 
 
 def rows_to_pad(rows: int, like: Tensor) -> int:
-    """Return the number of rows to add to `rows` in products of the dtype and device of `like`."""
+    """Return the number of rows to add to `rows`, for products in the dtype and on the device of `like`."""
     if not compiles_each_shape(like):
         return 0
     return -rows % max(_MIN_MULTIPLE, 1 << max(0, int(rows * _MAX_SHARE).bit_length() - 1))
 
 
 def compiles_each_shape(like: Tensor) -> bool:
-    """Return whether products of this dtype and device run in oneDNN."""
+    """Return whether oneDNN generates code for each shape of products in the dtype and on the device of `like`."""
     return like.is_cpu and like.dtype != torch.float32
 
 
@@ -35,13 +35,13 @@ def pad_rows(x: Tensor, rows: int, value: int = 0) -> Tensor:
 
 
 def pad_tokens(batch: UnpaddedBatch, like: Tensor) -> UnpaddedBatch:
-    """Append padding sequences, none longer than the longest, if products of the dtype of `like` need them."""
+    """Append padding sequences, not longer than the longest, if products in the dtype of `like` need them."""
     tokens = len(batch.input_ids)
     padding = rows_to_pad(tokens, like)
     if not padding:
         return batch
     count = -(-padding // max(batch.lengths))
-    lengths = tuple((padding + number) // count for number in range(count))
+    lengths = tuple((padding + index) // count for index in range(count))
     ends = tokens + torch.tensor(lengths).cumsum(0)
     return Tokens(
         pad_rows(batch.input_ids, padding),

@@ -16,13 +16,13 @@ from pretrain.reporting.attention.weights import AttentionModel, DisplayTokens
 from pretrain.reporting.pages import write_page
 from pretrain.run.attention.kinds import KINDS, HeadStatistics
 
-_MAX_WEIGHTS = 12_000_000  # of all heads on the page: 32 MB of HTML, which a phone can still open
-_WINDOW = 512  # maximum tokens of a line per window, as in Clark et al.'s models
-_STRONGEST = 3  # heads named for each kind
+_MAX_WEIGHTS = 12_000_000  # number of weights of all heads on the page: 32 MB of HTML, which a phone can still open
+_WINDOW_TOKENS = 512  # maximum tokens of the windows into which lines are cut, as in Clark et al.'s models
+_NUM_STRONGEST = 3  # number of heads named for each kind
 
 
 class StrongHead(NamedTuple):
-    """A head and its value; layers and heads are numbered from 1, as in Clark et al. (4-10: the tenth of layer 4)."""
+    """A head and its value; layers and heads count from 1, as in Clark et al. (4-10 is the tenth head of layer 4)."""
 
     layer: int
     head: int
@@ -42,7 +42,7 @@ def write_attention_page(
         folder: a run, an export, a released or a fine-tuned model.
         text: the input whose matrices are drawn; by default the first line of the file.
         pair: the second segment of a pair.
-        texts: UTF-8 file with one input per line, over which heads are averaged; by default only over `text`.
+        texts: UTF-8 file with one input per line, over which heads are averaged; by default `text`.
 
     Raises:
         InputError: there is no input, it is too long to draw, or the model or the file cannot be read.
@@ -56,8 +56,8 @@ def write_attention_page(
     write_page(out, "attention.html.j2", name=folder.resolve().name, folder=folder, heads=values)
     lines = ["the heads (layer-head) that attend most to"]
     for kind, even, heads in values["strongest"]:
-        named = "   ".join(f"{head.name} {head.value:.1%}" for head in heads)
-        lines.append(f"  {kind:26}{named}   (uniform {even})")
+        shares = "   ".join(f"{head.name} {head.value:.1%}" for head in heads)
+        lines.append(f"  {kind:26}{shares}   (uniform {even})")
     return "\n".join(lines)
 
 
@@ -65,19 +65,19 @@ def page_values(folder: Path, text: str, pair: str | None = None, lines: Sequenc
     """Return the values for the template heads.html.j2; averages are over `lines`, or `text` without lines."""
     model = AttentionModel(folder)
     shape = model.shape
-    shown = _drawable(model, text, pair)
-    weights = model.weights(shown)
+    tokens = _tokens_to_draw(model, text, pair)
+    weights = model.weights(tokens)
     statistics = _statistics(model, lines) if lines else HeadStatistics()
     if not lines:
-        statistics.add(weights, shown.marked)
+        statistics.add(weights, tokens.marked)
     return {
         "model": f"{model.family}, {shape.depth} layers x {shape.hidden}, {shape.heads} heads per layer",
-        "data": _page_data(shown, weights, statistics),
-        "tokens": len(shown),
+        "data": _page_data(tokens, weights, statistics),
+        "tokens": len(tokens),
         "averaged": f"{statistics.tokens:,} tokens of {counted(statistics.texts, 'text')}",
         "strongest": [
-            (KINDS[kind], f"{even:.1%}", strongest_heads(statistics.shares[kind], _STRONGEST))
-            for kind, even in _present(statistics)
+            (KINDS[kind], f"{even:.1%}", strongest_heads(statistics.shares[kind], _NUM_STRONGEST))
+            for kind, even in _present_kinds(statistics)
         ],
         "strips": list(_strips(statistics)),
     }
@@ -98,38 +98,38 @@ def read_texts(path: Path) -> list[str]:
     return lines
 
 
-def _drawable(model: AttentionModel, text: str, pair: str | None) -> DisplayTokens:
+def _tokens_to_draw(model: AttentionModel, text: str, pair: str | None) -> DisplayTokens:
     """Return the tokens to draw. Raises `InputError` if there are none, or too many."""
-    shown = model.tokens(text, pair)
+    tokens = model.tokens(text, pair)
     heads = model.shape.depth * model.shape.heads
     max_tokens = min(model.shape.max_positions, math.isqrt(_MAX_WEIGHTS // heads))
-    if len(shown) > max_tokens:
+    if len(tokens) > max_tokens:
         raise InputError(
-            f"attention: the text has {len(shown)} tokens, and the page can show {max_tokens} for this model "
+            f"attention: the text has {len(tokens)} tokens, and the page can show {max_tokens} for this model "
             f"({heads} heads, {model.shape.max_positions} positions). Give a shorter one; lines of --texts may have "
             "any length."
         )
-    if (shown.marked.first | shown.marked.separator).all():
+    if (tokens.marked.first | tokens.marked.separator).all():
         raise InputError("attention: the text has no token. Give one with words.")
-    return shown
+    return tokens
 
 
 def _statistics(model: AttentionModel, lines: Sequence[str]) -> HeadStatistics:
     statistics = HeadStatistics()
     for line in lines:
-        for window in model.windows(line, min(_WINDOW, model.shape.max_positions)):
+        for window in model.windows(line, min(_WINDOW_TOKENS, model.shape.max_positions)):
             statistics.add(model.weights(window), window.marked)
     return statistics
 
 
-def _page_data(shown: DisplayTokens, weights: list[np.ndarray], statistics: HeadStatistics) -> dict[str, Any]:
-    """Return the data for the page's script. Weights are uint16 (65,535 is 1), in base64 by layer [N, L, L]."""
-    special = shown.marked.first | shown.marked.separator
+def _page_data(tokens: DisplayTokens, weights: list[np.ndarray], statistics: HeadStatistics) -> dict[str, Any]:
+    """Return the data for the page's script. Weights are uint16 (65,535 means 1), base64 of [N, L, L] per layer."""
+    special = tokens.marked.first | tokens.marked.separator
     return {
         "heads": len(weights[0]),
         "tokens": [
             {"text": text, "special": bool(is_special), "joined": joined}
-            for text, is_special, joined in zip(shown.spellings, special, shown.joined, strict=True)
+            for text, is_special, joined in zip(tokens.spellings, special, tokens.joined, strict=True)
         ],
         "weights": [base64.b64encode(np.rint(layer * 65535).astype("<u2").tobytes()).decode() for layer in weights],
         "kinds": [
@@ -139,15 +139,15 @@ def _page_data(shown: DisplayTokens, weights: list[np.ndarray], statistics: Head
                 "even": round(even, 4),
                 "shares": statistics.shares[kind].round(4).tolist(),
             }
-            for kind, even in _present(statistics)
+            for kind, even in _present_kinds(statistics)
         ],
         "entropy": statistics.entropy.round(4).tolist(),
         "even_entropy": round(statistics.even_entropy, 4),
     }
 
 
-def _present(statistics: HeadStatistics) -> Iterator[tuple[str, float]]:
-    """Return the kinds that occur in the input, each with its share under uniform attention."""
+def _present_kinds(statistics: HeadStatistics) -> Iterator[tuple[str, float]]:
+    """Return the kinds of tokens that occur in the input, each with its share under uniform attention."""
     return ((kind, even) for kind, even in statistics.even_shares.items() if even > 0)
 
 
@@ -159,7 +159,7 @@ def strongest_heads(values: np.ndarray, count: int) -> list[StrongHead]:
 
 
 def _strips(statistics: HeadStatistics) -> Iterator[str]:
-    for kind, even in _present(statistics):
+    for kind, even in _present_kinds(statistics):
         label = KINDS[kind]
         title = f"{label[0].upper()}{label[1:]}"
         yield strip_chart(title, statistics.shares[kind], even, format_y=percent)

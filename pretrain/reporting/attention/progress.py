@@ -11,8 +11,8 @@ from pretrain.reporting.charts import Series, line_chart
 from pretrain.run.attention.history import RECORDED_KINDS, read_history, unpack_matrix
 from pretrain.run.attention.kinds import KINDS
 
-_MAX_HEADS, _MAX_STEPS = 3, 6  # drawn
-_LEVELS = 6  # of opacity
+_MAX_HEADS, _MAX_STEPS = 3, 6  # number of heads, and of steps for each, that are drawn
+_LEVELS = 6  # number of opacity levels
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class AttentionSection:
     """Contents of the section.
 
     Attributes:
-        text: the input of the pictures; "" if the corpus's tokenizer no longer exists.
-        heads: a few heads.
-        charts: SVG of each kind over the steps.
+        text: the text whose matrices are drawn; "" if the corpus's tokenizer no longer exists.
+        heads: matrices of a few heads.
+        charts: <figure> for each kind of token, over the steps.
     """
 
     text: str
@@ -45,14 +45,14 @@ def attention_section(run_dir: Path, corpus: Path) -> AttentionSection | None:
         return None
     records, even = history["records"], {**history["even_shares"], "entropy": history["even_entropy"]}
     return AttentionSection(
-        text=_text(history["picture"], corpus),
-        heads=_pictures(history, even),
+        text=_decode(history["picture"], corpus),
+        heads=_head_pictures(history, even),
         charts=[_chart(kind, records) for kind in (*RECORDED_KINDS, "entropy") if even[kind] > 0],
     )
 
 
 def matrix_svg(weights_LL: np.ndarray, label: str) -> str:
-    """Return an <svg> of a matrix of attention weights; opacity is the square root of the weight, in steps."""
+    """Return an <svg> of a matrix of attention weights; opacity is the rounded square root of the weight."""
     length = len(weights_LL)
     levels_LL = np.rint(np.sqrt(weights_LL) * _LEVELS).astype(int)
     paths = [
@@ -72,7 +72,7 @@ def _rectangles(chosen_LL: np.ndarray) -> str:
     return "".join(parts)
 
 
-def _text(ids: list[int], corpus: Path) -> str:
+def _decode(ids: list[int], corpus: Path) -> str:
     if not (corpus / "tokenizer.json").is_file():
         return ""
     from tokenizers import Tokenizer
@@ -80,43 +80,42 @@ def _text(ids: list[int], corpus: Path) -> str:
     return Tokenizer.from_file(str(corpus / "tokenizer.json")).decode(ids, skip_special_tokens=True)
 
 
-def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictures]:
+def _head_pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictures]:
     """Draw the heads that attend most to a kind of token at the end, one head per kind."""
-    records = history["records"]
-    last = len(records) - 1
-    evenly = (round(n * last / (_MAX_STEPS - 1)) for n in range(_MAX_STEPS))
-    chosen = records if last < _MAX_STEPS else [records[number] for number in evenly]
+    last = len(records := history["records"]) - 1
+    indices = (round(n * last / (_MAX_STEPS - 1)) for n in range(_MAX_STEPS))  # evenly spread
+    chosen = records if last < _MAX_STEPS else [records[index] for index in indices]
     pictures = []
-    for number, kind, share in distinct_heads(history["heads"], records[-1]["shares"], even):
-        layer, head = history["heads"][number]
-        name = f"{layer + 1}-{head + 1}"
+    for index, kind, share in distinct_heads(history["heads"], records[-1]["shares"], even):
+        layer, head = history["heads"][index]
+        name = f"head {layer + 1}-{head + 1}"
         matrices = [
             (
-                one["step"],
-                matrix_svg(unpack_matrix(one["matrices"][number]), f"attention of head {name}, step {one['step']}"),
+                record["step"],
+                matrix_svg(unpack_matrix(record["matrices"][index]), f"attention of {name}, step {record['step']}"),
             )
-            for one in chosen
+            for record in chosen
         ]
-        pictures.append(HeadPictures(f"Head {name}: {share:.0%} to {KINDS[kind]}", matrices))
+        pictures.append(HeadPictures(f"{name.capitalize()}: {share:.0%} to {KINDS[kind]}", matrices))
     return pictures
 
 
 def distinct_heads(
     heads: list[list[int]], shares: dict[str, Any], even: dict[str, float]
 ) -> list[tuple[int, str, float]]:
-    """Return (index in `heads`, kind, share) of the shares furthest above uniform, no head or kind twice."""
+    """Return (index in `heads`, kind, share) of the shares furthest above uniform, with distinct heads and kinds."""
     candidates = sorted(
         (
-            (shares[kind][layer][head] - even[kind], number, kind)
+            (shares[kind][layer][head] - even[kind], index, kind)
             for kind in RECORDED_KINDS
-            for number, (layer, head) in enumerate(heads)
+            for index, (layer, head) in enumerate(heads)
         ),
         reverse=True,
     )
     chosen: list[tuple[int, str, float]] = []
-    for excess, number, kind in candidates:
-        if len(chosen) < _MAX_HEADS and all(number != n and kind != other for n, other, _ in chosen):
-            chosen.append((number, kind, excess + even[kind]))
+    for excess, index, kind in candidates:
+        if len(chosen) < _MAX_HEADS and all(index != i and kind != k for i, k, _ in chosen):
+            chosen.append((index, kind, excess + even[kind]))
     return chosen
 
 

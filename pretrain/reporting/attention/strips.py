@@ -9,7 +9,7 @@ from pretrain.reporting.charts import ticks
 
 _WIDTH, _HEIGHT = 400, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 12, 26
-_SPREAD = 0.6  # share of a layer's width over which its heads are drawn side by side
+_SPREAD = 0.6  # share of a layer's width on which its heads are drawn side by side
 
 
 def percent(share: float) -> str:
@@ -18,16 +18,16 @@ def percent(share: float) -> str:
 
 
 def strip_chart(title: str, values: np.ndarray, even: float, *, format_y: Callable[[float], str]) -> str:
-    """Return a <figure> with one dot per head, a line through the layers' means, and a mark at `even`.
+    """Return a <figure> with one dot per head, a line through the layers' means, and a line at `even`.
 
     Args:
         title: title of the chart.
         values: float [layers, heads], not negative.
-        even: the value of uniform attention.
+        even: the value under uniform attention.
         format_y: formats a value.
     """
     layers, heads = values.shape
-    marks = ticks(0.0, max(float(values.max()), even, 1e-3), 4)
+    y_ticks = ticks(0.0, max(float(values.max()), even, 1e-3), 4)
 
     def x(layer: int, head: float) -> float:
         width = (_WIDTH - _LEFT - _RIGHT) / layers
@@ -35,12 +35,12 @@ def strip_chart(title: str, values: np.ndarray, even: float, *, format_y: Callab
         return round(_LEFT + width * (layer + within), 1)
 
     def y(value: float) -> float:
-        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value / marks[-1]), 1)
+        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value / y_ticks[-1]), 1)
 
     parts = [
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(mark)}" y2="{y(mark)}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(mark) + 4}" text-anchor="end">{escape(format_y(mark))}</text>'
-        for mark in marks
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>'
+        f'<text x="{_LEFT - 6}" y="{y(tick) + 4}" text-anchor="end">{escape(format_y(tick))}</text>'
+        for tick in y_ticks
     ]
     parts.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(even)}" y2="{y(even)}"/>')
     label_step = -(-layers // 12)

@@ -1,4 +1,4 @@
-"""The attention weights of any readable model on any input.
+"""Computes the attention weights of a run, an export, a released or a fine-tuned model on any input.
 
 Shape letters: L tokens, N heads.
 """
@@ -26,10 +26,10 @@ class DisplayTokens:
     """The tokens of a single input or a pair.
 
     Attributes:
-        spellings: each token as spelled in the input; special tokens by name.
-        joined: whether a token continues the previous token's word.
+        spellings: each token as spelled in the input, or the name of a special token.
+        joined: whether each token continues the previous token's word.
         token_types: int64 [L].
-        marked: the tokens' kinds, for statistics.
+        marked: the kinds of the tokens, for statistics.
     """
 
     spellings: tuple[str, ...]
@@ -68,8 +68,8 @@ class AttentionModel:
     def windows(self, text: str, max_length: int) -> Iterator[DisplayTokens]:
         """Yield the tokens in windows of at most `max_length` tokens, each with its special tokens."""
         self._tokenizer.enable_truncation(max_length)
-        whole = self._tokenizer.encode(text)
-        for window in (whole, *whole.overflowing):
+        first = self._tokenizer.encode(text)
+        for window in (first, *first.overflowing):
             yield _display_tokens(window, text, None)
 
     def weights(self, tokens: DisplayTokens) -> list[np.ndarray]:
@@ -88,42 +88,42 @@ def _display_tokens(encoding: Any, text: str, pair: str | None) -> DisplayTokens
     spellings: list[str] = []
     joined: list[bool] = []
     words: list[tuple[int, int] | None] = []
-    last_end: tuple[int | None, int] = (None, -1)  # segment and end of the last token
-    for number, name in enumerate(encoding.tokens):
-        source = None if encoding.special_tokens_mask[number] else encoding.sequence_ids[number]
-        if source is None:
+    last_end: tuple[int | None, int] = (None, -1)  # segment and end offset of the last token
+    for index, name in enumerate(encoding.tokens):
+        segment = None if encoding.special_tokens_mask[index] else encoding.sequence_ids[index]
+        if segment is None:
             spellings.append(name)
             joined.append(False)
             words.append(None)
             continue
-        whole, (start, end) = (text, pair or "")[source], encoding.offsets[number]
+        segment_text, (start, end) = (text, pair or "")[segment], encoding.offsets[index]
         # Byte-level tokenizers include the space before a word in its first token.
-        starts_with_space = _SPACE.match(whole[start:end]) is not None
-        spellings.append(whole[start:end].strip() or name)
+        starts_with_space = _SPACE.match(segment_text[start:end]) is not None
+        spellings.append(segment_text[start:end].strip() or name)
         # Without word boundaries, each token is a word.
-        word = (source, -1 - number if encoding.word_ids[number] is None else encoding.word_ids[number])
-        joined.append(last_end == (source, start) and not starts_with_space and word == words[-1])
+        word = (segment, -1 - index if encoding.word_ids[index] is None else encoding.word_ids[index])
+        joined.append(last_end == (segment, start) and not starts_with_space and word == words[-1])
         words.append(word)
-        last_end = (source, end)
+        last_end = (segment, end)
     return DisplayTokens(
-        tuple(spellings), tuple(joined), np.array(encoding.type_ids, np.int64), _marked(encoding, spellings, words)
+        tuple(spellings), tuple(joined), np.array(encoding.type_ids, np.int64), _mark_kinds(encoding, spellings, words)
     )
 
 
-def _marked(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> TokenMarks:
+def _mark_kinds(encoding: Any, spellings: list[str], words: list[tuple[int, int] | None]) -> TokenMarks:
     special = np.array([word is None for word in words])
     first = special & (np.arange(len(special)) == 0)
     spelled: dict[tuple[int, int], str] = {}
     for spelling, word in zip(spellings, words, strict=True):
         if word is not None:
             spelled[word] = spelled.get(word, "") + spelling.lower()
-    numbers = {spelling: number for number, spelling in enumerate(dict.fromkeys(spelled.values()))}
-    order = {word: number for number, word in enumerate(spelled)}
+    word_ids = {spelling: index for index, spelling in enumerate(dict.fromkeys(spelled.values()))}
+    order = {word: index for index, word in enumerate(spelled)}
     return TokenMarks(
         ids=np.array(encoding.ids, np.int64),
         first=first,
         separator=special & ~first,
         punctuation=np.array([spelling in _PUNCTUATION for spelling in spellings]),
-        word=np.array([-1 if word is None else numbers[spelled[word]] for word in words]),
+        word=np.array([-1 if word is None else word_ids[spelled[word]] for word in words]),
         word_index=np.array([-1 if word is None else order[word] for word in words]),
     )

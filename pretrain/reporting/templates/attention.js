@@ -5,7 +5,7 @@ const tokens = data.tokens, length = tokens.length, layers = data.weights.length
 const MAX_LINES = 3000, THUMBNAIL = 72;
 const view = { layer: 0, head: 0, kind: null, from: null, to: null, pinned: false };
 
-// Weights of a layer's heads, one after another, each by rows; 65,535 is all of a token's attention.
+// For each layer, the matrices of its heads, row by row; 65,535 is all of a token's attention.
 const weights = data.weights.map(text => new Uint16Array(Uint8Array.from(atob(text), one => one.charCodeAt(0)).buffer));
 const weight = (from, to) => weights[view.layer][(view.head * length + from) * length + to] / 65535;
 const percent = share => Number((100 * share).toPrecision(share < 0.1 ? 2 : 3)) + "\u00a0%";
@@ -30,13 +30,13 @@ const draw = (tag, values = {}, text = "") => {
 
 // ---- all heads
 
-// The largest weight in each cell of a coarser grid, so that no line is lost.
+// Draws the largest weight in each cell of a coarser grid, so that no line of the matrix is lost.
 const thumbnail = (canvas, layer, head) => {
   const side = canvas.width, largest = new Float32Array(side * side), at = head * length * length;
   for (let i = 0; i < length; i++)
     for (let j = 0; j < length; j++) {
-      const field = Math.floor(i * side / length) * side + Math.floor(j * side / length);
-      largest[field] = Math.max(largest[field], weights[layer][at + i * length + j]);
+      const cell = Math.floor(i * side / length) * side + Math.floor(j * side / length);
+      largest[cell] = Math.max(largest[cell], weights[layer][at + i * length + j]);
     }
   const context = canvas.getContext("2d"), image = context.createImageData(side, side), ink = color("--train");
   largest.forEach((value, n) => image.data.set([...ink, 255 * Math.sqrt(value / 65535)], 4 * n));
@@ -95,13 +95,13 @@ const shortened = (context, text, room) => {
   while (text.length > 1 && context.measureText(text).width > room) text = text.slice(0, -2) + "…";
   return text;
 };
-const shown = token => (token.joined ? "·" : "") + token.text;
+const tokenLabel = token => (token.joined ? "·" : "") + token.text;
 
 const paintMatrix = () => {
   const context = canvas.getContext("2d"), room = matrix.clientWidth - 4, ratio = window.devicePixelRatio || 1;
   const font = size => `${size}px ${getComputedStyle(document.body).fontFamily}`;
   context.font = font(12);
-  const widest = Math.ceil(Math.max(...tokens.map(token => context.measureText(shown(token)).width)));
+  const widest = Math.ceil(Math.max(...tokens.map(token => context.measureText(tokenLabel(token)).width)));
   const gutter = Math.min(widest + 8, 96, room * 0.25);
   frame.cell = Math.max(length > 80 ? 4 : 11, Math.min(26, Math.floor((room - gutter) / length)));
   const labeled = frame.cell >= 8;
@@ -126,7 +126,7 @@ const paintMatrix = () => {
   context.textBaseline = "middle";
   tokens.forEach((token, n) => {
     context.fillStyle = `rgb(${color(token.special ? "--soft" : "--ink")})`;
-    const text = shortened(context, shown(token), gutter - 8), center = (n + 0.5) * frame.cell;
+    const text = shortened(context, tokenLabel(token), gutter - 8), center = (n + 0.5) * frame.cell;
     context.textAlign = "right";
     context.fillText(text, frame.left - 5, frame.top + center);
     context.save();
@@ -161,7 +161,7 @@ canvas.addEventListener("pointerleave", event => { if (event.pointerType === "mo
 
 const box = document.querySelector(".lines");
 const svg = box.appendChild(draw("svg", { class: "tokens", tabindex: 0, role: "img" }));
-const pitch = length > 120 ? 16 : 21, all = svg.appendChild(draw("g")), some = svg.appendChild(draw("g"));
+const pitch = length > 120 ? 16 : 21, allLines = svg.appendChild(draw("g")), chosenLines = svg.appendChild(draw("g"));
 const labels = svg.appendChild(draw("g"));
 let sides = { left: 0, right: 0, width: 0 };
 
@@ -180,7 +180,7 @@ const layOut = () => {
   for (const side of ["from", "to"])
     tokens.forEach((token, n) => {
       const left = side === "from", x = left ? sides.left : sides.right, y = n * pitch;
-      const text = shown(token).length > most ? shown(token).slice(0, most - 1) + "…" : shown(token);
+      const text = tokenLabel(token).length > most ? tokenLabel(token).slice(0, most - 1) + "…" : tokenLabel(token);
       const shade = draw("rect", { x: left ? 0 : x, y: y + 1, width: sides.left, height: pitch - 2, rx: 3, opacity: 0, class: `shade ${side}` });
       const word = draw("text", { x, y: y + pitch * 0.7, "text-anchor": left ? "end" : "start", ...(token.special ? { class: "special" } : {}) }, text);
       const figure = draw("text", { x: left ? 0 : width, y: y + pitch * 0.7, "text-anchor": left ? "start" : "end", class: `weight ${side}` });
@@ -199,8 +199,8 @@ const paintLines = () => {
   for (let i = 0; i < length; i++)
     for (let j = 0; j < length; j++) if (weight(i, j) > 0.02) found.push([i, j, weight(i, j)]);
   found.sort((a, b) => b[2] - a[2]);
-  all.replaceChildren();
-  for (const one of found.slice(0, MAX_LINES)) line(all, ...one);
+  allLines.replaceChildren();
+  for (const one of found.slice(0, MAX_LINES)) line(allLines, ...one);
 };
 const choose = (side, n) => {
   [view.from, view.to] = side === "from" ? [n, null] : [null, n];
@@ -224,13 +224,13 @@ svg.addEventListener("keydown", event => {
 // The chosen token in both pictures: its weights next to the tokens, and only its lines.
 const paintChoice = () => {
   const { from, to } = view, one = from !== null || to !== null;
-  all.style.display = one ? "none" : "";
-  some.replaceChildren();
+  allLines.style.display = one ? "none" : "";
+  chosenLines.replaceChildren();
   const seen = { from: () => 0, to: () => 0 };
   if (from !== null) seen.to = n => weight(from, n);
   else if (to !== null) seen.from = n => weight(n, to);
-  if (from !== null) tokens.forEach((_, n) => { if (weight(from, n) > 0.002) line(some, from, n, weight(from, n), n === to); });
-  else if (to !== null) tokens.forEach((_, n) => { if (weight(n, to) > 0.002) line(some, n, to, weight(n, to)); });
+  if (from !== null) tokens.forEach((_, n) => { if (weight(from, n) > 0.002) line(chosenLines, from, n, weight(from, n), n === to); });
+  else if (to !== null) tokens.forEach((_, n) => { if (weight(n, to) > 0.002) line(chosenLines, n, to, weight(n, to)); });
   for (const side of ["from", "to"]) {
     labels.querySelectorAll(`.shade.${side}`).forEach((shade, n) =>
       shade.setAttribute("opacity", view[side] === n ? 0.35 : (0.5 * seen[side](n)).toFixed(3)));
@@ -266,8 +266,8 @@ const select = (layer, head) => {
   paintShares();
   paintChoice();
 };
-const step = by => {
-  const next = (view.layer * heads + view.head + by + layers * heads) % (layers * heads);
+const step = offset => {
+  const next = (view.layer * heads + view.head + offset + layers * heads) % (layers * heads);
   select(Math.floor(next / heads), next % heads);
 };
 element("before").addEventListener("click", () => step(-1));

@@ -121,7 +121,7 @@ class Engine:
         if not torch.cuda.is_available():
             hold_freed_memory()
             share_one_heap()
-            products.choose()
+            products.choose_weight_gradient()
         deepspeed = import_deepspeed()
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
