@@ -87,12 +87,7 @@ def write_card(
     listed += map(_with_files, sources[len(old_sources) :], hashes)
     faults = [*old_card.get("problems", []), *problems]
     card = {
-        "vocabulary": {
-            "size": vocabulary_size,
-            **case,
-            **_kind_entry(kind),
-            **(extension or {}),
-        },
+        "vocabulary": {"size": vocabulary_size, **case, **_kind_entry(kind), **(extension or {})},
         "language": language,
         "totals": totals,
         "sources": listed,
@@ -123,7 +118,7 @@ def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any
     return {**source, "files": len(hashes), "file_hashes": {display_path(path): digest for path, digest in listed}}
 
 
-_NO_WORDS_ADDED = " (no words added: none between blanks or punctuation has several tokens and occurs three times)"
+_NO_WORDS_ADDED = " (no words added: none has several tokens and occurs at least three times)"
 _KIND_NAMES = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "Released"}
 
 

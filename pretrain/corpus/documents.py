@@ -467,7 +467,7 @@ def _empty_error(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]])
 
 
 def are_held_out(table: np.ndarray, last: int, *, entire_source: bool) -> np.ndarray:
-    """Return which documents are held out, bool [D]: those with hashes up to `last`, or all (`entire_source`)."""
+    """Return which documents are held out, bool [D]: with hashes up to `last`, or all (`entire_source`)."""
     if entire_source or last < 0:
         return np.full(len(table), entire_source)
     return table["hash"][:, 0] <= np.uint64(last)

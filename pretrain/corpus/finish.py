@@ -42,7 +42,7 @@ class Prepared:
         extension: entries of the card about words added to the vocabulary.
         results: result of `stages.write_shard` for each shard of the plan.
         hashes: {path: SHA-256} of the files of each source, in order.
-        evaluation_sizes: number of examples in each evaluation set, and of those too short to search for.
+        evaluation_sizes: number of examples in each evaluation set, and of examples too short to search for.
     """
 
     corpus: CorpusConfig

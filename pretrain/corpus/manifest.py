@@ -345,12 +345,7 @@ def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
 
 def source_facts(source: SourceConfig) -> dict[str, Any]:
     """Return the fields of a source in the manifest and card that the config may change later."""
-    return {
-        "name": source_name(source),
-        "kind": source.kind,
-        "weight": source.weight,
-        "license": source.license,
-    }
+    return {"name": source_name(source), "kind": source.kind, "weight": source.weight, "license": source.license}
 
 
 def source_name(source: SourceConfig) -> str:

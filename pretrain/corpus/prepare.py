@@ -298,7 +298,7 @@ class _Preparation:
     # ------------------------------------------------------------ settings
 
     def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Make a tokenizer that bertrain trained treat line breaks as blanks, unless the corpus keeps line breaks."""
+        """Make a tokenizer that bertrain trained treat line breaks as spaces, unless the corpus keeps line breaks."""
         return tokenizer if self._corpus.line_breaks == "keep" else joining_lines(tokenizer)
 
     def _pool(self) -> Pool:
@@ -394,7 +394,7 @@ class _Preparation:
         for number, source in self._sources.items():
             for input_number, item in enumerate(self._inputs[number]):
                 # Do not send text to a cluster: the task that prepares a stream reads the file.
-                for chunk in sources.cut(source, number, input_number, item, streams=bool(self._address)):
+                for chunk in sources.cut(source, number, input_number, item, defer_streams=bool(self._address)):
                     yield (chunk,)
 
     def _load_summaries(self, chunk: Chunk) -> list[dict[str, Any]] | None:

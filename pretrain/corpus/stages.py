@@ -59,7 +59,7 @@ class PreparationSettings:
     byte_level: bool = False  # whether a byte-level BPE is trained
     released: bool = False  # whether the vocabulary is given and encodes whole documents
     fold: Fold = Fold.NOTHING  # differences that are ignored when documents are compared
-    joins_lines: bool = False  # whether line breaks in whole documents become blanks
+    joins_lines: bool = False  # whether line breaks in whole documents become spaces
     unknown_id: int = -1  # id of the unknown token in the given vocabulary
     filters: FiltersConfig = field(default_factory=FiltersConfig)
     address: str = ""  # address at which each shard is stored as soon as it is written
@@ -436,7 +436,7 @@ def _whole_documents(
 
 
 def _cut_to_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
-    """Cut documents into pieces to train a byte-level vocabulary, for which a document starts with a blank."""
+    """Cut documents into pieces to train a byte-level vocabulary, for which a document starts with a space."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
     cut = Gpt2Splitter.bertrain(None).cut(texts, starts, numbers)

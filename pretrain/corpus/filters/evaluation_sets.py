@@ -42,7 +42,7 @@ def set_names(config: ContaminationConfig) -> list[str]:
 
 
 def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
-    """Write the n-grams of all sets to `path`; return each set's number of examples (texts), and of ignored ones.
+    """Write the n-grams of all sets to `path`; return {texts, too_short}, the number of all and of ignored examples, per set.
 
     The arrays in the file are: hashes uint64 [G], hashes of the n-grams, ascending; texts int64 [G], index of the first
     example with each n-gram; beginnings uint64, hashes of the first `PREFIX` words of n-grams; lengths int64, distinct

@@ -55,7 +55,7 @@ class Precedence:
 
     Attributes:
         held_out: indices of the sources that are entirely held out.
-        fraction: fraction of the documents of all other sources to hold out: those with the lowest hashes.
+        fraction: fraction of the documents of all other sources to hold out, by lowest hashes.
         trained: files with the hashes of known training documents.
     """
 
@@ -368,7 +368,7 @@ class NearDuplicates:
 
     Attributes:
         hashes: hashes of all of them, uint64 [N, 2], ascending.
-        lost: hashes of those that are training documents similar to held-out documents.
+        lost: hashes of the training documents among them that are similar to held-out documents.
         examples: examples for a `Report`.
         trained: index of a held-out source -> number of its documents that are similar to known training documents.
     """

@@ -137,7 +137,7 @@ def _runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _terms(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return `term_starts`, `term_ends` and `quarters` of `DocumentTerms`; `kinds` ends with a NUL's."""
+    """Return `term_starts`, `term_ends` and `quarters` of `DocumentTerms`; the last kind must be OTHER."""
     marks = np.flatnonzero(kinds == MARK)
     if marks.size:  # a mark has the kind of its base character
         is_start = np.diff(marks, prepend=-2) != 1

@@ -1,5 +1,5 @@
-"""Plain-text books, one document per file, without hard line breaks, headings, pictures, and Project Gutenberg's
-header and license."""
+"""Plain-text books, one document per file. Line breaks within paragraphs, headings, captions of pictures, and Project
+Gutenberg's header and license are removed."""
 
 import re
 import unicodedata
@@ -34,7 +34,7 @@ _HEADING = re.compile(
     r"|[IVXLCDM]+\.?|\d+\.?)",
     re.I,
 )
-_TITLE_WORDS = 12
+_TITLE_WORDS = 12  # maximum words of a title
 _STOP = regex.compile(r"[\p{Terminal_Punctuation}…‥]")  # full stops, commas etc.
 
 
@@ -54,7 +54,7 @@ class Reader(SourceReader):
 
 
 def read_text(path: Path, problems: Problems) -> str:
-    """Return the text of a file up to the first damage; damage and an empty file are added to `problems`."""
+    """Return the text of a file up to the first damage; damaged and empty files are added to `problems`."""
     try:
         with open_text(path) as stream:
             raw = stream.read()
@@ -81,12 +81,12 @@ def paragraphs(text: str, problems: Problems) -> str:
 
     Removed headings and ornaments are counted in `problems`.
     """
-    text, is_framed = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
+    text, has_header = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
     problems.left_out["read_characters"] += len(text)
     text = _BRACKETED.sub("", text)
     kept_paragraphs = []
-    # Without Gutenberg's header, the first line may be any text, such as a line of a chat.
-    may_be_title = is_framed
+    # Without Gutenberg's header, the first short line may be text, such as a line of a chat.
+    may_be_title = has_header
     for lines in re.split(r"\n[ \t]*\n", text):
         paragraph = " ".join(lines.split())
         if not paragraph:
@@ -97,7 +97,7 @@ def paragraphs(text: str, problems: Problems) -> str:
         is_heading = _is_heading(paragraph)
         if is_heading or (may_be_title and _is_title(paragraph)):
             problems.count_skipped(paragraph)
-            # Only one title follows a heading; more short lines without a full stop are text.
+            # Only one title follows a heading; further short lines without a full stop are text.
             may_be_title = is_heading
             continue
         may_be_title = False
@@ -133,7 +133,7 @@ def _in_capitals(paragraph: str) -> bool:
 
 
 def is_ended(paragraph: str) -> bool:
-    """Return whether a paragraph ends with punctuation of any script, such as "。" or "।", before closing quotes."""
+    """Return whether a paragraph ends with punctuation of any script, such as "。" or "।", ignoring closing quotes."""
     end = len(paragraph)
     while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):
         end -= 1
