@@ -133,8 +133,8 @@ class Documents:
         self._work_dir = work_dir
         self._summaries = summaries
         self._parts = [(part, summary.source) for summary in summaries for part in summary.parts]
-        self._first = np.cumsum([0, *(count_documents(work_dir / part) for part, _ in self._parts)])
-        self._count = int(self._first[-1])
+        self._part_starts = np.cumsum([0, *(count_documents(work_dir / part) for part, _ in self._parts)])
+        self._count = int(self._part_starts[-1])
         self._fraction, self._hash_limit = fraction, np.uint64(fraction * 2**64)  # lower hashes are held out
         self._held_out_sources = held_out
         self._only_held_out = all(summary.source in held_out for summary in summaries)  # a corpus only for evaluation
@@ -186,7 +186,7 @@ class Documents:
         self._near = near_duplicates
         count = max(1, -(-self._count // MAX_DOCUMENTS))
         hash_buckets = Buckets(self._work_dir / "hashed", _HASHED, count)
-        for (part, _), first in zip(self._parts, self._first.tolist(), strict=False):
+        for (part, _), first in zip(self._parts, self._part_starts.tolist(), strict=False):
             hashes = load_documents(self._work_dir / part)["hash"]
             rows = np.zeros(len(hashes), _HASHED)
             rows["hash"], rows["document"] = hashes, np.arange(first, first + len(hashes))
@@ -213,9 +213,9 @@ class Documents:
         rows, in_held_out = rows[order], in_held_out[order]
         documents, hashes = rows["document"], rows["hash"]
         drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(rows)]
-        first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
+        first_equal = np.maximum.accumulate(np.where(drop, 0, np.arange(len(rows))))
         in_fraction = hashes[:, 0] < self._hash_limit
-        lost, (near, trained, held_out) = ~in_held_out & in_held_out[first], np.zeros((3, len(rows)), bool)
+        lost, (near, trained, held_out) = ~in_held_out & in_held_out[first_equal], np.zeros((3, len(rows)), bool)
         for known_hashes, are_trained in known:
             is_known = are_among(known_hashes, hashes)
             drop |= is_known
@@ -236,7 +236,7 @@ class Documents:
     def _sources(self, documents: np.ndarray) -> np.ndarray:
         """Return the index of each document's source, int64 [D]."""
         sources = np.array([source for _, source in self._parts], np.int64)
-        return sources[np.searchsorted(self._first, documents, "right") - 1]
+        return sources[np.searchsorted(self._part_starts, documents, "right") - 1]
 
     def _count_by_source(self, documents: np.ndarray) -> np.ndarray:
         return np.bincount(self._sources(documents), minlength=len(self._lost))
@@ -280,9 +280,9 @@ class Documents:
 
     def _decided_parts(self, start: int = 0, end: int | None = None) -> Iterator[_DecidedPart]:
         """Yield the parts that contain documents in [start, end)."""
-        start = max(0, int(np.searchsorted(self._first, start, "right")) - 1)
-        stop = int(np.searchsorted(self._first, self._count if end is None else end))
-        for (name, source), first in zip(self._parts[start:stop], self._first[start:stop].tolist(), strict=True):
+        start = max(0, int(np.searchsorted(self._part_starts, start, "right")) - 1)
+        stop = int(np.searchsorted(self._part_starts, self._count if end is None else end))
+        for (name, source), first in zip(self._parts[start:stop], self._part_starts[start:stop].tolist(), strict=True):
             table = load_documents(self._work_dir / name)
             kept = np.fromfile(self._work_dir / _KEPT, bool, len(table), offset=first)
             yield _DecidedPart(name, source, table, kept, kept & self._are_held_out(table, source))
@@ -338,7 +338,7 @@ class Documents:
         The others are held out, or dropped because the corpus has an equal or similar document.
         """
         parts = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
-        start, end = (int(self._first[parts[0]]), int(self._first[parts[-1] + 1])) if parts else (0, 0)
+        start, end = (int(self._part_starts[parts[0]]), int(self._part_starts[parts[-1] + 1])) if parts else (0, 0)
         count = max(1, -(-(end - start) // MAX_DOCUMENTS))
         sorted_hashes = Buckets(self._work_dir / "signatures", _KNOWN, count)
         for part in self._decided_parts(start, end):
@@ -357,9 +357,9 @@ class Documents:
         plans: dict[str, list[ShardPlan]] = {split: [] for split in SPLITS}
         for source in sorted({source for _, source in self._parts}):
             numbers = [number for number, (_, part_source) in enumerate(self._parts) if part_source == source]
-            listed = [(self._parts[number][0], int(self._first[number])) for number in numbers]
+            listed = [(self._parts[number][0], int(self._part_starts[number])) for number in numbers]
             write_json(self._work_dir / _PARTS.format(source), listed)
-            totals = self._totals(int(self._first[numbers[0]]), int(self._first[numbers[-1] + 1]))
+            totals = self._totals(int(self._part_starts[numbers[0]]), int(self._part_starts[numbers[-1] + 1]))
             for split, split_totals in zip(SPLITS, totals, strict=True):
                 for low, high, sums in _cut_bins(split_totals, shard_tokens):
                     name = f"{split}-{(first_shards or {}).get(split, 0) + len(plans[split]):05d}"
@@ -395,8 +395,8 @@ class Documents:
     def evaluation(self, sizes: Sequence[dict[str, int]], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return {name, texts, too_short, found} of each evaluation set; `found` counts examples found in documents."""
         seen = np.array(sorted({number for summary in self._summaries for number in summary.seen}), np.int64)
-        first = np.cumsum([0, *(size["texts"] for size in sizes)])
-        found = np.diff(np.searchsorted(seen, first))
+        set_starts = np.cumsum([0, *(size["texts"] for size in sizes)])
+        found = np.diff(np.searchsorted(seen, set_starts))
         return [
             {"name": name, **size, "found": int(number)} for name, size, number in zip(names, sizes, found, strict=True)
         ]

@@ -6,7 +6,7 @@ import numpy as np
 class KeyTable:
     """Open-addressing hash table from keys of `width` uint64 to int32 numbers; all operations work on arrays.
 
-    The first uint64 of a key must not be 0, which marks an empty slot. Keys of words never do, since words have no NUL.
+    The first uint64 of a key must not be 0, which marks an empty slot; for words, it never is, as they contain no NUL.
     """
 
     _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash

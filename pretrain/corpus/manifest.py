@@ -57,21 +57,16 @@ def make_manifest(
         "sources": sources,
         "shards": shards,
         "settings": settings,
-        "files": {
-            **old_files,
-            **{
-                name: {
-                    "bytes": (folder / name).stat().st_size,
-                    "sha256": hashes.get(name) or sha256_file(folder / name),
-                }
-                for name in written
-            },
-        },
+        "files": {**old_files, **{name: _file_entry(folder / name, hashes.get(name, "")) for name in written}},
     }
     manifest["fingerprint"] = fingerprint(manifest)
     for number, source in enumerate(sources):
         source["fingerprint"] = source_fingerprint(manifest, number)
     return manifest
+
+
+def _file_entry(path: Path, digest: str = "") -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": digest or sha256_file(path)}
 
 
 def without_card(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +78,7 @@ def without_card(manifest: dict[str, Any]) -> dict[str, Any]:
 def with_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Add the files of the card, which are written last, to the manifest."""
     for name in CARD_FILES:
-        path = folder / name
-        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        manifest["files"][name] = _file_entry(folder / name)
     return manifest
 
 
@@ -187,15 +181,15 @@ def match_sources(
 
     Raises `InputError` if settings of the corpus, or the content of one of its sources, have changed.
     """
-    general, new = split_by_source(requested, vocabulary=vocabulary)
-    before, old = split_by_source(manifest["settings"], vocabulary=vocabulary)
-    numbers = _matched(manifest, sources, inputs, new, old)
+    general, by_source = split_by_source(requested, vocabulary=vocabulary)
+    old_general, old_by_source = split_by_source(manifest["settings"], vocabulary=vocabulary)
+    numbers = _match_to_manifest(manifest, sources, inputs, by_source, old_by_source)
     for index, number in numbers.items():
-        before |= prefix_settings(index, old[number])
-    for index, settings in new.items():
+        old_general |= prefix_settings(index, old_by_source[number])
+    for index, settings in by_source.items():
         if index in numbers:
             general |= prefix_settings(index, settings)
-    refuse_changes(folder, before, general)
+    refuse_changes(folder, old_general, general)
     names, count = [entry["name"] for entry in manifest["sources"]], len(manifest["sources"])
     for index, source in enumerate(sources):
         if index not in numbers:
@@ -211,7 +205,7 @@ def match_sources(
     return [numbers[index] for index in range(len(sources))]
 
 
-def _matched(
+def _match_to_manifest(
     manifest: dict[str, Any],
     sources: Sequence[SourceConfig],
     inputs: list[list[Input]],
@@ -220,7 +214,7 @@ def _matched(
 ) -> dict[int, int]:
     """Return {index in the config: index in the manifest} of sources; if files were copied, `old` gets their digest."""
     entries, matched = manifest["sources"], {}
-    named = [source_name(source) for source in sources]
+    names = [source_name(source) for source in sources]
 
     def match(fits: Callable[[int, int], bool]) -> None:
         for index in range(len(sources)):
@@ -229,22 +223,22 @@ def _matched(
             if number is not None:
                 matched[index] = number
 
-    def is_named(index: int, number: int) -> bool:
-        return named[index] == entries[number]["name"]
+    def has_same_name(index: int, number: int) -> bool:
+        return names[index] == entries[number]["name"]
 
     def is_copy(index: int, number: int) -> bool:
-        state = {"path": requested[index]["path"]}
-        copied = {**old[number], **state} == requested[index] and _has_content(inputs[index], entries[number])
-        if copied and "path" in old[number]:
-            old[number] |= state
-            manifest["settings"] |= prefix_settings(number, state)
-        return copied
+        digest = {"path": requested[index]["path"]}
+        is_same = {**old[number], **digest} == requested[index] and _has_content(inputs[index], entries[number])
+        if is_same and "path" in old[number]:
+            old[number] |= digest
+            manifest["settings"] |= prefix_settings(number, digest)
+        return is_same
 
-    match(lambda index, number: requested[index] == old[number] and is_named(index, number))
+    match(lambda index, number: requested[index] == old[number] and has_same_name(index, number))
     match(lambda index, number: requested[index] == old[number])
-    match(lambda index, number: is_named(index, number) and is_copy(index, number))
+    match(lambda index, number: has_same_name(index, number) and is_copy(index, number))
     match(is_copy)
-    match(is_named)
+    match(has_same_name)
     return matched
 
 
@@ -283,14 +277,14 @@ def refuse_changed_settings(
     folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], wanted: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
     """Like `match_sources`, but only by name, without reading files; return the indices of new sources."""
-    general, new = split_by_source(wanted, vocabulary=vocabulary)
-    before, old = split_by_source(manifest["settings"], vocabulary=vocabulary)
+    general, by_source = split_by_source(wanted, vocabulary=vocabulary)
+    old_general, old_by_source = split_by_source(manifest["settings"], vocabulary=vocabulary)
     numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
     for index, source in enumerate(sources):
         if (number := numbers.get(source_name(source))) is not None:
-            before |= prefix_settings(index, {**old[number], "path": None})
-            general |= prefix_settings(index, {**new[index], "path": None})
-    refuse_changes(folder, before, general)
+            old_general |= prefix_settings(index, {**old_by_source[number], "path": None})
+            general |= prefix_settings(index, {**by_source[index], "path": None})
+    refuse_changes(folder, old_general, general)
     return [index for index, source in enumerate(sources) if source_name(source) not in numbers]
 
 

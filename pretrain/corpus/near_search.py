@@ -27,7 +27,7 @@ def find_near_duplicates(
     result = work_dir / _RESULT
     if not settings.enabled or result.exists():
         return
-    documents = int(SketchFiles(work_dir).first[-1])
+    documents = int(SketchFiles(work_dir).file_starts[-1])
     if not documents:  # `Documents.load` reports this error
         return
     shares = -(-documents // MAX_DOCUMENTS)

@@ -95,10 +95,7 @@ class Pool:
         items: Iterable[tuple[Any, ...]],
         known: Callable[..., Any] | None = None,
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """Yield (arguments, result) of each call `function(*arguments)`.
-
-        If `known(*arguments)` is not None, it is the result, and the call is not executed.
-        """
+        """Yield (arguments, result) of each call; `known(*arguments)` returns a result that exists already, or None."""
         pending: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
         for item in items:
             result = known(*item) if known else None

@@ -35,30 +35,27 @@ _WORDS_PER_STRING = 100  # words that the library encodes in one string
 class Gpt2Splitter:
     """Splitter for a byte-level BPE.
 
-    Args:
-        known: tokens of the pieces; None if there is no vocabulary yet.
-        adds_space: whether a document gets a leading space if it has none.
-        line_ends: whether line breaks are tokens.
-        bounds: function that finds the pieces, as in `document_pieces`.
+    `piece_tokens`: tokens of the pieces, None without a vocabulary. `adds_space`: whether a document gets a leading space
+    if it has none. `line_ends`: whether line breaks are tokens. `bounds`: finds the pieces, as in `document_pieces`.
     """
 
     def __init__(
         self,
-        known: WordTokens | None,
+        piece_tokens: WordTokens | None,
         normalizer: Any = None,
         *,
         adds_space: bool,
         line_ends: bool = True,
         bounds: Callable[[bytes, np.ndarray], Bounds] = gpt2_bounds,
     ) -> None:
-        self.known = known
+        self.piece_tokens = piece_tokens
         self._normalizer, self._adds_space, self._line_ends = normalizer, adds_space, line_ends
         self._bounds = bounds
 
     @classmethod
-    def bertrain(cls, known: WordTokens | None, *, line_ends: bool = True) -> Gpt2Splitter:
+    def bertrain(cls, piece_tokens: WordTokens | None, *, line_ends: bool = True) -> Gpt2Splitter:
         """Make the splitter for a vocabulary that bertrain trained (`byte_level`)."""
-        return cls(known, adds_space=True, line_ends=line_ends, bounds=bertrain_bounds)
+        return cls(piece_tokens, adds_space=True, line_ends=line_ends, bounds=bertrain_bounds)
 
     def fits(self, text: str) -> bool:
         """Return whether a document may be cut into pieces. It must not contain added tokens."""
@@ -76,7 +73,7 @@ class Gpt2Splitter:
             shifted.append(np.asarray(sentences) + space * (np.arange(len(sentences)) > 0))
         return document_pieces(spaced, shifted, table, self._bounds)
 
-    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
+    def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
         """Return whether each piece has the same tokens alone as within a document, bool [P]."""
         return np.ones(len(pieces), bool)
 
@@ -85,7 +82,7 @@ class WordSplitter:
     """Splitter at white space."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
-        self.known = _LibraryPieces(tokenizer, table)
+        self.piece_tokens = _LibraryPieces(tokenizer, table)
 
     def fits(self, text: str) -> bool:
         return _MARK not in text
@@ -93,16 +90,16 @@ class WordSplitter:
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
         return document_pieces(texts, [np.asarray(offsets) for offsets in starts], table, _word_bounds)
 
-    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
+    def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
         # In a document, a leading or trailing space of a normalized word would merge with its neighbors.
-        return self.known.has_no_space(pieces)
+        return self.piece_tokens.has_no_space(pieces)
 
 
 class RunSplitter:
     """Splitter before spaces and around runs of one of `run_characters`, line breaks and tabs that are added tokens."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable, run_characters: str) -> None:
-        self.known = _LibraryPieces(tokenizer, table)
+        self.piece_tokens = _LibraryPieces(tokenizer, table)
         self._classes = bytearray([_OTHER]) * 256
         self._classes[0], self._classes[ord(" ")] = _END, _SPACE
         for index, character in enumerate(run_characters):
@@ -114,7 +111,7 @@ class RunSplitter:
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
         return document_pieces(texts, [np.asarray(offsets) for offsets in starts], table, self._bounds)
 
-    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
+    def are_context_free(self, pieces: np.ndarray) -> np.ndarray:
         return np.ones(len(pieces), bool)
 
     def _bounds(self, raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +146,7 @@ def splitter_for(tokenizer: Tokenizer, table: WordTable) -> Splitter | None:
     if splitter is None:
         return None
     pieces = splitter.cut([_TEST_TEXT], [[0]], table).pieces
-    tokens, _ = splitter.known.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
+    tokens, _ = splitter.piece_tokens.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
     agrees = tokens.tolist() == tokenizer.encode(_TEST_TEXT, add_special_tokens=False).ids
     return splitter if agrees else None
 
@@ -177,9 +174,8 @@ def _splits_as_gpt2(described: dict[str, Any]) -> bool:
 def _splits_at_spaces(described: dict[str, Any]) -> bool:
     """Return whether words separated by spaces are encoded independently, each with a mark before it."""
     normalizers = (described["normalizer"] or {}).get("normalizers", [described["normalizer"]])
-    if not all(
-        step is None or (step["type"] in _WORD_NORMALIZERS and _changes_words_only(step)) for step in normalizers
-    ):
+    steps = [step for step in normalizers if step is not None]
+    if not all(step["type"] in _WORD_NORMALIZERS and _changes_words_only(step) for step in steps):
         return False
     cut = described["pre_tokenizer"] or {}
     *before, last = cut.get("pretokenizers", [cut])

@@ -82,17 +82,17 @@ class DocumentEncoder:
         self, indices: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
     ) -> dict[int, _EncodedDocument]:
         """Return {index: encoded document} of the documents that can be encoded piece by piece."""
-        if not indices or self.splitter is None or self.splitter.known is None:
+        if not indices or self.splitter is None or self.splitter.piece_tokens is None:
             return {}
         cut = self.splitter.cut(texts, starts, self._table)
-        tokens, offsets = self.splitter.known.tokens(cut.pieces, cut.sentences, dtype)
+        tokens, offsets = self.splitter.piece_tokens.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
         inner_bounds = cut.documents[1:-1]
         documents = zip(np.split(tokens, offsets[inner_bounds]), np.split(counts, inner_bounds), strict=True)
-        are_plain = _all_true(self.splitter.are_plain(cut.pieces), cut)
+        are_context_free = _all_true(self.splitter.are_context_free(cut.pieces), cut)
         # Pieces, and therefore sentences, may have no tokens.
-        encoded = zip(indices, documents, are_plain, strict=True)
-        return {index: (ids, sizes[sizes > 0]) for index, (ids, sizes), is_plain in encoded if is_plain}
+        encoded = zip(indices, documents, are_context_free, strict=True)
+        return {index: (ids, sizes[sizes > 0]) for index, (ids, sizes), is_context_free in encoded if is_context_free}
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _EncodedDocument:
         encoding = self._whole.encode(text, add_special_tokens=False)

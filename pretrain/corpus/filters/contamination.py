@@ -42,7 +42,7 @@ class Contamination:
         first_sets, term_ranges = np.full(count, -1), np.zeros((count, 2), np.int64)
         seen = [np.zeros(0, np.int64)]
         for starts, ends, examples in self._table.find(batch):
-            sets = np.searchsorted(self._table.first, examples, "right") - 1
+            sets = np.searchsorted(self._table.first_examples, examples, "right") - 1
             documents = np.searchsorted(batch.document_starts, starts, "right") - 1
             seen.append(examples)
             # The last assignment to an index wins, so the first sets, and the first terms, must come last.
@@ -61,7 +61,7 @@ class _Table:
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as arrays:
             self.hashes, self._examples = arrays["hashes"], arrays["texts"]
-            self.lengths, self.first = arrays["lengths"].tolist(), arrays["first"]
+            self.lengths, self.first_examples = arrays["lengths"].tolist(), arrays["first"]
             self._prefixes = arrays["beginnings"]
         bits = min(_MAX_BITS, max(16, (_SLOTS_PER_GRAM * len(self._prefixes)).bit_length()))
         self._shift = np.uint64(64 - bits)

@@ -42,7 +42,7 @@ def set_names(config: ContaminationConfig) -> list[str]:
 
 
 def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]:
-    """Write the n-grams of all sets to `path`; return {texts, too_short}, the number of all and of ignored examples, per set.
+    """Write the n-grams of all sets to `path`; return the number of examples, and of ignored ones, in each set.
 
     The arrays in the file are: hashes uint64 [G], hashes of the n-grams, ascending; texts int64 [G], index of the first
     example with each n-gram; beginnings uint64, hashes of the first `PREFIX` words of n-grams; lengths int64, distinct
@@ -62,15 +62,9 @@ def write_table(config: ContaminationConfig, path: Path) -> list[dict[str, int]]
         first.append(count)
     hashes, prefixes, examples, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, first_index = np.unique(hashes, return_index=True)
+    arrays = {"lengths": np.unique(lengths), "first": np.array(first), "hashes": distinct}
     with atomic_open(path) as file:
-        np.savez(
-            file,
-            lengths=np.unique(lengths),
-            first=np.array(first),
-            hashes=distinct,
-            texts=examples[first_index],
-            beginnings=np.unique(prefixes),
-        )
+        np.savez(file, **arrays, texts=examples[first_index], beginnings=np.unique(prefixes))
     return sizes
 
 
@@ -84,7 +78,7 @@ class _Grams(NamedTuple):
 def _grams(examples: Sequence[str], first: int) -> _Grams:
     """Return the n-grams of examples whose indices start at `first`. A shorter example is one n-gram."""
     batch = document_terms(examples)
-    starts, counts = batch.gram_documents(NGRAM)
+    starts, counts = batch.document_grams(NGRAM)
     gram_starts = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
     quarters = batch.document_quarters()
     is_long_enough = (np.diff(batch.document_starts) >= MIN_TERMS) & (quarters >= PREFIX * QUARTERS_PER_WORD)

@@ -114,7 +114,7 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
     fewer than n words has one hash: of all its words or, if it has no words (such as only emoji), of its characters.
     """
     grams = batch.grams(n)
-    first, counts = batch.gram_documents(n)
+    first, counts = batch.document_grams(n)
     if counts.all():
         indices = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
         return grams[indices], counts
@@ -129,9 +129,9 @@ def _gram_sets(texts: Sequence[str], batch: DocumentTerms, n: int) -> tuple[np.n
 def join_sketches(parts: Sequence[Path], out: Path) -> None:
     """Concatenate several files of sketches into one."""
     with atomic_open(out) as file:
-        for number in range(4):
-            arrays = [_map_array(path, number) for path in parts]
-            axis = 1 if number == 1 else 0  # axis of the documents
+        for index in range(4):
+            arrays = [_map_array(path, index) for path in parts]
+            axis = 1 if index == 1 else 0  # axis of the documents
             shape = list(arrays[0].shape)
             shape[axis] = sum(array.shape[axis] for array in arrays)
             described = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False}
@@ -154,32 +154,33 @@ class SketchFiles:
     def __init__(self, work_dir: Path) -> None:
         named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work_dir.glob("*" + SUFFIX))
         self._paths = [path for _, path in named]
-        self.first = np.cumsum([0, *(len(_map_array(path, 0)) for path in self._paths)])
+        # Index of each file's first document, and the number of all documents.
+        self.file_starts = np.cumsum([0, *(len(_map_array(path, 0)) for path in self._paths)])
         self._sources = np.array([numbers[0] for numbers, _ in named], np.int64)  # source of each file
         self._known_files = sum(len(numbers) == 1 for numbers, _ in named)
-        self.known = int(self.first[self._known_files])
+        self.known = int(self.file_starts[self._known_files])
 
-    def band(self, band: int, share: int, shares: int) -> tuple[np.ndarray, np.ndarray]:
+    def keys_of_band(self, band: int, share: int, shares: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of one band that equal `share` modulo `shares`, and the index of each key's document.
 
         Known documents are only included if a new document has the same key.
         """
         by_file: dict[int, tuple[np.ndarray, np.ndarray]] = {-1: (np.zeros(0, np.uint64), np.zeros(0, np.uint64))}
-        new = np.zeros(0, np.uint64)
-        for number in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
-            if number == 0:
-                new = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
-            keys = np.asarray(_map_array(self._paths[number], 1)[band])
+        new_keys = np.zeros(0, np.uint64)
+        for file in [*range(self._known_files, len(self._paths)), *range(self._known_files)]:
+            if file == 0:
+                new_keys = np.unique(np.concatenate([keys for keys, _ in by_file.values()]))
+            keys = np.asarray(_map_array(self._paths[file], 1)[band])
             chosen = np.flatnonzero(keys % np.uint64(shares) == share)
-            if number < self._known_files:
-                chosen = chosen[np.isin(keys[chosen], new)]
-            by_file[number] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.first[number])
-        keys, documents = zip(*(by_file[number] for number in sorted(by_file)), strict=True)
+            if file < self._known_files:
+                chosen = chosen[np.isin(keys[chosen], new_keys)]
+            by_file[file] = keys[chosen], chosen.astype(np.uint64) + np.uint64(self.file_starts[file])
+        keys, documents = zip(*(by_file[file] for file in sorted(by_file)), strict=True)
         return np.concatenate(keys), np.concatenate(documents)
 
     def sources(self, documents: np.ndarray) -> np.ndarray:
         """Return the index of each document's source, int64 [D]."""
-        return self._sources[np.searchsorted(self.first, documents, "right") - 1]
+        return self._sources[np.searchsorted(self.file_starts, documents, "right") - 1]
 
     def ranks(self, documents: np.ndarray, hashes: np.ndarray, precedence: Precedence) -> np.ndarray:
         """Return the ranks of documents with these hashes, uint8 [D]."""
@@ -190,8 +191,10 @@ class SketchFiles:
     def rows(self, array: int, documents: np.ndarray) -> np.ndarray:
         """Return the rows of `array` (0 hashes, 2 minima, 3 excerpts) for ascending document indices."""
         documents = documents.astype(np.int64)
-        file = np.searchsorted(self.first, documents, "right") - 1
-        chosen = [_map_array(self._paths[i], array)[documents[file == i] - self.first[i]] for i in np.unique(file)]
+        file = np.searchsorted(self.file_starts, documents, "right") - 1
+        chosen = [
+            _map_array(self._paths[i], array)[documents[file == i] - self.file_starts[i]] for i in np.unique(file)
+        ]
         return np.concatenate(chosen or [_map_array(self._paths[0], array)[:0]])
 
 
@@ -215,7 +218,7 @@ def find_pairs(
     for a document of a held-out source, also all its pairs with known documents.
     """
     files = SketchFiles(work_dir)
-    later, earlier, *ranks = _candidates(files, *files.band(band, share, shares), precedence)
+    later, earlier, *ranks = _candidates(files, *files.keys_of_band(band, share, shares), precedence)
     involved, row = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(2, involved)
     equal = _equal_minima(minima, row[: len(later)], row[len(later) :])
@@ -308,7 +311,7 @@ def merge_pairs(pair_files: Sequence[Path], work_dir: Path, size: int, out: Path
     """
     files = SketchFiles(work_dir)
     mapped = [np.load(path, mmap_mode="r", allow_pickle=False) for path in pair_files]
-    shares = max(1, -(-int(files.first[-1]) // MAX_DOCUMENTS))
+    shares = max(1, -(-int(files.file_starts[-1]) // MAX_DOCUMENTS))
     hashes_to_write = {path: Buckets(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost_path(out), out)}
     examples: list[dict[str, Any]] = []
     trained: Counter[str] = Counter()

@@ -66,7 +66,7 @@ class DocumentTerms:
 
     @functools.cached_property
     def _terms_by_quarters(self) -> np.ndarray:
-        """The number of terms needed for each number of quarters from 0 on, int64; above T if there are too few."""
+        """The number of terms that have at least 0, 1, ... quarters together, int64; above T if all have fewer."""
         assert self.quarters is not None
         counts = np.diff(self.quarters, prepend=-1, append=self.quarters[-1] + 1)
         return np.repeat(np.arange(len(counts)), counts)
@@ -82,7 +82,7 @@ class DocumentTerms:
         starts = np.arange(int(self._term_index(self.quarters[-1] - n * QUARTERS_PER_WORD + 1)))
         return self.sequence_hashes(starts, self.sequence_ends(starts, n * QUARTERS_PER_WORD))
 
-    def gram_documents(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+    def document_grams(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the index in `grams(n)` of each document's first n-gram, and its number of n-grams; int64 [D]."""
         first, ends = self.document_starts[:-1], self.document_starts[1:]
         if self.quarters is None:
@@ -91,9 +91,8 @@ class DocumentTerms:
 
     def document_quarters(self) -> np.ndarray:
         """Return the length of each document in quarters of words, int64 [D]."""
-        return np.diff(
-            self.document_starts * QUARTERS_PER_WORD if self.quarters is None else self.quarters[self.document_starts]
-        )
+        starts = self.document_starts
+        return np.diff(starts * QUARTERS_PER_WORD if self.quarters is None else self.quarters[starts])
 
 
 def document_terms(texts: Sequence[str]) -> DocumentTerms:
@@ -159,12 +158,12 @@ def _terms(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None
 def _term_sums(units: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return running sums of hash times power of `_FACTOR`, for rolling hashes (Karp & Rabin 1987) of sequences."""
     powers, inverses = _powers(len(units) + 1)
-    sums = np.zeros(len(units) + 1, np.uint64)
-    np.cumsum(_letter_hashes()[units] * powers[: len(units)], out=sums[1:])
-    hashes = mix_bits((sums[ends] - sums[starts]) * inverses[starts])
-    total = np.zeros(len(starts) + 1, np.uint64)
-    np.cumsum(hashes * powers[: len(starts)], out=total[1:])
-    return total
+    unit_sums = np.zeros(len(units) + 1, np.uint64)
+    np.cumsum(_letter_hashes()[units] * powers[: len(units)], out=unit_sums[1:])
+    term_hashes = mix_bits((unit_sums[ends] - unit_sums[starts]) * inverses[starts])
+    term_sums = np.zeros(len(starts) + 1, np.uint64)
+    np.cumsum(term_hashes * powers[: len(starts)], out=term_sums[1:])
+    return term_sums
 
 
 _known_powers = (np.ones(1, np.uint64), np.ones(1, np.uint64))
@@ -190,7 +189,7 @@ def _geometric(factor: int, count: int) -> np.ndarray:
 def _kinds() -> np.ndarray:
     """Return the kind of each UTF-16 unit, with the flag _CHANGES if normalization may change it, uint8 [65536].
 
-    The kind of a high surrogate is the highest kind that an eighth of its characters have or exceed. A low surrogate is
+    The kind of a high surrogate is the highest kind that at least an eighth of its characters reach. A low surrogate is
     a MARK, so that it belongs to the high surrogate before it.
     """
     known, changes = scripts.kinds(), scripts.changing() * np.uint8(_CHANGES)
